@@ -1,0 +1,159 @@
+from coppice.v1 import generation_pb2 as _generation_pb2
+from coppice.v1 import tree_pb2 as _tree_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TargetServiceSessionRequest(_message.Message):
+    __slots__ = ("opens", "verifies", "closes")
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIES_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_FIELD_NUMBER: _ClassVar[int]
+    opens: _containers.RepeatedCompositeFieldContainer[TargetOpen]
+    verifies: _containers.RepeatedCompositeFieldContainer[VerifyRound]
+    closes: _containers.RepeatedCompositeFieldContainer[TargetClose]
+    def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ...) -> None: ...
+
+class TargetServiceSessionResponse(_message.Message):
+    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PATHS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    RETRACTED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    admitted: _containers.RepeatedCompositeFieldContainer[TargetAdmitted]
+    accepted_paths: _containers.RepeatedCompositeFieldContainer[_tree_pb2.AcceptedPath]
+    failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
+    retracted: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestRetracted]
+    load: _tree_pb2.WorkerLoad
+    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class TargetOpen(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: _generation_pb2.SamplingParams
+    stopping: _generation_pb2.StoppingCriteria
+    logprobs: bool
+    top_logprobs: int
+    wants_features: bool
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class TargetAdmitted(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "num_cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    num_cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class VerifyRound(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "root_token_id", "tree")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
+    ROOT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    round_idx: int
+    seq_len: int
+    root_token_id: int
+    tree: _tree_pb2.TokenTree
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., root_token_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
+
+class TargetClose(_message.Message):
+    __slots__ = ("request_id", "target_epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ...) -> None: ...
+
+class StreamFeaturesRequest(_message.Message):
+    __slots__ = ("subscribe", "ack", "unsubscribe")
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    UNSUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    subscribe: FeatureSubscribe
+    ack: FeatureAck
+    unsubscribe: FeatureUnsubscribe
+    def __init__(self, subscribe: _Optional[_Union[FeatureSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FeatureAck, _Mapping]] = ..., unsubscribe: _Optional[_Union[FeatureUnsubscribe, _Mapping]] = ...) -> None: ...
+
+class FeatureSubscribe(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "from_position")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    from_position: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., from_position: _Optional[int] = ...) -> None: ...
+
+class FeatureAck(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "position")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    position: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
+class FeatureUnsubscribe(_message.Message):
+    __slots__ = ("request_id", "target_epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ...) -> None: ...
+
+class StreamFeaturesResponse(_message.Message):
+    __slots__ = ("chunks", "failures")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[FeatureChunk]
+    failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ...) -> None: ...
+
+class FeatureChunk(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "start", "handle")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    start: int
+    handle: _tree_pb2.FeatureHandle
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., start: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ...) -> None: ...
+
+class TargetServiceGetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TargetServiceGetInfoResponse(_message.Message):
+    __slots__ = ("info",)
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    info: _tree_pb2.WorkerInfo
+    def __init__(self, info: _Optional[_Union[_tree_pb2.WorkerInfo, _Mapping]] = ...) -> None: ...

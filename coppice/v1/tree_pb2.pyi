@@ -1,0 +1,174 @@
+from coppice.v1 import generation_pb2 as _generation_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TensorDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TENSOR_DTYPE_UNSPECIFIED: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_FLOAT32: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_FLOAT16: _ClassVar[TensorDtype]
+    TENSOR_DTYPE_BFLOAT16: _ClassVar[TensorDtype]
+TENSOR_DTYPE_UNSPECIFIED: TensorDtype
+TENSOR_DTYPE_FLOAT32: TensorDtype
+TENSOR_DTYPE_FLOAT16: TensorDtype
+TENSOR_DTYPE_BFLOAT16: TensorDtype
+
+class TopkScores(_message.Message):
+    __slots__ = ("cumulative_logprobs",)
+    CUMULATIVE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    cumulative_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, cumulative_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class TokenTree(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_ids", "parent_index", "scores")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    round_idx: int
+    seq_len: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    parent_index: _containers.RepeatedScalarFieldContainer[int]
+    scores: TopkScores
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., scores: _Optional[_Union[TopkScores, _Mapping]] = ...) -> None: ...
+
+class AcceptedPath(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "accept_index", "token_ids", "num_accepted_drafts", "num_draft_tokens", "logprobs", "finish_reason", "matched_stop_token_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    round_idx: int
+    seq_len: int
+    accept_index: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_accepted_drafts: int
+    num_draft_tokens: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    finish_reason: _generation_pb2.FinishReason
+    matched_stop_token_id: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ...) -> None: ...
+
+class FeatureHandle(_message.Message):
+    __slots__ = ("shape", "dtype", "inline_data")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    INLINE_DATA_FIELD_NUMBER: _ClassVar[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: TensorDtype
+    inline_data: bytes
+    def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[TensorDtype, str]] = ..., inline_data: _Optional[bytes] = ...) -> None: ...
+
+class FeatureSpec(_message.Message):
+    __slots__ = ("layer_ids", "width", "dtype")
+    LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    width: int
+    dtype: TensorDtype
+    def __init__(self, layer_ids: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[TensorDtype, str]] = ...) -> None: ...
+
+class RequestFailure(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "code", "reason", "message", "field")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    round_idx: int
+    code: int
+    reason: str
+    message: str
+    field: str
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class RequestRetracted(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "draft_epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "num_moved_rounds")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUEST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    num_pages: int
+    num_steps: int
+    num_rows: int
+    num_request_steps: int
+    num_moved_rounds: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ...) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    model: str
+    model_hash: str
+    tokenizer_hash: str
+    vocab_size: int
+    max_context_len: int
+    page_size: int
+    dtype: str
+    device: str
+    features: FeatureSpec
+    kind: str
+    load: WorkerLoad
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    draft_window: int
+    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ...) -> None: ...

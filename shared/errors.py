@@ -1,0 +1,116 @@
+"""Errors that cross a service boundary, and what each one is on the wire.
+
+    CoppiceError
+    ├── InvalidArgumentError      INVALID_ARGUMENT     the request is wrong; `field` names the culprit
+    │   └── InvalidTreeError      INVALID_ARGUMENT     a token tree is malformed
+    ├── NotFoundError             NOT_FOUND            no such request on this worker
+    ├── StaleStateError           FAILED_PRECONDITION  old epoch, round or seq_len
+    ├── ResourceExhaustedError    RESOURCE_EXHAUSTED   no room now; `retry_after_s` says when to try again
+    ├── UnavailableError          UNAVAILABLE          draining, or no worker
+    └── InternalError             INTERNAL             our bug
+    ConfigError, CheckpointError                       refuse to start; never on the wire
+
+docs/errors.md lists every `reason`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class StatusCode(enum.IntEnum):
+    """google.rpc.Code values that Coppice uses."""
+
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+class CoppiceError(Exception):
+    """Base of every error that a service reports.
+
+    Args:
+        message: What was wrong, what was expected, what to do.
+        reason: UPPER_SNAKE identifier, stable across releases (docs/errors.md).
+        field: Dotted path of the request field to blame, or "".
+    """
+
+    code = StatusCode.INTERNAL
+    default_reason = "INTERNAL"
+
+    def __init__(self, message: str, *, reason: str | None = None, field: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.field = field
+
+
+class InvalidArgumentError(CoppiceError):
+    """The request cannot be served as it is."""
+
+    code = StatusCode.INVALID_ARGUMENT
+    default_reason = "INVALID_ARGUMENT"
+
+
+class InvalidTreeError(InvalidArgumentError):
+    """A token tree is not topological, too large, or names tokens out of range."""
+
+    default_reason = "INVALID_TREE"
+
+
+class NotFoundError(CoppiceError):
+    """The worker does not know the request."""
+
+    code = StatusCode.NOT_FOUND
+    default_reason = "REQUEST_NOT_FOUND"
+
+
+class StaleStateError(CoppiceError):
+    """The message speaks of an epoch, round or length that is not the worker's."""
+
+    code = StatusCode.FAILED_PRECONDITION
+    default_reason = "STALE_STATE"
+
+
+class ResourceExhaustedError(CoppiceError):
+    """There is no room for the request at present.
+
+    Args:
+        retry_after_s: When it makes sense to try again, seconds.
+    """
+
+    code = StatusCode.RESOURCE_EXHAUSTED
+    default_reason = "OVERLOADED"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        field: str = "",
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message, reason=reason, field=field)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(CoppiceError):
+    """No worker can take the request, or the server is draining."""
+
+    code = StatusCode.UNAVAILABLE
+    default_reason = "UNAVAILABLE"
+
+
+class InternalError(CoppiceError):
+    """A bug of ours."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message says how to fix it."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint directory that does not hold what its config.json promises."""

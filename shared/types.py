@@ -1,0 +1,348 @@
+"""Plain values that cross a process or service seam. No torch here: fronts and orchestrator use it.
+
+Names follow docs/glossary.md. Token trees: node 0 is the root (the target's bonus token of the round
+before), `parent_index` is topological, root = -1.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+PageId = NewType("PageId", int)
+Slot = NewType("Slot", int)
+NodeIdx = NewType("NodeIdx", int)
+
+MAX_TREE_NODES = 64
+MAX_NUM_STEPS = 16
+MAX_TOPK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """How a tree is grown.
+
+    Args:
+        num_steps: Depth without the root, 1..16.
+        topk: Children kept per expanded node, 1..16.
+        num_draft_tokens: Nodes verified, ROOT INCLUDED, 2..64.
+    """
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        """Return the most nodes that growth can produce, root included."""
+        return 1 + self.topk + (self.num_steps - 1) * self.topk**2
+
+    def __str__(self) -> str:
+        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Resolved sampling parameters; every "off" value is the default.
+
+    Args:
+        temperature: 0 = greedy.
+        top_k: 0 = off.
+        seed: Unsigned 64-bit.
+        logit_bias: (token id, value) pairs, ascending ids.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether logits depend on the tokens of the node's own path."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingParams:
+    """What the target needs to cut a path inside the commit; stop strings are the orchestrator's.
+
+    Args:
+        max_new_tokens: Output tokens in all, tokens of earlier epochs included.
+        stop_token_ids: EOS ids (unless ignored) and the request's own.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; values equal the proto's."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    CONTEXT_LENGTH = 3
+    ABORTED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Raw-logit log-probability of an output token and its most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTree:
+    """A candidate tree; see proto TokenTree.
+
+    Args:
+        token_ids: [N] N = num_draft_tokens, root included.
+        parent_index: [N] topological, root = -1.
+        cumulative_logprobs: [N] sum of draft log-probabilities from the root.
+    """
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    round_idx: int
+    seq_len: int
+    token_ids: tuple[int, ...]
+    parent_index: tuple[int, ...]
+    cumulative_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedPath:
+    """What a target committed in one round; see proto AcceptedPath."""
+
+    request_id: str
+    target_epoch: int
+    round_idx: int
+    seq_len: int
+    accept_index: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    num_accepted_drafts: int
+    num_draft_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason = FinishReason.NONE
+    matched_stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureSpec:
+    """How the target's hidden rows become features.
+
+    Args:
+        layer_ids: Layers whose output (residual stream) is captured, in order of concatenation;
+            empty: the output of the final norm.
+        width: Values per row; 0 = the draft needs no features.
+        dtype: "float32", "float16" or "bfloat16"; "" when width is 0.
+    """
+
+    layer_ids: tuple[int, ...] = ()
+    width: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """Progress and room of an engine; see proto WorkerLoad."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_pages: int = 0
+    num_pages: int = 0
+    num_steps: int = 0
+    num_rows: int = 0
+    num_request_steps: int = 0
+    num_moved_rounds: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """Identity and limits of a worker; see proto WorkerInfo."""
+
+    incarnation: str
+    model: str
+    model_hash: str
+    tokenizer_hash: str
+    vocab_size: int
+    max_context_len: int
+    page_size: int
+    dtype: str
+    device: str
+    features: FeatureSpec
+    kind: str
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    eos_token_ids: tuple[int, ...] = ()
+    draft_window: int = 0
+
+
+# --- messages of the target's session and feature streams ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOpen:
+    """Rebuild a request from its tokens and prefill it; answered by AcceptedPath of round 0."""
+
+    request_id: str
+    target_epoch: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stopping: StoppingParams
+    logprobs: bool = False
+    top_logprobs: int = 0
+    wants_features: bool = False
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRound:
+    """Verify a tree (None: a root-only round) at `seq_len`."""
+
+    request_id: str
+    target_epoch: int
+    round_idx: int
+    seq_len: int
+    root_token_id: int
+    tree: TokenTree | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetClose:
+    """Free whatever the request holds."""
+
+    request_id: str
+    target_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetAdmitted:
+    """The request holds pages and is being prefilled."""
+
+    request_id: str
+    target_epoch: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailure:
+    """A request-level failure; the stream goes on. `code` is a google.rpc.Code."""
+
+    request_id: str
+    code: int
+    reason: str
+    message: str
+    field: str = ""
+    target_epoch: int = 0
+    draft_epoch: int = 0
+    round_idx: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRetracted:
+    """The worker dropped the request's state to make room."""
+
+    request_id: str
+    target_epoch: int = 0
+    draft_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureSubscribe:
+    """Ask for every feature row from `from_position` on."""
+
+    request_id: str
+    target_epoch: int
+    from_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureAck:
+    """Rows below `position` were received."""
+
+    request_id: str
+    target_epoch: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureUnsubscribe:
+    """No more rows, please."""
+
+    request_id: str
+    target_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureChunk:
+    """Consecutive feature rows from position `start` on.
+
+    Args:
+        shape: (num_rows, feature_width).
+        data: Row-major little-endian values of `dtype`.
+    """
+
+    request_id: str
+    target_epoch: int
+    start: int
+    shape: tuple[int, int]
+    dtype: str
+    data: bytes
+
+
+# --- messages of the draft's session stream -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOpen:
+    """Build draft state for a request from its tokens and the target's features."""
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    target_address: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRound:
+    """New committed tokens, and the order to grow the next tree from the last of them.
+
+    Args:
+        token_offset: Index of token_ids[0] in prompt + output.
+    """
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    round_idx: int
+    seq_len: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+    shape: TreeShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftClose:
+    """Free whatever the request holds."""
+
+    request_id: str
+    draft_epoch: int
