@@ -346,3 +346,11 @@ class DraftClose:
 
     request_id: str
     draft_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureCommand:
+    """What a draft engine asks its front to tell a target's feature stream."""
+
+    target_address: str
+    command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe

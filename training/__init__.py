@@ -1,0 +1,1 @@
+"""Scripts that train the bundled models from permissively licensed Python source."""

@@ -1,0 +1,32 @@
+"""Token streams on the training device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def load_tokens(path: Path, device: torch.device) -> Tensor:
+    """Load a flat uint16 file of token ids as one int32 tensor."""
+    return torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int32)).to(device)
+
+
+def iterate_chunks(tokens: Tensor, *, length: int, batch_size: int, seed: int) -> Iterator[Tensor]:
+    """Yield [batch_size, length] i64 chunks forever, every token once per epoch.
+
+    Each epoch cuts the stream at a new random offset and visits the chunks in a new random order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    within = torch.arange(length, device=tokens.device)
+    while True:
+        offset = int(torch.randint(length, (1,), generator=generator))
+        starts = torch.arange(offset, len(tokens) - length, length)
+        starts = starts[torch.randperm(len(starts), generator=generator)].to(tokens.device)
+        if len(starts) < batch_size:
+            raise ValueError(f"{len(tokens)} tokens are too few for {batch_size} x {length}")
+        for batch in starts[: len(starts) // batch_size * batch_size].split(batch_size):
+            yield tokens[batch[:, None] + within].long()
