@@ -1,0 +1,169 @@
+"""Paged KV cache of one model: page tables, reservations, slots.
+
+Slots are logical: token (or tree node) s of a request lives in slot
+`page_table[req_idx, s // page_size] * page_size + s % page_size`, so page_size never matters above.
+KV ownership of a request, in logical slots:
+
+    [0, dropped)          freed: below the sliding window, page table entry 0
+    [dropped, seq_len)    committed
+    [seq_len, reserved)   scratch of the round in progress, and headroom
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.kv.allocator import SINK_PAGE, PageAllocator
+from shared.types import PageId
+
+
+class KVPool:
+    """K and V of every layer, and the page table of every request.
+
+    Args:
+        num_pages: Pages in all, the sink included.
+        max_num_requests: Rows of the page table.
+        max_pages_per_request: Columns of the page table.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        max_num_requests: int,
+        max_pages_per_request: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        self.device = device
+        shape = (num_pages * page_size, num_kv_heads, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._allocator = PageAllocator(num_pages)
+        self._table = np.zeros((max_num_requests, max_pages_per_request), dtype=np.int32)
+        self._device_table = torch.from_numpy(self._table)
+        self._is_stale = False
+        if device.type != "cpu":
+            self._device_table = self._device_table.to(device)
+        self._free_rows = list(range(max_num_requests - 1, -1, -1))
+        self._pages: dict[int, list[PageId]] = {}  # row -> pages of columns [first, ...)
+        self._first: dict[int, int] = {}  # row -> first column still held
+
+    @staticmethod
+    def bytes_per_page(
+        *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+    ) -> int:
+        """Return the memory of one page over all layers, K and V, bytes."""
+        return 2 * num_layers * num_kv_heads * head_dim * page_size * dtype.itemsize
+
+    @property
+    def num_free_pages(self) -> int:
+        """Return how many pages can still be reserved."""
+        return self._allocator.num_free
+
+    @property
+    def num_pages(self) -> int:
+        """Return how many pages requests can hold; excludes the sink."""
+        return self._allocator.num_pages - 1
+
+    @property
+    def has_free_row(self) -> bool:
+        """Return whether another request fits into the page table."""
+        return bool(self._free_rows)
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """Return [max_num_requests, max_pages_per_request] i32 on the device, up to date."""
+        if self._is_stale and self.device.type != "cpu":
+            self._device_table.copy_(torch.from_numpy(self._table))
+        self._is_stale = False
+        return self._device_table
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens` logical slots."""
+        return -(-num_tokens // self.page_size)
+
+    def acquire(self) -> int:
+        """Take a row of the page table; it holds no pages yet."""
+        req_idx = self._free_rows.pop()
+        self._pages[req_idx] = []
+        self._first[req_idx] = 0
+        return req_idx
+
+    def release(self, req_idx: int) -> None:
+        """Free the row and every page it holds."""
+        self._allocator.free(self._pages.pop(req_idx))
+        del self._first[req_idx]
+        self._table[req_idx] = SINK_PAGE
+        self._is_stale = True
+        self._free_rows.append(req_idx)
+
+    def reserve(self, req_idx: int, num_tokens: int) -> None:
+        """Make logical slots [.., num_tokens) writable.
+
+        Raises: OutOfPagesError, with nothing changed.
+        """
+        first, pages = self._first[req_idx], self._pages[req_idx]
+        have = first + len(pages)
+        need = self.pages_for(num_tokens)
+        if need <= have:
+            return
+        assert need <= self._table.shape[1], f"{num_tokens} tokens exceed the page table row"
+        new = self._allocator.alloc(need - have)
+        self._table[req_idx, have:need] = new
+        pages.extend(new)
+        self._is_stale = True
+
+    def trim(self, req_idx: int, num_tokens: int) -> None:
+        """Free the pages past logical slot num_tokens - 1."""
+        first, pages = self._first[req_idx], self._pages[req_idx]
+        keep = max(self.pages_for(num_tokens) - first, 0)
+        if keep >= len(pages):
+            return
+        self._allocator.free(pages[keep:])
+        self._table[req_idx, first + keep : first + len(pages)] = SINK_PAGE
+        del pages[keep:]
+        self._is_stale = True
+
+    def drop_before(self, req_idx: int, slot: int) -> None:
+        """Free the whole pages below logical slot `slot`: nothing looks there any more."""
+        first, pages = self._first[req_idx], self._pages[req_idx]
+        count = min(max(slot // self.page_size - first, 0), len(pages))
+        if count == 0:
+            return
+        self._allocator.free(pages[:count])
+        self._table[req_idx, first : first + count] = SINK_PAGE
+        del pages[:count]
+        self._first[req_idx] = first + count
+        self._is_stale = True
+
+    def slots(self, req_idx: int, logical: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Map logical slots of one request to slots of the caches.
+
+        Args:
+            logical: [n] i64, every one inside the reservation.
+        Returns: [n] i32. Never a slot of the sink.
+        """
+        page = self._table[req_idx, logical // self.page_size]
+        assert (page != SINK_PAGE).all(), "a live row maps to the sink page"
+        return (page * self.page_size + logical % self.page_size).astype(np.int32)
+
+    def check_integrity(self) -> None:
+        """Raise unless pages and rows are all accounted for."""
+        self._allocator.check_integrity(self._pages.values())
+        held = set(self._pages)
+        assert not held & set(self._free_rows), "a row is held and free"
+        assert len(held) + len(self._free_rows) == self._table.shape[0], "rows leaked"
+        for req_idx in range(self._table.shape[0]):
+            row = self._table[req_idx]
+            pages = self._pages.get(req_idx, [])
+            first = self._first.get(req_idx, 0)
+            assert row[first : first + len(pages)].tolist() == pages, f"row {req_idx} is wrong"
+            assert int((row != SINK_PAGE).sum()) == len(pages), f"row {req_idx} has stray pages"

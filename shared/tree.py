@@ -1,0 +1,132 @@
+"""Token-tree algebra: checks, paths, the accept walk. Node 0 is the root; parents come first.
+
+Host side (numpy, no torch) above the line that imports torch lazily: the orchestrator validates trees
+with the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import InvalidArgumentError, InvalidTreeError
+from shared.types import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES, TreeShape
+
+
+def check_shape(shape: TreeShape, *, prefix: str = "speculation.") -> None:
+    """Raise InvalidArgumentError, naming the field, if no tree can have this shape.
+
+    `num_draft_tokens < num_steps + 1` is fine: the tree is cut to its best nodes.
+    """
+
+    def refuse(name: str, value: int, expected: str) -> None:
+        raise InvalidArgumentError(
+            f"{name} is {value}, expected {expected}",
+            reason="INVALID_TREE_SHAPE",
+            field=prefix + name,
+        )
+
+    if not 1 <= shape.num_steps <= MAX_NUM_STEPS:
+        refuse("num_steps", shape.num_steps, f"1..{MAX_NUM_STEPS}")
+    if not 1 <= shape.topk <= MAX_TOPK:
+        refuse("topk", shape.topk, f"1..{MAX_TOPK}")
+    if not 2 <= shape.num_draft_tokens <= MAX_TREE_NODES:
+        refuse("num_draft_tokens", shape.num_draft_tokens, f"2..{MAX_TREE_NODES}, root included")
+    most = shape.max_num_draft_tokens
+    if shape.num_draft_tokens > most:
+        refuse(
+            "num_draft_tokens",
+            shape.num_draft_tokens,
+            f"at most 1 + topk + (num_steps - 1) * topk^2 = {most}; lower it, or raise topk or num_steps",
+        )
+
+
+def check_tree(
+    token_ids: Sequence[int],
+    parent_index: Sequence[int],
+    *,
+    root_token_id: int,
+    vocab_size: int,
+    max_num_nodes: int = MAX_TREE_NODES,
+) -> None:
+    """Raise InvalidTreeError unless this is a tree that a target can verify.
+
+    Args:
+        token_ids: [N] ids of the target's vocabulary, root included.
+        parent_index: [N] topological (parent < child); root = -1.
+        root_token_id: The target's bonus token of the round before.
+        max_num_nodes: Most nodes, root included.
+    """
+    num_nodes = len(token_ids)
+    if not 1 <= num_nodes <= max_num_nodes:
+        raise InvalidTreeError(
+            f"the tree has {num_nodes} nodes, expected 1..{max_num_nodes}", field="tree.token_ids"
+        )
+    if len(parent_index) != num_nodes:
+        raise InvalidTreeError(
+            f"{len(parent_index)} parents for {num_nodes} nodes", field="tree.parent_index"
+        )
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    parents = np.asarray(parent_index, dtype=np.int64)
+    if parents[0] != -1:
+        raise InvalidTreeError("parent_index[0] must be -1 (the root)", field="tree.parent_index")
+    bad = (parents[1:] < 0) | (parents[1:] >= np.arange(1, num_nodes))
+    if bad.any():
+        node = int(bad.argmax()) + 1
+        raise InvalidTreeError(
+            f"parent_index[{node}] is {parents[node]}, expected 0..{node - 1}",
+            field="tree.parent_index",
+        )
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if bad.any():
+        node = int(bad.argmax())
+        raise InvalidTreeError(
+            f"token_ids[{node}] is {tokens[node]}, expected 0..{vocab_size - 1}",
+            field="tree.token_ids",
+        )
+    if tokens[0] != root_token_id:
+        raise InvalidTreeError(
+            f"the root is token {tokens[0]}, the bonus token is {root_token_id}",
+            field="tree.token_ids",
+        )
+
+
+def tree_paths(
+    parent_index: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lay out every node's own path from the root.
+
+    Args:
+        parent_index: [N] topological, root = -1.
+    Returns:
+        depth: [N] i32, the root has 0.
+        path: [N, D] i32, D = max depth + 1. path[n, :depth[n] + 1] are the nodes from the root to n,
+            ascending; the rest is 0.
+    """
+    num_nodes = len(parent_index)
+    climb = [np.arange(num_nodes, dtype=np.int32)]
+    while (climb[-1] > 0).any():
+        climb.append(np.where(climb[-1] > 0, parent_index[climb[-1]], -1).astype(np.int32))
+    up = np.stack(climb)  # [D, N], node, parent, grandparent, ..., root, then -1
+    depth = ((up >= 0).sum(axis=0) - 1).astype(np.int32)
+    step = np.arange(len(climb), dtype=np.int32)[None, :]  # [1, D]
+    back = depth[:, None] - step  # [N, D], how far up path token m lies
+    nodes = np.arange(num_nodes)[:, None]
+    path = np.where(back >= 0, up[np.maximum(back, 0), nodes], 0).astype(np.int32)
+    return depth, path
+
+
+def tree_mask_words(parent_index: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """Return the in-tree visibility of every node: bit j of word n = n may attend to node j.
+
+    Args:
+        parent_index: [N] topological, root = -1, N <= 64.
+    """
+    words = np.zeros(len(parent_index), dtype=np.uint64)
+    for node, parent in enumerate(parent_index.tolist()):
+        words[node] = np.uint64(1 << node)
+        if parent >= 0:
+            words[node] |= words[parent]
+    return words
