@@ -1,0 +1,187 @@
+"""Session messages: batches of values in, one protobuf message out, and back.
+
+Order inside a batch is kept per kind only; across kinds it is the order of the message's fields:
+what opens a request comes before what uses it, a close comes last. Epochs make that safe: a close
+of an older epoch than the newest open is stale. One malformed entry never spoils its batch: it
+becomes a RequestFailure in `Batch.rejected`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from coppice.v1 import draft_pb2, target_pb2
+from shared import types
+from shared.errors import InvalidArgumentError
+from shared.rpc.convert import from_proto, to_proto
+from shared.rpc.convert_tree import load_from_proto, load_to_proto
+from shared.rpc.status import failure_of
+
+TargetRequest = types.TargetOpen | types.VerifyRound | types.TargetClose
+TargetReply = (
+    types.TargetAdmitted | types.AcceptedPath | types.RequestFailure | types.RequestRetracted
+)
+DraftRequest = types.DraftOpen | types.DraftRound | types.DraftClose
+DraftReply = types.TokenTree | types.RequestFailure | types.RequestRetracted
+FeatureRequest = types.FeatureSubscribe | types.FeatureAck | types.FeatureUnsubscribe
+FeatureReply = types.FeatureChunk | types.RequestFailure
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(Generic[Item]):
+    """What one session message held.
+
+    Args:
+        rejected: One failure per entry that could not be read.
+        load: The sender's load, in replies that carry it.
+    """
+
+    messages: list[Item]
+    rejected: list[types.RequestFailure] = field(default_factory=list)
+    load: types.WorkerLoad | None = None
+
+
+def pack_target_request(
+    messages: Iterable[TargetRequest],
+) -> target_pb2.TargetServiceSessionRequest:
+    """Pack what an orchestrator tells a target."""
+    batch = target_pb2.TargetServiceSessionRequest()
+    fields = {
+        types.TargetOpen: batch.opens,
+        types.VerifyRound: batch.verifies,
+        types.TargetClose: batch.closes,
+    }
+    _pack(messages, fields)
+    return batch
+
+
+def unpack_target_request(
+    batch: target_pb2.TargetServiceSessionRequest,
+) -> Batch[TargetRequest]:
+    """Unpack what an orchestrator told a target: opens, verifies, closes."""
+    return _unpack(batch.opens, batch.verifies, batch.closes)
+
+
+def pack_target_response(
+    messages: Iterable[TargetReply], load: types.WorkerLoad
+) -> target_pb2.TargetServiceSessionResponse:
+    """Pack what a target answers."""
+    batch = target_pb2.TargetServiceSessionResponse(load=load_to_proto(load))
+    fields = {
+        types.TargetAdmitted: batch.admitted,
+        types.AcceptedPath: batch.accepted_paths,
+        types.RequestFailure: batch.failures,
+        types.RequestRetracted: batch.retracted,
+    }
+    _pack(messages, fields)
+    return batch
+
+
+def unpack_target_response(
+    batch: target_pb2.TargetServiceSessionResponse,
+) -> Batch[TargetReply]:
+    """Unpack what a target answered: admissions, paths, failures, retractions."""
+    return _unpack(
+        batch.admitted,
+        batch.accepted_paths,
+        batch.failures,
+        batch.retracted,
+        load=load_from_proto(batch.load),
+    )
+
+
+def pack_draft_request(messages: Iterable[DraftRequest]) -> draft_pb2.DraftServiceSessionRequest:
+    """Pack what an orchestrator tells a draft."""
+    batch = draft_pb2.DraftServiceSessionRequest()
+    fields = {
+        types.DraftOpen: batch.opens,
+        types.DraftRound: batch.rounds,
+        types.DraftClose: batch.closes,
+    }
+    _pack(messages, fields)
+    return batch
+
+
+def unpack_draft_request(batch: draft_pb2.DraftServiceSessionRequest) -> Batch[DraftRequest]:
+    """Unpack what an orchestrator told a draft: opens, rounds, closes."""
+    return _unpack(batch.opens, batch.rounds, batch.closes)
+
+
+def pack_draft_response(
+    messages: Iterable[DraftReply], load: types.WorkerLoad
+) -> draft_pb2.DraftServiceSessionResponse:
+    """Pack what a draft answers."""
+    batch = draft_pb2.DraftServiceSessionResponse(load=load_to_proto(load))
+    fields = {
+        types.TokenTree: batch.trees,
+        types.RequestFailure: batch.failures,
+        types.RequestRetracted: batch.retracted,
+    }
+    _pack(messages, fields)
+    return batch
+
+
+def unpack_draft_response(batch: draft_pb2.DraftServiceSessionResponse) -> Batch[DraftReply]:
+    """Unpack what a draft answered: trees, failures, retractions."""
+    return _unpack(batch.trees, batch.failures, batch.retracted, load=load_from_proto(batch.load))
+
+
+def pack_feature_request(command: FeatureRequest) -> target_pb2.StreamFeaturesRequest:
+    """Pack one command of a feature stream."""
+    match command:
+        case types.FeatureSubscribe():
+            return target_pb2.StreamFeaturesRequest(subscribe=to_proto(command))
+        case types.FeatureAck():
+            return target_pb2.StreamFeaturesRequest(ack=to_proto(command))
+        case types.FeatureUnsubscribe():
+            return target_pb2.StreamFeaturesRequest(unsubscribe=to_proto(command))
+
+
+def unpack_feature_request(message: target_pb2.StreamFeaturesRequest) -> Batch[FeatureRequest]:
+    """Unpack one command of a feature stream; an empty one is rejected."""
+    name = message.WhichOneof("command")
+    if name is None:
+        error = InvalidArgumentError("command is absent or unknown", field="command")
+        return Batch(messages=[], rejected=[failure_of(error)])
+    return _unpack([getattr(message, name)])
+
+
+def pack_feature_response(messages: Iterable[FeatureReply]) -> target_pb2.StreamFeaturesResponse:
+    """Pack chunks and failures of a feature stream."""
+    batch = target_pb2.StreamFeaturesResponse()
+    _pack(messages, {types.FeatureChunk: batch.chunks, types.RequestFailure: batch.failures})
+    return batch
+
+
+def unpack_feature_response(batch: target_pb2.StreamFeaturesResponse) -> Batch[FeatureReply]:
+    """Unpack chunks and failures of a feature stream."""
+    return _unpack(batch.chunks, batch.failures)
+
+
+def _pack(messages: Iterable[Any], fields: dict[Any, Any]) -> None:
+    for message in messages:
+        fields[type(message)].append(to_proto(message))
+
+
+def _unpack(*kinds: Iterable[Any], load: types.WorkerLoad | None = None) -> Batch[Any]:
+    messages: list[Any] = []
+    rejected: list[types.RequestFailure] = []
+    for entries in kinds:
+        for entry in entries:
+            try:
+                messages.append(from_proto(entry))
+            except InvalidArgumentError as error:
+                rejected.append(
+                    failure_of(
+                        error,
+                        request_id=entry.request_id,
+                        target_epoch=getattr(entry, "target_epoch", 0),
+                        draft_epoch=getattr(entry, "draft_epoch", 0),
+                        round_idx=getattr(entry, "round_idx", 0),
+                    )
+                )
+    return Batch(messages=messages, rejected=rejected, load=load)

@@ -1,0 +1,65 @@
+"""Channel and server options, and the one way to open a channel to a Coppice service.
+
+`grpc.keepalive_timeout_ms` does nothing in C-core; `grpc.http2.ping_timeout_ms` is what notices a
+peer that stopped answering. gRPC's own retries are off: a broken stream must surface at once.
+"""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+MAX_INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+
+Options = list[tuple[str, int]]
+
+
+def channel_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Options:
+    """Return the options of a channel to a worker or to an orchestrator.
+
+    Args:
+        max_message_bytes: Largest message sent or received.
+    """
+    return [
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]
+
+
+def server_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Options:
+    """Return the options of a server.
+
+    Args:
+        max_message_bytes: Largest message received; a larger one ends its call with
+            RESOURCE_EXHAUSTED.
+    """
+    return [
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),  # two workers on one port must fail loudly
+        ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]
+
+
+def open_channel(
+    address: str, *, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """Open a plaintext channel to HOST:PORT."""
+    return grpc.aio.insecure_channel(
+        address, options=channel_options(max_message_bytes=max_message_bytes)
+    )

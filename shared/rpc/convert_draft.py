@@ -1,0 +1,95 @@
+"""Conversions of the messages of a draft's session."""
+
+from __future__ import annotations
+
+from coppice.v1 import draft_pb2
+from shared import types
+from shared.errors import InvalidArgumentError
+from shared.rpc.convert_params import sampling_from_proto, sampling_to_proto
+from shared.rpc.fields import require_ids, require_range, require_request_id, within
+
+
+def draft_open_to_proto(value: types.DraftOpen) -> draft_pb2.DraftOpen:
+    """Convert the opening of a request on a draft."""
+    return draft_pb2.DraftOpen(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        draft_epoch=value.draft_epoch,
+        target_address=value.target_address,
+        token_ids=value.token_ids,
+        sampling=sampling_to_proto(value.sampling),
+    )
+
+
+def draft_open_from_proto(message: draft_pb2.DraftOpen) -> types.DraftOpen:
+    """Convert the opening of a request on a draft."""
+    request_id = require_request_id(message.request_id)
+    if not message.target_address:
+        raise InvalidArgumentError("target_address is empty", field="target_address")
+    with within("sampling"):
+        sampling = sampling_from_proto(message.sampling)
+    return types.DraftOpen(
+        request_id=request_id,
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+        target_address=message.target_address,
+        token_ids=require_ids(message.token_ids, "token_ids", at_least=1),
+        sampling=sampling,
+    )
+
+
+def draft_round_to_proto(value: types.DraftRound) -> draft_pb2.DraftRound:
+    """Convert the order of a tree."""
+    return draft_pb2.DraftRound(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        draft_epoch=value.draft_epoch,
+        round_idx=value.round_idx,
+        seq_len=value.seq_len,
+        token_offset=value.token_offset,
+        token_ids=value.token_ids,
+        num_steps=value.shape.num_steps,
+        topk=value.shape.topk,
+        num_draft_tokens=value.shape.num_draft_tokens,
+    )
+
+
+def draft_round_from_proto(message: draft_pb2.DraftRound) -> types.DraftRound:
+    """Convert the order of a tree."""
+    request_id = require_request_id(message.request_id)
+    shape = types.TreeShape(
+        num_steps=require_range(message.num_steps, "num_steps", 1, types.MAX_NUM_STEPS),
+        topk=require_range(message.topk, "topk", 1, types.MAX_TOPK),
+        num_draft_tokens=require_range(
+            message.num_draft_tokens, "num_draft_tokens", 2, types.MAX_TREE_NODES
+        ),
+    )
+    if shape.num_draft_tokens > shape.max_num_draft_tokens:
+        raise InvalidArgumentError(
+            f"num_draft_tokens is {shape.num_draft_tokens}, num_steps {shape.num_steps} and topk "
+            f"{shape.topk} grow at most {shape.max_num_draft_tokens} nodes",
+            field="num_draft_tokens",
+        )
+    return types.DraftRound(
+        request_id=request_id,
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+        round_idx=require_range(message.round_idx, "round_idx", 0),
+        seq_len=require_range(message.seq_len, "seq_len", 0),
+        token_offset=require_range(message.token_offset, "token_offset", 0),
+        token_ids=require_ids(message.token_ids, "token_ids"),
+        shape=shape,
+    )
+
+
+def draft_close_to_proto(value: types.DraftClose) -> draft_pb2.DraftClose:
+    """Convert the end of a request on a draft."""
+    return draft_pb2.DraftClose(request_id=value.request_id, draft_epoch=value.draft_epoch)
+
+
+def draft_close_from_proto(message: draft_pb2.DraftClose) -> types.DraftClose:
+    """Convert the end of a request on a draft."""
+    return types.DraftClose(
+        request_id=require_request_id(message.request_id),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+    )

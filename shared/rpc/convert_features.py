@@ -1,0 +1,153 @@
+"""Conversions of feature streams: what is captured, subscriptions, and chunks of rows."""
+
+from __future__ import annotations
+
+from coppice.v1 import target_pb2, tree_pb2
+from shared import types
+from shared.errors import InvalidArgumentError
+from shared.rpc.fields import require_ids, require_range, require_request_id, within
+
+MAX_CHUNK_BYTES = 1 << 20
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_DTYPE_TO_PROTO = {
+    "": tree_pb2.TENSOR_DTYPE_UNSPECIFIED,
+    "float32": tree_pb2.TENSOR_DTYPE_FLOAT32,
+    "float16": tree_pb2.TENSOR_DTYPE_FLOAT16,
+    "bfloat16": tree_pb2.TENSOR_DTYPE_BFLOAT16,
+}
+_DTYPE_FROM_PROTO: dict[int, str] = {number: name for name, number in _DTYPE_TO_PROTO.items()}
+
+
+def _dtype_from_proto(number: int, *, may_be_absent: bool) -> str:
+    name = _DTYPE_FROM_PROTO.get(number)
+    if name is None or (not name and not may_be_absent):
+        raise InvalidArgumentError(
+            f"dtype is {number}, must be FLOAT32, FLOAT16 or BFLOAT16", field="dtype"
+        )
+    return name
+
+
+def feature_spec_to_proto(spec: types.FeatureSpec) -> tree_pb2.FeatureSpec:
+    """Convert what a target captures or a draft needs."""
+    return tree_pb2.FeatureSpec(
+        layer_ids=spec.layer_ids, width=spec.width, dtype=_DTYPE_TO_PROTO[spec.dtype]
+    )
+
+
+def feature_spec_from_proto(message: tree_pb2.FeatureSpec) -> types.FeatureSpec:
+    """Convert what a target captures or a draft needs; width 0 has no dtype."""
+    width = require_range(message.width, "width", 0)
+    return types.FeatureSpec(
+        layer_ids=require_ids(message.layer_ids, "layer_ids"),
+        width=width,
+        dtype=_dtype_from_proto(message.dtype, may_be_absent=width == 0),
+    )
+
+
+def feature_subscribe_to_proto(value: types.FeatureSubscribe) -> target_pb2.FeatureSubscribe:
+    """Convert a subscription."""
+    return target_pb2.FeatureSubscribe(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        from_position=value.from_position,
+    )
+
+
+def feature_subscribe_from_proto(message: target_pb2.FeatureSubscribe) -> types.FeatureSubscribe:
+    """Convert a subscription."""
+    return types.FeatureSubscribe(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        from_position=require_range(message.from_position, "from_position", 0),
+    )
+
+
+def feature_ack_to_proto(value: types.FeatureAck) -> target_pb2.FeatureAck:
+    """Convert an acknowledgement."""
+    return target_pb2.FeatureAck(
+        request_id=value.request_id, target_epoch=value.target_epoch, position=value.position
+    )
+
+
+def feature_ack_from_proto(message: target_pb2.FeatureAck) -> types.FeatureAck:
+    """Convert an acknowledgement."""
+    return types.FeatureAck(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        position=require_range(message.position, "position", 0),
+    )
+
+
+def feature_unsubscribe_to_proto(value: types.FeatureUnsubscribe) -> target_pb2.FeatureUnsubscribe:
+    """Convert the end of a subscription."""
+    return target_pb2.FeatureUnsubscribe(
+        request_id=value.request_id, target_epoch=value.target_epoch
+    )
+
+
+def feature_unsubscribe_from_proto(
+    message: target_pb2.FeatureUnsubscribe,
+) -> types.FeatureUnsubscribe:
+    """Convert the end of a subscription."""
+    return types.FeatureUnsubscribe(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+    )
+
+
+def feature_chunk_to_proto(chunk: types.FeatureChunk) -> target_pb2.FeatureChunk:
+    """Convert consecutive feature rows; the bytes travel inline."""
+    return target_pb2.FeatureChunk(
+        request_id=chunk.request_id,
+        target_epoch=chunk.target_epoch,
+        start=chunk.start,
+        handle=tree_pb2.FeatureHandle(
+            shape=chunk.shape, dtype=_DTYPE_TO_PROTO[chunk.dtype], inline_data=chunk.data
+        ),
+    )
+
+
+def feature_chunk_from_proto(message: target_pb2.FeatureChunk) -> types.FeatureChunk:
+    """Convert feature rows after checking that shape, dtype and bytes agree.
+
+    Raises: InvalidArgumentError naming the part of the handle that is wrong.
+    """
+    request_id = require_request_id(message.request_id)
+    with within("handle"):
+        shape, dtype, data = _check_handle(message.handle)
+    return types.FeatureChunk(
+        request_id=request_id,
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        start=require_range(message.start, "start", 0),
+        shape=shape,
+        dtype=dtype,
+        data=data,
+    )
+
+
+def _check_handle(handle: tree_pb2.FeatureHandle) -> tuple[tuple[int, int], str, bytes]:
+    shape = tuple(handle.shape)
+    if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
+        raise InvalidArgumentError(
+            f"shape is {list(shape)}, must be [num_rows, feature_width], both >= 1", field="shape"
+        )
+    dtype = _dtype_from_proto(handle.dtype, may_be_absent=False)
+    location = handle.WhichOneof("location")
+    if location != "inline_data":
+        raise InvalidArgumentError(
+            f"location is {location or 'absent'}, only inline_data is understood", field="location"
+        )
+    data = handle.inline_data  # one copy per access
+    expected = shape[0] * shape[1] * ITEM_BYTES[dtype]
+    if len(data) != expected:
+        raise InvalidArgumentError(
+            f"inline_data has {len(data)} bytes, shape {list(shape)} of {dtype} needs {expected}",
+            field="inline_data",
+        )
+    if len(data) > MAX_CHUNK_BYTES:
+        raise InvalidArgumentError(
+            f"inline_data has {len(data)} bytes, at most {MAX_CHUNK_BYTES} per chunk",
+            field="inline_data",
+        )
+    return shape, dtype, data

@@ -1,0 +1,247 @@
+"""Conversions of what both workers exchange: trees, paths, failures, load, identity."""
+
+from __future__ import annotations
+
+from coppice.v1 import generation_pb2, tree_pb2
+from shared import types
+from shared.errors import InvalidArgumentError, InvalidTreeError
+from shared.rpc.convert_features import feature_spec_from_proto, feature_spec_to_proto
+from shared.rpc.fields import require_ids, require_range, require_request_id, within
+
+
+def tree_to_proto(tree: types.TokenTree) -> tree_pb2.TokenTree:
+    """Convert a token tree."""
+    return tree_pb2.TokenTree(
+        request_id=tree.request_id,
+        target_epoch=tree.target_epoch,
+        draft_epoch=tree.draft_epoch,
+        round_idx=tree.round_idx,
+        seq_len=tree.seq_len,
+        token_ids=tree.token_ids,
+        parent_index=tree.parent_index,
+        scores=tree_pb2.TopkScores(cumulative_logprobs=tree.cumulative_logprobs),
+    )
+
+
+def tree_from_proto(message: tree_pb2.TokenTree) -> types.TokenTree:
+    """Convert a token tree; sizes are checked here, topology by whoever uses it.
+
+    Raises: InvalidTreeError if the node arrays differ in length, are empty or too long.
+    """
+    token_ids = tuple(message.token_ids)
+    parent_index = tuple(message.parent_index)
+    scores = tuple(message.scores.cumulative_logprobs)
+    if not 1 <= len(token_ids) <= types.MAX_TREE_NODES:
+        raise InvalidTreeError(
+            f"token_ids has {len(token_ids)} nodes, must be 1..{types.MAX_TREE_NODES}",
+            field="token_ids",
+        )
+    if len(parent_index) != len(token_ids):
+        raise InvalidTreeError(
+            f"parent_index has {len(parent_index)} entries for {len(token_ids)} nodes",
+            field="parent_index",
+        )
+    if scores and len(scores) != len(token_ids):
+        raise InvalidTreeError(
+            f"scores.cumulative_logprobs has {len(scores)} entries for {len(token_ids)} nodes",
+            field="scores.cumulative_logprobs",
+        )
+    return types.TokenTree(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+        round_idx=require_range(message.round_idx, "round_idx", 0),
+        seq_len=require_range(message.seq_len, "seq_len", 0),
+        token_ids=token_ids,
+        parent_index=parent_index,
+        cumulative_logprobs=scores,
+    )
+
+
+def logprob_to_proto(value: types.TokenLogprob) -> generation_pb2.TokenLogprob:
+    """Convert a token's logprob and its alternatives."""
+    return generation_pb2.TokenLogprob(
+        token_id=value.token_id,
+        logprob=value.logprob,
+        top=[generation_pb2.TopLogprob(token_id=i, logprob=p) for i, p in value.top],
+    )
+
+
+def logprob_from_proto(message: generation_pb2.TokenLogprob) -> types.TokenLogprob:
+    """Convert a token's logprob and its alternatives."""
+    return types.TokenLogprob(
+        token_id=require_range(message.token_id, "token_id", 0),
+        logprob=message.logprob,
+        top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+    )
+
+
+def accepted_path_to_proto(path: types.AcceptedPath) -> tree_pb2.AcceptedPath:
+    """Convert an accepted path."""
+    return tree_pb2.AcceptedPath(
+        request_id=path.request_id,
+        target_epoch=path.target_epoch,
+        round_idx=path.round_idx,
+        seq_len=path.seq_len,
+        accept_index=path.accept_index,
+        token_ids=path.token_ids,
+        num_accepted_drafts=path.num_accepted_drafts,
+        num_draft_tokens=path.num_draft_tokens,
+        logprobs=[logprob_to_proto(value) for value in path.logprobs],
+        finish_reason=generation_pb2.FinishReason.Name(path.finish_reason),
+        matched_stop_token_id=path.matched_stop_token_id,
+    )
+
+
+def accepted_path_from_proto(message: tree_pb2.AcceptedPath) -> types.AcceptedPath:
+    """Convert an accepted path."""
+    accept_index = require_ids(message.accept_index, "accept_index")
+    token_ids = require_ids(message.token_ids, "token_ids")
+    if len(accept_index) != len(token_ids):
+        raise InvalidArgumentError(
+            f"accept_index has {len(accept_index)} entries for {len(token_ids)} token_ids",
+            field="accept_index",
+        )
+    if message.logprobs and len(message.logprobs) != len(token_ids):
+        raise InvalidArgumentError(
+            f"logprobs has {len(message.logprobs)} entries for {len(token_ids)} token_ids",
+            field="logprobs",
+        )
+    try:
+        finish_reason = types.FinishReason(message.finish_reason)
+    except ValueError:
+        raise InvalidArgumentError(
+            f"finish_reason has the unknown value {message.finish_reason}", field="finish_reason"
+        ) from None
+    has_stop = message.HasField("matched_stop_token_id")
+    return types.AcceptedPath(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        round_idx=require_range(message.round_idx, "round_idx", 0),
+        seq_len=require_range(message.seq_len, "seq_len", 0),
+        accept_index=accept_index,
+        token_ids=token_ids,
+        num_accepted_drafts=require_range(message.num_accepted_drafts, "num_accepted_drafts", 0),
+        num_draft_tokens=require_range(message.num_draft_tokens, "num_draft_tokens", 1),
+        logprobs=tuple(logprob_from_proto(value) for value in message.logprobs),
+        finish_reason=finish_reason,
+        matched_stop_token_id=message.matched_stop_token_id if has_stop else None,
+    )
+
+
+def failure_to_proto(failure: types.RequestFailure) -> tree_pb2.RequestFailure:
+    """Convert a request-level failure."""
+    return tree_pb2.RequestFailure(
+        request_id=failure.request_id,
+        target_epoch=failure.target_epoch,
+        draft_epoch=failure.draft_epoch,
+        round_idx=failure.round_idx,
+        code=failure.code,
+        reason=failure.reason,
+        message=failure.message,
+        field=failure.field,
+    )
+
+
+def failure_from_proto(message: tree_pb2.RequestFailure) -> types.RequestFailure:
+    """Convert a request-level failure; its request_id is empty if the culprit had none."""
+    return types.RequestFailure(
+        request_id=message.request_id,
+        code=require_range(message.code, "code", 1, 16),
+        reason=message.reason,
+        message=message.message,
+        field=message.field,
+        target_epoch=message.target_epoch,
+        draft_epoch=message.draft_epoch,
+        round_idx=message.round_idx,
+    )
+
+
+def retracted_to_proto(value: types.RequestRetracted) -> tree_pb2.RequestRetracted:
+    """Convert a retraction."""
+    return tree_pb2.RequestRetracted(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        draft_epoch=value.draft_epoch,
+    )
+
+
+def retracted_from_proto(message: tree_pb2.RequestRetracted) -> types.RequestRetracted:
+    """Convert a retraction."""
+    return types.RequestRetracted(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+    )
+
+
+def load_to_proto(load: types.WorkerLoad) -> tree_pb2.WorkerLoad:
+    """Convert a worker's load."""
+    return tree_pb2.WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_pages=load.num_free_pages,
+        num_pages=load.num_pages,
+        num_steps=load.num_steps,
+        num_rows=load.num_rows,
+        num_request_steps=load.num_request_steps,
+        num_moved_rounds=load.num_moved_rounds,
+    )
+
+
+def load_from_proto(message: tree_pb2.WorkerLoad) -> types.WorkerLoad:
+    """Convert a worker's load."""
+    return types.WorkerLoad(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_free_pages=message.num_free_pages,
+        num_pages=message.num_pages,
+        num_steps=message.num_steps,
+        num_rows=message.num_rows,
+        num_request_steps=message.num_request_steps,
+        num_moved_rounds=message.num_moved_rounds,
+    )
+
+
+def info_to_proto(info: types.WorkerInfo) -> tree_pb2.WorkerInfo:
+    """Convert a worker's identity and limits."""
+    return tree_pb2.WorkerInfo(
+        incarnation=info.incarnation,
+        model=info.model,
+        model_hash=info.model_hash,
+        tokenizer_hash=info.tokenizer_hash,
+        vocab_size=info.vocab_size,
+        max_context_len=info.max_context_len,
+        page_size=info.page_size,
+        dtype=info.dtype,
+        device=info.device,
+        features=feature_spec_to_proto(info.features),
+        kind=info.kind,
+        load=load_to_proto(info.load),
+        eos_token_ids=info.eos_token_ids,
+        draft_window=info.draft_window,
+    )
+
+
+def info_from_proto(message: tree_pb2.WorkerInfo) -> types.WorkerInfo:
+    """Convert a worker's identity and limits."""
+    if not message.incarnation:
+        raise InvalidArgumentError("incarnation is empty", field="incarnation")
+    with within("features"):
+        features = feature_spec_from_proto(message.features)
+    return types.WorkerInfo(
+        incarnation=message.incarnation,
+        model=message.model,
+        model_hash=message.model_hash,
+        tokenizer_hash=message.tokenizer_hash,
+        vocab_size=require_range(message.vocab_size, "vocab_size", 1),
+        max_context_len=require_range(message.max_context_len, "max_context_len", 1),
+        page_size=require_range(message.page_size, "page_size", 1),
+        dtype=message.dtype,
+        device=message.device,
+        features=features,
+        kind=message.kind,
+        load=load_from_proto(message.load),
+        eos_token_ids=require_ids(message.eos_token_ids, "eos_token_ids"),
+        draft_window=require_range(message.draft_window, "draft_window", 0),
+    )

@@ -1,0 +1,147 @@
+"""The gRPC server of every Coppice service: health, reflection, errors, and an orderly end.
+
+Health: "" = the process is alive, the full service name = ready for work. On SIGTERM or SIGINT the
+service turns NOT_SERVING, `on_drain` gets the drain budget to let its requests end, then the server
+stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shared.errors import ConfigError
+from shared.rpc.channel import MAX_INTERNAL_MESSAGE_BYTES, server_options
+from shared.rpc.interceptors import ErrorInterceptor
+
+logger = logging.getLogger(__name__)
+
+_STOP_GRACE_S = 0.5
+
+
+async def _no_drain() -> None:
+    return
+
+
+class RpcServer:
+    """One listening server; register servicers on `grpc_server`, then `start`.
+
+    Args:
+        services: Full names, e.g. "coppice.v1.TargetService"; not ready until `set_ready`.
+        host: Address to listen on.
+        port: Port to listen on; 0 = any free one.
+        max_message_bytes: Largest message received.
+        drain_timeout_s: Budget of `on_drain`, seconds.
+        on_drain: Awaited once after the services turned NOT_SERVING; returns when nothing runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        services: Sequence[str],
+        host: str,
+        port: int,
+        max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES,
+        drain_timeout_s: float = 20.0,
+        on_drain: Callable[[], Awaitable[None]] = _no_drain,
+    ) -> None:
+        self._services = tuple(services)
+        self._host = host
+        self._port = port
+        self._drain_timeout_s = drain_timeout_s
+        self._on_drain = on_drain
+        self._health = health.aio.HealthServicer()
+        self._stop_requested = asyncio.Event()
+        self._is_ready: bool | None = None
+        self.is_draining = False
+        self.grpc_server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()],
+            options=server_options(max_message_bytes=max_message_bytes),
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc_server)
+
+    @property
+    def port(self) -> int:
+        """Return the port that is listened on, once started."""
+        return self._port
+
+    @property
+    def address(self) -> str:
+        """Return HOST:PORT as another process on this machine dials it."""
+        host = "127.0.0.1" if self._host in ("", "0.0.0.0", "[::]", "::") else self._host
+        return f"{host}:{self._port}"
+
+    async def start(self) -> int:
+        """Listen; the services answer NOT_SERVING until `set_ready(ready=True)`.
+
+        Returns: the port.
+        Raises: ConfigError if the address cannot be listened on.
+        """
+        await self.set_ready(ready=False)
+        try:
+            port = self.grpc_server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:
+            port = 0
+            cause: Exception | None = error
+        else:
+            cause = None
+        if not port:
+            raise ConfigError(
+                f"cannot listen on {self._host}:{self._port}; "
+                "is the port taken? choose another one, or 0 for any"
+            ) from cause
+        self._port = port
+        await self.grpc_server.start()
+        return port
+
+    async def set_ready(self, *, ready: bool) -> None:
+        """Set the health of the services; while draining they stay NOT_SERVING."""
+        ready = ready and not self.is_draining
+        if ready == self._is_ready:
+            return
+        self._is_ready = ready
+        status = health_pb2.HealthCheckResponse
+        for name in self._services:
+            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+    def install_signal_handlers(self) -> None:
+        """Let SIGTERM and SIGINT request the end; a second one ends the process at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def request_stop(self) -> None:
+        """Make `serve_until_stopped` drain and return."""
+        self._stop_requested.set()
+
+    async def serve_until_stopped(self) -> None:
+        """Serve until `request_stop` or a signal, then drain."""
+        await self._stop_requested.wait()
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Turn NOT_SERVING, let requests end within the budget, stop."""
+        self.is_draining = True
+        await self.set_ready(ready=False)
+        try:
+            await asyncio.wait_for(self._on_drain(), self._drain_timeout_s)
+        except TimeoutError:
+            logger.warning("requests still run after %.1f s, stopping", self._drain_timeout_s)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop without draining; open calls end with UNAVAILABLE."""
+        await self.grpc_server.stop(_STOP_GRACE_S)
+
+    def _on_signal(self, number: int) -> None:
+        logger.info("received %s, draining", signal.Signals(number).name)
+        self.request_stop()
+        asyncio.get_running_loop().remove_signal_handler(number)
