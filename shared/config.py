@@ -1,7 +1,8 @@
-"""Configuration: one frozen dataclass per service, fed by flags, `COPPICE_*` variables and a TOML file.
+"""Configuration: one frozen dataclass per service, fed by flags, variables and a TOML file.
 
 A field's `help` metadata is its flag's help text; the flag of `page_size` is `--page-size`, its
-variable `COPPICE_PAGE_SIZE`. "auto" and 0 are resolved into a NEW object at start-up, printed once.
+variable `COPPICE_PAGE_SIZE` (shared/config_loader.py). "auto" and 0 are resolved into a NEW object
+at start-up, printed once.
 """
 
 from __future__ import annotations
@@ -9,10 +10,41 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.types import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
-def option(default: Any, help: str) -> Any:
-    """Declare a configuration field with its default and its help text."""
-    return field(default=default, metadata={"help": help})
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+ALGORITHMS = ("auto", "eagle3", "eagle", "mtp", "standalone", "none")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """Declare a configuration field.
+
+    Args:
+        default: Its type is the option's type: str, int, float or bool.
+        help: Help text of the flag.
+        choices: The values that a str may have, lower case.
+        minimum: Smallest number allowed.
+        maximum: Largest number allowed.
+        aliases: More flags for the same field: SGLang's names.
+    """
+    return field(
+        default=default,
+        metadata={
+            "help": help,
+            "choices": choices,
+            "minimum": minimum,
+            "maximum": maximum,
+            "aliases": aliases,
+        },
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,41 +52,92 @@ class WorkerConfig:
     """What both workers share."""
 
     host: str = option("0.0.0.0", "address to listen on")
-    port: int = option(0, "port to listen on; 0 = any free port")
+    port: int = option(0, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    dtype: str = option("auto", "auto, float32, float16 or bfloat16; auto = float32 on a CPU, else the checkpoint's")
-    page_size: int = option(16, "tokens per KV page, any value >= 1")
-    num_pages: int = option(0, "KV pages of the pool; 0 = as many as memory allows")
-    kv_memory_fraction: float = option(0.85, "share of free GPU memory for the KV pool when num_pages is 0")
-    max_num_requests: int = option(64, "requests that hold state at once; more wait")
-    max_batch_rows: int = option(0, "rows (tokens) per engine step; 0 = 512 on a CPU, 4096 on a GPU")
-    cpu_threads: int = option(0, "torch threads of the engine; 0 = min(2, cores)")
+    dtype: str = option(
+        "auto",
+        "auto, float32, float16 or bfloat16; auto = float32 on a CPU, else the checkpoint's",
+        choices=DTYPES,
+    )
+    page_size: int = option(16, "tokens per KV page, any value >= 1", minimum=1)
+    num_pages: int = option(0, "KV pages of the pool; 0 = as many as memory allows", minimum=0)
+    kv_memory_fraction: float = option(
+        0.85,
+        "share of free GPU memory for the KV pool when num_pages is 0",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    max_num_requests: int = option(
+        64,
+        "requests that hold state at once; more wait",
+        minimum=1,
+        aliases=("max_running_requests",),
+    )
+    max_batch_rows: int = option(
+        0, "rows (tokens) per engine step; 0 = 512 on a CPU, 4096 on a GPU", minimum=0
+    )
+    cpu_threads: int = option(0, "torch threads of the engine; 0 = min(2, cores)", minimum=0)
     gpus: str = option("", "GPU pool to lease from, e.g. 0,1; empty = all visible ones")
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")
-    self_test: bool = option(True, "prove bitwise exactness on the loaded model at start-up")
+    self_test: bool = option(
+        default=True, help="prove bitwise exactness on the loaded model at start-up"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(WorkerConfig):
     """The target worker."""
 
-    model: str = option("demo", "checkpoint directory of the target, or demo")
-    draft_model: str = option("demo", "draft checkpoint whose features to capture: a directory, demo or none")
-    algorithm: str = option("auto", "auto, eagle3, eagle, mtp, standalone or none")
-    max_context_len: int = option(0, "longest sequence; 0 = the model's, or what the KV pool holds")
-    prefill_chunk_len: int = option(256, "most prompt tokens of one request per engine step")
-    feature_retain_rows: int = option(8192, "feature rows kept per request until acknowledged; older ones are replayed")
+    model: str = option(
+        "demo", "checkpoint directory of the target, or demo", aliases=("model_path",)
+    )
+    draft_model: str = option(
+        "demo",
+        "draft checkpoint whose features to capture: a directory, demo or none",
+        aliases=("speculative_draft_model_path",),
+    )
+    algorithm: str = option(
+        "auto",
+        "auto, eagle3, eagle, mtp, standalone or none",
+        choices=ALGORITHMS,
+        aliases=("speculative_algorithm",),
+    )
+    max_context_len: int = option(
+        0,
+        "longest sequence; 0 = the model's, or what the KV pool holds",
+        minimum=0,
+        aliases=("context_length",),
+    )
+    prefill_chunk_len: int = option(
+        256, "most prompt tokens of one request per engine step", minimum=1
+    )
+    feature_retain_rows: int = option(
+        8192,
+        "feature rows kept per request until acknowledged; older ones are replayed",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(WorkerConfig):
     """The draft worker."""
 
-    model: str = option("demo", "draft checkpoint directory, or demo")
-    target_model: str = option("demo", "target checkpoint: source of shared embeddings, head and MTP layer")
-    algorithm: str = option("auto", "auto, eagle3, eagle, mtp or standalone")
-    window: int = option(0, "tokens a draft attends to; 0 = its max_position_embeddings")
-    max_context_len: int = option(0, "longest conversation; 0 = the target's")
+    model: str = option(
+        "demo", "draft checkpoint directory, or demo", aliases=("speculative_draft_model_path",)
+    )
+    target_model: str = option(
+        "demo",
+        "target checkpoint: source of shared embeddings, head and MTP layer",
+        aliases=("model_path",),
+    )
+    algorithm: str = option(
+        "auto",
+        "auto, eagle3, eagle, mtp or standalone",
+        choices=ALGORITHMS[:-1],
+        aliases=("speculative_algorithm",),
+    )
+    window: int = option(0, "tokens a draft attends to; 0 = its max_position_embeddings", minimum=0)
+    max_context_len: int = option(0, "longest conversation; 0 = the target's", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +145,53 @@ class OrchestratorConfig:
     """The orchestrator."""
 
     host: str = option("0.0.0.0", "address to listen on")
-    port: int = option(50051, "port to listen on; 0 = any free port")
-    targets: str = option("", "target workers: comma-separated HOST:PORT; a DNS name stands for all its addresses")
+    port: int = option(50051, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
+    targets: str = option(
+        "", "target workers: comma-separated HOST:PORT; a DNS name stands for all its addresses"
+    )
     drafts: str = option("", "draft workers, likewise; empty = no speculation")
-    model: str = option("demo", "target checkpoint directory or demo: tokenizer and stop ids")
-    num_steps: int = option(0, "tree depth without the root; 0 = auto (4 on a CPU target, 5 on a GPU)")
-    topk: int = option(0, "children kept per expanded node; 0 = auto (2 on a CPU target, 8 on a GPU)")
-    num_draft_tokens: int = option(0, "nodes verified per round, root included; 0 = auto (8 on a CPU target, 32 on a GPU)")
-    max_num_requests: int = option(256, "requests admitted at once, waiting ones included")
-    max_message_bytes: int = option(16 * 1024 * 1024, "largest request message")
-    draft_timeout_ms: float = option(500.0, "floor of the time a round waits for its tree before it goes root-only")
-    draft_open_timeout_ms: float = option(5000.0, "time that the first round waits for the draft to read the prompt")
-    step_timeout_s: float = option(60.0, "time after which a silent target is given up")
-    resolve_interval_s: float = option(3.0, "seconds between look-ups of worker DNS names")
-    drain_timeout_s: float = option(20.0, "seconds that running requests may finish in after SIGTERM")
+    model: str = option(
+        "demo",
+        "target checkpoint directory or demo: tokenizer and stop ids",
+        aliases=("model_path",),
+    )
+    num_steps: int = option(
+        0,
+        "tree depth without the root; 0 = auto (4 on a CPU target, 5 on a GPU)",
+        minimum=0,
+        maximum=MAX_NUM_STEPS,
+        aliases=("speculative_num_steps",),
+    )
+    topk: int = option(
+        0,
+        "children kept per expanded node; 0 = auto (2 on a CPU target, 8 on a GPU)",
+        minimum=0,
+        maximum=MAX_TOPK,
+        aliases=("speculative_eagle_topk",),
+    )
+    num_draft_tokens: int = option(
+        0,
+        "nodes verified per round, root included; 0 = auto (8 on a CPU target, 32 on a GPU)",
+        minimum=0,
+        maximum=MAX_TREE_NODES,
+        aliases=("speculative_num_draft_tokens",),
+    )
+    max_num_requests: int = option(
+        256, "requests admitted at once, waiting ones included", minimum=1
+    )
+    max_message_bytes: int = option(16 * 1024 * 1024, "largest request message", minimum=1024)
+    draft_timeout_ms: float = option(
+        500.0, "floor of the time a round waits for its tree before it goes root-only", minimum=0
+    )
+    draft_open_timeout_ms: float = option(
+        5000.0, "time that the first round waits for the draft to read the prompt", minimum=0
+    )
+    step_timeout_s: float = option(
+        60.0, "time after which a silent target is given up", minimum=0.1
+    )
+    resolve_interval_s: float = option(
+        3.0, "seconds between look-ups of worker DNS names", minimum=0.05
+    )
+    drain_timeout_s: float = option(
+        20.0, "seconds that running requests may finish in after SIGTERM", minimum=0
+    )
