@@ -49,6 +49,4 @@ def accept_walk(
         current = torch.where(is_alive, child, current)
         steps.append(torch.where(is_alive, child, -1))
     accept_index = torch.cat(steps, dim=1)
-    return AcceptWalk(
-        accept_index=accept_index, accept_length=(accept_index >= 0).sum(dim=1)
-    )
+    return AcceptWalk(accept_index=accept_index, accept_length=(accept_index >= 0).sum(dim=1))

@@ -22,7 +22,9 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"num_pages is {num_pages}: a pool needs the sink and at least one page")
+            raise ValueError(
+                f"num_pages is {num_pages}: a pool needs the sink and at least one page"
+            )
         self.num_pages = num_pages
         self._free = [PageId(page) for page in range(num_pages - 1, 0, -1)]
         self._is_free = bytearray([0] + [1] * (num_pages - 1))

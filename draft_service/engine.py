@@ -1,0 +1,323 @@
+"""The draft engine: keep every request's draft KV caught up with the target, grow trees on order.
+
+The engine never decides anything about a request's output: a late, missing or wrong tree costs a round
+its speculation, nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from draft_service.request import DraftRequest
+from draft_service.runner import DraftRunner, ExtendWork
+from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
+from shared.kv.allocator import OutOfPagesError
+from shared.types import (
+    DraftClose,
+    DraftOpen,
+    DraftRound,
+    FeatureAck,
+    FeatureChunk,
+    FeatureCommand,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    RequestFailure,
+    RequestRetracted,
+    WorkerInfo,
+    WorkerLoad,
+)
+
+logger = logging.getLogger(__name__)
+
+CHUNK_ROWS = 256
+
+
+class DraftEngine:
+    """Requests, their draft state, and the step that advances them. Single-threaded.
+
+    Args:
+        max_batch_rows: Rows per extend.
+        target_vocab_size: Ids that tokens may have.
+    """
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        info: WorkerInfo,
+        *,
+        max_batch_rows: int,
+        max_context_len: int,
+    ) -> None:
+        self.info = info
+        self._runner = runner
+        self._pool = runner.pool
+        self._max_batch_rows = max_batch_rows
+        self._max_context_len = max_context_len
+        self._requests: dict[str, DraftRequest] = {}
+        self._order = 0
+        self._outbox: list[Any] = []
+        self._num_steps = self._num_rows = self._num_request_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a step would do anything."""
+        return bool(self._outbox) or any(
+            request.num_ready_rows or request.can_grow for request in self._requests.values()
+        )
+
+    @property
+    def load(self) -> WorkerLoad:
+        """Return progress and room."""
+        return WorkerLoad(
+            num_running=len(self._requests),
+            num_free_pages=self._pool.num_free_pages,
+            num_pages=self._pool.num_pages,
+            num_steps=self._num_steps,
+            num_rows=self._num_rows,
+            num_request_steps=self._num_request_steps,
+        )
+
+    def submit(self, message: Any) -> None:
+        """Take a message; a bad one fails its request only."""
+        try:
+            match message:
+                case DraftOpen():
+                    self._open(message)
+                case DraftRound():
+                    self._order_round(message)
+                case DraftClose():
+                    request = self._requests.get(message.request_id)
+                    if request is not None and request.open.draft_epoch <= message.draft_epoch:
+                        self._drop(request)
+                case FeatureChunk():
+                    self._take_features(message)
+                case RequestFailure():
+                    self._lose_features(message)
+                case _:
+                    raise TypeError(f"a draft engine takes no {type(message).__name__}")
+        except CoppiceError as error:
+            self._fail(message, error)
+
+    def step(self) -> list[Any]:
+        """Extend what can be extended, then grow every tree whose root is extended.
+
+        Returns: TokenTree, RequestFailure, RequestRetracted and FeatureCommand messages.
+        """
+        works = self._plan_extend()
+        if works:
+            inputs = self._runner.build_extend(works)
+            output = self._runner.extend(inputs)
+            self._commit_extend(works, output.last_hidden)
+            self._num_rows += sum(work.num_rows for work in works)
+        growing = [request for request in self._requests.values() if request.can_grow]
+        growing = [
+            request
+            for request in growing
+            if self._reserve(request, self._runner.num_scratch_slots(request))
+        ]
+        growing = [request for request in growing if request.request_id in self._requests]
+        if growing:
+            self._outbox.extend(self._runner.grow(growing))
+            for request in growing:
+                request.pending = None
+        if works or growing:
+            self._num_steps += 1
+            touched = {w.request.request_id for w in works} | {r.request_id for r in growing}
+            self._num_request_steps += len(touched)
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def check_integrity(self) -> None:
+        """Raise unless every page is accounted for."""
+        self._pool.check_integrity()
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _open(self, message: DraftOpen) -> None:
+        known = self._requests.get(message.request_id)
+        if known is not None:
+            if known.open.draft_epoch >= message.draft_epoch:
+                return  # a late duplicate
+            self._drop(known)
+        if not message.token_ids:
+            raise InvalidArgumentError("token_ids is empty", field="token_ids")
+        if len(message.token_ids) > self._max_context_len:
+            raise InvalidArgumentError(
+                f"{len(message.token_ids)} tokens exceed max_context_len {self._max_context_len}",
+                field="token_ids",
+            )
+        self._check_tokens(message.token_ids)
+        if not self._pool.has_free_row:
+            raise ResourceExhaustedError("the draft worker holds max_num_requests requests")
+        shift = self._runner.model.input_shift
+        window = self._runner.window
+        num_rows = max(len(message.token_ids) - shift, 0)
+        base = max(num_rows - window, 0) if window else 0
+        request = DraftRequest(
+            open=message,
+            order=self._order,
+            req_idx=self._pool.acquire(),
+            base=base,
+            input_shift=shift,
+            tokens=list(message.token_ids),
+            features_end=base,
+        )
+        self._order += 1
+        self._requests[message.request_id] = request
+        if shift:
+            self._subscribe(request)
+
+    def _order_round(self, message: DraftRound) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None or request.open.draft_epoch != message.draft_epoch:
+            return  # closed, retracted or re-opened meanwhile; the orchestrator was told
+        self._check_tokens(message.token_ids)
+        if message.seq_len + 1 > self._max_context_len:
+            raise InvalidArgumentError(
+                f"seq_len {message.seq_len} exceeds max_context_len", field="seq_len"
+            )
+        request.accept_round(message)
+
+    def _take_features(self, chunk: FeatureChunk) -> None:
+        request = self._requests.get(chunk.request_id)
+        if request is None or request.open.target_epoch != chunk.target_epoch:
+            return
+        spec = self.info.features
+        if chunk.shape[1] != spec.width or chunk.dtype != spec.dtype:
+            raise InvalidArgumentError(
+                f"features are {chunk.shape[1]} x {chunk.dtype}, "
+                f"expected {spec.width} x {spec.dtype}",
+                reason="FEATURE_MISMATCH",
+                field="handle.shape",
+            )
+        rows = torch.frombuffer(bytearray(chunk.data), dtype=getattr(torch, chunk.dtype)).view(
+            chunk.shape
+        )
+        if not request.add_features(chunk.start, rows):
+            logger.warning("feature gap, asking again", extra={"request_id": chunk.request_id})
+            self._subscribe(request)
+            return
+        self._tell_target(
+            request,
+            FeatureAck(
+                request_id=request.request_id,
+                target_epoch=chunk.target_epoch,
+                position=request.features_end,
+            ),
+        )
+
+    def _lose_features(self, failure: RequestFailure) -> None:
+        """The target gives no features for a request: there is nothing to draft from."""
+        request = self._requests.get(failure.request_id)
+        if request is None or request.open.target_epoch != failure.target_epoch:
+            return
+        self._drop(request)
+        self._outbox.append(replace(failure, draft_epoch=request.open.draft_epoch))
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        ids = np.asarray(token_ids, dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.info.vocab_size):
+            raise InvalidArgumentError(
+                f"token ids must lie in 0..{self.info.vocab_size - 1}", field="token_ids"
+            )
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _plan_extend(self) -> list[ExtendWork]:
+        """Choose rows: requests whose tree is awaited first, oldest first."""
+        ready = [request for request in self._requests.values() if request.num_ready_rows]
+        ready.sort(key=lambda request: (request.pending is None, request.order))
+        budget = self._max_batch_rows
+        works = []
+        for request in ready:
+            if request.request_id not in self._requests:
+                continue
+            count = min(request.num_ready_rows, budget, CHUNK_ROWS)
+            if count and self._reserve(request, count):
+                works.append(ExtendWork(request=request, num_rows=count))
+                budget -= count
+        return [work for work in works if work.request.request_id in self._requests]
+
+    def _commit_extend(self, works: list[ExtendWork], last_hidden: torch.Tensor) -> None:
+        for work, hidden in zip(works, last_hidden, strict=True):
+            request = work.request
+            request.kv_len += work.num_rows
+            request.last_hidden = hidden
+            if self._runner.window:
+                self._pool.drop_before(request.req_idx, request.kv_len - self._runner.window)
+
+    def _reserve(self, request: DraftRequest, num_slots: int) -> bool:
+        """Reserve slots past kv_len, retracting the newest requests while there are too few pages.
+
+        Returns: False if the request itself had to go.
+        """
+        while True:
+            try:
+                self._pool.reserve(request.req_idx, request.kv_len + num_slots)
+            except OutOfPagesError:
+                newest = max(self._requests.values(), key=lambda held: held.order)
+                self._drop(newest)
+                self._outbox.append(
+                    RequestRetracted(
+                        request_id=newest.request_id,
+                        target_epoch=newest.open.target_epoch,
+                        draft_epoch=newest.open.draft_epoch,
+                    )
+                )
+                if newest is request:
+                    return False
+            else:
+                return True
+
+    def _drop(self, request: DraftRequest) -> None:
+        del self._requests[request.request_id]
+        self._pool.release(request.req_idx)
+        if request.input_shift:
+            self._tell_target(
+                request,
+                FeatureUnsubscribe(
+                    request_id=request.request_id, target_epoch=request.open.target_epoch
+                ),
+            )
+
+    def _subscribe(self, request: DraftRequest) -> None:
+        self._tell_target(
+            request,
+            FeatureSubscribe(
+                request_id=request.request_id,
+                target_epoch=request.open.target_epoch,
+                from_position=request.features_end,
+            ),
+        )
+
+    def _tell_target(
+        self, request: DraftRequest, command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe
+    ) -> None:
+        self._outbox.append(
+            FeatureCommand(target_address=request.open.target_address, command=command)
+        )
+
+    def _fail(self, message: Any, error: CoppiceError) -> None:
+        """Report an error against the request that the message is about, and drop its state."""
+        request = self._requests.get(message.request_id)
+        if request is not None:
+            self._drop(request)
+        draft_epoch = request.open.draft_epoch if request else getattr(message, "draft_epoch", 0)
+        self._outbox.append(
+            RequestFailure(
+                request_id=message.request_id,
+                code=int(error.code),
+                reason=error.reason,
+                message=error.message,
+                field=error.field,
+                target_epoch=message.target_epoch,
+                draft_epoch=draft_epoch,
+                round_idx=getattr(message, "round_idx", 0),
+            )
+        )

@@ -1,0 +1,120 @@
+"""State of one request on a draft worker.
+
+KV index i of a request holds position base + i; base > 0 when the draft joined a conversation longer
+than its window. An EAGLE/MTP row at position p is the pair (token p + 1, feature p), a standalone row is
+token p, so with L rows committed the first free position is base + L in both, and a tree node of depth d
+sits at position base + L + d - 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from shared.errors import StaleStateError
+from shared.types import DraftOpen, DraftRound
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DraftRequest:
+    """A request: tokens from the orchestrator, features from the target, draft KV of its own.
+
+    Args:
+        order: Order of opening; the newest is retracted first.
+        req_idx: Row of the page table.
+        base: Position of KV index 0.
+        input_shift: 1: row p takes token p + 1 and feature p; 0: row p takes token p.
+        tokens: Prompt + output, root last once there is one.
+        kv_len: Committed rows (extended with true inputs).
+        features_end: Position after the last feature row received.
+        features: Received rows not extended yet, oldest first; those of positions
+            [base + kv_len, features_end).
+        last_hidden: [w] hidden of the last committed row; the next tree grows from it.
+        pending: Latest order for a tree, unanswered.
+    """
+
+    open: DraftOpen
+    order: int
+    req_idx: int
+    base: int
+    input_shift: int
+    tokens: list[int]
+    kv_len: int = 0
+    features_end: int = 0
+    features: deque[torch.Tensor] = field(default_factory=deque)
+    last_hidden: torch.Tensor | None = None
+    pending: DraftRound | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.open.request_id
+
+    @property
+    def next_position(self) -> int:
+        """Return the position of the next row to extend."""
+        return self.base + self.kv_len
+
+    @property
+    def num_ready_rows(self) -> int:
+        """Return how many rows could be extended now."""
+        have = len(self.tokens) - self.input_shift
+        if self.input_shift:
+            have = min(have, self.features_end)
+        return max(have - self.next_position, 0)
+
+    @property
+    def can_grow(self) -> bool:
+        """Return whether the pending tree's root has been extended."""
+        if self.pending is None or self.last_hidden is None:
+            return False
+        return self.next_position == self.pending.seq_len + 1 - self.input_shift
+
+    def accept_round(self, order: DraftRound) -> None:
+        """Take new committed tokens; they supersede an unanswered round.
+
+        Raises: StaleStateError if tokens are missing in between or differ from those held.
+        """
+        offset = order.token_offset
+        if offset > len(self.tokens):
+            raise StaleStateError(
+                f"tokens up to {offset} are missing, have {len(self.tokens)}; open the request again",
+                field="token_offset",
+            )
+        known = len(self.tokens) - offset
+        if list(order.token_ids[:known]) != self.tokens[offset:]:
+            raise StaleStateError(
+                "the tokens differ from those held; open the request again", field="token_ids"
+            )
+        self.tokens.extend(order.token_ids[known:])
+        if len(self.tokens) != order.seq_len + 1:
+            raise StaleStateError(
+                f"seq_len is {order.seq_len}, have {len(self.tokens)} tokens", field="seq_len"
+            )
+        self.pending = order
+
+    def add_features(self, start: int, rows: torch.Tensor) -> bool:
+        """Take feature rows [n, width] of positions [start, start + n).
+
+        Returns: False if rows in between are missing; nothing was taken.
+        """
+        if start > self.features_end:
+            return False
+        new = rows[self.features_end - start :]
+        if len(new):
+            self.features.append(new)
+            self.features_end += len(new)
+        return True
+
+    def take_features(self, count: int) -> torch.Tensor:
+        """Return the next `count` rows to extend, [count, width]."""
+        taken = []
+        while count:
+            head = self.features.popleft()
+            if len(head) > count:
+                self.features.appendleft(head[count:])
+                head = head[:count]
+            taken.append(head)
+            count -= len(head)
+        return taken[0] if len(taken) == 1 else torch.cat(taken)

@@ -1,0 +1,358 @@
+"""The target engine: admit, plan, extend, verify, commit, answer. Single-threaded, owns all state."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+
+from shared.errors import (
+    CoppiceError,
+    InvalidArgumentError,
+    NotFoundError,
+    StaleStateError,
+)
+from shared.tree import check_tree
+from shared.types import (
+    FeatureAck,
+    FeatureChunk,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    FinishReason,
+    RequestFailure,
+    RequestRetracted,
+    TargetAdmitted,
+    TargetClose,
+    TargetOpen,
+    VerifyRound,
+    WorkerInfo,
+    WorkerLoad,
+)
+from target_service.batch import StepBatch, build_batch
+from target_service.commit import commit_path
+from target_service.features import MAX_CHUNK_BYTES, FeatureLog
+from target_service.request import Phase, TargetRequest
+from target_service.runner import PathOutputs, TargetRunner
+from target_service.scheduler import PrefillWork, ReplayWork, Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_SUBSCRIPTIONS = 4096
+
+
+class TargetEngine:
+    """Requests and the step that advances them.
+
+    Args:
+        window: Sliding window of the target's attention, tokens; 0 = none.
+        max_context_len: Longest sequence, prompt and output.
+        feature_retain_rows: Feature rows kept per request until acknowledged.
+    """
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        info: WorkerInfo,
+        *,
+        max_batch_rows: int,
+        prefill_chunk_len: int,
+        max_context_len: int,
+        feature_retain_rows: int,
+        window: int = 0,
+    ) -> None:
+        self.info = info
+        self._runner = runner
+        self._pool = runner.pool
+        self._window = window
+        self._max_context_len = max_context_len
+        self._retain_rows = feature_retain_rows
+        self._scheduler = Scheduler(
+            runner.pool, max_batch_rows=max_batch_rows, prefill_chunk_len=prefill_chunk_len
+        )
+        self._requests: dict[str, TargetRequest] = {}
+        self._early_subscriptions: dict[str, FeatureSubscribe] = {}
+        self._order = itertools.count()
+        self._outbox: list[Any] = []
+        self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a step would do anything."""
+        return bool(self._outbox) or self._scheduler.has_work
+
+    @property
+    def load(self) -> WorkerLoad:
+        """Return progress and room."""
+        return WorkerLoad(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_free_pages=self._pool.num_free_pages,
+            num_pages=self._pool.num_pages,
+            num_steps=self._num_steps,
+            num_rows=self._num_rows,
+            num_request_steps=self._num_request_steps,
+            num_moved_rounds=self._num_moved,
+        )
+
+    def submit(self, message: Any) -> None:
+        """Take a message; a bad one is answered and changes nothing."""
+        try:
+            match message:
+                case TargetOpen():
+                    self._open(message)
+                case VerifyRound():
+                    self._queue_round(message)
+                case TargetClose():
+                    self._close(message)
+                case FeatureSubscribe():
+                    self._subscribe(message)
+                case FeatureAck():
+                    log = self._feature_log(message)
+                    if log is not None:
+                        log.acknowledge(message.position)
+                case FeatureUnsubscribe():
+                    self._unsubscribe(message)
+                case _:
+                    raise TypeError(f"a target engine takes no {type(message).__name__}")
+        except CoppiceError as error:
+            self._outbox.append(
+                RequestFailure(
+                    request_id=message.request_id,
+                    code=int(error.code),
+                    reason=error.reason,
+                    message=error.message,
+                    field=error.field,
+                    target_epoch=message.target_epoch,
+                    round_idx=getattr(message, "round_idx", 0),
+                )
+            )
+
+    def step(self) -> list[Any]:
+        """Run one forward over whatever is queued, commit it, answer it.
+
+        Returns: TargetAdmitted, AcceptedPath, FeatureChunk, RequestFailure, RequestRetracted.
+        """
+        plan = self._scheduler.plan()
+        for request in plan.retracted:
+            del self._requests[request.request_id]
+            self._outbox.append(
+                RequestRetracted(
+                    request_id=request.request_id, target_epoch=request.open.target_epoch
+                )
+            )
+        for request in plan.admitted:
+            self._runner.sampler.start(request)
+            self._outbox.append(
+                TargetAdmitted(
+                    request_id=request.request_id, target_epoch=request.open.target_epoch
+                )
+            )
+        if not plan.is_empty:
+            batch = build_batch(plan, self._pool, window=self._window)
+            extended = self._runner.extend(batch.extend)
+            self._commit_chains(batch, extended)
+            if batch.verify is not None:
+                verified = self._runner.verify(batch.verify, extended, batch.trees)
+                self._runner.commit_kv(batch, verified)
+                self._commit_paths(batch, self._runner.read_paths(batch, verified))
+            self._num_steps += 1
+            self._num_rows += batch.num_rows
+            self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
+        self._send_features()
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def check_integrity(self) -> None:
+        """Raise unless every page is accounted for."""
+        self._pool.check_integrity()
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _open(self, message: TargetOpen) -> None:
+        known = self._requests.get(message.request_id)
+        if known is not None:
+            if known.open.target_epoch >= message.target_epoch:
+                raise StaleStateError(
+                    f"target_epoch {message.target_epoch} is not newer than the open one",
+                    field="target_epoch",
+                )
+            self._drop(known)
+        ids = np.asarray(message.token_ids, dtype=np.int64)
+        if not 1 <= message.num_prompt_tokens <= len(ids):
+            raise InvalidArgumentError(
+                f"num_prompt_tokens is {message.num_prompt_tokens}, expected 1..{len(ids)}",
+                field="num_prompt_tokens",
+            )
+        if ids.min() < 0 or ids.max() >= self.info.vocab_size:
+            raise InvalidArgumentError(
+                f"token ids must lie in 0..{self.info.vocab_size - 1}", field="token_ids"
+            )
+        if len(ids) >= self._max_context_len:
+            raise InvalidArgumentError(
+                f"{len(ids)} tokens leave no room in a context of {self._max_context_len}",
+                reason="PROMPT_TOO_LONG",
+                field="token_ids",
+            )
+        request = TargetRequest(
+            open=message, order=next(self._order), tokens=list(message.token_ids)
+        )
+        if message.wants_features and self._runner.features.width:
+            request.features = FeatureLog(row_bytes=self._row_bytes, retain_rows=self._retain_rows)
+        self._requests[message.request_id] = request
+        self._scheduler.enqueue(request)
+        early = self._early_subscriptions.pop(message.request_id, None)
+        if early is not None:
+            self._subscribe(early)
+
+    def _queue_round(self, message: VerifyRound) -> None:
+        request = self._find(message.request_id, message.target_epoch)
+        if request.last_reply is not None and message.round_idx == request.round_idx:
+            self._outbox.append(request.last_reply)
+            return
+        if request.phase is not Phase.RUNNING or message.round_idx != request.round_idx + 1:
+            raise StaleStateError(
+                f"round {message.round_idx} cannot follow round {request.round_idx}",
+                field="round_idx",
+            )
+        if message.seq_len != request.seq_len:
+            raise StaleStateError(
+                f"seq_len is {message.seq_len}, expected {request.seq_len}", field="seq_len"
+            )
+        if message.root_token_id != request.tokens[-1]:
+            raise StaleStateError(
+                f"root_token_id is {message.root_token_id}, the bonus token is "
+                f"{request.tokens[-1]}",
+                field="root_token_id",
+            )
+        if message.tree is not None:
+            check_tree(
+                message.tree.token_ids,
+                message.tree.parent_index,
+                root_token_id=request.tokens[-1],
+                vocab_size=self.info.vocab_size,
+            )
+        request.queued = message
+
+    def _close(self, message: TargetClose) -> None:
+        request = self._requests.get(message.request_id)
+        if request is not None and request.open.target_epoch <= message.target_epoch:
+            self._drop(request)
+
+    def _subscribe(self, message: FeatureSubscribe) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None or request.open.target_epoch < message.target_epoch:
+            # The draft's open may overtake the target's: keep the subscription for it.
+            if len(self._early_subscriptions) >= MAX_PENDING_SUBSCRIPTIONS:
+                self._early_subscriptions.pop(next(iter(self._early_subscriptions)))
+            self._early_subscriptions[message.request_id] = message
+            return
+        if request.open.target_epoch > message.target_epoch:
+            raise StaleStateError(
+                f"target_epoch {message.target_epoch} is over", field="target_epoch"
+            )
+        if request.features is None:
+            raise InvalidArgumentError(
+                "this request keeps no features; open it with wants_features on a target that "
+                "was started with the draft's checkpoint",
+                field="request_id",
+            )
+        if not 0 <= message.from_position <= len(request.tokens):
+            raise InvalidArgumentError(
+                f"from_position is {message.from_position}, expected 0..{len(request.tokens)}",
+                field="from_position",
+            )
+        request.features.subscribe(message.from_position)
+
+    def _unsubscribe(self, message: FeatureUnsubscribe) -> None:
+        early = self._early_subscriptions.get(message.request_id)
+        if early is not None and early.target_epoch <= message.target_epoch:
+            del self._early_subscriptions[message.request_id]
+        log = self._feature_log(message)
+        if log is not None:
+            log.next = None
+
+    def _feature_log(self, message: FeatureAck | FeatureUnsubscribe) -> FeatureLog | None:
+        request = self._requests.get(message.request_id)
+        if request is None or request.open.target_epoch != message.target_epoch:
+            return None
+        return request.features
+
+    def _find(self, request_id: str, target_epoch: int) -> TargetRequest:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise NotFoundError(f"no request {request_id!r} here", field="request_id")
+        if request.open.target_epoch != target_epoch:
+            raise StaleStateError(
+                f"target_epoch is {target_epoch}, expected {request.open.target_epoch}",
+                field="target_epoch",
+            )
+        return request
+
+    def _drop(self, request: TargetRequest) -> None:
+        self._scheduler.remove(request)
+        del self._requests[request.request_id]
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._runner.features.width * self._runner.model.dtype.itemsize
+
+    def _commit_chains(self, batch: StepBatch, extended: Any) -> None:
+        """Commit prefill chunks; hand replayed features to their subscriber."""
+        for chain in batch.chains:
+            work = chain.work
+            request = work.request
+            count = work.stop - work.start
+            if isinstance(work, PrefillWork):
+                request.seq_len = work.stop
+            if request.features is None:
+                continue
+            rows = self._runner.read_features(extended, chain.first_row, count)
+            if isinstance(work, PrefillWork):
+                request.features.append(work.start, rows)
+            elif isinstance(work, ReplayWork):
+                self._emit_features(request, work.start, rows)
+                request.features.next = work.stop
+
+    def _commit_paths(self, batch: StepBatch, paths: PathOutputs) -> None:
+        for row, tree in enumerate(batch.trees):
+            request = tree.request
+            is_prefill = request.phase is Phase.PREFILL
+            reply = commit_path(tree, paths, row, max_context_len=self._max_context_len)
+            self._outbox.append(reply)
+            self._num_moved += reply.accept_index != tuple(range(len(reply.accept_index)))
+            if reply.finish_reason is not FinishReason.NONE:
+                self._drop(request)
+                continue
+            self._runner.sampler.count(request, reply.token_ids)
+            if request.features is not None and not is_prefill:
+                assert paths.features is not None
+                rows = paths.features[row, : len(reply.token_ids)]
+                request.features.append(tree.seq_len, rows)
+
+    def _send_features(self) -> None:
+        for request in self._requests.values():
+            if request.features is not None:
+                for position, rows in request.features.take_unsent():
+                    self._emit_features(request, position, rows)
+
+    def _emit_features(
+        self, request: TargetRequest, position: int, rows: np.ndarray[Any, np.dtype[np.uint8]]
+    ) -> None:
+        """Queue rows [n, row_bytes] for the subscriber, at most 1 MiB a message."""
+        most = max(1, MAX_CHUNK_BYTES // self._row_bytes)
+        for begin in range(0, len(rows), most):
+            part = rows[begin : begin + most]
+            self._outbox.append(
+                FeatureChunk(
+                    request_id=request.request_id,
+                    target_epoch=request.open.target_epoch,
+                    start=position + begin,
+                    shape=(len(part), self._runner.features.width),
+                    dtype=self.info.features.dtype,
+                    data=part.tobytes(),
+                )
+            )

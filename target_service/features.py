@@ -1,0 +1,80 @@
+"""Feature rows of committed tokens: an ordered, acknowledged stream per request.
+
+Rows by position:
+
+    [0, start)        gone (acknowledged, or past the budget): replayed when asked for
+    [start, end)      retained
+    [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_CHUNK_BYTES = 1024 * 1024
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FeatureLog:
+    """Feature rows of one request.
+
+    Args:
+        row_bytes: Bytes per row.
+        retain_rows: Budget; the oldest rows go first.
+        start: Position of the oldest row retained.
+        end: Position after the newest row.
+        next: Next position to send; None while nobody subscribes.
+    """
+
+    row_bytes: int
+    retain_rows: int
+    start: int = 0
+    end: int = 0
+    next: int | None = None
+    _blocks: deque[NDArray[np.uint8]] = field(default_factory=deque)  # each [n, row_bytes]
+
+    def append(self, position: int, rows: NDArray[np.uint8]) -> None:
+        """Keep the rows of newly committed tokens.
+
+        Args:
+            position: Position of rows[0]; must be `end`.
+            rows: [n, row_bytes] u8.
+        """
+        assert position == self.end, f"row {position} appended at {self.end}"
+        self._blocks.append(rows)
+        self.end += len(rows)
+        while self._blocks and self.end - self.start - len(self._blocks[0]) >= self.retain_rows:
+            self.start += len(self._blocks.popleft())
+
+    def subscribe(self, from_position: int) -> None:
+        """Send every row from `from_position` on."""
+        self.next = from_position
+
+    def acknowledge(self, position: int) -> None:
+        """Drop whole blocks below `position`; the subscriber has them."""
+        while self._blocks and self.start + len(self._blocks[0]) <= position:
+            self.start += len(self._blocks.popleft())
+
+    @property
+    def gap(self) -> tuple[int, int] | None:
+        """Return the rows [from, to) that must be replayed before anything can be sent."""
+        if self.next is None or self.next >= self.start:
+            return None
+        return self.next, self.start
+
+    def take_unsent(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Yield (position, rows [n, row_bytes]) of what can be sent now."""
+        if self.next is None or self.gap is not None:
+            return
+        position = self.start
+        for block in self._blocks:
+            first = max(self.next - position, 0)
+            if first < len(block):
+                yield position + first, block[first:]
+                self.next = position + len(block)
+            position += len(block)

@@ -1,0 +1,105 @@
+"""Typed inputs and outputs of the target's phases: extend -> verify -> commit.
+
+T rows are computed by one extend; L of them (the logit rows) are sampled; B requests are sampled, each
+with up to N nodes. A prefill's last row is a tree of one node. Nothing here changes state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shared.accept import AcceptWalk
+from shared.packing import PackedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendInput:
+    """Rows of new tokens.
+
+    Args:
+        token_ids: [T] i64.
+        position_ids: [T] i64, seq_len + depth for a tree node.
+        rows: Where their KV goes and what they see.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    rows: PackedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendOutput:
+    """What a forward gave.
+
+    Args:
+        hidden: [T, h], after the final norm.
+        features: [T, feature_width] in the model's dtype; None when the target captures none.
+    """
+
+    hidden: torch.Tensor
+    features: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyInput:
+    """The trees to sample and walk.
+
+    Args:
+        logit_rows: [L] i64, rows of the extend.
+        node_rows: [B, N] i64, logit row of each node; padding nodes point at row 0.
+        token_ids: [B, N] i64, root included.
+        parent_index: [B, N] i64, root = -1, padding = -2.
+        position: [L] i64, absolute position of the token sampled at each row.
+        max_depth: Depth of the deepest tree.
+        logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: nobody did.
+        num_top_logprobs: Alternatives per row.
+    """
+
+    logit_rows: torch.Tensor
+    node_rows: torch.Tensor
+    token_ids: torch.Tensor
+    parent_index: torch.Tensor
+    position: torch.Tensor
+    max_depth: int
+    logprob_rows: torch.Tensor | None
+    num_top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOutput:
+    """Sampled tokens at every node, and each request's accepted path.
+
+    Args:
+        node_outputs: Registered node-indexed tensors, [L, ...] each.
+        walk: Accepted paths.
+    """
+
+    node_outputs: NodeOutputs
+    walk: AcceptWalk
+
+
+class NodeOutputs:
+    """The one place where node-indexed outputs are registered, so that none escapes the commit.
+
+    Every tensor is [L, ...]; `gather` reorders all of them by the same accepted rows.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def register(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a node-indexed output, [L, ...]."""
+        assert tensor.shape[0] == self._num_rows, f"{name} has {tensor.shape[0]} rows"
+        assert name not in self._tensors, f"{name} is registered twice"
+        self._tensors[name] = tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def gather(self, rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return every registered tensor at `rows` [P] i64, as [P, ...]."""
+        return {name: tensor.index_select(0, rows) for name, tensor in self._tensors.items()}

@@ -1,0 +1,183 @@
+"""Which requests hold pages, and which rows the next step computes."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from shared.kv.allocator import OutOfPagesError
+from shared.kv.pool import KVPool
+from shared.types import MAX_TREE_NODES
+from target_service.request import Phase, TargetRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillWork:
+    """Rows of prompt (or rebuilt) tokens [start, stop)."""
+
+    request: TargetRequest
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the next token is sampled from the last row."""
+        return self.stop == len(self.request.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayWork:
+    """Rows [start, stop) whose features are computed again over their own committed KV."""
+
+    request: TargetRequest
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one engine step computes; its rows stay within the budget."""
+
+    verifies: list[TargetRequest]
+    prefills: list[PrefillWork]
+    replays: list[ReplayWork]
+    admitted: list[TargetRequest]
+    retracted: list[TargetRequest]
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to compute."""
+        return not (self.verifies or self.prefills or self.replays)
+
+
+class Scheduler:
+    """Admission by KV pages, retraction of the newest as the last resort, a row budget per step.
+
+    A running request is never failed for want of pages: each step reserves a whole round for each of
+    its requests first, oldest request first.
+    """
+
+    def __init__(self, pool: KVPool, *, max_batch_rows: int, prefill_chunk_len: int) -> None:
+        self._pool = pool
+        self._max_batch_rows = max_batch_rows
+        self._chunk_len = prefill_chunk_len
+        self._waiting: list[tuple[int, int, TargetRequest]] = []  # (-priority, order, request)
+        self._held: dict[str, TargetRequest] = {}  # in order of admission
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(request.phase is Phase.WAITING for _, _, request in self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._held)
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a step would compute or admit anything."""
+        return any(self._has_rows(request) for request in self._held.values()) or self._can_admit()
+
+    def enqueue(self, request: TargetRequest) -> None:
+        """Let a request wait for pages."""
+        heapq.heappush(self._waiting, (-request.open.priority, request.order, request))
+
+    def remove(self, request: TargetRequest) -> None:
+        """Free whatever a request holds, in whatever phase it is."""
+        if self._held.pop(request.request_id, None) is None:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            heapq.heapify(self._waiting)
+            return
+        self._pool.release(request.req_idx)
+        request.req_idx = -1
+        request.phase = Phase.WAITING
+
+    def plan(self) -> StepPlan:
+        """Choose the rows of the next step and reserve their pages."""
+        admitted = self._admit()
+        budget = self._max_batch_rows
+        verifies: list[TargetRequest] = []
+        prefills: list[PrefillWork] = []
+        replays: list[ReplayWork] = []
+        retracted: list[TargetRequest] = []
+        for request in list(self._held.values()):
+            if request.request_id not in self._held:
+                continue  # retracted for an older one
+            if request.phase is Phase.RUNNING and request.queued is not None:
+                num_rows = len(request.queued.tree.token_ids) if request.queued.tree else 1
+                if num_rows > budget and verifies:
+                    continue
+                if self._reserve(request, request.seq_len + num_rows, retracted):
+                    verifies.append(request)
+                    budget -= num_rows
+        for request in list(self._held.values()):
+            if request.phase is Phase.PREFILL and budget > 0:
+                start = request.seq_len
+                stop = min(len(request.tokens), start + min(self._chunk_len, budget))
+                if self._reserve(request, stop, retracted):
+                    prefills.append(PrefillWork(request=request, start=start, stop=stop))
+                    budget -= stop - start
+        for request in self._held.values():
+            gap = request.features.gap if request.features else None
+            if gap is not None and budget > 0:
+                stop = min(gap[1], gap[0] + min(self._chunk_len, budget))
+                replays.append(ReplayWork(request=request, start=gap[0], stop=stop))
+                budget -= stop - gap[0]
+        gone = {request.request_id for request in retracted}
+        return StepPlan(
+            verifies=[r for r in verifies if r.request_id not in gone],
+            prefills=[w for w in prefills if w.request.request_id not in gone],
+            replays=replays,
+            admitted=[r for r in admitted if r.request_id not in gone],
+            retracted=retracted,
+        )
+
+    def _has_rows(self, request: TargetRequest) -> bool:
+        if request.phase is Phase.PREFILL or request.queued is not None:
+            return True
+        return request.features is not None and request.features.gap is not None
+
+    def _can_admit(self) -> bool:
+        """Return whether the first waiting request fits: its tokens and a whole round."""
+        if not self._waiting or not self._pool.has_free_row:
+            return False
+        if not self._held:
+            return True  # max_context_len is chosen so that one request always fits
+        pages_for = self._pool.pages_for
+        # Pages that requests in prefill were promised but have not reserved yet.
+        promised = sum(
+            max(0, pages_for(len(held.tokens) + MAX_TREE_NODES) - pages_for(held.seq_len))
+            for held in self._held.values()
+            if held.phase is Phase.PREFILL
+        )
+        need = pages_for(len(self._waiting[0][2].tokens) + MAX_TREE_NODES)
+        return need <= self._pool.num_free_pages - promised
+
+    def _admit(self) -> list[TargetRequest]:
+        """Move waiting requests in, best priority first, while they fit."""
+        admitted = []
+        while self._can_admit():
+            request = heapq.heappop(self._waiting)[2]
+            request.req_idx = self._pool.acquire()
+            request.phase = Phase.PREFILL
+            self._held[request.request_id] = request
+            admitted.append(request)
+        return admitted
+
+    def _reserve(
+        self, request: TargetRequest, num_tokens: int, retracted: list[TargetRequest]
+    ) -> bool:
+        """Reserve pages, retracting newer requests while there are too few.
+
+        Returns: False if the request itself had to go.
+        """
+        while True:
+            try:
+                self._pool.reserve(request.req_idx, num_tokens)
+            except OutOfPagesError:
+                newest = max(self._held.values(), key=lambda held: held.order)
+                self.remove(newest)
+                retracted.append(newest)
+                if newest is request:
+                    return False
+            else:
+                return True
