@@ -1,0 +1,65 @@
+"""Resolve "auto" devices and dtypes; pin the CPU's threads. Called by engine processes only."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from shared.config import WorkerConfig
+from shared.errors import ConfigError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the torch device of a configured name; "auto" prefers a GPU.
+
+    Raises: ConfigError if the device is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device is {name!r}, {count} GPUs are visible; use --device cpu")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise ConfigError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
+    return device
+
+
+def resolve_dtype(name: str, *, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """Return the torch dtype of a configured name; "auto" = float32 on a CPU, else the checkpoint's.
+
+    Raises: ConfigError for an unknown name.
+    """
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint_dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}, expected auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32", "float16" or "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def pin_threads(config: WorkerConfig) -> None:
+    """Fix the number of CPU threads: the same count gives the same bits and no surprises."""
+    torch.set_num_threads(config.cpu_threads or min(2, os.cpu_count() or 1))
+
+
+def max_batch_rows(config: WorkerConfig, device: torch.device) -> int:
+    """Return the row budget of an engine step."""
+    return config.max_batch_rows or (512 if device.type == "cpu" else 4096)
