@@ -1,0 +1,99 @@
+"""The seam between a worker's front (gRPC, no torch) and its engine (torch, its own process)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared.types import WorkerInfo, WorkerLoad
+
+
+class ProgressCallback(Protocol):
+    """Told by an engine's factory what it is doing while the model loads."""
+
+    def __call__(self, stage: str, fraction: float = 0.0) -> None:
+        """Say the stage in a few words and how much of it is done, 0..1."""
+
+
+class Engine(Protocol):
+    """What runs in the engine process; single-threaded, built by `factory(config, progress)`.
+
+    `submit` answers a bad message through `step`'s outputs; whatever it or `step` raises otherwise
+    is fatal for the worker.
+    """
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Return identity and limits."""
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether `step` would do anything; False = wait for a message."""
+
+    @property
+    def load(self) -> WorkerLoad:
+        """Return progress and room."""
+
+    def submit(self, message: Any) -> None:
+        """Take one message of shared/types.py."""
+
+    def step(self) -> list[Any]:
+        """Run one batch and return what it answers."""
+
+    def check_integrity(self) -> None:
+        """Raise unless every page is accounted for."""
+
+
+EngineFactory = Callable[[Any, ProgressCallback], Engine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What an engine says after a step, and once more when it falls idle.
+
+    Args:
+        outputs: Messages of shared/types.py.
+        num_received: Messages taken since the start.
+        has_work: Whether another step follows without new messages.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    load: WorkerLoad
+    num_received: int
+    has_work: bool
+
+
+class EngineDiedError(RuntimeError):
+    """The engine process ended or could not start; the worker must end too.
+
+    Args:
+        exit_code: Of the engine process; negative = the signal that killed it, None = unknown.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EngineHandle(Protocol):
+    """A running engine as its front sees it."""
+
+    async def start(self, on_progress: ProgressCallback) -> WorkerInfo:
+        """Wait until the engine is ready.
+
+        Raises: ConfigError if it refuses its configuration, EngineDiedError if it dies.
+        """
+
+    def send(self, messages: Sequence[Any]) -> None:
+        """Queue messages for the engine; never blocks."""
+
+    def outputs(self) -> AsyncIterator[EngineReport]:
+        """Yield reports until the engine dies: EngineDiedError, or `close`: the end."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether the engine owes a report: it has work or messages it has not taken."""
+
+    async def close(self) -> None:
+        """End the engine and wait for it."""

@@ -1,0 +1,160 @@
+"""The engine process: import the engine, build it, then take messages and step until the pipe ends.
+
+It ends with its front: at EOF on the pipe, and on Linux by the parent-death signal even in the
+middle of a step. Exit codes: 0 = the front closed the pipe, 1 = an error (its traceback is logged).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.rpc.engine import Engine, EngineFactory, EngineReport
+from shared.rpc.pipe import BlockingPipe
+from shared.types import WorkerInfo, WorkerLoad
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProgress:
+    """What the factory is doing."""
+
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    """The engine takes messages from now on."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRefused:
+    """The factory raised.
+
+    Args:
+        is_config_error: The operator's mistake: the message is all there is to say.
+    """
+
+    message: str
+    is_config_error: bool
+
+
+def engine_main(
+    factory: str,
+    config: Any,
+    sock: socket.socket,
+    parent_pid: int,
+    log_level: int,
+    kept_fds: Sequence[int] = (),
+) -> None:
+    """Run an engine until the front goes away.
+
+    Args:
+        factory: "module:function" of an EngineFactory.
+        config: Passed to the factory; `cpu_threads` is applied before.
+        parent_pid: Of the front.
+        kept_fds: Descriptors that stay open as long as this process lives.
+    """
+    die_with_parent(parent_pid)
+    # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the front decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    pipe = BlockingPipe(sock)
+    try:
+        engine = _build(factory, config, pipe)
+        pipe.send(EngineReady(info=engine.info))
+        run_engine(engine, pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        logger.info("the front is gone, ending; %d locks released", len(kept_fds))
+
+
+def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
+    """Take messages and step until the pipe ends.
+
+    Raises: EOFError or OSError at the end; whatever the engine raises.
+    """
+    num_received = 0
+    reported: WorkerLoad | None = None
+    while True:
+        is_idle = not engine.has_work
+        if is_idle:
+            engine.check_integrity()
+            if engine.load != reported:
+                reported = engine.load
+                pipe.send(EngineReport(load=reported, num_received=num_received, has_work=False))
+        for messages in pipe.receive(wait=is_idle):
+            for message in messages:
+                engine.submit(message)
+            num_received += len(messages)
+        if engine.has_work:
+            outputs = engine.step()
+            reported = engine.load
+            report = EngineReport(
+                outputs=outputs,
+                load=reported,
+                num_received=num_received,
+                has_work=engine.has_work,
+            )
+            pipe.send(report)
+
+
+def set_thread_count(cpu_threads: int) -> int:
+    """Pin the number of torch threads; before torch is imported it goes through the environment.
+
+    Args:
+        cpu_threads: 0 = min(2, cores of this process).
+    Returns: the number.
+    """
+    count = cpu_threads or min(2, len(os.sched_getaffinity(0)))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(count)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)
+    return count
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent ends; does nothing elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the call
+        os._exit(1)
+
+
+def _build(factory: str, config: Any, pipe: BlockingPipe) -> Engine:
+    def progress(stage: str, fraction: float = 0.0) -> None:
+        pipe.send(EngineProgress(stage=stage, fraction=fraction))
+
+    try:
+        set_thread_count(config.cpu_threads)
+        module, _, function = factory.partition(":")
+        create: EngineFactory = getattr(importlib.import_module(module), function)
+        set_thread_count(config.cpu_threads)
+        return create(config, progress)
+    except ConfigError as error:
+        pipe.send(EngineRefused(message=str(error), is_config_error=True))
+        sys.exit(1)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        pipe.send(EngineRefused(message=text, is_config_error=False))
+        raise
