@@ -1,0 +1,300 @@
+"""Hugging Face checkpoint directories: where they are, what is in them, strict reading.
+
+Importing this module does not import torch; only CheckpointReader.load does.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from shared.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+DEMO = "demo"
+BUNDLED_ROLES = ("target", "eagle3", "standalone")
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_HASHED_BYTES = 1024  # of each end of a tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One entry of a safetensors header.
+
+    Args:
+        start, end: Bytes of the tensor in the file, [start, end).
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def resolve_model(name: str, role: str) -> Path:
+    """Return the directory of a checkpoint.
+
+    Args:
+        name: A directory, or "demo" for the bundled model.
+        role: Which bundled model: "target", "eagle3" or "standalone".
+    Raises: CheckpointError when there is no checkpoint.
+    """
+    if name == DEMO:
+        assert role in BUNDLED_ROLES, f"no bundled model is called {role!r}"
+        spec = importlib.util.find_spec("coppice")
+        assert spec is not None and spec.submodule_search_locations, "coppice is not installed"
+        directory = Path(spec.submodule_search_locations[0]) / "bundled" / role
+    else:
+        directory = Path(name).expanduser()
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} holds no config.json; pass a Hugging Face checkpoint directory or 'demo'"
+        )
+    return directory
+
+
+def model_hash(directory: Path) -> str:
+    """Return a fingerprint of a model: SHA-256 over its config and its tensors.
+
+    Covers config.json and each tensor's name, shape, dtype, first and last kilobyte, in order of
+    names: the same for any sharding, and quick for any size.
+    """
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    infos = read_tensor_infos(directory)
+    for name in sorted(infos):
+        info = infos[name]
+        digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
+        with info.file.open("rb") as file:
+            file.seek(info.start)
+            digest.update(file.read(min(_HASHED_BYTES, info.end - info.start)))
+            file.seek(max(info.start, info.end - _HASHED_BYTES))
+            digest.update(file.read(info.end - file.tell()))
+    return digest.hexdigest()
+
+
+def tokenizer_hash(directory: Path) -> str:
+    """Return a fingerprint of what every token id means; "" without a tokenizer.json.
+
+    Covers the vocabulary and the added tokens, not the merges, templates or padding: two models
+    with equal hashes mean the same text by the same ids.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return ""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        vocab = fields["model"]["vocab"]
+        added = [[token["id"], token["content"]] for token in fields.get("added_tokens") or []]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a tokenizers file: {error!r}") from error
+    text = json.dumps([vocab, sorted(added)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
+    """Return every tensor of a checkpoint, by name, from the headers of its safetensors files.
+
+    Raises: CheckpointError naming the file that is missing or broken, or the tensor that the index
+        promises and no file holds.
+    """
+    index_path = directory / "model.safetensors.index.json"
+    if not index_path.is_file():
+        return _read_header(_single_file(directory))
+    try:
+        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{index_path} is not a safetensors index: {error!r}") from error
+    infos: dict[str, TensorInfo] = {}
+    for file_name in sorted(set(weight_map.values())):
+        for name, info in _read_header(directory / file_name).items():
+            if weight_map.get(name) != file_name:
+                raise CheckpointError(f"{info.file} holds {name!r}, which the index does not say")
+            infos[name] = info
+    missing = sorted(set(weight_map) - set(infos))
+    if missing:
+        raise CheckpointError(f"{directory}: missing tensors that the index names: {missing}")
+    return infos
+
+
+def _single_file(directory: Path) -> Path:
+    preferred = directory / "model.safetensors"
+    files = [preferred] if preferred.is_file() else sorted(directory.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(
+            f"{directory} holds {len(files)} safetensors files and no model.safetensors.index.json"
+        )
+    hint = ""
+    if any(directory.glob("*.bin")):
+        hint = "; convert its .bin files with safetensors.torch.save_file"
+    raise CheckpointError(f"{directory} holds no safetensors file{hint}")
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"header of {length} bytes in a file of {size}")
+            header: Mapping[str, Any] = json.loads(file.read(length))
+        infos = {
+            name: TensorInfo(
+                name=name,
+                file=path,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                start=8 + length + entry["data_offsets"][0],
+                end=8 + length + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        if any(info.end > size for info in infos.values()):
+            raise ValueError(f"it ends after {size} bytes, before its last tensor does")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    return infos
+
+
+class CheckpointReader:
+    """Reads a checkpoint's tensors straight to a device, and accounts for every one of them.
+
+    Args:
+        directory: Holds model.safetensors, or shards with their index.
+        device: Where tensors go.
+        dtype: What floating-point tensors become.
+        rename: Maps a name in the files to the name by which `load` asks; errors say both.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        rename: Callable[[str], str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self._device = device
+        self._dtype = dtype
+        self._infos: dict[str, TensorInfo] = {}
+        for name, info in read_tensor_infos(directory).items():
+            key = rename(name) if rename else name
+            if key in self._infos:
+                raise CheckpointError(
+                    f"{directory}: tensors {name!r} and {self._infos[key].name!r} both mean {key!r}"
+                )
+            self._infos[key] = info
+        self._files: dict[Path, Any] = {}
+        self._loaded: set[str] = set()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.__exit__(kind, error, trace)
+        self._files.clear()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Return every tensor's name, renamed."""
+        return self._infos.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that is in `names`."""
+        return self._infos[name].shape
+
+    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return a floating-point tensor on the device, in the dtype.
+
+        Args:
+            shape: What the tensor must measure.
+        Raises: CheckpointError naming a tensor that is missing, mis-shaped or quantised.
+        """
+        info = self._take(name, shape)
+        if info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{self.directory}: tensor {info.name!r} is {info.dtype}; quantised weights are "
+                f"not supported, only {', '.join(sorted(FLOAT_DTYPES))}"
+            )
+        return self._read(info, self._dtype)
+
+    def load_int64(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return an integer tensor on the device, as int64.
+
+        Raises: CheckpointError naming a tensor that is missing, mis-shaped or not of integers.
+        """
+        import torch
+
+        info = self._take(name, shape)
+        if info.dtype not in ("I64", "I32"):
+            raise CheckpointError(
+                f"{self.directory}: tensor {info.name!r} is {info.dtype}, expected I64 or I32"
+            )
+        return self._read(info, torch.int64)
+
+    def finish(self, extras: Collection[str] = ()) -> None:
+        """Raise unless every tensor was loaded or is a known extra.
+
+        Args:
+            extras: fnmatch patterns of tensors that are known and not needed.
+        Raises: CheckpointError naming the tensors that are left over.
+        """
+        left_over = sorted(
+            self._infos[name].name
+            for name in set(self._infos) - self._loaded
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
+        )
+        if left_over:
+            shown = ", ".join(left_over[:8]) + (", ..." if len(left_over) > 8 else "")
+            raise CheckpointError(
+                f"{self.directory}: {len(left_over)} left-over tensors that this architecture "
+                f"does not have: {shown}"
+            )
+
+    def _take(self, name: str, shape: Sequence[int]) -> TensorInfo:
+        info = self._infos.get(name)
+        if info is None:
+            raise CheckpointError(
+                f"{self.directory}: missing tensor {name!r} of shape {list(shape)}"
+            )
+        if info.shape != tuple(shape):
+            raise CheckpointError(
+                f"{self.directory}: tensor {info.name!r} has shape {list(info.shape)}, "
+                f"config.json makes it {list(shape)}"
+            )
+        self._loaded.add(name)
+        return info
+
+    def _read(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            if info.file not in self._files:
+                file = safe_open(info.file, framework="pt", device=str(self._device))
+                self._files[info.file] = file.__enter__()
+            tensor = self._files[info.file].get_tensor(info.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
+        # On a CPU the tensor is a view of the mapped file: unaligned, and gone when it is replaced.
+        is_view = self._device.type == "cpu"
+        return tensor.to(device=self._device, dtype=dtype, copy=is_view)

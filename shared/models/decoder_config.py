@@ -1,0 +1,274 @@
+"""What a checkpoint's config.json says, for every supported architecture. No torch here.
+
+Fields that would change the computation and are not implemented are refused by name; fields that
+only describe (use_cache, initializer_range, ...) are not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import CheckpointError
+from shared.models.rope_config import RopeConfig, parse_rope
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+# Field -> the values, besides None, that leave the computation as it is implemented.
+_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "compression_config": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "kv_lora_rank": (0,),
+    "attention_sinks": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "attention_multiplier": (),
+    "partial_rotary_factor": (1.0,),
+    "no_rope_layers": ((), []),
+    "clip_qkv": (),
+    "alibi": (False,),
+    "is_causal": (True,),
+}
+
+_PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MIMO = "MiMoForCausalLM"
+TARGET_ARCHITECTURES = (*_PLAIN, MIMO)
+_HAS_QKV_BIAS = ("Qwen2ForCausalLM", MIMO)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Llama family.
+
+    Args:
+        num_heads, num_kv_heads: Query heads, K/V heads.
+        has_qkv_bias, has_o_bias, has_mlp_bias: Which projections have a bias.
+        has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
+        sliding_window: A token sees the last `sliding_window` tokens, itself included; 0 = all.
+        is_tied: The output head is the embedding.
+        dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
+        num_mtp_layers: Layers of multi-token prediction in the checkpoint (MiMo).
+        eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
+            config.json.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    sliding_window: int = 0
+    is_tied: bool = False
+    dtype: str = "float32"
+    num_mtp_layers: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path) -> ModelConfig:
+        """Read config.json (and generation_config.json) of a causal language model.
+
+        Raises: CheckpointError naming the field or architecture that is missing or unsupported.
+        """
+        fields = read_config_json(directory)
+        source = f"{directory / 'config.json'}"
+        architecture = architecture_of(fields, source)
+        if architecture not in TARGET_ARCHITECTURES:
+            raise CheckpointError(
+                f"{source}: architecture {architecture!r} is not supported as a language model; "
+                f"supported are {', '.join(TARGET_ARCHITECTURES)}"
+            )
+        return parse_model_config(fields, source, architecture, read_eos_token_ids(directory))
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """Return the fields of a checkpoint's config.json.
+
+    Raises: CheckpointError when there is none, or it is not a JSON object.
+    """
+    return _read_json(directory / "config.json")
+
+
+def architecture_of(fields: Mapping[str, Any], source: str) -> str:
+    """Return the one architecture that a config.json names."""
+    names = fields.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(f"{source}: architectures must name one class, got {names!r}")
+    return names[0]
+
+
+def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the ids that end a text; generation_config.json goes before config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        value = _read_json(path).get("eos_token_id") if path.exists() else None
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list):
+            return tuple(value)
+        if value is not None:
+            raise CheckpointError(f"{path}: eos_token_id must be an id or a list, got {value!r}")
+    return ()
+
+
+def parse_model_config(
+    fields: Mapping[str, Any],
+    source: str,
+    architecture: str,
+    eos_token_ids: tuple[int, ...] = (),
+) -> ModelConfig:
+    """Turn the fields of a config.json into a ModelConfig.
+
+    Args:
+        source: File to name in errors.
+        architecture: One of TARGET_ARCHITECTURES; a draft head passes the one it resembles.
+    Raises: CheckpointError naming the field.
+    """
+    refuse_fields(fields, source, _UNSUPPORTED_FIELDS)
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(
+            f"{source}: hidden_act = {fields['hidden_act']!r} is not supported, only silu is"
+        )
+    hidden_size = require_int(fields, "hidden_size", source)
+    num_heads = require_int(fields, "num_attention_heads", source)
+    # transformers' default of the other classes is a constant that no real checkpoint relies on.
+    if architecture == "LlamaForCausalLM" and fields.get("num_key_value_heads") is None:
+        num_kv_heads = num_heads
+    else:
+        num_kv_heads = require_int(fields, "num_key_value_heads", source)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{source}: num_attention_heads = {num_heads} is not a multiple of "
+            f"num_key_value_heads = {num_kv_heads}"
+        )
+    if fields.get("head_dim") is None and architecture != "Qwen3ForCausalLM":
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = require_int(fields, "head_dim", source)
+    if head_dim % 2:
+        raise CheckpointError(f"{source}: head_dim = {head_dim} is odd, which rules out RoPE")
+    num_layers = require_int(fields, "num_hidden_layers", source)
+    attention_bias = bool(fields.get("attention_bias", False))
+    is_llama = architecture == "LlamaForCausalLM"
+    can_have_bias = is_llama or architecture == "Qwen3ForCausalLM"
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=require_int(fields, "vocab_size", source),
+        hidden_size=hidden_size,
+        intermediate_size=require_int(fields, "intermediate_size", source),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=require_int(fields, "max_position_embeddings", source),
+        rope=parse_rope(fields, source),
+        has_qkv_bias=architecture in _HAS_QKV_BIAS or (can_have_bias and attention_bias),
+        has_o_bias=can_have_bias and attention_bias,
+        has_mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
+        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        sliding_window=_parse_window(fields, source, architecture, num_layers),
+        is_tied=bool(fields.get("tie_word_embeddings", False)),
+        dtype=_parse_dtype(fields, source),
+        num_mtp_layers=int(fields.get("num_nextn_predict_layers") or 0)
+        if architecture == MIMO
+        else 0,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def require_int(fields: Mapping[str, Any], name: str, source: str) -> int:
+    """Return a field that must be a positive integer."""
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise CheckpointError(f"{source}: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def refuse_fields(
+    fields: Mapping[str, Any], source: str, unsupported: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raise for a field whose value asks for something that is not implemented.
+
+    Args:
+        unsupported: Field -> values, besides None, that ask for nothing.
+    Raises: CheckpointError naming the field.
+    """
+    for name, neutral in unsupported.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            raise CheckpointError(f"{source}: {name} = {value!r} is not supported")
+
+
+def _parse_window(
+    fields: Mapping[str, Any], source: str, architecture: str, num_layers: int
+) -> int:
+    if architecture == "LlamaForCausalLM":
+        return 0
+    # 4096 is what transformers' MistralConfig means when the field is absent.
+    window = fields.get("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)
+    is_windowed = [window is not None] * num_layers
+    if architecture != "MistralForCausalLM":
+        first = fields.get("max_window_layers", 0) if fields.get("use_sliding_window") else None
+        is_windowed = [
+            window is not None and first is not None and layer >= first
+            for layer in range(num_layers)
+        ]
+    layer_types = fields.get("layer_types")
+    if layer_types is not None:
+        unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+        if unknown or len(layer_types) != num_layers:
+            raise CheckpointError(
+                f"{source}: layer_types must hold full_attention or sliding_attention for each of "
+                f"{num_layers} layers, got {layer_types!r}"
+            )
+        is_windowed = [kind == "sliding_attention" for kind in layer_types]
+    if not any(is_windowed):
+        return 0
+    if not all(is_windowed):
+        raise CheckpointError(
+            f"{source}: layers with and without a sliding window (use_sliding_window, "
+            "max_window_layers, layer_types) are not supported in one model"
+        )
+    return require_int({"sliding_window": window}, "sliding_window", source)
+
+
+def _parse_dtype(fields: Mapping[str, Any], source: str) -> str:
+    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    name = str(name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"{source}: dtype {name!r} is none of {', '.join(DTYPES)}")
+    return name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist; expected a Hugging Face checkpoint directory"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return fields

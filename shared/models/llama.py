@@ -1,0 +1,157 @@
+"""Causal language models of the Llama family: Llama, Mistral, Qwen2, Qwen3, MiMo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from shared.errors import CheckpointError
+from shared.kernels.linear import linear
+from shared.kernels.rms_norm import rms_norm
+from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.models.checkpoint import CheckpointReader
+from shared.models.config import ModelConfig
+from shared.models.decoder import DecoderLayer, KVCaches, RopeTable
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# In some checkpoints, and never needed: the tables that rope.py computes, and the layers of
+# multi-token prediction, which belong to the draft.
+_KNOWN_EXTRAS = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+_MTP_EXTRAS = ("model.mtp_layers.*",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOutput:
+    """What one forward computed.
+
+    Args:
+        hidden: [T, h] after the final norm.
+        captured: [T, len(capture_layers) * h] outputs of the layers asked for, concatenated in the
+            order asked for; None when none were.
+    """
+
+    hidden: torch.Tensor
+    captured: torch.Tensor | None
+
+
+class CausalLM:
+    """A language model on one device.
+
+    Args:
+        num_positions: Length of the rotary tables; None = max_position_embeddings.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, config: ModelConfig, *, num_positions: int | None = None
+    ) -> None:
+        self.config = config
+        self._embedding = load_embedding(reader, config)
+        self._layers = [
+            DecoderLayer(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
+        ]
+        self._norm = reader.load("model.norm.weight", (config.hidden_size,))
+        self._head = load_head(reader, config, self._embedding)
+        self.device = self._embedding.device
+        self.dtype = self._embedding.dtype
+        self._rope = RopeTable(config, num_positions or config.max_position_embeddings, self.device)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        num_positions: int | None = None,
+    ) -> CausalLM:
+        """Load a checkpoint, every tensor accounted for.
+
+        Raises: CheckpointError naming what is missing, left over, mis-shaped or unsupported.
+        """
+        config = ModelConfig.from_checkpoint(directory)
+        with CheckpointReader(directory, device=device, dtype=dtype) as reader:
+            model = cls(reader, config, num_positions=num_positions)
+            reader.finish(_KNOWN_EXTRAS + (_MTP_EXTRAS if config.num_mtp_layers else ()))
+        return model
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens.
+
+        Args:
+            token_ids: [T] i64.
+        Returns: [T, h].
+        """
+        return functional.embedding(token_ids, self._embedding)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        kv: KVCaches,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+        capture_layers: tuple[int, ...] = (),
+    ) -> ForwardOutput:
+        """Run rows of new tokens through all layers.
+
+        Args:
+            token_ids: [T] i64.
+            position_ids: [T] i64.
+            slot_mapping: [T] i32, where each row's K/V goes.
+            capture_layers: Layers whose OUTPUT (residual stream) is wanted.
+        Returns: ForwardOutput.
+        Mutates: `kv` rows named by `slot_mapping`.
+        """
+        rows = self._rope.rows(position_ids, attention, slot_mapping)
+        x = self.embed(token_ids)
+        captured = {}
+        for layer_id, layer in enumerate(self._layers):
+            x = layer.forward(x, rows, kv.k[layer_id], kv.v[layer_id])
+            if layer_id in capture_layers:
+                captured[layer_id] = x
+        return ForwardOutput(
+            hidden=rms_norm(x, self._norm, self.config.rms_norm_eps),
+            captured=torch.cat([captured[i] for i in capture_layers], dim=-1)
+            if capture_layers
+            else None,
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of rows.
+
+        Args:
+            hidden: [R, h] after the final norm.
+        Returns: [R, V] f32.
+        """
+        return linear(hidden, self._head, out_dtype=torch.float32)
+
+
+def load_embedding(reader: CheckpointReader, config: ModelConfig) -> torch.Tensor:
+    """Load a language model's embedding. [V, h]."""
+    return reader.load(EMBEDDING, (config.vocab_size, config.hidden_size))
+
+
+def load_head(
+    reader: CheckpointReader, config: ModelConfig, embedding: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Load a language model's output layer, which may be its embedding. [V, h].
+
+    Args:
+        embedding: The loaded embedding, shared when the two are tied.
+    Raises: CheckpointError naming an output layer that contradicts `tie_word_embeddings`.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    if not config.is_tied:
+        return reader.load(HEAD, shape)
+    if embedding is None:
+        embedding = load_embedding(reader, config)
+    # Some exporters write a tied head all the same; it must then be the very same.
+    if HEAD in reader.names and not torch.equal(reader.load(HEAD, shape), embedding):
+        raise CheckpointError(
+            f"{reader.directory}: tie_word_embeddings is true, but {HEAD!r} is not {EMBEDDING!r}"
+        )
+    return embedding
