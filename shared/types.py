@@ -291,6 +291,22 @@ class FeatureUnsubscribe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureFailure:
+    """What a target engine answers to a subscription that it cannot serve.
+
+    Told apart from a failure of the request itself, whose RequestFailure goes to the orchestrator;
+    on the feature stream it travels as the RequestFailure that it holds.
+    """
+
+    failure: RequestFailure
+
+    @property
+    def request_id(self) -> str:
+        """Return the request of the subscription."""
+        return self.failure.request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureChunk:
     """Consecutive feature rows from position `start` on.
 

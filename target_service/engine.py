@@ -117,17 +117,17 @@ class TargetEngine:
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__}")
         except CoppiceError as error:
-            self._outbox.append(
-                RequestFailure(
-                    request_id=message.request_id,
-                    code=int(error.code),
-                    reason=error.reason,
-                    message=error.message,
-                    field=error.field,
-                    target_epoch=message.target_epoch,
-                    round_idx=getattr(message, "round_idx", 0),
-                )
+            failure = RequestFailure(
+                request_id=message.request_id,
+                code=int(error.code),
+                reason=error.reason,
+                message=error.message,
+                field=error.field,
+                target_epoch=message.target_epoch,
+                round_idx=getattr(message, "round_idx", 0),
             )
+            is_feature = isinstance(message, FeatureSubscribe)
+            self._outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
 
     def step(self) -> list[Any]:
         """Run one forward over whatever is queued, commit it, answer it.
