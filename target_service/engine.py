@@ -18,6 +18,7 @@ from shared.tree import check_tree
 from shared.types import (
     FeatureAck,
     FeatureChunk,
+    FeatureFailure,
     FeatureSubscribe,
     FeatureUnsubscribe,
     FinishReason,
@@ -204,7 +205,7 @@ class TargetEngine:
         self._scheduler.enqueue(request)
         early = self._early_subscriptions.pop(message.request_id, None)
         if early is not None:
-            self._subscribe(early)
+            self.submit(early)
 
     def _queue_round(self, message: VerifyRound) -> None:
         request = self._find(message.request_id, message.target_epoch)
