@@ -1,22 +1,69 @@
-"""Counter-based Gumbel noise: a pure function of (seed, position, token id)."""
+"""Counter-based Gumbel noise: a pure function of (seed, position, token id). Grid: (R, tiles of V).
+
+key  = mix64(seed ^ mix64(position + GOLDEN))
+bits = mix64(key + (id + 1) * GOLDEN)           mix64 is SplitMix64's finalizer
+u    = ((bits >> 11) + 0.5) * 2^-53             in float64, never 0 or 1
+G    = -log(-log(u))                            in float64, rounded to float32
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-# Constants of SplitMix64 as signed 64-bit bit patterns.
+from shared.kernels.dispatch import count_launch, use_triton
+
+# SplitMix64's constants as signed 64-bit bit patterns.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def _mix64(value: torch.Tensor) -> torch.Tensor:
-    """Return the SplitMix64 finalizer of int64 bit patterns; shifts are logical."""
-    value = value ^ ((value >> 30) & ((1 << 34) - 1))
-    value = value.mul_(_MIX_1)
-    value = value.bitwise_xor_((value >> 27).bitwise_and_((1 << 37) - 1))
-    value = value.mul_(_MIX_2)
-    return value.bitwise_xor_((value >> 31).bitwise_and_((1 << 33) - 1))
+@triton.jit
+def _mix64_block(value):
+    """Return SplitMix64's finalizer of a block of u64."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def gumbel_block(seed, position, ids):
+    """Return the noise of a block of ids, f32; device function.
+
+    Args:
+        seed: i64 block or scalar, broadcastable to ids.
+        position: i64, as seed.
+        ids: i64 block.
+    """
+    golden = tl.full(ids.shape, 0x9E3779B97F4A7C15, dtype=tl.uint64)
+    zero = tl.zeros(ids.shape, dtype=tl.uint64)
+    inner = _mix64_block(zero + position.to(tl.uint64) + golden)
+    key = _mix64_block((zero + seed.to(tl.uint64)) ^ inner)
+    bits = _mix64_block(key + (ids + 1).to(tl.uint64) * golden)
+    # 2^-53
+    uniform = ((bits >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _gumbel_noise_kernel(
+    seed_ptr,  # [R] i64
+    position_ptr,  # [R] i64
+    ids_ptr,  # [V] (ids_stride 0) or [R, V] i64
+    out_ptr,  # [R, V] f32 mutated
+    width,
+    ids_stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_row = column < width
+    ids = tl.load(ids_ptr + row * ids_stride + column, mask=in_row, other=0)
+    seed = tl.load(seed_ptr + row)
+    position = tl.load(position_ptr + row)
+    tl.store(out_ptr + row * width + column, gumbel_block(seed, position, ids), mask=in_row)
 
 
 def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -26,11 +73,38 @@ def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) 
         seed: [R] i64, the bit pattern of the request's unsigned seed.
         position: [R] i64. Absolute position of the token being sampled.
         ids: [V] or [R, K] i64. Target token ids.
-    Returns: [R, V] or [R, K] f32, the rounding of a float64 value; u has 53 bits.
+    Returns: [R, V] or [R, K] f32.
     Source: SplitMix64, Steele, Lea and Flood 2014.
     """
+    if not use_triton(seed):
+        return gumbel_noise_ref(seed, position, ids)
+    num_rows, width = seed.shape[0], ids.shape[-1]
+    ids = ids.contiguous()
+    out = torch.empty((num_rows, width), dtype=torch.float32, device=seed.device)
+    if out.numel() == 0:
+        return out
+    block = min(1024, triton.next_power_of_2(width))
+    ids_stride = 0 if ids.dim() == 1 else width
+    count_launch("gumbel_noise")
+    _gumbel_noise_kernel[(num_rows, triton.cdiv(width, block))](
+        seed, position, ids, out, width, ids_stride, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def gumbel_noise_ref(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Do what `gumbel_noise` does in plain torch."""
     key = _mix64(seed ^ _mix64(position + _GOLDEN))  # [R]
     bits = _mix64(key.unsqueeze(-1) + (ids + 1) * _GOLDEN)
     uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64)
     uniform.add_(0.5).mul_(2.0**-53)
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
+
+
+def _mix64(value: torch.Tensor) -> torch.Tensor:
+    """Return SplitMix64's finalizer of int64 bit patterns; shifts are logical."""
+    value = value ^ ((value >> 30) & ((1 << 34) - 1))
+    value = value.mul_(_MIX_1)
+    value = value.bitwise_xor_((value >> 27).bitwise_and_((1 << 37) - 1))
+    value = value.mul_(_MIX_2)
+    return value.bitwise_xor_((value >> 31).bitwise_and_((1 << 33) - 1))

@@ -1,22 +1,84 @@
-"""Move K/V rows between slots of every layer; sources and destinations may overlap."""
+"""Move K/V rows between slots of every layer; sources and destinations may overlap.
+
+Two kernels, each on the grid (num_caches, num_moves): everything is gathered into a temporary
+before anything is scattered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
+
+from shared.kernels.dispatch import count_launch, use_triton
+
+
+@triton.jit
+def _gather_kv_kernel(
+    cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]
+    src_ptr,  # [M] i32
+    moving_ptr,  # [num_caches, M, Hkv, d] mutated
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cache = tl.program_id(0).to(tl.int64)
+    move = tl.program_id(1).to(tl.int64)
+    num_moves = tl.num_programs(1)
+    column = tl.arange(0, BLOCK)
+    in_row = column < ROW
+    cache_ptr = tl.load(cache_address_ptr + cache).to(tl.pointer_type(moving_ptr.dtype.element_ty))
+    slot = tl.load(src_ptr + move).to(tl.int64)
+    row = tl.load(cache_ptr + slot * ROW + column, mask=in_row, other=0.0)
+    tl.store(moving_ptr + (cache * num_moves + move) * ROW + column, row, mask=in_row)
+
+
+@triton.jit
+def _scatter_kv_kernel(
+    cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]; those are mutated
+    dst_ptr,  # [M] i32
+    moving_ptr,  # [num_caches, M, Hkv, d]
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cache = tl.program_id(0).to(tl.int64)
+    move = tl.program_id(1).to(tl.int64)
+    num_moves = tl.num_programs(1)
+    column = tl.arange(0, BLOCK)
+    in_row = column < ROW
+    cache_ptr = tl.load(cache_address_ptr + cache).to(tl.pointer_type(moving_ptr.dtype.element_ty))
+    slot = tl.load(dst_ptr + move).to(tl.int64)
+    row = tl.load(moving_ptr + (cache * num_moves + move) * ROW + column, mask=in_row, other=0.0)
+    tl.store(cache_ptr + slot * ROW + column, row, mask=in_row)
 
 
 def move_kv(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:
     """Copy slot src[m] to slot dst[m] in every cache, as if all were read before any is written.
 
     Args:
-        caches: Each [num_slots, Hkv, d]; K and V of every layer.
+        caches: Each [num_slots, Hkv, d], of one shape and dtype; K and V of every layer.
         src: [M] i32.
         dst: [M] i32; padding is (0, 0), the sink; every other slot occurs once.
     Mutates: rows of every cache named by `dst`.
     """
-    move_kv_ref(caches, src, dst)
+    if not caches or src.shape[0] == 0:
+        return
+    first = caches[0]
+    if not use_triton(first):
+        move_kv_ref(caches, src, dst)
+        return
+    for cache in caches:
+        assert cache.is_contiguous() and cache.shape == first.shape and cache.dtype == first.dtype
+    addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64)
+    addresses = addresses.to(first.device)
+    grid = (len(caches), src.shape[0])
+    moving = torch.empty((*grid, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    row = first.shape[1] * first.shape[2]
+    block = triton.next_power_of_2(row)
+    count_launch("move_kv")
+    _gather_kv_kernel[grid](addresses, src, moving, ROW=row, BLOCK=block, num_warps=4)
+    _scatter_kv_kernel[grid](addresses, dst, moving, ROW=row, BLOCK=block, num_warps=4)
 
 
 def move_kv_ref(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:
