@@ -155,18 +155,20 @@ class PromptInfo(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("token_offset", "token_ids", "text", "logprobs", "num_accepted_drafts")
+    __slots__ = ("token_offset", "token_ids", "text", "logprobs", "num_accepted_drafts", "num_accepted_draft_chars")
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFT_CHARS_FIELD_NUMBER: _ClassVar[int]
     token_offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     num_accepted_drafts: int
-    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., num_accepted_drafts: _Optional[int] = ...) -> None: ...
+    num_accepted_draft_chars: int
+    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., num_accepted_drafts: _Optional[int] = ..., num_accepted_draft_chars: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top")

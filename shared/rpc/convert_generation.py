@@ -63,6 +63,7 @@ def _delta_to_proto(delta: generation.TokenDelta) -> pb.TokenDelta:
         text=delta.text,
         logprobs=[logprob_to_proto(value) for value in delta.logprobs],
         num_accepted_drafts=delta.num_accepted_drafts,
+        num_accepted_draft_chars=delta.num_accepted_draft_chars,
     )
 
 
@@ -73,6 +74,7 @@ def _delta_from_proto(message: pb.TokenDelta) -> generation.TokenDelta:
         text=message.text,
         logprobs=tuple(logprob_from_proto(value) for value in message.logprobs),
         num_accepted_drafts=message.num_accepted_drafts,
+        num_accepted_draft_chars=message.num_accepted_draft_chars,
     )
 
 
