@@ -16,6 +16,7 @@ import torch
 
 from draft_service.request import DraftRequest
 from draft_service.runner import DraftRunner, ExtendWork
+from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.kv.allocator import OutOfPagesError
 from shared.types import (
@@ -189,14 +190,14 @@ class DraftEngine:
         if request is None or request.open.target_epoch != chunk.target_epoch:
             return
         spec = self.info.features
-        if chunk.shape[1] != spec.width or chunk.dtype != spec.dtype:
+        if chunk.shape[1] != spec.width or chunk.dtype not in DTYPES:
             raise InvalidArgumentError(
-                f"features are {chunk.shape[1]} x {chunk.dtype}, "
-                f"expected {spec.width} x {spec.dtype}",
+                f"features are {chunk.shape[1]} x {chunk.dtype}, expected {spec.width} values of "
+                "a float type",
                 reason="FEATURE_MISMATCH",
                 field="handle.shape",
             )
-        rows = torch.frombuffer(bytearray(chunk.data), dtype=getattr(torch, chunk.dtype)).view(
+        rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype]).view(
             chunk.shape
         )
         if not request.add_features(chunk.start, rows):

@@ -1,8 +1,6 @@
-"""Resolve "auto" devices and dtypes; pin the CPU's threads. Called by engine processes only."""
+"""Resolve "auto" devices, dtypes and budgets. Called by engine processes only."""
 
 from __future__ import annotations
-
-import os
 
 import torch
 
@@ -53,11 +51,6 @@ def resolve_dtype(name: str, *, checkpoint_dtype: str, device: torch.device) -> 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return "float32", "float16" or "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-def pin_threads(config: WorkerConfig) -> None:
-    """Fix the number of CPU threads: the same count gives the same bits and no surprises."""
-    torch.set_num_threads(config.cpu_threads or min(2, os.cpu_count() or 1))
 
 
 def max_batch_rows(config: WorkerConfig, device: torch.device) -> int:

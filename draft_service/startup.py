@@ -1,0 +1,100 @@
+"""Build a draft engine from its configuration: head or small model, KV pool, identity."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from draft_service.engine import DraftEngine
+from draft_service.runner import DraftRunner
+from shared.config import DraftConfig
+from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
+from shared.kv.pool import KVPool
+from shared.kv.sizing import choose_num_pages
+from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash
+from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
+from shared.models.draft import load_draft
+from shared.rpc.engine import ProgressCallback
+from shared.types import MAX_NUM_STEPS, MAX_TOPK, FeatureSpec, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+# Slots past the committed rows that the largest tree expands.
+MAX_SCRATCH_SLOTS = (MAX_NUM_STEPS - 1) * MAX_TOPK
+
+
+def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngine:
+    """Load the draft; embedding and head that its checkpoint lacks come from the target's files.
+
+    Raises: ConfigError (CheckpointError included) with the fix.
+    """
+    device = resolve_device(config.device)
+    target = resolve_model(config.target_model, "target")
+    directory = resolve_draft(config.model, config.algorithm, target)
+    target_config = ModelConfig.from_checkpoint(target)
+    kind, spec = feature_spec(directory, target, config.algorithm)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype=target_config.dtype, device=device)
+    longest = config.max_context_len or target_config.max_position_embeddings
+
+    progress("loading weights", 0.1)
+    model = load_draft(
+        directory,
+        target,
+        algorithm=config.algorithm,
+        device=device,
+        dtype=dtype,
+        num_positions=longest + MAX_NUM_STEPS + 1,
+    )
+    window = min(config.window or model.max_position, model.max_position)
+    if window >= longest:
+        window = 0  # it never gets that far
+    held = (window or longest) + MAX_SCRATCH_SLOTS
+    progress("allocating the KV pool", 0.8)
+    num_pages = choose_num_pages(
+        num_pages=config.num_pages,
+        bytes_per_page=KVPool.bytes_per_page(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            page_size=config.page_size,
+            dtype=dtype,
+        ),
+        page_size=config.page_size,
+        max_num_requests=config.max_num_requests,
+        max_request_tokens=held,
+        memory_fraction=config.kv_memory_fraction,
+        device=device,
+    )
+    pool = KVPool(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_num_requests=config.max_num_requests,
+        max_pages_per_request=-(-(longest + MAX_SCRATCH_SLOTS) // config.page_size) + 1,
+        dtype=dtype,
+        device=device,
+    )
+    logger.info("%s draft, window of %d tokens (0 = whole context)", kind, window)
+    info = WorkerInfo(
+        incarnation=secrets.token_hex(8),
+        model=config.model if config.model == "demo" else directory.name,
+        model_hash=model_hash(directory),
+        tokenizer_hash=tokenizer_hash(directory if kind is DraftKind.STANDALONE else target),
+        vocab_size=target_config.vocab_size,
+        max_context_len=longest,
+        page_size=config.page_size,
+        dtype=dtype_name(dtype),
+        device=device.type,
+        # The target's dtype is the target's to say; the orchestrator compares layers and width.
+        features=FeatureSpec(layer_ids=spec.layer_ids, width=spec.width),
+        kind=str(kind),
+        draft_window=window,
+    )
+    return DraftEngine(
+        DraftRunner(model, pool, window=window),
+        info,
+        max_batch_rows=max_batch_rows(config, device),
+        max_context_len=longest,
+    )

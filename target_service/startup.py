@@ -1,0 +1,134 @@
+"""Build a target engine from its configuration: checkpoint, KV pool, identity, self-test."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+
+from shared.config import TargetConfig
+from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
+from shared.errors import ConfigError
+from shared.kv.pool import KVPool
+from shared.kv.sizing import choose_num_pages
+from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash
+from shared.models.config import ModelConfig, feature_spec, resolve_draft
+from shared.models.llama import CausalLM
+from shared.rpc.engine import ProgressCallback
+from shared.types import MAX_TREE_NODES, FeatureSpec, WorkerInfo
+from target_service.engine import TargetEngine
+from target_service.runner import TargetRunner
+from target_service.sampler import Sampler
+from target_service.self_test import run_self_test
+
+logger = logging.getLogger(__name__)
+
+
+def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEngine:
+    """Load the target and prove that it is exact.
+
+    Raises: ConfigError (CheckpointError included) with the fix.
+    """
+    device = resolve_device(config.device)
+    directory = resolve_model(config.model, "target")
+    model_config = ModelConfig.from_checkpoint(directory)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype=model_config.dtype, device=device)
+    features = resolve_features(config, directory)
+
+    longest = config.max_context_len or model_config.max_position_embeddings
+    if longest > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"max_context_len is {longest}, {directory.name} was made for "
+            f"{model_config.max_position_embeddings}; lower it"
+        )
+    progress("loading weights", 0.1)
+    model = CausalLM.from_checkpoint(
+        directory, device, dtype, num_positions=longest + MAX_TREE_NODES
+    )
+    progress("allocating the KV pool", 0.8)
+    num_pages = choose_num_pages(
+        num_pages=config.num_pages,
+        bytes_per_page=KVPool.bytes_per_page(
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            page_size=config.page_size,
+            dtype=dtype,
+        ),
+        page_size=config.page_size,
+        max_num_requests=config.max_num_requests,
+        max_request_tokens=longest + MAX_TREE_NODES,
+        memory_fraction=config.kv_memory_fraction,
+        device=device,
+    )
+    # One request, alone, must always fit with a whole round.
+    context_len = min(longest, (num_pages - 1) * config.page_size - MAX_TREE_NODES)
+    if context_len < 2:
+        raise ConfigError(
+            f"a KV pool of {num_pages} pages of {config.page_size} tokens cannot hold one round "
+            f"of {MAX_TREE_NODES} nodes; raise --num-pages"
+        )
+    pool = KVPool(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_num_requests=max(config.max_num_requests, 3),
+        max_pages_per_request=-(-(context_len + MAX_TREE_NODES) // config.page_size) + 1,
+        dtype=dtype,
+        device=device,
+    )
+    logger.info(
+        "KV pool: %d pages of %d tokens = %d tokens", pool.num_pages, config.page_size,
+        pool.num_pages * config.page_size,
+    )
+    spec = FeatureSpec(
+        layer_ids=features.layer_ids,
+        width=features.width,
+        dtype=dtype_name(dtype) if features.width else "",
+    )
+    sampler = Sampler(
+        max_num_requests=max(config.max_num_requests, 3),
+        vocab_size=model_config.vocab_size,
+        device=device,
+    )
+    runner = TargetRunner(model, pool, sampler, spec)
+    if config.self_test:
+        progress("proving exactness", 0.9)
+        if pool.num_pages * config.page_size >= 512 and context_len >= 128:
+            run_self_test(runner, model_config.vocab_size, model_config.sliding_window)
+        else:
+            logger.warning("the KV pool is too small for the self-test; exactness is unproven")
+    info = WorkerInfo(
+        incarnation=secrets.token_hex(8),
+        model=config.model if config.model == "demo" else directory.name,
+        model_hash=model_hash(directory),
+        tokenizer_hash=tokenizer_hash(directory),
+        vocab_size=model_config.vocab_size,
+        max_context_len=context_len,
+        page_size=config.page_size,
+        dtype=dtype_name(dtype),
+        device=device.type,
+        features=spec,
+        kind="target",
+        eos_token_ids=model_config.eos_token_ids,
+    )
+    return TargetEngine(
+        runner,
+        info,
+        max_batch_rows=max_batch_rows(config, device),
+        prefill_chunk_len=config.prefill_chunk_len,
+        max_context_len=context_len,
+        feature_retain_rows=config.feature_retain_rows,
+        window=model_config.sliding_window,
+    )
+
+
+def resolve_features(config: TargetConfig, target: Path) -> FeatureSpec:
+    """Return what to capture for the configured draft; width 0 when it needs nothing."""
+    if config.algorithm == "none" or config.draft_model == "none":
+        return FeatureSpec()
+    draft = resolve_draft(config.draft_model, config.algorithm, target)
+    _, spec = feature_spec(draft, target, config.algorithm)
+    return spec

@@ -1,0 +1,249 @@
+"""Drive a target and a draft engine in one process: the rounds without the wire.
+
+A stand-in for the orchestrator that tests use to look into both engines between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draft_service.engine import DraftEngine
+from shared.types import (
+    AcceptedPath,
+    DraftClose,
+    DraftOpen,
+    DraftRound,
+    FeatureChunk,
+    FeatureCommand,
+    FinishReason,
+    RequestFailure,
+    RequestRetracted,
+    SamplingParams,
+    StoppingParams,
+    TargetAdmitted,
+    TargetOpen,
+    TokenLogprob,
+    TokenTree,
+    TreeShape,
+    VerifyRound,
+)
+from target_service.engine import TargetEngine
+
+
+@dataclass(kw_only=True)
+class LocalRequest:
+    """A request, and what became of it.
+
+    Args:
+        shape: None: root-only rounds.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    shape: TreeShape | None = None
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    output: list[int] = field(default_factory=list)
+    paths: list[AcceptedPath] = field(default_factory=list)
+    trees: list[TokenTree] = field(default_factory=list)
+    logprob_rows: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
+    request_id: str = ""
+    target_epoch: int = 1
+    draft_epoch: int = 1
+
+    @property
+    def accept_length(self) -> float:
+        """Return the mean tokens per verify round, bonus included."""
+        rounds = self.paths[1:]
+        return sum(path.num_accepted_drafts + 1 for path in rounds) / max(len(rounds), 1)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return prompt + output."""
+        return [*self.prompt, *self.output]
+
+
+class LocalPair:
+    """One target engine, perhaps one draft engine, and the rounds between them.
+
+    Args:
+        edit_tree: Sees every tree before it is verified; what it returns is verified instead
+            (None: a root-only round).
+    """
+
+    def __init__(
+        self,
+        target: TargetEngine,
+        draft: DraftEngine | None = None,
+        *,
+        edit_tree: Callable[[TokenTree], TokenTree | None] = lambda tree: tree,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.edit_tree = edit_tree
+        self.failures: list[RequestFailure] = []
+        self.num_retracted = 0
+        self._requests: dict[str, LocalRequest] = {}
+        self._count = 0
+
+    def run(self, requests: Sequence[LocalRequest], *, max_steps: int = 100_000) -> None:
+        """Serve the requests together until all have finished; then nothing may be held."""
+        for request in requests:
+            self.open(request)
+        for _ in range(max_steps):
+            if not self.step():
+                break
+        assert all(request.finish_reason for request in requests), "a request is stuck"
+        assert not self.failures, self.failures
+        self.check_idle()
+
+    def open(self, request: LocalRequest) -> None:
+        """Open a request on both workers."""
+        self._count += 1
+        request.request_id = request.request_id or f"r{self._count}"
+        self._requests[request.request_id] = request
+        self._open_target(request)
+        if request.shape is not None:
+            self.open_draft(request)
+
+    def open_draft(self, request: LocalRequest) -> None:
+        """Open the request's draft state, also in mid-stream."""
+        assert self.draft is not None
+        self.draft.submit(
+            DraftOpen(
+                request_id=request.request_id,
+                target_epoch=request.target_epoch,
+                draft_epoch=request.draft_epoch,
+                target_address="local",
+                token_ids=tuple(request.tokens),
+                sampling=request.sampling,
+            )
+        )
+
+    def step(self) -> bool:
+        """Step both engines once; return whether anything is left to do."""
+        if self.target.has_work:
+            for message in self.target.step():
+                self._on_target(message)
+            self.target.check_integrity()
+        if self.draft is not None and self.draft.has_work:
+            for message in self.draft.step():
+                self._on_draft(message)
+            self.draft.check_integrity()
+        return self.target.has_work or (self.draft is not None and self.draft.has_work)
+
+    def check_idle(self) -> None:
+        """Raise unless both workers have every page back."""
+        for engine in (self.target, self.draft):
+            if engine is not None:
+                engine.check_integrity()
+                load = engine.load
+                assert load.num_free_pages == load.num_pages, f"pages leaked: {load}"
+
+    def _open_target(self, request: LocalRequest) -> None:
+        self.target.submit(
+            TargetOpen(
+                request_id=request.request_id,
+                target_epoch=request.target_epoch,
+                token_ids=tuple(request.tokens),
+                num_prompt_tokens=len(request.prompt),
+                sampling=request.sampling,
+                stopping=StoppingParams(
+                    max_new_tokens=request.max_new_tokens,
+                    min_new_tokens=request.min_new_tokens,
+                    stop_token_ids=request.stop_token_ids,
+                ),
+                logprobs=request.logprobs,
+                top_logprobs=request.top_logprobs,
+                wants_features=request.shape is not None,
+            )
+        )
+
+    def _on_target(self, message: Any) -> None:
+        match message:
+            case AcceptedPath():
+                self._on_path(message)
+            case FeatureChunk():
+                if self.draft is not None:
+                    self.draft.submit(message)
+            case RequestRetracted():
+                self.num_retracted += 1
+                request = self._requests[message.request_id]
+                request.target_epoch += 1
+                self._open_target(request)
+                if request.shape is not None:
+                    request.draft_epoch += 1
+                    self.open_draft(request)
+            case RequestFailure():
+                self.failures.append(message)
+            case TargetAdmitted():
+                pass
+            case _:
+                raise AssertionError(f"unexpected {message}")
+
+    def _on_path(self, path: AcceptedPath) -> None:
+        request = self._requests[path.request_id]
+        request.paths.append(path)
+        request.output.extend(path.token_ids)
+        request.logprob_rows.extend(path.logprobs)
+        request.finish_reason = path.finish_reason
+        if path.finish_reason:
+            if request.shape is not None:
+                assert self.draft is not None
+                self.draft.submit(
+                    DraftClose(request_id=request.request_id, draft_epoch=request.draft_epoch)
+                )
+            return
+        if request.shape is None:
+            self.verify(request, None)
+        else:
+            self.order_tree(request)
+
+    def order_tree(self, request: LocalRequest) -> None:
+        """Send the newest path's tokens to the draft and ask for the next tree."""
+        assert self.draft is not None and request.shape is not None
+        path = request.paths[-1]
+        self.draft.submit(
+            DraftRound(
+                request_id=request.request_id,
+                target_epoch=request.target_epoch,
+                draft_epoch=request.draft_epoch,
+                round_idx=path.round_idx + 1,
+                seq_len=path.seq_len,
+                token_offset=len(request.tokens) - len(path.token_ids),
+                token_ids=path.token_ids,
+                shape=request.shape,
+            )
+        )
+
+    def _on_draft(self, message: Any) -> None:
+        match message:
+            case TokenTree():
+                request = self._requests[message.request_id]
+                request.trees.append(message)
+                self.verify(request, self.edit_tree(message))
+            case FeatureCommand():
+                self.target.submit(message.command)
+            case RequestRetracted() | RequestFailure():
+                raise AssertionError(f"the draft gave up: {message}")
+            case _:
+                raise AssertionError(f"unexpected {message}")
+
+    def verify(self, request: LocalRequest, tree: TokenTree | None) -> None:
+        """Queue the next round on the target."""
+        self.target.submit(
+            VerifyRound(
+                request_id=request.request_id,
+                target_epoch=request.target_epoch,
+                round_idx=request.paths[-1].round_idx + 1,
+                seq_len=request.paths[-1].seq_len,
+                root_token_id=request.output[-1],
+                tree=tree,
+            )
+        )
