@@ -79,6 +79,14 @@ class WorkerConfig:
     cpu_threads: int = option(0, "torch threads of the engine; 0 = min(2, cores)", minimum=0)
     gpus: str = option("", "GPU pool to lease from, e.g. 0,1; empty = all visible ones")
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")
+    drain_timeout_s: float = option(
+        20.0, "seconds that open requests may move away in after SIGTERM", minimum=0
+    )
+    stall_timeout_s: float = option(
+        60.0,
+        "seconds without an engine step, while work waits, after which health is NOT_SERVING",
+        minimum=0.1,
+    )
     self_test: bool = option(
         default=True, help="prove bitwise exactness on the loaded model at start-up"
     )
