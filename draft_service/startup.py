@@ -38,9 +38,9 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
 
     progress("loading weights", 0.1)
     model = load_draft(
+        config.algorithm,
         directory,
         target,
-        algorithm=config.algorithm,
         device=device,
         dtype=dtype,
         num_positions=longest + MAX_NUM_STEPS + 1,

@@ -161,7 +161,8 @@ class TargetEngine:
             self._num_steps += 1
             self._num_rows += batch.num_rows
             self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
-        self._send_features()
+        for request in self._requests.values():
+            self._send_features(request)
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -265,6 +266,7 @@ class TargetEngine:
                 field="from_position",
             )
         request.features.subscribe(message.from_position)
+        self._send_features(request)
 
     def _unsubscribe(self, message: FeatureUnsubscribe) -> None:
         early = self._early_subscriptions.get(message.request_id)
@@ -334,11 +336,10 @@ class TargetEngine:
                 rows = paths.features[row, : len(reply.token_ids)]
                 request.features.append(tree.seq_len, rows)
 
-    def _send_features(self) -> None:
-        for request in self._requests.values():
-            if request.features is not None:
-                for position, rows in request.features.take_unsent():
-                    self._emit_features(request, position, rows)
+    def _send_features(self, request: TargetRequest) -> None:
+        if request.features is not None:
+            for position, rows in request.features.take_unsent():
+                self._emit_features(request, position, rows)
 
     def _emit_features(
         self, request: TargetRequest, position: int, rows: np.ndarray[Any, np.dtype[np.uint8]]
