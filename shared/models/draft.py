@@ -1,0 +1,132 @@
+"""The interface behind which every kind of draft stands, and how one is loaded.
+
+A head (EAGLE-3, EAGLE, MTP) reads a token and a vector per row: row p takes token p + 1 and the
+feature of position p, or, past the last true feature, the recurrent hidden state of its parent row.
+A standalone model reads the token at p and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.models.config import DraftKind, ModelConfig, feature_spec
+from shared.models.decoder import KVCaches
+from shared.models.eagle import EagleDraft
+from shared.models.eagle3 import Eagle3Draft
+from shared.models.mtp import MTPDraft
+from shared.models.standalone import StandaloneDraft
+from shared.types import FeatureSpec
+
+
+class DraftModel(Protocol):
+    """A draft on one device.
+
+    Attributes:
+        input_shift: 1: row p takes token p + 1 and feature p; 0: row p takes token p (standalone).
+        feature_spec: What it reads of the target; its dtype is the target's choice, left "".
+        recurrent_width: Values per row of `recurrent`; 0 = none is taken.
+        vocab_size: Draft ids, columns of `logits`.
+        num_layers, num_kv_heads, head_dim: Shape of its KV pool.
+        max_position: Most tokens that a row should attend to: max_position_embeddings, or a sliding
+            window that is shorter.
+    """
+
+    @property
+    def kind(self) -> DraftKind: ...
+    @property
+    def input_shift(self) -> int: ...
+    @property
+    def feature_spec(self) -> FeatureSpec: ...
+    @property
+    def recurrent_width(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
+        """Turn the target's features into what `forward` takes as `recurrent`.
+
+        Args:
+            features: [T, feature_spec.width], any dtype and device; converted here.
+        Returns: [T, recurrent_width] in the draft's dtype.
+        """
+        ...
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        recurrent: torch.Tensor | None,
+        kv: KVCaches,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run rows through the draft.
+
+        Args:
+            token_ids: [T] i64 TARGET ids: token p + input_shift for the row at position p.
+            position_ids: [T] i64.
+            recurrent: [T, recurrent_width]: projected features, or hidden rows of earlier calls;
+                None when recurrent_width is 0.
+            slot_mapping: [T] i32.
+        Returns: [T, h], which `logits` reads and, as `recurrent`, the rows of the children.
+        Mutates: `kv` rows named by `slot_mapping`.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R, vocab_size] f32 over draft ids, the last norm included."""
+        ...
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Map draft ids to target ids, same shape, i64."""
+        ...
+
+
+def load_draft(
+    algorithm: str,
+    draft_dir: Path,
+    target_dir: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_positions: int | None = None,
+) -> DraftModel:
+    """Load a draft, every tensor of its checkpoint accounted for.
+
+    Args:
+        algorithm: "auto" or a DraftKind.
+        target_dir: The target's checkpoint: what a head lacks (embedding, output layer) is read
+            from there, and nothing else.
+        num_positions: Length of the rotary tables; None = the target's max_position_embeddings,
+            which may exceed the draft's: past its own it attends to a sliding window.
+    Raises: CheckpointError naming what is missing, left over, mis-shaped or does not fit.
+    """
+    kind, spec = feature_spec(draft_dir, target_dir, algorithm)
+    if num_positions is None:
+        num_positions = ModelConfig.from_checkpoint(target_dir).max_position_embeddings
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "num_positions": num_positions}
+    match kind:
+        case DraftKind.EAGLE3:
+            return Eagle3Draft.from_checkpoint(draft_dir, target_dir, spec, **place)
+        case DraftKind.EAGLE:
+            return EagleDraft.from_checkpoint(draft_dir, target_dir, spec, **place)
+        case DraftKind.MTP:
+            return MTPDraft.from_checkpoint(draft_dir, spec, **place)
+        case DraftKind.STANDALONE:
+            return StandaloneDraft.from_checkpoint(draft_dir, target_dir, **place)

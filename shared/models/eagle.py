@@ -1,0 +1,132 @@
+"""EAGLE-1/2 heads (`LlamaForCausalLMEagle`).
+
+Row p reads token p + 1 and f: the target's final hidden state (after its last norm) at p, or the
+recurrent hidden state of the parent row. x = fc([embedding; f]) runs through the layers, the first
+of which has no input norm; the residual stream that comes out is fed back, and is read by the
+target's output layer, without a norm.
+
+Source: arXiv:2401.15077; formats as read by SGLang's models/llama_eagle.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shared.kernels.linear import linear
+from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.models.checkpoint import CheckpointReader
+from shared.models.config import DraftKind, HeadConfig
+from shared.models.decoder import DecoderLayer, KVCaches
+from shared.models.head import (
+    Head,
+    read_target_embedding,
+    read_target_head,
+    without_model_prefix,
+)
+from shared.types import FeatureSpec
+
+# Copies of the target's, which is used instead.
+_KNOWN_EXTRAS = ("embed_tokens.weight", "lm_head.weight", "layers.*.self_attn.rotary_emb.inv_freq")
+
+
+class EagleDraft(Head):
+    """An EAGLE-1/2 head.
+
+    Args:
+        reader: Of the head's checkpoint.
+        embedding, target_head: [V, h], the target's.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        config: HeadConfig,
+        feature_spec: FeatureSpec,
+        *,
+        embedding: torch.Tensor,
+        target_head: torch.Tensor,
+        num_positions: int,
+    ) -> None:
+        decoder = config.decoder
+        super().__init__(
+            kind=DraftKind.EAGLE,
+            config=decoder,
+            feature_spec=feature_spec,
+            embedding=embedding,
+            num_layers=decoder.num_layers,
+            num_positions=num_positions,
+        )
+        hidden = decoder.hidden_size
+        self._fc = reader.load("fc.weight", (hidden, 2 * hidden))
+        has_bias = config.has_fc_bias
+        if has_bias is None:
+            has_bias = "fc.bias" in reader.names
+        self._fc_bias = reader.load("fc.bias", (hidden,)) if has_bias else None
+        self._layers = [
+            DecoderLayer(reader, f"layers.{i}", decoder, has_input_norm=i > 0)
+            for i in range(decoder.num_layers)
+        ]
+        self._head = target_head
+        self.vocab_size = target_head.shape[0]
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: Path,
+        target_dir: Path,
+        feature_spec: FeatureSpec,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_positions: int,
+    ) -> EagleDraft:
+        """Load a head; embedding and output layer are the target's.
+
+        Raises: CheckpointError naming what is missing, left over or mis-shaped.
+        """
+        config = HeadConfig.from_checkpoint(directory, DraftKind.EAGLE)
+        with CheckpointReader(
+            directory, device=device, dtype=dtype, rename=without_model_prefix
+        ) as reader:
+            draft = cls(
+                reader,
+                config,
+                feature_spec,
+                embedding=read_target_embedding(target_dir, device, dtype),
+                target_head=read_target_head(target_dir, device, dtype),
+                num_positions=num_positions,
+            )
+            reader.finish(_KNOWN_EXTRAS)
+        return draft
+
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the features in the draft's dtype: fc comes with the embedding."""
+        return self._cast(features)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        recurrent: torch.Tensor | None,
+        kv: KVCaches,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run rows through the layers; see DraftModel.forward."""
+        assert recurrent is not None, "an EAGLE head needs a feature or a hidden state per row"
+        rows = self._rope.rows(position_ids, attention, slot_mapping)
+        x = torch.cat([self._embed(token_ids), recurrent], dim=-1)
+        x = linear(x, self._fc, self._fc_bias)
+        for layer_id, layer in enumerate(self._layers):
+            x = layer.forward(x, rows, kv.k[layer_id], kv.v[layer_id])
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R, vocab_size] f32."""
+        return linear(hidden, self._head, out_dtype=torch.float32)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Return the ids: the vocabulary is the target's."""
+        return draft_ids.long()

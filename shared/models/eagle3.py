@@ -1,0 +1,187 @@
+"""EAGLE-3 heads (`LlamaForCausalLMEagle3`).
+
+Row p reads token p + 1 and h: fc of the concatenated outputs of some target layers at p, or the
+recurrent hidden state of the parent row. Its one layer attends from [norm(embedding); norm(h)], the
+residual is h alone, and the sum before the final norm is what is fed back.
+
+Source: arXiv:2503.01840; formats as read by SGLang's models/llama_eagle3.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shared.errors import CheckpointError
+from shared.kernels.linear import linear
+from shared.kernels.rms_norm import rms_norm
+from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.models.checkpoint import CheckpointReader
+from shared.models.config import DraftKind, HeadConfig
+from shared.models.decoder import MLP, Attention, KVCaches
+from shared.models.head import (
+    Head,
+    read_target_embedding,
+    read_target_head,
+    without_model_prefix,
+)
+from shared.types import FeatureSpec
+
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+# t2d is d2t seen from the other side.
+_KNOWN_EXTRAS = ("t2d", "midlayer.self_attn.rotary_emb.inv_freq")
+
+
+class Eagle3Draft(Head):
+    """An EAGLE-3 head.
+
+    Args:
+        reader: Of the head's checkpoint.
+        embedding: [V, h], the head's own or the target's.
+        target_head: The target's output layer when the head has none, else None.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        config: HeadConfig,
+        feature_spec: FeatureSpec,
+        *,
+        embedding: torch.Tensor,
+        target_head: torch.Tensor | None,
+        num_positions: int,
+    ) -> None:
+        decoder = config.decoder
+        super().__init__(
+            kind=DraftKind.EAGLE3,
+            config=decoder,
+            feature_spec=feature_spec,
+            embedding=embedding,
+            num_layers=1,
+            num_positions=num_positions,
+        )
+        hidden = decoder.hidden_size
+        self._feeds_back_norm = config.feeds_back_norm
+        self._fc = reader.load("fc.weight", (hidden, feature_spec.width))
+        self._fc_bias = reader.load("fc.bias", (hidden,)) if config.has_fc_bias else None
+        self._input_norm = reader.load("midlayer.input_layernorm.weight", (hidden,))
+        self._hidden_norm = reader.load("midlayer.hidden_norm.weight", (hidden,))
+        self._attention = Attention(reader, "midlayer.self_attn", decoder, 2 * hidden)
+        self._post_norm = reader.load("midlayer.post_attention_layernorm.weight", (hidden,))
+        self._mlp = MLP(reader, "midlayer.mlp", decoder)
+        self._norm = reader.load("norm.weight", (hidden,))
+        if target_head is None:
+            size = config.draft_vocab_size or decoder.vocab_size
+            self._head = reader.load(_HEAD, (size, hidden))
+        else:
+            self._head = target_head
+        self.vocab_size = self._head.shape[0]
+        self._target_ids = self._load_target_ids(reader, decoder.vocab_size)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: Path,
+        target_dir: Path,
+        feature_spec: FeatureSpec,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_positions: int,
+    ) -> Eagle3Draft:
+        """Load a head; embedding and output layer come from the target where it has none.
+
+        Raises: CheckpointError naming what is missing, left over or mis-shaped.
+        """
+        config = HeadConfig.from_checkpoint(directory, DraftKind.EAGLE3)
+        hidden = config.decoder.hidden_size
+        with CheckpointReader(directory, device=device, dtype=dtype, rename=_rename) as reader:
+            if _EMBEDDING in reader.names:
+                embedding = reader.load(_EMBEDDING, (config.decoder.vocab_size, hidden))
+            else:
+                embedding = read_target_embedding(target_dir, device, dtype)
+                _require_width(directory, _EMBEDDING, embedding, hidden)
+            target_head = None
+            if _HEAD not in reader.names and not config.draft_vocab_size:
+                target_head = read_target_head(target_dir, device, dtype)
+                _require_width(directory, _HEAD, target_head, hidden)
+            draft = cls(
+                reader,
+                config,
+                feature_spec,
+                embedding=embedding,
+                target_head=target_head,
+                num_positions=num_positions,
+            )
+            reader.finish(_KNOWN_EXTRAS)
+        return draft
+
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
+        """Return [T, h] = fc of the captured layers."""
+        return linear(self._cast(features), self._fc, self._fc_bias)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        recurrent: torch.Tensor | None,
+        kv: KVCaches,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run rows through the layer; see DraftModel.forward."""
+        assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"
+        rows = self._rope.rows(position_ids, attention, slot_mapping)
+        x = torch.cat(
+            [
+                rms_norm(self._embed(token_ids), self._input_norm, self._eps),
+                rms_norm(recurrent, self._hidden_norm, self._eps),
+            ],
+            dim=-1,
+        )
+        hidden = recurrent + self._attention.forward(x, rows, kv.k[0], kv.v[0])
+        hidden = hidden + self._mlp.forward(rms_norm(hidden, self._post_norm, self._eps))
+        if self._feeds_back_norm:
+            return rms_norm(hidden, self._norm, self._eps)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R, vocab_size] f32 over draft ids."""
+        if not self._feeds_back_norm:
+            hidden = rms_norm(hidden, self._norm, self._eps)
+        return linear(hidden, self._head, out_dtype=torch.float32)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Map draft ids to target ids by d2t."""
+        return self._target_ids[draft_ids.long()]
+
+    def _load_target_ids(self, reader: CheckpointReader, target_vocab_size: int) -> torch.Tensor:
+        # d2t holds offsets: target id = draft id + d2t[draft id].
+        ids = torch.arange(self.vocab_size, device=self.device)
+        if "d2t" not in reader.names and self.vocab_size == target_vocab_size:
+            return ids
+        ids = ids + reader.load_int64("d2t", (self.vocab_size,))
+        is_inside = bool((ids >= 0).all()) and bool((ids < target_vocab_size).all())
+        if not is_inside or len(ids.unique()) != len(ids):
+            raise CheckpointError(
+                f"{reader.directory}: tensor 'd2t' must map draft ids to distinct target ids "
+                f"below {target_vocab_size}"
+            )
+        return ids
+
+
+def _rename(name: str) -> str:
+    name = without_model_prefix(name)
+    if name.startswith("layers.0."):
+        return "midlayer." + name.removeprefix("layers.0.")
+    return name
+
+
+def _require_width(directory: Path, name: str, tensor: torch.Tensor, hidden: int) -> None:
+    if tensor.shape[1] != hidden:
+        raise CheckpointError(
+            f"{directory}: missing tensor {name!r}; the target's is {tensor.shape[1]} wide and "
+            f"cannot stand in for one of {hidden}"
+        )

@@ -1,0 +1,80 @@
+"""What the heads (EAGLE-3, EAGLE, MTP) have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from shared.models.checkpoint import CheckpointReader
+from shared.models.config import DraftKind, ModelConfig
+from shared.models.decoder import RopeTable
+from shared.models.llama import load_embedding, load_head
+from shared.types import FeatureSpec
+
+
+class Head:
+    """Embedding, rotary tables and the attributes of a draft that reads features.
+
+    Args:
+        config: The head's own decoder.
+        embedding: [V, h] of target ids.
+        num_layers: Layers of its KV pool.
+    """
+
+    input_shift = 1
+
+    def __init__(
+        self,
+        *,
+        kind: DraftKind,
+        config: ModelConfig,
+        feature_spec: FeatureSpec,
+        embedding: torch.Tensor,
+        num_layers: int,
+        num_positions: int,
+    ) -> None:
+        self.kind = kind
+        self.feature_spec = feature_spec
+        self.recurrent_width = config.hidden_size
+        self.num_layers = num_layers
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.max_position = min(
+            config.max_position_embeddings, config.sliding_window or config.max_position_embeddings
+        )
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        self._eps = config.rms_norm_eps
+        self._embedding = embedding
+        self._rope = RopeTable(config, num_positions, self.device)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(token_ids, self._embedding)
+
+    def _cast(self, features: torch.Tensor) -> torch.Tensor:
+        # The one place where the target's dtype becomes the draft's.
+        assert features.shape[-1] == self.feature_spec.width, "features of another width"
+        return features.to(device=self.device, dtype=self.dtype)
+
+
+def read_target_embedding(
+    target_dir: Path, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read the target's embedding and nothing else. [V, h]."""
+    config = ModelConfig.from_checkpoint(target_dir)
+    with CheckpointReader(target_dir, device=device, dtype=dtype) as reader:
+        return load_embedding(reader, config)
+
+
+def read_target_head(target_dir: Path, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Read the target's output layer and nothing else. [V, h]."""
+    config = ModelConfig.from_checkpoint(target_dir)
+    with CheckpointReader(target_dir, device=device, dtype=dtype) as reader:
+        return load_head(reader, config)
+
+
+def without_model_prefix(name: str) -> str:
+    """Return a tensor's name as a head's checkpoint may also spell it: without "model."."""
+    return name.removeprefix("model.")
