@@ -1,0 +1,30 @@
+"""`coppice health`: exit code 0 if a service is healthy; the health check of containers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from coppice.health import health_probe
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `health ADDRESS`."""
+    parser = commands.add_parser("health", help="ask a service for its health", allow_abbrev=False)
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument(
+        "--service",
+        default="",
+        help="full service name = ready for work, e.g. coppice.v1.TargetService; "
+        "empty = the process is alive (default)",
+    )
+    parser.add_argument("--timeout-s", type=float, default=3.0, help="seconds (default: 3)")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the status; 0 if SERVING, else 1."""
+    with health_probe(arguments.address) as probe:
+        status = probe.status(arguments.service, timeout_s=arguments.timeout_s)
+    sys.stdout.write(status + "\n")
+    return 0 if status == "SERVING" else 1

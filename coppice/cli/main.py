@@ -1,0 +1,64 @@
+"""Parse the command line and run a subcommand. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from coppice.cli import bench, demo, generate, health, serve, up
+from shared.config_loader import suggestion
+from shared.errors import ConfigError, CoppiceError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+COMMANDS = (up, serve, generate, bench, demo, health)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="coppice",
+        description="Tree speculative decoding with draft and target as separate services.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; None = the process's.
+    Returns: the exit code: 0, 1 = it failed, 2 = it was asked something impossible.
+    """
+    arguments, extras = build_parser().parse_known_args(argv)
+    if extras:
+        _refuse(arguments.parser, extras[0])
+    try:
+        return int(arguments.run(arguments))
+    except ConfigError as error:
+        sys.stderr.write(f"coppice: {error}\n")
+        return EXIT_USAGE
+    except CoppiceError as error:
+        where = f" ({error.field})" if error.field else ""
+        sys.stderr.write(f"coppice: {error.code.name} {error.reason}{where}: {error.message}\n")
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return EXIT_FAILURE
+
+
+def _refuse(parser: argparse.ArgumentParser, extra: str) -> None:
+    if not extra.startswith("-"):
+        parser.error(f"unexpected argument {extra!r}")
+    flag = extra.partition("=")[0]
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    parser.error(f"unknown option {flag}{suggestion(flag, known)}")

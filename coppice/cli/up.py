@@ -1,0 +1,96 @@
+"""`coppice up`: targets, drafts and the orchestrator on this machine, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import TypeVar
+
+from coppice.cli.options import add_config_option, known_variables, read_sections
+from coppice.stack import ServiceFailedError, Stack, StackConfig
+from coppice.stack.config import UpConfig, stack_config
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config_loader import add_config_flags, explicit_values, load_config
+
+Config = TypeVar("Config")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `up`."""
+    parser = commands.add_parser(
+        "up",
+        help="run everything on this machine",
+        description="Run targets, drafts and the orchestrator as processes of this machine. "
+        "Options of a single service go into its table of the --config file.",
+        allow_abbrev=False,
+    )
+    add_config_option(parser)
+    add_config_flags(parser, UpConfig)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start, announce the address, wait for a signal, stop."""
+    from coppice.cli.progress import StackProgress
+
+    config = config_of(arguments)
+    asked_to_stop = threading.Event()
+    starting = threading.Event()
+    starting.set()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        asked_to_stop.set()
+        if starting.is_set():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    progress = StackProgress(shows_log=True)
+    stack = Stack(config, on_log=progress.on_log, on_state=progress.on_state)
+    try:
+        with progress:
+            stack.start()
+    except ServiceFailedError as error:
+        sys.stderr.write(f"coppice: {error}\n")
+        return 1
+    starting.clear()
+    speculation = "" if config.num_drafts else ", without speculation"
+    sys.stdout.write(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.\n")
+    sys.stdout.flush()
+    while not asked_to_stop.wait(1.0):
+        pass
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stderr.write("stopping; running requests may finish, Ctrl-C again ends them\n")
+    stack.stop()
+    return 0
+
+
+def config_of(arguments: argparse.Namespace) -> StackConfig:
+    """Build the stack's configuration from flags, environment and file."""
+    file = read_sections(arguments)
+    known = known_variables()
+    given = explicit_values(
+        UpConfig,
+        section="up",
+        flags=vars(arguments),
+        environ=os.environ,
+        file=file,
+        known_variables=known,
+    )
+
+    def table(config_type: type[Config], section: str) -> Config:
+        return load_config(
+            config_type, section=section, flags={}, environ={}, file=file, known_variables=()
+        )
+
+    return stack_config(
+        given,
+        target=table(TargetConfig, "target"),
+        draft=table(DraftConfig, "draft"),
+        orchestrator=table(OrchestratorConfig, "orchestrator"),
+    )

@@ -1,0 +1,47 @@
+"""Ask a service for its health over grpc.health.v1. "" = alive, the full service name = ready."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.rpc.channel import channel_options
+
+ORCHESTRATOR_SERVICE = "coppice.v1.GenerationService"
+TARGET_SERVICE = "coppice.v1.TargetService"
+DRAFT_SERVICE = "coppice.v1.DraftService"
+
+
+class HealthProbe:
+    """A channel to one address, kept for repeated questions."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._stub = health_pb2_grpc.HealthStub(self._channel)
+
+    def status(self, service: str = "", *, timeout_s: float = 2.0) -> str:
+        """Return SERVING, NOT_SERVING, SERVICE_UNKNOWN (no such service) or UNREACHABLE."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            reply = self._stub.Check(request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            is_unknown = error.code() == grpc.StatusCode.NOT_FOUND
+            return "SERVICE_UNKNOWN" if is_unknown else "UNREACHABLE"
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def health_probe(address: str) -> Iterator[HealthProbe]:
+    """Open a probe for the length of a block."""
+    probe = HealthProbe(address)
+    try:
+        yield probe
+    finally:
+        probe.close()

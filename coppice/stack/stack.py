@@ -1,0 +1,239 @@
+"""Start, watch, harm and stop a whole stack; `coppice up`, `coppice demo` and the tests use it.
+
+with Stack(StackConfig()) as stack:
+    Client(stack.address).generate("def main():")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from coppice.health import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
+from coppice.stack.config import LOOPBACK, StackConfig
+from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
+from shared.config import DraftConfig, TargetConfig
+from shared.config_check import check_config
+from shared.config_loader import ENV_PREFIX, to_arguments
+from shared.gpu_lease import list_machine_gpus
+
+
+def _ignore(*_: Any) -> None:
+    return
+
+
+class Stack:
+    """Targets, drafts and an orchestrator on loopback ports of this machine.
+
+    Services are named "orchestrator", "target-0", "draft-0", ...
+
+    Args:
+        config: What to start.
+        on_log: Called with (service, line) from threads.
+        on_state: Called with (service, ServiceState) from threads.
+        restarts_dead: Start a service again, with backoff, that dies after it was ready.
+    """
+
+    def __init__(
+        self,
+        config: StackConfig,
+        *,
+        on_log: Callable[[str, str], None] = _ignore,
+        on_state: Callable[[str, ServiceState], None] = _ignore,
+        restarts_dead: bool = True,
+    ) -> None:
+        for part in (config.orchestrator, config.target, config.draft):
+            check_config(part)
+        self.config = config
+        self._on_log = on_log
+        self._on_state = on_state
+        self._restarts_dead = restarts_dead
+        self.services: dict[str, ServiceProcess] = {}
+
+    @property
+    def address(self) -> str:
+        """Return HOST:PORT of the orchestrator."""
+        return self.services["orchestrator"].address
+
+    @property
+    def target_addresses(self) -> list[str]:
+        """Return HOST:PORT of every target."""
+        return [s.address for name, s in self.services.items() if name.startswith("target-")]
+
+    @property
+    def draft_addresses(self) -> list[str]:
+        """Return HOST:PORT of every draft."""
+        return [s.address for name, s in self.services.items() if name.startswith("draft-")]
+
+    def start(self) -> Stack:
+        """Launch everything at once and wait until every service is ready.
+
+        Raises: ServiceFailedError with the log of the service that ended or took too long; nothing
+            is left running then.
+        """
+        self._build()
+        try:
+            for service in self.services.values():
+                service.start()
+            self.wait_ready(*self.services, timeout_s=self.config.start_timeout_s)
+        except BaseException:
+            self.stop(timeout_s=5.0)
+            raise
+        return self
+
+    def wait_ready(self, *names: str, timeout_s: float) -> None:
+        """Wait until the named services are ready.
+
+        Raises: ServiceFailedError.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = {name: self.services[name].state for name in names}
+            if all(state is ServiceState.READY for state in states.values()):
+                return
+            for name, state in states.items():
+                if state in (ServiceState.FAILED, ServiceState.STOPPED):
+                    raise ServiceFailedError(
+                        f"{name} ended before it was ready\n{self.services[name].log_tail()}"
+                    )
+            if time.monotonic() > deadline:
+                late = [n for n, s in states.items() if s is not ServiceState.READY]
+                raise ServiceFailedError(
+                    f"{', '.join(late)} not ready after {timeout_s:g} s\n"
+                    f"{self.services[late[0]].log_tail()}"
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+    def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal to every process of a service, as a fault would."""
+        self.services[name].kill(signal_number)
+
+    def stop_service(self, name: str, *, timeout_s: float | None = None) -> None:
+        """End one service in order; it stays down until `start_service`."""
+        self.services[name].request_stop()
+        self.services[name].join(self.config.stop_timeout_s if timeout_s is None else timeout_s)
+
+    def start_service(self, name: str) -> None:
+        """Start a service that was stopped or has failed, and wait until it is ready."""
+        self.services[name].start()
+        self.wait_ready(name, timeout_s=self.config.start_timeout_s)
+
+    def stop(self, *, timeout_s: float | None = None) -> None:
+        """End the orchestrator first, so that its requests may finish, then the workers."""
+        deadline = time.monotonic() + (
+            self.config.stop_timeout_s if timeout_s is None else timeout_s
+        )
+        by_role = sorted(self.services.values(), key=lambda s: s.name != "orchestrator")
+        try:
+            for group in (by_role[:1], by_role[1:]):
+                for service in group:
+                    service.request_stop()
+                for service in group:
+                    service.join(deadline - time.monotonic())
+        except BaseException:  # an impatient second Ctrl-C
+            for service in by_role:
+                service.request_stop()
+                service.kill()
+            raise
+
+    def __enter__(self) -> Stack:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _build(self) -> None:
+        config = self.config
+        num_workers = config.num_targets + config.num_drafts
+        gpus = _gpus_of_workers(config)
+        with _free_ports(num_workers + 1) as ports:
+            target_ports = ports[: config.num_targets]
+            draft_ports = ports[config.num_targets : num_workers]
+            port = config.orchestrator.port or ports[-1]
+        for index, worker_port in enumerate(target_ports):
+            worker = replace(config.target, host=LOOPBACK, port=worker_port, gpus=gpus[index])
+            self._add(f"target-{index}", "target", worker, TARGET_SERVICE)
+        for index, worker_port in enumerate(draft_ports):
+            gpu = gpus[config.num_targets + index]
+            worker = replace(config.draft, host=LOOPBACK, port=worker_port, gpus=gpu)
+            self._add(f"draft-{index}", "draft", worker, DRAFT_SERVICE)
+        orchestrator = replace(
+            config.orchestrator,
+            port=port,
+            targets=",".join(self.target_addresses),
+            drafts=",".join(self.draft_addresses),
+        )
+        self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
+
+    def _add(self, name: str, role: str, config: Any, health_service: str) -> None:
+        command = [sys.executable, "-m", "coppice", "serve", role, "--exit-with-parent"]
+        host = LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host
+        self.services[name] = ServiceProcess(
+            name,
+            command + to_arguments(config),
+            address=f"{host}:{config.port}",
+            health_service=health_service,
+            environ=_child_environ(),
+            on_log=self._on_log,
+            on_state=self._on_state,
+            is_restarted=self._restarts_dead,
+        )
+
+
+def _child_environ() -> dict[str, str]:
+    """Return this environment without COPPICE_*: a child is configured by its flags alone."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    environ["PYTHONUNBUFFERED"] = "1"
+    return environ
+
+
+def _gpus_of_workers(config: StackConfig) -> list[str]:
+    """Return the GPU option of every target, then of every draft.
+
+    Where nothing is said, workers take the machine's GPUs in turn, so that a draft does not share
+    its target's GPU when there is another one.
+    """
+    workers: list[TargetConfig | DraftConfig] = [config.target] * config.num_targets
+    workers += [config.draft] * config.num_drafts
+    asked = [config.target_gpus] * config.num_targets + [config.draft_gpus] * config.num_drafts
+    is_plain = [
+        w.device in ("auto", "cuda") and not w.gpu_lease_dir and not w.gpus for w in workers
+    ]
+    found = (
+        list_machine_gpus()
+        if any(p and not a for p, a in zip(is_plain, asked, strict=True))
+        else []
+    )
+    gpus = []
+    for index, (worker, pool) in enumerate(zip(workers, asked, strict=True)):
+        turn = index if index < config.num_targets else index - config.num_targets
+        if pool:
+            gpus.append(pool[turn % len(pool)])
+        elif is_plain[index] and found:
+            gpus.append(found[index % len(found)])
+        else:
+            gpus.append(worker.gpus)
+    return gpus
+
+
+@contextlib.contextmanager
+def _free_ports(count: int) -> Iterator[list[int]]:
+    """Reserve distinct free ports for the length of the block."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for reserved in sockets:
+            reserved.bind((LOOPBACK, 0))
+        yield [reserved.getsockname()[1] for reserved in sockets]

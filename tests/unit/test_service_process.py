@@ -1,0 +1,188 @@
+"""Supervision of a child process: readiness, restart, orderly end, and no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coppice.stack.process import ServiceProcess, ServiceState
+from coppice.stack.stack import _free_ports
+
+# A service with a child in its group, as a worker has an engine. It writes the child's pid.
+SERVICE = textwrap.dedent(
+    """
+    import os, signal, subprocess, sys, threading
+    from concurrent.futures import ThreadPoolExecutor
+    import grpc
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+    port, mode = sys.argv[1:3]
+    print("hello from", os.getpid(), flush=True)
+    if mode == "fail":
+        sys.exit("bad checkpoint")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid, flush=True)
+    servicer = health.HealthServicer()
+    server = grpc.server(ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    if mode != "never":
+        servicer.set("some.Service", health_pb2.HealthCheckResponse.SERVING)
+    ended = threading.Event()
+    if mode != "stubborn":
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ended.wait()
+    child.kill()
+    child.wait()
+    print("goodbye", flush=True)
+    """
+)
+
+MakeService = Callable[..., ServiceProcess]
+
+
+@pytest.fixture
+def make_service(tmp_path: Path) -> Iterator[MakeService]:
+    script = tmp_path / "service.py"
+    script.write_text(SERVICE)
+    made: list[ServiceProcess] = []
+
+    def make(mode: str, *, is_restarted: bool = True) -> ServiceProcess:
+        with _free_ports(1) as (port,):
+            pass
+        service = ServiceProcess(
+            "fake-0",
+            [sys.executable, str(script), str(port), mode],
+            address=f"127.0.0.1:{port}",
+            health_service="some.Service",
+            environ=dict(os.environ),
+            on_log=lambda name, line: None,
+            on_state=lambda name, state: None,
+            is_restarted=is_restarted,
+        )
+        made.append(service)
+        return service
+
+    yield make
+    for service in made:
+        service.request_stop()
+        service.join(0.0)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def child_pid(service: ServiceProcess) -> int:
+    lines = [line for line in service.log_tail().splitlines() if line.startswith("child ")]
+    return int(lines[-1].split()[1])
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which only its own parent could reap, counts as ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def test_it_becomes_ready_and_ends_in_order(make_service: MakeService) -> None:
+    service = make_service("normal")
+    assert service.state is ServiceState.STOPPED
+    service.start()
+    wait_for(lambda: service.state is ServiceState.READY)
+    pid, child = service.pid, child_pid(service)
+    assert pid is not None
+    service.request_stop()
+    service.join(20.0)
+    assert service.state is ServiceState.STOPPED
+    assert service.log_tail().endswith("goodbye")
+    assert not is_alive(pid) and not is_alive(child)
+
+
+def test_a_killed_service_starts_again(make_service: MakeService) -> None:
+    service = make_service("normal")
+    service.start()
+    wait_for(lambda: service.state is ServiceState.READY)
+    pid = service.pid
+    assert pid is not None
+    service.kill()
+    wait_for(lambda: service.num_restarts == 1 and service.state is ServiceState.READY)
+    assert service.pid not in (None, pid)
+    assert "was ended by SIGKILL" in service.log_tail()
+
+
+def test_an_engine_whose_front_was_killed_does_not_survive(make_service: MakeService) -> None:
+    service = make_service("normal", is_restarted=False)
+    service.start()
+    wait_for(lambda: service.state is ServiceState.READY)
+    child = child_pid(service)
+    assert service.pid is not None and is_alive(child)
+    os.kill(service.pid, signal.SIGKILL)
+    wait_for(lambda: service.state is ServiceState.FAILED)
+    wait_for(lambda: not is_alive(child))
+
+
+def test_a_service_that_cannot_start_is_not_tried_again(make_service: MakeService) -> None:
+    service = make_service("fail")
+    service.start()
+    wait_for(lambda: service.state is ServiceState.FAILED)
+    assert "bad checkpoint" in service.log_tail()
+    assert "exited with code 1" in service.log_tail()
+    assert service.num_restarts == 0
+
+
+def test_a_stubborn_service_is_killed(make_service: MakeService) -> None:
+    service = make_service("stubborn")
+    service.start()
+    wait_for(lambda: service.state is ServiceState.READY)
+    pid = service.pid
+    assert pid is not None
+    service.request_stop()
+    service.join(0.3)
+    assert service.state is ServiceState.STOPPED
+    assert not is_alive(pid)
+
+
+def test_it_can_be_stopped_before_it_is_ready_and_started_again(make_service: MakeService) -> None:
+    service = make_service("never")
+    service.start()
+    wait_for(lambda: "child" in service.log_tail())
+    assert service.state is ServiceState.STARTING
+    service.request_stop()
+    service.join(20.0)
+    assert service.state is ServiceState.STOPPED
+    service.start()
+    wait_for(lambda: service.pid is not None)
+    assert service.state is ServiceState.STARTING
+
+
+def test_children_end_with_their_parent(tmp_path: Path) -> None:
+    """`serve --exit-with-parent` ends when the pipe on its standard input closes."""
+    code = (
+        "import time\n"
+        "from coppice.cli import serve\n"
+        "import threading\n"
+        "threading.Thread(target=serve._end_with_stdin, daemon=True).start()\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.poll() is None
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(20) == -signal.SIGTERM
