@@ -1,7 +1,7 @@
 """The draft engine: keep every request's draft KV caught up with the target, grow trees on order.
 
-The engine never decides anything about a request's output: a late, missing or wrong tree costs a round
-its speculation, nothing else.
+The engine never decides anything about a request's output: a late, missing or wrong tree costs a
+round its speculation, nothing else.
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ class DraftEngine:
                 reason="FEATURE_MISMATCH",
                 field="handle.shape",
             )
-        rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype]).view(
-            chunk.shape
-        )
+        rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype]).view(chunk.shape)
         if not request.add_features(chunk.start, rows):
             logger.warning("feature gap, asking again", extra={"request_id": chunk.request_id})
             self._subscribe(request)

@@ -1,15 +1,15 @@
 """Grow token trees: EAGLE-2 dynamic growth, batched over requests of different shapes.
 
-Per depth: the `topk` best nodes of the depth before are expanded, each keeps its `topk` best children,
-and cumulative draft log-probabilities rank them. Of all candidates the best num_draft_tokens - 1 form
-the tree. Candidate c of a request, K = the largest topk of the batch:
+Per depth: the `topk` best nodes of the depth before are expanded, each keeps its `topk` best
+children, and cumulative draft log-probabilities rank them. Of all candidates the best
+num_draft_tokens - 1 form the tree. Candidate c of a request, K = the largest topk of the batch:
 
     [0, K)                                   children of the root
     [K + (s - 1) K^2, K + s K^2)             children of the beams expanded at step s
 
-A parent has a smaller candidate index and at least its child's score, so sorting by (score, then index)
-closes the selection under ancestors, also for ties. At T > 0 candidates are ranked with the target's
-own Gumbel noise: the draft guesses what the target will sample.
+A parent has a smaller candidate index and at least its child's score, so sorting by (score, then
+index) closes the selection under ancestors, also for ties. At T > 0 candidates are ranked with the
+target's own Gumbel noise: the draft guesses what the target will sample.
 
 Source: EAGLE-2, arXiv:2406.16858.
 """

@@ -1,4 +1,4 @@
-"""Typed inputs and outputs of the draft's phases: extend, then draft (grow). Nothing changes state."""
+"""Typed inputs and outputs of the draft's phases: extend, then draft (grow)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """State of one request on a draft worker.
 
-KV index i of a request holds position base + i; base > 0 when the draft joined a conversation longer
-than its window. An EAGLE/MTP row at position p is the pair (token p + 1, feature p), a standalone row is
-token p, so with L rows committed the first free position is base + L in both, and a tree node of depth d
-sits at position base + L + d - 1.
+KV index i of a request holds position base + i; base > 0 when the draft joined a conversation
+longer than its window. An EAGLE/MTP row at position p is the pair (token p + 1, feature p), a
+standalone row is token p, so with L rows committed the first free position is base + L in both, and
+a tree node of depth d sits at position base + L + d - 1.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class DraftRequest:
         offset = order.token_offset
         if offset > len(self.tokens):
             raise StaleStateError(
-                f"tokens up to {offset} are missing, have {len(self.tokens)}; open the request again",
+                f"tokens up to {offset} are missing, have {len(self.tokens)}; "
+                "open the request again",
                 field="token_offset",
             )
         known = len(self.tokens) - offset

@@ -37,7 +37,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, *, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """Return the torch dtype of a configured name; "auto" = float32 on a CPU, else the checkpoint's.
+    """Return the torch dtype of a configured name; "auto" = float32 on a CPU, else the
+    checkpoint's.
 
     Raises: ConfigError for an unknown name.
     """

@@ -1,11 +1,11 @@
 """Errors that cross a service boundary, and what each one is on the wire.
 
     CoppiceError
-    ├── InvalidArgumentError      INVALID_ARGUMENT     the request is wrong; `field` names the culprit
+    ├── InvalidArgumentError      INVALID_ARGUMENT     the request is wrong; `field` says where
     │   └── InvalidTreeError      INVALID_ARGUMENT     a token tree is malformed
     ├── NotFoundError             NOT_FOUND            no such request on this worker
     ├── StaleStateError           FAILED_PRECONDITION  old epoch, round or seq_len
-    ├── ResourceExhaustedError    RESOURCE_EXHAUSTED   no room now; `retry_after_s` says when to try again
+    ├── ResourceExhaustedError    RESOURCE_EXHAUSTED   no room now; `retry_after_s`: when to retry
     ├── UnavailableError          UNAVAILABLE          draining, or no worker
     └── InternalError             INTERNAL             our bug
     ConfigError, CheckpointError                       refuse to start; never on the wire

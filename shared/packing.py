@@ -1,8 +1,8 @@
 """Pack rows of many requests into the tensors of one forward.
 
-Everything a model computes is the same *extend*: rows of new tokens per request, the committed prefix
-in pages, and each row's own path inside the block. A prefill chunk is a chain, plain decoding a tree of
-one node, verification a tree of N.
+Everything a model computes is the same *extend*: rows of new tokens per request, the committed
+prefix in pages, and each row's own path inside the block. A prefill chunk is a chain, plain
+decoding a tree of one node, verification a tree of N.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Token-tree algebra: checks, paths, the accept walk. Node 0 is the root; parents come first.
+"""Token-tree algebra: checks, paths, masks. Node 0 is the root; parents come first.
 
-Host side (numpy, no torch) above the line that imports torch lazily: the orchestrator validates trees
-with the same functions.
+Host side, numpy only: the orchestrator validates trees with the same functions. The accept walk, on
+the device, is in accept.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def check_shape(shape: TreeShape, *, prefix: str = "speculation.") -> None:
         refuse(
             "num_draft_tokens",
             shape.num_draft_tokens,
-            f"at most 1 + topk + (num_steps - 1) * topk^2 = {most}; lower it, or raise topk or num_steps",
+            f"at most 1 + topk + (num_steps - 1) * topk^2 = {most}; "
+            "lower it, or raise topk or num_steps",
         )
 
 
@@ -102,8 +103,8 @@ def tree_paths(
         parent_index: [N] topological, root = -1.
     Returns:
         depth: [N] i32, the root has 0.
-        path: [N, D] i32, D = max depth + 1. path[n, :depth[n] + 1] are the nodes from the root to n,
-            ascending; the rest is 0.
+        path: [N, D] i32, D = max depth + 1. path[n, :depth[n] + 1] are the nodes from the root to
+            n, ascending; the rest is 0.
     """
     num_nodes = len(parent_index)
     climb = [np.arange(num_nodes, dtype=np.int32)]

@@ -1,7 +1,7 @@
 """Plain values that cross a process or service seam. No torch here: fronts and orchestrator use it.
 
-Names follow docs/glossary.md. Token trees: node 0 is the root (the target's bonus token of the round
-before), `parent_index` is topological, root = -1.
+Names follow docs/glossary.md. Token trees: node 0 is the root (the target's bonus token of the
+round before), `parent_index` is topological, root = -1.
 """
 
 from __future__ import annotations

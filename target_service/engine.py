@@ -1,4 +1,4 @@
-"""The target engine: admit, plan, extend, verify, commit, answer. Single-threaded, owns all state."""
+"""The target engine: admit, plan, extend, verify, commit, answer. Single-threaded."""
 
 from __future__ import annotations
 

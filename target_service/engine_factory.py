@@ -80,7 +80,9 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         device=device,
     )
     logger.info(
-        "KV pool: %d pages of %d tokens = %d tokens", pool.num_pages, config.page_size,
+        "KV pool: %d pages of %d tokens = %d tokens",
+        pool.num_pages,
+        config.page_size,
         pool.num_pages * config.page_size,
     )
     spec = FeatureSpec(

@@ -1,7 +1,7 @@
 """Typed inputs and outputs of the target's phases: extend -> verify -> commit.
 
-T rows are computed by one extend; L of them (the logit rows) are sampled; B requests are sampled, each
-with up to N nodes. A prefill's last row is a tree of one node. Nothing here changes state.
+T rows are computed by one extend; L of them (the logit rows) are sampled; B requests are sampled,
+each with up to N nodes. A prefill's last row is a tree of one node. Nothing here changes state.
 """
 
 from __future__ import annotations

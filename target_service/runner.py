@@ -1,4 +1,4 @@
-"""Run the target: extend -> verify -> commit. Only `commit_kv` changes what a request has committed."""
+"""Run the target: extend -> verify -> commit. Only `commit_kv` touches committed KV."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from target_service.sampler import Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOutputs:
-    """What each request's accepted path carries, on the host. [B, D + 1, ...] each; padding past it.
+    """What each request's accepted path carries, on the host. [B, D + 1, ...] each; padding past
+    it.
 
     Args:
         accept_index: Nodes of the path, root first, -1 padded.
@@ -152,7 +153,7 @@ class TargetRunner:
         )
 
     def read_features(self, extended: ExtendOutput, first_row: int, count: int) -> NDArray:
-        """Return the feature rows [first_row, first_row + count) as bytes, [count, row_bytes] u8."""
+        """Return feature rows [first_row, first_row + count) as bytes, [count, row_bytes] u8."""
         assert extended.features is not None
         return _as_bytes(extended.features[first_row : first_row + count]).cpu().numpy()
 

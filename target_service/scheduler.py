@@ -53,8 +53,8 @@ class StepPlan:
 class Scheduler:
     """Admission by KV pages, retraction of the newest as the last resort, a row budget per step.
 
-    A running request is never failed for want of pages: each step reserves a whole round for each of
-    its requests first, oldest request first.
+    A running request is never failed for want of pages: each step reserves a whole round for each
+    of its requests first, oldest request first.
     """
 
     def __init__(self, pool: KVPool, *, max_batch_rows: int, prefill_chunk_len: int) -> None:

@@ -1,8 +1,8 @@
 """Start-up proof that a token's logits and KV are bitwise a function of the tokens before it.
 
-The same tokens are computed by one prefill, by prefill chunks and plain decoding, and as the winding
-path of a bushy tree whose accepted KV is then moved. All three must agree bit for bit; on a machine or a
-model where they do not, the worker says that exactness is off.
+The same tokens are computed by one prefill, by prefill chunks and plain decoding, and as the
+winding path of a bushy tree whose accepted KV is then moved. All three must agree bit for bit; on a
+machine or a model where they do not, the worker says that exactness is off.
 """
 
 from __future__ import annotations

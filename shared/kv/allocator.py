@@ -18,7 +18,7 @@ class OutOfPagesError(CoppiceError):
 
 
 class PageAllocator:
-    """Hand out page ids 1..num_pages-1; page 0 is the sink of padded rows and is never allocated."""
+    """Hand out page ids 1..num_pages-1; page 0 is the sink of padded rows, never allocated."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
