@@ -1,8 +1,8 @@
 """Exclusive GPU leases, so that replicas on one machine never share a GPU by accident.
 
-A lease is a lock (flock) on `<gpu_lease_dir>/gpu-<uuid>`, taken before torch is imported anywhere. The
-kernel drops it when the last process that holds the file dies, however it dies; the front and its
-engine both hold it. Containers share the folder as a volume.
+A lease is a lock (flock) on `<gpu_lease_dir>/gpu-<uuid>`, taken before torch is imported anywhere.
+The kernel drops it when the last process that holds the file dies, however it dies; the front and
+its engine both hold it. Containers share the folder as a volume.
 """
 
 from __future__ import annotations

@@ -36,12 +36,11 @@ def feature_spec_to_proto(spec: types.FeatureSpec) -> tree_pb2.FeatureSpec:
 
 
 def feature_spec_from_proto(message: tree_pb2.FeatureSpec) -> types.FeatureSpec:
-    """Convert what a target captures or a draft needs; width 0 has no dtype."""
-    width = require_range(message.width, "width", 0)
+    """Convert what a target captures or a draft needs; only a target says the dtype."""
     return types.FeatureSpec(
         layer_ids=require_ids(message.layer_ids, "layer_ids"),
-        width=width,
-        dtype=_dtype_from_proto(message.dtype, may_be_absent=width == 0),
+        width=require_range(message.width, "width", 0),
+        dtype=_dtype_from_proto(message.dtype, may_be_absent=True),
     )
 
 

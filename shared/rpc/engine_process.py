@@ -3,8 +3,8 @@
     front (asyncio, no torch)  --[message, ...]-->  engine process: drain, submit, step
                                <--EngineReport----
 
-When the front ends, the engine reads EOF or is killed by the kernel; when the engine ends, `outputs`
-raises.
+When the front ends, the engine reads EOF or is killed by the kernel. When the engine ends,
+`outputs` raises.
 """
 
 from __future__ import annotations

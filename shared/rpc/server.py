@@ -122,9 +122,13 @@ class RpcServer:
         """Make `serve_until_stopped` drain and return."""
         self._stop_requested.set()
 
+    async def wait_stop_requested(self) -> None:
+        """Wait for `request_stop` or a signal."""
+        await self._stop_requested.wait()
+
     async def serve_until_stopped(self) -> None:
         """Serve until `request_stop` or a signal, then drain."""
-        await self._stop_requested.wait()
+        await self.wait_stop_requested()
         await self.drain()
 
     async def drain(self) -> None:
@@ -137,9 +141,9 @@ class RpcServer:
             logger.warning("requests still run after %.1f s, stopping", self._drain_timeout_s)
         await self.stop()
 
-    async def stop(self) -> None:
-        """Stop without draining; open calls end with UNAVAILABLE."""
-        await self.grpc_server.stop(_STOP_GRACE_S)
+    async def stop(self, *, grace_s: float = _STOP_GRACE_S) -> None:
+        """Stop without draining; calls still open after the grace end with UNAVAILABLE."""
+        await self.grpc_server.stop(grace_s)
 
     def _on_signal(self, number: int) -> None:
         logger.info("received %s, draining", signal.Signals(number).name)

@@ -1,0 +1,302 @@
+"""Feature streams of a draft: one per target address, kept up while anything is subscribed there.
+
+A broken stream is dialled again with backoff and every subscription goes on from the last row that
+arrived. A request whose rows cannot be had any more is handed to the engine as a RequestFailure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import grpc.aio
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+
+from coppice.v1 import target_pb2, target_pb2_grpc
+from shared.errors import CoppiceError, InvalidArgumentError, UnavailableError
+from shared.rpc.batches import FeatureRequest, pack_feature_request, unpack_feature_response
+from shared.rpc.channel import open_channel
+from shared.rpc.outbox import Outbox
+from shared.rpc.status import failure_of, from_rpc_error
+from shared.types import (
+    FeatureAck,
+    FeatureChunk,
+    FeatureCommand,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    RequestFailure,
+)
+
+logger = logging.getLogger(__name__)
+
+# A target may answer these while it restarts; anything else is an answer.
+_TRANSIENT = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+
+Deliver = Callable[[Sequence[FeatureChunk | RequestFailure]], None]
+
+
+class FeatureClient:
+    """Everything that a draft worker hears from targets.
+
+    Args:
+        deliver: Takes chunks in order per request, and failures of subscriptions.
+        reconnect_timeout_s: A target that cannot be reached for so long fails its subscriptions.
+    """
+
+    def __init__(self, deliver: Deliver, *, reconnect_timeout_s: float = 30.0) -> None:
+        self._deliver = deliver
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._streams: dict[str, _TargetStream] = {}
+        self.width = 0
+
+    def handle(self, command: FeatureCommand) -> None:
+        """Carry out what the engine asks for."""
+        stream = self._streams.get(command.target_address)
+        if stream is None or stream.is_over:
+            if not isinstance(command.command, FeatureSubscribe):
+                return
+            stream = _TargetStream(
+                command.target_address, self._deliver, self._reconnect_timeout_s, self.width
+            )
+            self._streams[command.target_address] = stream
+            stream.task = asyncio.create_task(self._run(stream))
+        stream.handle(command.command)
+
+    async def close(self) -> None:
+        """Close every stream."""
+        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, stream: _TargetStream) -> None:
+        try:
+            await stream.run()
+        except Exception:
+            logger.exception("the feature stream from %s failed", stream.address)
+            stream.fail_all(UnavailableError("the feature stream failed"))
+        finally:
+            if self._streams.get(stream.address) is stream:
+                del self._streams[stream.address]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Subscription:
+    target_epoch: int
+    next_position: int
+    is_awaiting: bool = True  # rows from next_position on were asked for, none came yet
+
+
+class _TargetStream:
+    """The stream from one target address and its subscriptions."""
+
+    def __init__(
+        self, address: str, deliver: Deliver, reconnect_timeout_s: float, width: int
+    ) -> None:
+        self.address = address
+        self.task: asyncio.Task[None] | None = None
+        self.is_over = False
+        self._deliver = deliver
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._width = width
+        self._subscriptions: dict[str, _Subscription] = {}
+        self._outbox = Outbox()  # of the stream that is up; a new stream starts from the table
+
+    def handle(self, command: FeatureRequest) -> None:
+        """Update the table of subscriptions and tell the target, if it is connected."""
+        match command:
+            case FeatureSubscribe():
+                self._subscriptions[command.request_id] = _Subscription(
+                    target_epoch=command.target_epoch, next_position=command.from_position
+                )
+            case FeatureUnsubscribe():
+                held = self._subscriptions.get(command.request_id)
+                if held is not None and held.target_epoch <= command.target_epoch:
+                    del self._subscriptions[command.request_id]
+        self._outbox.put([command])
+
+    async def run(self) -> None:
+        """Keep the stream up while anything is subscribed."""
+        channel = open_channel(self.address)
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        try:
+            while self._subscriptions:
+                try:
+                    async for attempt in self._retrying():
+                        with attempt:
+                            await self._stream(stub)
+                except grpc.aio.AioRpcError as error:
+                    self.fail_all(from_rpc_error(error))
+        finally:
+            self.is_over = True
+            await channel.close()
+
+    def fail_all(self, error: CoppiceError) -> None:
+        """Give every subscription up."""
+        subscriptions, self._subscriptions = self._subscriptions, {}
+        self._deliver(
+            [
+                failure_of(error, request_id=request_id, target_epoch=held.target_epoch)
+                for request_id, held in subscriptions.items()
+            ]
+        )
+
+    def _retrying(self) -> AsyncRetrying:
+        def log(state: Any) -> None:
+            logger.warning("features from %s: %s; again", self.address, _say(state))
+
+        return AsyncRetrying(
+            retry=retry_if_exception(_is_transient),
+            wait=wait_exponential_jitter(initial=_FIRST_BACKOFF_S, max=_MAX_BACKOFF_S, jitter=0.1),
+            stop=stop_after_delay(self._reconnect_timeout_s),
+            before_sleep=log,
+            reraise=True,
+        )
+
+    async def _stream(self, stub: Any) -> None:
+        """Run one stream; returns when one that was up breaks, raises if it never came up."""
+        call = stub.StreamFeatures()
+        self._outbox = Outbox()
+        self._outbox.put([self._resume(request_id) for request_id in self._subscriptions])
+        writer = asyncio.create_task(_write(call, self._outbox))
+        is_up = False
+        try:
+            async for response in call:
+                is_up = True
+                self._take(response)
+            if not is_up:
+                raise _unavailable("the target ended the stream")
+        except grpc.aio.AioRpcError as error:
+            if self._subscriptions and not (is_up and _is_transient(error)):
+                raise
+            logger.warning("the feature stream from %s broke: %s", self.address, error.details())
+        finally:
+            self._outbox.close()
+            writer.cancel()
+            call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    def _take(self, response: target_pb2.StreamFeaturesResponse) -> None:
+        batch = unpack_feature_response(response)
+        accepted: list[FeatureChunk | RequestFailure] = []
+        for message in batch.messages:
+            held = self._subscriptions.get(message.request_id)
+            if held is None or held.target_epoch != message.target_epoch:
+                continue
+            if isinstance(message, FeatureChunk):
+                accepted += self._take_chunk(message, held)
+            else:
+                del self._subscriptions[message.request_id]
+                accepted.append(message)
+        for failure in batch.rejected:
+            accepted += self._reject(failure)
+        if accepted:
+            self._deliver(accepted)
+
+    def _take_chunk(
+        self, chunk: FeatureChunk, held: _Subscription
+    ) -> list[FeatureChunk | RequestFailure]:
+        """Keep the rows in order: drop what came before, ask again when some are missing."""
+        num_rows, width = chunk.shape
+        if self._width and width != self._width:
+            error = InvalidArgumentError(
+                f"rows have {width} values, this draft needs {self._width}",
+                reason="FEATURE_MISMATCH",
+                field="handle.shape",
+            )
+            return self._reject(
+                failure_of(error, request_id=chunk.request_id, target_epoch=chunk.target_epoch)
+            )
+        if chunk.start > held.next_position:
+            if not held.is_awaiting:
+                logger.warning(
+                    "rows [%d, %d) of %s are missing, asking again",
+                    held.next_position,
+                    chunk.start,
+                    chunk.request_id,
+                )
+                self._outbox.put([self._resume(chunk.request_id)])
+            return []
+        held.is_awaiting = False
+        num_old = held.next_position - chunk.start
+        if num_old >= num_rows:
+            return []
+        held.next_position = chunk.start + num_rows
+        if num_old:
+            row_bytes = len(chunk.data) // num_rows
+            chunk = replace(
+                chunk,
+                start=chunk.start + num_old,
+                shape=(num_rows - num_old, width),
+                data=chunk.data[num_old * row_bytes :],
+            )
+        return [chunk]
+
+    def _reject(self, failure: RequestFailure) -> list[FeatureChunk | RequestFailure]:
+        """Give up a subscription whose rows cannot be used."""
+        held = self._subscriptions.get(failure.request_id)
+        if held is None or held.target_epoch != failure.target_epoch:
+            return []
+        logger.error("features of %s are unusable: %s", failure.request_id, failure.message)
+        self.handle(
+            FeatureUnsubscribe(request_id=failure.request_id, target_epoch=failure.target_epoch)
+        )
+        return [failure]
+
+    def _resume(self, request_id: str) -> FeatureSubscribe:
+        held = self._subscriptions[request_id]
+        held.is_awaiting = True
+        return FeatureSubscribe(
+            request_id=request_id,
+            target_epoch=held.target_epoch,
+            from_position=held.next_position,
+        )
+
+
+async def _write(call: Any, outbox: Outbox) -> None:
+    with contextlib.suppress(EOFError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            for command in _newest_acks(await outbox.take()):
+                await call.write(pack_feature_request(command))
+
+
+def _newest_acks(commands: Sequence[FeatureRequest]) -> list[FeatureRequest]:
+    """Leave out acknowledgements that a later one of the same batch includes."""
+    kept: list[FeatureRequest] = []
+    seen: set[tuple[str, int]] = set()
+    for command in reversed(commands):
+        key = (command.request_id, command.target_epoch)
+        if isinstance(command, FeatureAck):
+            if key in seen:
+                continue
+            seen.add(key)
+        kept.append(command)
+    return kept[::-1]
+
+
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _TRANSIENT
+
+
+def _unavailable(details: str) -> grpc.aio.AioRpcError:
+    empty = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, details=details)
+
+
+def _say(state: Any) -> str:
+    error = state.outcome.exception()
+    return (isinstance(error, grpc.aio.AioRpcError) and error.details()) or str(error)

@@ -1,0 +1,44 @@
+"""The draft worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coppice.v1 import draft_pb2_grpc
+from draft_service.servicer import SERVICE_NAME, DraftServicer
+from shared.config import DraftConfig
+from shared.rpc.engine import EngineHandle
+from shared.rpc.engine_process import EngineProcess
+from shared.rpc.identity import WorkerIdentity
+from shared.rpc.worker import Worker, run_worker
+
+ENGINE_FACTORY = "draft_service.engine_factory:create_engine"
+
+
+def create_worker(config: DraftConfig, engine: EngineHandle) -> Worker:
+    """Put a draft's front before an engine that is not started yet."""
+
+    def register(
+        server: Any, identity: WorkerIdentity, send: Callable[[Sequence[Any]], None]
+    ) -> DraftServicer:
+        servicer = DraftServicer(identity, send)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
+        return servicer
+
+    return Worker(config, engine, role="draft", service=SERVICE_NAME, register=register)
+
+
+async def serve(config: DraftConfig, engine: EngineHandle | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        engine: Default: the draft engine in a process of its own.
+    Raises: ConfigError, or EngineDiedError.
+    """
+    await create_worker(config, engine or EngineProcess(ENGINE_FACTORY, config)).serve()
+
+
+def main(config: DraftConfig) -> int:
+    """Run the draft worker to its end; return the process's exit code."""
+    return run_worker(config, role="draft", factory=ENGINE_FACTORY, serve=serve)

@@ -1,0 +1,84 @@
+"""DraftService: sessions of orchestrators, identity; feature commands go to the targets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from coppice.v1 import draft_pb2, draft_pb2_grpc
+from draft_service.feature_client import FeatureClient
+from shared.rpc.batches import pack_draft_response, unpack_draft_request
+from shared.rpc.convert_tree import info_to_proto
+from shared.rpc.engine import EngineReport
+from shared.rpc.identity import WorkerIdentity
+from shared.rpc.sessions import SessionHub, SessionProtocol
+from shared.types import (
+    DraftClose,
+    DraftOpen,
+    FeatureCommand,
+    RequestFailure,
+    RequestRetracted,
+    WorkerInfo,
+)
+
+SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+
+
+PROTOCOL = SessionProtocol(
+    open_type=DraftOpen,
+    close_type=DraftClose,
+    make_close=lambda request_id, epoch: DraftClose(request_id=request_id, draft_epoch=epoch),
+    epoch_of=lambda message: message.draft_epoch,
+    unpack=unpack_draft_request,
+    pack=pack_draft_response,
+    is_final=lambda answer: isinstance(answer, RequestFailure | RequestRetracted),
+)
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """The gRPC face of a draft engine.
+
+    Args:
+        send: Queues messages for the engine.
+    """
+
+    def __init__(self, identity: WorkerIdentity, send: Callable[[Sequence[Any]], None]) -> None:
+        self.sessions = SessionHub(PROTOCOL, send)
+        self.features = FeatureClient(send)
+        self._identity = identity
+
+    def set_info(self, info: WorkerInfo) -> None:
+        """Take note of what the engine is."""
+        self._identity.set(info)
+        self.features.width = info.features.width
+
+    def deliver(self, report: EngineReport) -> None:
+        """Route what the engine answered."""
+        answers = []
+        for output in report.outputs:
+            if isinstance(output, FeatureCommand):
+                self.features.handle(output)
+            else:
+                answers.append(output)
+        self.sessions.deliver(answers, report.load)
+
+    async def close(self) -> None:
+        """End the streams to the targets."""
+        await self.features.close()
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[draft_pb2.DraftServiceSessionRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Serve one orchestrator until it closes the stream."""
+        self._identity.require_ready()
+        await self.sessions.serve(request_iterator, context)
+
+    async def GetInfo(
+        self, request: draft_pb2.DraftServiceGetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> draft_pb2.DraftServiceGetInfoResponse:
+        """Return identity, limits and load."""
+        return draft_pb2.DraftServiceGetInfoResponse(info=info_to_proto(self._identity.current()))

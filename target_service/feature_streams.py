@@ -1,0 +1,172 @@
+"""Feature streams of a target, one per draft worker; rows go to a request's newest subscriber."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc.aio
+
+from coppice.v1 import target_pb2
+from shared.errors import StaleStateError
+from shared.rpc.batches import pack_feature_response, unpack_feature_request
+from shared.rpc.convert_features import MAX_CHUNK_BYTES
+from shared.rpc.outbox import Outbox
+from shared.rpc.status import failure_of
+from shared.types import (
+    FeatureAck,
+    FeatureChunk,
+    FeatureFailure,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    RequestFailure,
+)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Stream:
+    outbox: Outbox = field(default_factory=Outbox)
+    epochs: dict[str, int] = field(default_factory=dict)  # of its subscriptions
+
+
+class FeatureHub:
+    """All feature streams of a target and the routes of its subscriptions.
+
+    Args:
+        send: Queues messages for the engine.
+    """
+
+    def __init__(self, send: Callable[[Sequence[Any]], None]) -> None:
+        self._send = send
+        self._routes: dict[str, _Stream] = {}
+
+    @property
+    def num_subscriptions(self) -> int:
+        """Return the requests that some draft listens to."""
+        return len(self._routes)
+
+    async def serve(
+        self,
+        request_iterator: AsyncIterator[target_pb2.StreamFeaturesRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Serve one stream until its draft worker closes it."""
+        stream = _Stream()
+        await context.write(pack_feature_response([]))  # the stream is up
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        reader.add_done_callback(lambda _: stream.outbox.close())
+        try:
+            with contextlib.suppress(EOFError):
+                while True:
+                    for batch in _bounded(await stream.outbox.take()):
+                        await context.write(pack_feature_response(batch))
+            await reader
+        finally:
+            reader.cancel()
+            self._release(stream)
+
+    def deliver(self, outputs: Sequence[FeatureChunk | FeatureFailure]) -> None:
+        """Give the engine's chunks and failures to the subscribers."""
+        for output in outputs:
+            stream = self._routes.get(output.request_id)
+            if stream is None:
+                continue
+            if isinstance(output, FeatureChunk):
+                stream.outbox.put(split_chunk(output))
+                continue
+            stream.outbox.put([output.failure])
+            if output.failure.target_epoch == stream.epochs[output.request_id]:
+                self._forget(output.request_id)
+
+    async def _read(
+        self, stream: _Stream, request_iterator: AsyncIterator[target_pb2.StreamFeaturesRequest]
+    ) -> None:
+        async for request in request_iterator:
+            batch = unpack_feature_request(request)
+            if batch.rejected:
+                stream.outbox.put(batch.rejected)
+            self._send([command for command in batch.messages if self._admit(stream, command)])
+
+    def _admit(self, stream: _Stream, command: Any) -> bool:
+        """Update the routes; drop what only the newest subscriber may say."""
+        request_id: str = command.request_id
+        owner = self._routes.get(request_id)
+        match command:
+            case FeatureSubscribe():
+                if owner is not None and owner.epochs[request_id] > command.target_epoch:
+                    stream.outbox.put([_late(request_id, command.target_epoch)])
+                    return False
+                if owner is not None and owner is not stream:
+                    owner.outbox.put([_replaced(request_id, owner.epochs.pop(request_id))])
+                self._routes[request_id] = stream
+                stream.epochs[request_id] = command.target_epoch
+                return True
+            case FeatureUnsubscribe() if owner is stream:
+                if command.target_epoch >= stream.epochs[request_id]:
+                    self._forget(request_id)
+                return True
+            case FeatureAck():
+                return owner is stream
+        return False
+
+    def _forget(self, request_id: str) -> None:
+        del self._routes.pop(request_id).epochs[request_id]
+
+    def _release(self, stream: _Stream) -> None:
+        stream.outbox.close()
+        ends = [
+            FeatureUnsubscribe(request_id=request_id, target_epoch=epoch)
+            for request_id, epoch in stream.epochs.items()
+        ]
+        for request_id in list(stream.epochs):
+            self._forget(request_id)
+        self._send(ends)
+
+
+def split_chunk(chunk: FeatureChunk) -> Iterator[FeatureChunk]:
+    """Cut a chunk at row boundaries into ones of at most 1 MiB."""
+    if len(chunk.data) <= MAX_CHUNK_BYTES:
+        yield chunk
+        return
+    num_rows, width = chunk.shape
+    row_bytes = len(chunk.data) // num_rows
+    most = max(1, MAX_CHUNK_BYTES // row_bytes)
+    for first in range(0, num_rows, most):
+        count = min(most, num_rows - first)
+        yield replace(
+            chunk,
+            start=chunk.start + first,
+            shape=(count, width),
+            data=chunk.data[first * row_bytes : (first + count) * row_bytes],
+        )
+
+
+def _bounded(messages: Sequence[Any]) -> Iterator[list[Any]]:
+    """Group messages so that one response carries little more than the bytes of one full chunk."""
+    group: list[Any] = []
+    num_bytes = 0
+    for message in messages:
+        group.append(message)
+        num_bytes += len(message.data) if isinstance(message, FeatureChunk) else 0
+        if num_bytes >= MAX_CHUNK_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _replaced(request_id: str, target_epoch: int) -> RequestFailure:
+    error = StaleStateError(
+        "a newer subscriber takes this request's features", reason="SUBSCRIPTION_REPLACED"
+    )
+    return failure_of(error, request_id=request_id, target_epoch=target_epoch)
+
+
+def _late(request_id: str, target_epoch: int) -> RequestFailure:
+    error = StaleStateError(
+        f"target_epoch {target_epoch} is over, a newer one has a subscriber", field="target_epoch"
+    )
+    return failure_of(error, request_id=request_id, target_epoch=target_epoch)

@@ -1,0 +1,44 @@
+"""The target worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coppice.v1 import target_pb2_grpc
+from shared.config import TargetConfig
+from shared.rpc.engine import EngineHandle
+from shared.rpc.engine_process import EngineProcess
+from shared.rpc.identity import WorkerIdentity
+from shared.rpc.worker import Worker, run_worker
+from target_service.servicer import SERVICE_NAME, TargetServicer
+
+ENGINE_FACTORY = "target_service.engine_factory:create_engine"
+
+
+def create_worker(config: TargetConfig, engine: EngineHandle) -> Worker:
+    """Put a target's front before an engine that is not started yet."""
+
+    def register(
+        server: Any, identity: WorkerIdentity, send: Callable[[Sequence[Any]], None]
+    ) -> TargetServicer:
+        servicer = TargetServicer(identity, send)
+        target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
+        return servicer
+
+    return Worker(config, engine, role="target", service=SERVICE_NAME, register=register)
+
+
+async def serve(config: TargetConfig, engine: EngineHandle | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        engine: Default: the target engine in a process of its own.
+    Raises: ConfigError, or EngineDiedError.
+    """
+    await create_worker(config, engine or EngineProcess(ENGINE_FACTORY, config)).serve()
+
+
+def main(config: TargetConfig) -> int:
+    """Run the target worker to its end; return the process's exit code."""
+    return run_worker(config, role="target", factory=ENGINE_FACTORY, serve=serve)

@@ -1,0 +1,103 @@
+"""TargetService: sessions of orchestrators, feature streams of drafts, identity."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from coppice.v1 import target_pb2, target_pb2_grpc
+from shared.errors import StatusCode
+from shared.rpc.batches import pack_target_response, unpack_target_request
+from shared.rpc.convert_tree import info_to_proto
+from shared.rpc.engine import EngineReport
+from shared.rpc.identity import WorkerIdentity
+from shared.rpc.sessions import SessionHub, SessionProtocol
+from shared.types import (
+    AcceptedPath,
+    FeatureChunk,
+    FeatureFailure,
+    FinishReason,
+    RequestFailure,
+    RequestRetracted,
+    TargetClose,
+    TargetOpen,
+    WorkerInfo,
+)
+from target_service.feature_streams import FeatureHub
+
+SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+
+
+def _is_final(answer: Any) -> bool:
+    match answer:
+        case AcceptedPath():
+            return answer.finish_reason is not FinishReason.NONE
+        case RequestFailure():  # of an open (round 0), or of a request that the engine lost
+            return answer.round_idx == 0 or answer.code == StatusCode.NOT_FOUND
+    return isinstance(answer, RequestRetracted)
+
+
+PROTOCOL = SessionProtocol(
+    open_type=TargetOpen,
+    close_type=TargetClose,
+    make_close=lambda request_id, epoch: TargetClose(request_id=request_id, target_epoch=epoch),
+    epoch_of=lambda message: message.target_epoch,
+    unpack=unpack_target_request,
+    pack=pack_target_response,
+    is_final=_is_final,
+)
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """The gRPC face of a target engine.
+
+    Args:
+        send: Queues messages for the engine.
+    """
+
+    def __init__(self, identity: WorkerIdentity, send: Callable[[Sequence[Any]], None]) -> None:
+        self.sessions = SessionHub(PROTOCOL, send)
+        self.features = FeatureHub(send)
+        self._identity = identity
+
+    def set_info(self, info: WorkerInfo) -> None:
+        """Take note of what the engine is."""
+        self._identity.set(info)
+
+    def deliver(self, report: EngineReport) -> None:
+        """Route what the engine answered."""
+        feature_types = (FeatureChunk, FeatureFailure)
+        self.features.deliver([o for o in report.outputs if isinstance(o, feature_types)])
+        answers = [o for o in report.outputs if not isinstance(o, feature_types)]
+        self.sessions.deliver(answers, report.load)
+
+    async def close(self) -> None:
+        """Do nothing: every stream here ends with the server."""
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[target_pb2.TargetServiceSessionRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Serve one orchestrator until it closes the stream."""
+        self._identity.require_ready()
+        await self.sessions.serve(request_iterator, context)
+
+    async def StreamFeatures(
+        self,
+        request_iterator: AsyncIterator[target_pb2.StreamFeaturesRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Serve one draft worker until it closes the stream."""
+        self._identity.require_ready()
+        await self.features.serve(request_iterator, context)
+
+    async def GetInfo(
+        self,
+        request: target_pb2.TargetServiceGetInfoRequest,
+        context: grpc.aio.ServicerContext,
+    ) -> target_pb2.TargetServiceGetInfoResponse:
+        """Return identity, limits and load."""
+        return target_pb2.TargetServiceGetInfoResponse(info=info_to_proto(self._identity.current()))
