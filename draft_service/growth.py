@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from shared.models.draft import DraftModel
 
 from draft_service.phases import DraftInput, DraftOutput
 from shared.kernels.gumbel import gumbel_noise
 from shared.kv.pool import KVPool
+from shared.models.draft import DraftModel
 from shared.packing import RowBlock, pack_rows, to_device
 
 NEG_INF = float("-inf")

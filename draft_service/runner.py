@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from shared.models.draft import DraftModel
 
 from draft_service.growth import TreeGrower
 from draft_service.phases import DraftExtendInput, DraftExtendOutput, DraftInput
 from draft_service.request import DraftRequest
 from shared.kv.pool import KVPool
+from shared.models.draft import DraftModel
 from shared.packing import RowBlock, pack_rows, to_device
 from shared.types import TokenTree
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from shared.models.llama import CausalLM
 
 from shared.accept import accept_walk
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
+from shared.models.llama import CausalLM
 from shared.packing import to_device
 from shared.types import FeatureSpec
 from target_service.batch import SampledTree, StepBatch
