@@ -18,6 +18,7 @@ from draft_service.request import DraftRequest
 from draft_service.runner import DraftRunner, ExtendWork
 from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
+from shared.kernels.dispatch import launch_counts
 from shared.kv.allocator import OutOfPagesError
 from shared.types import (
     DraftClose,
@@ -82,6 +83,7 @@ class DraftEngine:
             num_steps=self._num_steps,
             num_rows=self._num_rows,
             num_request_steps=self._num_request_steps,
+            kernel_launches=tuple(sorted(launch_counts().items())),
         )
 
     def submit(self, message: Any) -> None:

@@ -161,7 +161,11 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """Progress and room of an engine; see proto WorkerLoad."""
+    """Progress and room of an engine; see proto WorkerLoad.
+
+    Args:
+        kernel_launches: (kernel, launches) pairs, ascending.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -171,6 +175,7 @@ class WorkerLoad:
     num_rows: int = 0
     num_request_steps: int = 0
     num_moved_rounds: int = 0
+    kernel_launches: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from shared.errors import (
     NotFoundError,
     StaleStateError,
 )
+from shared.kernels.dispatch import launch_counts
 from shared.tree import check_tree
 from shared.types import (
     FeatureAck,
@@ -94,6 +95,7 @@ class TargetEngine:
             num_steps=self._num_steps,
             num_rows=self._num_rows,
             num_request_steps=self._num_request_steps,
+            kernel_launches=tuple(sorted(launch_counts().items())),
             num_moved_rounds=self._num_moved,
         )
 

@@ -122,7 +122,14 @@ class RequestRetracted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "num_moved_rounds")
+    __slots__ = ("num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "num_moved_rounds", "kernel_launches")
+    class KernelLaunchesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +138,7 @@ class WorkerLoad(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUEST_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_LAUNCHES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_free_pages: int
@@ -139,7 +147,8 @@ class WorkerLoad(_message.Message):
     num_rows: int
     num_request_steps: int
     num_moved_rounds: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ...) -> None: ...
+    kernel_launches: _containers.ScalarMap[str, int]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window")

@@ -186,6 +186,7 @@ def load_to_proto(load: types.WorkerLoad) -> tree_pb2.WorkerLoad:
         num_rows=load.num_rows,
         num_request_steps=load.num_request_steps,
         num_moved_rounds=load.num_moved_rounds,
+        kernel_launches=dict(load.kernel_launches),
     )
 
 
@@ -200,6 +201,7 @@ def load_from_proto(message: tree_pb2.WorkerLoad) -> types.WorkerLoad:
         num_rows=message.num_rows,
         num_request_steps=message.num_request_steps,
         num_moved_rounds=message.num_moved_rounds,
+        kernel_launches=tuple(sorted(message.kernel_launches.items())),
     )
 
 
