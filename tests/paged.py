@@ -1,0 +1,104 @@
+"""A stand-in for the KV pool: permuted pages, caches poisoned with NaN, rows by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.kernels.tree_attention import TreeAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """New rows of one request.
+
+    Args:
+        paths: Per row, the offsets from prefix_len of its path, itself last; None: a chain.
+    """
+
+    req_idx: int
+    prefix_len: int
+    num_rows: int
+    paths: Sequence[Sequence[int]] | None = None
+
+
+class PagedKV:
+    """K and V caches and a page table whose pages lie in random order.
+
+    Args:
+        poison: What every slot holds until it is written.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int = 4,
+        max_tokens: int = 128,
+        num_requests: int = 1,
+        dtype: torch.dtype = torch.float32,
+        poison: float = float("nan"),
+        seed: int = 0,
+    ) -> None:
+        self.page_size = page_size
+        pages_per_request = -(-max_tokens // page_size)
+        num_pages = 1 + num_requests * pages_per_request
+        shape = (num_pages * page_size, num_kv_heads, head_dim)
+        self.k = [torch.full(shape, poison, dtype=dtype) for _ in range(num_layers)]
+        self.v = [torch.full(shape, poison, dtype=dtype) for _ in range(num_layers)]
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
+        self.page_table = order.to(torch.int32).view(num_requests, pages_per_request)
+
+    def slots(self, req_idx: int, logical: Sequence[int]) -> torch.Tensor:
+        """Map logical slots of one request to slots of the caches. [n] i32."""
+        slots = torch.tensor(list(logical), dtype=torch.int64)
+        pages = self.page_table[req_idx].long()[slots // self.page_size]
+        return (pages * self.page_size + slots % self.page_size).to(torch.int32)
+
+    def rows(
+        self, blocks: Sequence[Block], *, window: int = 0
+    ) -> tuple[TreeAttentionMetadata, torch.Tensor]:
+        """Return the attention metadata and the slot mapping of the blocks' rows."""
+        paths = [
+            list(path)
+            for block in blocks
+            for path in (
+                block.paths
+                if block.paths is not None
+                else [range(i + 1) for i in range(block.num_rows)]
+            )
+        ]
+        depth = max(map(len, paths))
+        sizes = [block.num_rows for block in blocks]
+        slots, start = [], 0
+        for block in blocks:
+            own = [path[-1] for path in paths[start : start + block.num_rows]]
+            slots.append(self.slots(block.req_idx, [block.prefix_len + offset for offset in own]))
+            start += block.num_rows
+        metadata = TreeAttentionMetadata(
+            page_table=self.page_table,
+            req_idx=_int32([block.req_idx for block in blocks]),
+            prefix_len=_int32([block.prefix_len for block in blocks]),
+            row_indptr=_int32([sum(sizes[:i]) for i in range(len(sizes) + 1)]),
+            path_len=_int32([len(path) for path in paths]),
+            path_offset=_int32([path + [0] * (depth - len(path)) for path in paths]),
+            is_chain=torch.tensor([block.paths is None for block in blocks]),
+            page_size=self.page_size,
+            window=window,
+        )
+        return metadata, torch.cat(slots)
+
+    def chain(
+        self, prefix_len: int, num_rows: int, *, req_idx: int = 0, window: int = 0
+    ) -> tuple[TreeAttentionMetadata, torch.Tensor]:
+        """Return the rows of one request's next `num_rows` tokens."""
+        block = Block(req_idx=req_idx, prefix_len=prefix_len, num_rows=num_rows)
+        return self.rows([block], window=window)
+
+
+def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
