@@ -7,6 +7,7 @@ from shared import types
 from shared.errors import InvalidArgumentError
 from shared.rpc.convert_params import sampling_from_proto, sampling_to_proto
 from shared.rpc.fields import require_ids, require_range, require_request_id, within
+from shared.tree import check_shape
 
 
 def draft_open_to_proto(value: types.DraftOpen) -> draft_pb2.DraftOpen:
@@ -58,18 +59,11 @@ def draft_round_from_proto(message: draft_pb2.DraftRound) -> types.DraftRound:
     """Convert the order of a tree."""
     request_id = require_request_id(message.request_id)
     shape = types.TreeShape(
-        num_steps=require_range(message.num_steps, "num_steps", 1, types.MAX_NUM_STEPS),
-        topk=require_range(message.topk, "topk", 1, types.MAX_TOPK),
-        num_draft_tokens=require_range(
-            message.num_draft_tokens, "num_draft_tokens", 2, types.MAX_TREE_NODES
-        ),
+        num_steps=message.num_steps,
+        topk=message.topk,
+        num_draft_tokens=message.num_draft_tokens,
     )
-    if shape.num_draft_tokens > shape.max_num_draft_tokens:
-        raise InvalidArgumentError(
-            f"num_draft_tokens is {shape.num_draft_tokens}, num_steps {shape.num_steps} and topk "
-            f"{shape.topk} grow at most {shape.max_num_draft_tokens} nodes",
-            field="num_draft_tokens",
-        )
+    check_shape(shape, prefix="")
     return types.DraftRound(
         request_id=request_id,
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),

@@ -112,6 +112,11 @@ class RpcServer:
         for name in self._services:
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
+    async def set_detail(self, name: str, *, is_serving: bool) -> None:
+        """Set the health of a name beside the services: of a part that may be missing."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
+
     def install_signal_handlers(self) -> None:
         """Let SIGTERM and SIGINT request the end; a second one ends the process at once."""
         loop = asyncio.get_running_loop()

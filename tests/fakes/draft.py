@@ -1,0 +1,248 @@
+"""A draft engine without a model: it knows the target's hash and guesses wrong now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shared.errors import CoppiceError, InvalidArgumentError
+from shared.rpc.status import failure_of
+from shared.types import (
+    DraftClose,
+    DraftOpen,
+    DraftRound,
+    FeatureAck,
+    FeatureChunk,
+    FeatureCommand,
+    FeatureSpec,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    RequestFailure,
+    RequestRetracted,
+    TokenTree,
+    WorkerInfo,
+    WorkerLoad,
+)
+from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
+
+NUM_PAGES = 1000
+
+
+@dataclass(eq=False)
+class _Request:
+    open: DraftOpen
+    tokens: list[int]
+    features_end: int = 0
+    pending: DraftRound | None = None
+
+
+@dataclass(eq=False)
+class FakeDraft:
+    """Grow a comb: one path of guesses, a wrong sibling BEFORE each of them, so that KV must move.
+
+    Args:
+        wrong_every: Every so many-th guess (by a hash) is wrong; 0 = never.
+        needs_features: Wait for the target's rows, and check every value of them.
+    """
+
+    incarnation: str = "fake-draft"
+    wrong_every: int = 5
+    needs_features: bool = True
+    width: int = WIDTH
+    max_context_len: int = 4096
+    requests: dict[str, _Request] = field(default_factory=dict)
+    received: list[Any] = field(default_factory=list)  # every message, in order
+
+    def __post_init__(self) -> None:
+        self._outbox: list[Any] = []
+        self._num_steps = 0
+
+    @property
+    def info(self) -> WorkerInfo:
+        spec = FeatureSpec(layer_ids=(0, 1, 2), width=self.width)
+        return WorkerInfo(
+            incarnation=self.incarnation,
+            model="fake",
+            model_hash="e" * 64,
+            tokenizer_hash="",
+            vocab_size=VOCAB_SIZE,
+            max_context_len=self.max_context_len,
+            page_size=16,
+            dtype="float32",
+            device="cpu",
+            features=spec if self.needs_features else FeatureSpec(),
+            kind="eagle3" if self.needs_features else "standalone",
+            load=self.load,
+        )
+
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(
+            num_running=len(self.requests),
+            num_free_pages=NUM_PAGES - len(self.requests),
+            num_pages=NUM_PAGES,
+            num_steps=self._num_steps,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._outbox) or any(self._can_grow(r) for r in self.requests.values())
+
+    def check_integrity(self) -> None:
+        """There is nothing to leak."""
+
+    def submit(self, message: Any) -> None:
+        self.received.append(message)
+        try:
+            match message:
+                case DraftOpen():
+                    self._open(message)
+                case DraftRound():
+                    self._order(message)
+                case DraftClose():
+                    held = self.requests.get(message.request_id)
+                    if held is not None and held.open.draft_epoch <= message.draft_epoch:
+                        self._drop(held)
+                case FeatureChunk():
+                    self._take(message)
+                case RequestFailure():
+                    held = self.requests.get(message.request_id)
+                    if held is not None and held.open.target_epoch == message.target_epoch:
+                        self._drop(held)
+                        self._outbox.append(_with_epoch(message, held.open.draft_epoch))
+                case _:
+                    raise TypeError(type(message).__name__)
+        except CoppiceError as error:
+            self._outbox.append(
+                failure_of(
+                    error,
+                    request_id=message.request_id,
+                    target_epoch=message.target_epoch,
+                    draft_epoch=message.draft_epoch,
+                )
+            )
+
+    def step(self) -> list[Any]:
+        for request in self.requests.values():
+            if self._can_grow(request):
+                self._outbox.append(self._grow(request))
+                request.pending = None
+                self._num_steps += 1
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def retract(self, request_id: str) -> None:
+        """Drop a request as if pages had run out."""
+        request = self.requests[request_id]
+        self._drop(request)
+        self._outbox.append(
+            RequestRetracted(
+                request_id=request_id,
+                target_epoch=request.open.target_epoch,
+                draft_epoch=request.open.draft_epoch,
+            )
+        )
+
+    def _open(self, message: DraftOpen) -> None:
+        known = self.requests.get(message.request_id)
+        if known is not None:
+            self._drop(known)
+        if max(message.token_ids) >= VOCAB_SIZE:
+            raise InvalidArgumentError("ids out of the vocabulary", field="token_ids")
+        request = _Request(open=message, tokens=list(message.token_ids))
+        self.requests[message.request_id] = request
+        if self.needs_features:
+            self._subscribe(request)
+
+    def _order(self, message: DraftRound) -> None:
+        request = self.requests.get(message.request_id)
+        if request is None or request.open.draft_epoch != message.draft_epoch:
+            return
+        if message.token_offset > len(request.tokens):
+            raise InvalidArgumentError("tokens are missing", field="token_offset")
+        request.tokens[message.token_offset :] = message.token_ids
+        assert len(request.tokens) == message.seq_len + 1
+        request.pending = message
+
+    def _take(self, chunk: FeatureChunk) -> None:
+        request = self.requests.get(chunk.request_id)
+        if request is None or request.open.target_epoch != chunk.target_epoch:
+            return
+        assert chunk.start == request.features_end, "the front must keep rows in order"
+        end = chunk.start + chunk.shape[0]
+        known = min(end, len(request.tokens))
+        size = 4 * self.width * (known - chunk.start)
+        assert chunk.data[:size] == feature_rows(request.tokens, chunk.start, known, self.width), (
+            "wrong feature values"
+        )
+        request.features_end = end
+        self._tell(
+            request,
+            FeatureAck(request_id=chunk.request_id, target_epoch=chunk.target_epoch, position=end),
+        )
+
+    def _can_grow(self, request: _Request) -> bool:
+        if request.pending is None:
+            return False
+        return not self.needs_features or request.features_end >= request.pending.seq_len
+
+    def _grow(self, request: _Request) -> TokenTree:
+        order = request.pending
+        assert order is not None
+        tokens, parents, scores = [request.tokens[-1]], [-1], [0.0]
+        seen = list(request.tokens)
+        parent = 0
+        for depth in range(1, order.shape.num_steps + 1):
+            guess = next_token(seen, request.open.sampling)
+            is_wrong = self.wrong_every and (guess + len(seen)) % self.wrong_every == 0
+            token = (guess + 1) % VOCAB_SIZE if is_wrong else guess
+            nodes = [token] if order.shape.topk == 1 else [(token + 2) % VOCAB_SIZE, token]
+            if len(tokens) + len(nodes) > order.shape.num_draft_tokens:
+                break
+            for node in nodes:
+                tokens.append(node)
+                parents.append(parent)
+                scores.append(-float(depth))
+            parent = len(tokens) - 1
+            seen.append(token)
+        return TokenTree(
+            request_id=order.request_id,
+            target_epoch=order.target_epoch,
+            draft_epoch=order.draft_epoch,
+            round_idx=order.round_idx,
+            seq_len=order.seq_len,
+            token_ids=tuple(tokens),
+            parent_index=tuple(parents),
+            cumulative_logprobs=tuple(scores),
+        )
+
+    def _drop(self, request: _Request) -> None:
+        del self.requests[request.open.request_id]
+        if self.needs_features:
+            self._tell(
+                request,
+                FeatureUnsubscribe(
+                    request_id=request.open.request_id, target_epoch=request.open.target_epoch
+                ),
+            )
+
+    def _subscribe(self, request: _Request) -> None:
+        self._tell(
+            request,
+            FeatureSubscribe(
+                request_id=request.open.request_id,
+                target_epoch=request.open.target_epoch,
+                from_position=request.features_end,
+            ),
+        )
+
+    def _tell(
+        self, request: _Request, command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe
+    ) -> None:
+        self._outbox.append(
+            FeatureCommand(target_address=request.open.target_address, command=command)
+        )
+
+
+def _with_epoch(failure: RequestFailure, draft_epoch: int) -> RequestFailure:
+    return replace(failure, draft_epoch=draft_epoch)

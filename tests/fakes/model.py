@@ -1,0 +1,38 @@
+"""The "model" that both fake engines know."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+from shared.types import SamplingParams
+
+VOCAB_SIZE = 512
+WIDTH = 6
+
+
+def next_token(tokens: Sequence[int], sampling: SamplingParams | None = None) -> int:
+    """Return the token that follows: a hash of all tokens, of the seed too when it samples."""
+    seed = sampling.seed if sampling is not None and sampling.temperature > 0 else 0
+    data = struct.pack(f"<Q{len(tokens)}i", seed, *tokens)
+    return zlib.crc32(data) % VOCAB_SIZE
+
+
+def generate(
+    prompt: Sequence[int], count: int, sampling: SamplingParams | None = None
+) -> list[int]:
+    """Return the first `count` tokens after a prompt: what any correct serving must output."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, sampling))
+    return tokens[len(prompt) :]
+
+
+def feature_rows(tokens: Sequence[int], start: int, end: int, width: int = WIDTH) -> bytes:
+    """Return rows [start, end) as little-endian float32: (position, token, 0.5, 1.5, ...)."""
+    rows = bytearray()
+    for position in range(start, end):
+        tail = [0.5 + column for column in range(width - 2)]
+        rows += struct.pack(f"<{width}f", position, tokens[position], *tail)
+    return bytes(rows)

@@ -1,0 +1,322 @@
+"""A target engine without a model: the whole protocol, deterministic tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
+from shared.rpc.status import failure_of
+from shared.tree import check_tree
+from shared.types import (
+    AcceptedPath,
+    FeatureAck,
+    FeatureChunk,
+    FeatureFailure,
+    FeatureSpec,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    FinishReason,
+    RequestRetracted,
+    TargetAdmitted,
+    TargetClose,
+    TargetOpen,
+    TokenLogprob,
+    TokenTree,
+    VerifyRound,
+    WorkerInfo,
+    WorkerLoad,
+)
+from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
+
+NUM_PAGES = 1000
+
+
+@dataclass(eq=False)
+class _Request:
+    open: TargetOpen
+    tokens: list[int]
+    seq_len: int = 0
+    round_idx: int = -1
+    last_reply: AcceptedPath | None = None
+    next_feature: int | None = None  # None: nobody subscribes
+    acknowledged: int = 0
+
+
+@dataclass(eq=False)
+class FakeTarget:
+    """Verify trees against the hash of the tokens so far.
+
+    Args:
+        rows_per_chunk: Feature rows per FeatureChunk.
+        has_features: Whether requests keep features at all.
+    """
+
+    incarnation: str = "fake-target"
+    max_context_len: int = 4096
+    rows_per_chunk: int = 16
+    has_features: bool = True
+    width: int = WIDTH
+    eos_token_ids: tuple[int, ...] = ()
+    requests: dict[str, _Request] = field(default_factory=dict)
+    received: list[Any] = field(default_factory=list)  # every message, in order
+
+    def __post_init__(self) -> None:
+        self._early: dict[str, FeatureSubscribe] = {}
+        self._outbox: list[Any] = []
+        self._queue: list[tuple[_Request, TargetOpen | VerifyRound]] = []
+        self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
+
+    @property
+    def info(self) -> WorkerInfo:
+        spec = FeatureSpec(layer_ids=(0, 1, 2), width=self.width, dtype="float32")
+        return WorkerInfo(
+            incarnation=self.incarnation,
+            model="fake",
+            model_hash="f" * 64,
+            tokenizer_hash="",
+            vocab_size=VOCAB_SIZE,
+            max_context_len=self.max_context_len,
+            page_size=16,
+            dtype="float32",
+            device="cpu",
+            features=spec if self.has_features else FeatureSpec(),
+            kind="target",
+            eos_token_ids=self.eos_token_ids,
+            load=self.load,
+        )
+
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(
+            num_running=len(self.requests),
+            num_free_pages=NUM_PAGES - len(self.requests),
+            num_pages=NUM_PAGES,
+            num_steps=self._num_steps,
+            num_rows=self._num_rows,
+            num_request_steps=self._num_request_steps,
+            num_moved_rounds=self._num_moved,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._outbox or self._queue)
+
+    def check_integrity(self) -> None:
+        """There is nothing to leak."""
+
+    def submit(self, message: Any) -> None:
+        self.received.append(message)
+        try:
+            match message:
+                case TargetOpen():
+                    self._open(message)
+                case VerifyRound():
+                    self._queue_round(message)
+                case TargetClose():
+                    held = self.requests.get(message.request_id)
+                    if held is not None and held.open.target_epoch <= message.target_epoch:
+                        self._drop(held)
+                case FeatureSubscribe():
+                    self._subscribe(message)
+                case FeatureAck():
+                    held = self.requests.get(message.request_id)
+                    if held is not None and held.open.target_epoch == message.target_epoch:
+                        held.acknowledged = max(held.acknowledged, message.position)
+                case FeatureUnsubscribe():
+                    self._early.pop(message.request_id, None)
+                    held = self.requests.get(message.request_id)
+                    if held is not None and held.open.target_epoch == message.target_epoch:
+                        held.next_feature = None
+                case _:
+                    raise TypeError(type(message).__name__)
+        except CoppiceError as error:
+            failure = failure_of(
+                error,
+                request_id=message.request_id,
+                target_epoch=message.target_epoch,
+                round_idx=getattr(message, "round_idx", 0),
+            )
+            is_feature = isinstance(message, FeatureSubscribe)
+            self._outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
+
+    def step(self) -> list[Any]:
+        queue, self._queue = self._queue, []
+        for request, message in queue:
+            if self.requests.get(message.request_id) is not request:
+                continue
+            if isinstance(message, TargetOpen):
+                self._prefill(request)
+            else:
+                self._verify(request, message)
+        if queue:
+            self._num_steps += 1
+            self._num_request_steps += len(queue)
+        for request in self.requests.values():
+            self._send_features(request)
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def retract(self, request_id: str) -> None:
+        """Drop a request as if pages had run out."""
+        request = self.requests[request_id]
+        self._drop(request)
+        self._outbox.append(
+            RequestRetracted(request_id=request_id, target_epoch=request.open.target_epoch)
+        )
+
+    def _open(self, message: TargetOpen) -> None:
+        known = self.requests.get(message.request_id)
+        if known is not None:
+            if known.open.target_epoch >= message.target_epoch:
+                raise StaleStateError("not a newer epoch", field="target_epoch")
+            self._drop(known)
+        _check_ids(message.token_ids)
+        if len(message.token_ids) >= self.max_context_len:
+            raise InvalidArgumentError(
+                "the prompt fills the context", reason="PROMPT_TOO_LONG", field="token_ids"
+            )
+        request = _Request(open=message, tokens=list(message.token_ids))
+        self.requests[message.request_id] = request
+        self._queue.append((request, message))
+        early = self._early.pop(message.request_id, None)
+        if early is not None:
+            self.submit(early)
+
+    def _queue_round(self, message: VerifyRound) -> None:
+        request = self.requests.get(message.request_id)
+        if request is None:
+            raise NotFoundError("no such request", field="request_id")
+        if request.open.target_epoch != message.target_epoch:
+            raise StaleStateError("another epoch", field="target_epoch")
+        if request.last_reply is not None and request.round_idx == message.round_idx:
+            self._outbox.append(request.last_reply)
+            return
+        if message.round_idx != request.round_idx + 1:
+            raise StaleStateError("another round", field="round_idx")
+        if message.seq_len != request.seq_len:
+            raise StaleStateError("another seq_len", field="seq_len")
+        if message.root_token_id != request.tokens[-1]:
+            raise StaleStateError("another root", field="root_token_id")
+        if message.tree is not None:
+            check_tree(
+                message.tree.token_ids,
+                message.tree.parent_index,
+                root_token_id=request.tokens[-1],
+                vocab_size=VOCAB_SIZE,
+            )
+        self._queue.append((request, message))
+
+    def _prefill(self, request: _Request) -> None:
+        self._outbox.append(
+            TargetAdmitted(
+                request_id=request.open.request_id, target_epoch=request.open.target_epoch
+            )
+        )
+        self._num_rows += len(request.tokens)
+        request.seq_len = len(request.tokens) - 1
+        self._commit(request, None)
+
+    def _verify(self, request: _Request, message: VerifyRound) -> None:
+        self._num_rows += len(message.tree.token_ids) if message.tree else 1
+        self._commit(request, message.tree)
+
+    def _commit(self, request: _Request, tree: TokenTree | None) -> None:
+        """Walk from the root and commit what agrees; a prefill is the root alone."""
+        emitted: list[int] = []
+        path = [0]
+        while True:
+            token = next_token([*request.tokens, *emitted], request.open.sampling)
+            emitted.append(token)
+            child = _child(tree, path[-1], token)
+            if child is None:
+                break
+            path.append(child)
+        num_accepted = len(path) - 1
+        emitted, reason, stop_id = self._cut(request, emitted)
+        request.tokens += emitted
+        request.seq_len += len(emitted)
+        request.round_idx += 1
+        self._num_moved += path != list(range(len(path)))
+        logprobs = tuple(TokenLogprob(token_id=token, logprob=-1.0) for token in emitted)
+        request.last_reply = AcceptedPath(
+            request_id=request.open.request_id,
+            target_epoch=request.open.target_epoch,
+            round_idx=request.round_idx,
+            seq_len=request.seq_len,
+            accept_index=tuple(path[: len(emitted)]),
+            token_ids=tuple(emitted),
+            num_accepted_drafts=num_accepted,
+            num_draft_tokens=len(tree.token_ids) if tree is not None else 1,
+            logprobs=logprobs if request.open.logprobs else (),
+            finish_reason=reason,
+            matched_stop_token_id=stop_id,
+        )
+        self._outbox.append(request.last_reply)
+        if reason is not FinishReason.NONE:
+            self._drop(request)
+
+    def _cut(
+        self, request: _Request, emitted: list[int]
+    ) -> tuple[list[int], FinishReason, int | None]:
+        stopping = request.open.stopping
+        num_before = len(request.tokens) - request.open.num_prompt_tokens
+        for index, token in enumerate(emitted):
+            count = num_before + index + 1
+            if token in stopping.stop_token_ids and count >= stopping.min_new_tokens:
+                return emitted[: index + 1], FinishReason.STOP, token
+            if count >= stopping.max_new_tokens:
+                return emitted[: index + 1], FinishReason.LENGTH, None
+            if len(request.tokens) + index + 1 >= self.max_context_len:
+                return emitted[: index + 1], FinishReason.CONTEXT_LENGTH, None
+        return emitted, FinishReason.NONE, None
+
+    def _subscribe(self, message: FeatureSubscribe) -> None:
+        request = self.requests.get(message.request_id)
+        if request is None or request.open.target_epoch < message.target_epoch:
+            self._early[message.request_id] = message
+            return
+        if request.open.target_epoch > message.target_epoch:
+            raise StaleStateError("that epoch is over", field="target_epoch")
+        if not (self.has_features and request.open.wants_features):
+            raise InvalidArgumentError("this request keeps no features", field="request_id")
+        if message.from_position > len(request.tokens):
+            raise InvalidArgumentError("past the end", field="from_position")
+        request.next_feature = message.from_position
+        self._send_features(request)
+
+    def _send_features(self, request: _Request) -> None:
+        if request.next_feature is None:
+            return
+        while request.next_feature < request.seq_len:
+            end = min(request.next_feature + self.rows_per_chunk, request.seq_len)
+            data = feature_rows(request.tokens, request.next_feature, end, self.width)
+            self._outbox.append(
+                FeatureChunk(
+                    request_id=request.open.request_id,
+                    target_epoch=request.open.target_epoch,
+                    start=request.next_feature,
+                    shape=(end - request.next_feature, self.width),
+                    dtype="float32",
+                    data=data,
+                )
+            )
+            request.next_feature = end
+
+    def _drop(self, request: _Request) -> None:
+        del self.requests[request.open.request_id]
+
+
+def _child(tree: TokenTree | None, parent: int, token: int) -> int | None:
+    if tree is None:
+        return None
+    for node, (token_id, up) in enumerate(zip(tree.token_ids, tree.parent_index, strict=True)):
+        if up == parent and token_id == token:
+            return node
+    return None
+
+
+def _check_ids(ids: Sequence[int]) -> None:
+    if max(ids) >= VOCAB_SIZE:
+        raise InvalidArgumentError(f"ids must lie in 0..{VOCAB_SIZE - 1}", field="token_ids")
