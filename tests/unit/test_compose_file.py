@@ -1,0 +1,180 @@
+"""docker-compose.yml and Dockerfile, checked without a Docker daemon."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import tomllib
+from importlib import resources
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from coppice.cli.serve import ROLES as SERVE_ROLES
+from coppice.health import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config_loader import load_config
+from tests.compose_file import COMPOSE_FILE, ROLES, ROOT, load_compose, services_of
+
+HEALTH_SERVICES = {
+    "orchestrator": ORCHESTRATOR_SERVICE,
+    "target": TARGET_SERVICE,
+    "draft": DRAFT_SERVICE,
+}
+GRACE_S = 60
+
+
+def config_of(service: dict[str, Any], role: str) -> Any:
+    """Return the configuration that a container of the service ends up with."""
+    config_type, _ = SERVE_ROLES[role]
+    return load_config(
+        config_type,
+        section=role,
+        flags={},
+        environ=service["environment"],
+        file={},
+        known_variables=(),
+    )
+
+
+def test_the_file_fits_the_compose_specification() -> None:
+    folder = resources.files("check_jsonschema.builtin_schemas") / "vendor"
+    schema = json.loads((folder / "compose-spec.json").read_text())
+    document = yaml.safe_load(COMPOSE_FILE.read_text())
+    jsonschema.validate(document, schema)
+    document["services"]["orchestrator"]["restrat"] = "always"
+    with pytest.raises(jsonschema.ValidationError, match="restrat"):
+        jsonschema.validate(document, schema)
+
+
+@pytest.mark.parametrize(
+    ("profile", "names"),
+    [
+        ("gpu", {"orchestrator", "target_service", "draft_service"}),
+        ("cpu", {"orchestrator", "target_service_cpu", "draft_service_cpu"}),
+    ],
+)
+def test_a_profile_starts_one_of_each(profile: str, names: set[str]) -> None:
+    assert set(services_of(load_compose(), profile)) == names
+
+
+@pytest.mark.parametrize("name", list(ROLES))
+def test_every_service_runs_supervised_and_checked(name: str) -> None:
+    service, role = load_compose()["services"][name], ROLES[name]
+    assert service["command"] == ["coppice", "serve", role]
+    assert service["init"] is True
+    assert service["restart"] == "unless-stopped"
+    assert service["stop_grace_period"] == f"{GRACE_S}s"
+    port = service["environment"]["COPPICE_PORT"]
+    assert service["healthcheck"]["test"] == [
+        "CMD",
+        *("coppice", "health", f"localhost:{port}", "--service", HEALTH_SERVICES[role]),
+    ]
+    assert service["healthcheck"]["start_period"] == "900s"
+
+
+@pytest.mark.parametrize("name", list(ROLES))
+def test_the_environment_is_understood(name: str) -> None:
+    service, role = load_compose()["services"][name], ROLES[name]
+    config = config_of(service, role)
+    assert config.model == "demo"
+    assert config.drain_timeout_s < GRACE_S
+
+
+def test_only_the_orchestrator_is_published() -> None:
+    document = load_compose({"PORT": "7000"})
+    ports = {name: s["ports"] for name, s in document["services"].items() if "ports" in s}
+    assert ports == {"orchestrator": ["7000:50051"]}
+    workers = [document["services"][name] for name, role in ROLES.items() if role != "orchestrator"]
+    assert all(list(worker["networks"]) == ["workers"] for worker in workers)
+    assert document["networks"]["workers"] == {"internal": True}
+
+
+def test_the_orchestrator_starts_after_healthy_workers() -> None:
+    orchestrator = load_compose()["services"]["orchestrator"]
+    assert set(orchestrator["depends_on"]) == set(ROLES) - {"orchestrator"}
+    for condition in orchestrator["depends_on"].values():
+        assert condition == {"condition": "service_healthy", "required": False}
+
+
+@pytest.mark.parametrize("profile", ["gpu", "cpu"])
+def test_the_orchestrator_finds_the_workers_by_name(profile: str) -> None:
+    services = services_of(load_compose(), profile)
+    config = config_of(services.pop("orchestrator"), "orchestrator")
+    reachable = set()
+    for name, service in services.items():
+        networks = service["networks"]
+        aliases = networks["workers"]["aliases"] if isinstance(networks, dict) else []
+        reachable |= {
+            f"{host}:{service['environment']['COPPICE_PORT']}" for host in (name, *aliases)
+        }
+    assert {config.targets, config.drafts} <= reachable
+
+
+@pytest.mark.parametrize("name", ["target_service", "draft_service"])
+def test_gpu_workers_lease_a_gpu_of_their_pool(name: str) -> None:
+    environ = {"TARGET_GPUS": "0,1", "DRAFT_GPUS": "2"}
+    document = load_compose(environ)
+    service = document["services"][name]
+    config = config_of(service, ROLES[name])
+    assert config.device == "cuda"
+    assert config.gpus == {"target": "0,1", "draft": "2"}[ROLES[name]]
+    assert f"gpu_leases:{config.gpu_lease_dir}" in service["volumes"]
+    assert "gpu_leases" in document["volumes"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    shared = load_compose({"GPU_LEASE_DIR": ""})["services"][name]
+    assert config_of(shared, ROLES[name]).gpu_lease_dir == ""
+
+
+@pytest.mark.parametrize("name", ["target_service_cpu", "draft_service_cpu"])
+def test_cpu_workers_ask_for_no_gpu(name: str) -> None:
+    service = load_compose()["services"][name]
+    assert "deploy" not in service
+    assert config_of(service, ROLES[name]).device == "cpu"
+
+
+def test_models_and_tree_shape_come_from_the_shell() -> None:
+    environ = {"TARGET_MODEL": "/models/t", "DRAFT_MODEL": "/models/d", "ALGORITHM": "eagle3"}
+    environ |= {"NUM_STEPS": "3", "TOPK": "2", "NUM_DRAFT_TOKENS": "6", "PAGE_SIZE": "4"}
+    services = load_compose(environ)["services"]
+    target = config_of(services["target_service"], "target")
+    draft = config_of(services["draft_service"], "draft")
+    orchestrator = config_of(services["orchestrator"], "orchestrator")
+    assert isinstance(target, TargetConfig) and isinstance(draft, DraftConfig)
+    assert isinstance(orchestrator, OrchestratorConfig)
+    assert (target.model, target.draft_model) == ("/models/t", "/models/d")
+    assert (draft.target_model, draft.model) == ("/models/t", "/models/d")
+    assert (orchestrator.model, target.page_size, draft.page_size) == ("/models/t", 4, 4)
+    shape = (orchestrator.num_steps, orchestrator.topk, orchestrator.num_draft_tokens)
+    assert shape == (3, 2, 6)
+    assert target.algorithm == draft.algorithm == "eagle3"
+
+
+def test_what_the_image_copies_is_there_and_not_ignored() -> None:
+    ignore = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line]
+    kept = {line[1:] for line in ignore if line.startswith("!")}
+    copied = [
+        source
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ")
+        for source in line.split()[1:-1]
+    ]
+    assert ignore[0] == "*"
+    assert set(copied) == kept
+    for source in copied:
+        assert (ROOT / source).exists()
+
+
+def test_the_image_has_every_package_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    packages = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+    shipped = [name for name in packages if any(fnmatch.fnmatch(name, p) for p in patterns)]
+    assert {"coppice", "shared"} <= set(shipped)
+    for name in shipped:
+        assert f"COPY {name} {name}\n" in dockerfile
+    assert (ROOT / "coppice" / "bundled").is_dir()
