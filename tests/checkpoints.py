@@ -374,6 +374,8 @@ def _decoder(
         * (LOGIT_SCALE / math.sqrt(hidden) if is_tied else 1.0),
         "model.norm.weight": _norm(hidden, generator),
     }
+    if is_tied:  # random signs, or the head would only ever echo the newest token
+        tensors["model.norm.weight"] *= _normal((hidden,), generator).sign()
     for i in range(shape.num_layers):
         tensors |= _layer(f"model.layers.{i}", shape, generator, **layer)
     if not is_tied:
