@@ -1,0 +1,107 @@
+"""Flags of a request: sampling, stopping, speculation."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shared.config_check import check_tree_shape
+from shared.errors import ConfigError
+
+# Flag, type, help; the name is the keyword of Client.
+SAMPLING = (
+    ("--temperature", float, "0 = greedy (default)"),
+    ("--top-p", float, "keep the most likely tokens of this mass together; 1 = off"),
+    ("--top-k", int, "keep this many of the most likely tokens; 0 = off"),
+    ("--min-p", float, "keep tokens of at least this share of the most likely one; 0 = off"),
+    ("--repetition-penalty", float, "over prompt and output; 1 = off"),
+    ("--presence-penalty", float, "once for a token in the output; 0 = off"),
+    ("--frequency-penalty", float, "for each time that a token is in the output; 0 = off"),
+    ("--seed", int, "chosen by the server when absent"),
+)
+SHAPE = (
+    ("--num-steps", int, "tree depth without the root"),
+    ("--topk", int, "children kept per expanded node"),
+    ("--num-draft-tokens", int, "nodes verified per round, root included"),
+)
+
+
+def add_request_options(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of a request; those not given leave the choice to the server."""
+    sampling = parser.add_argument_group("sampling")
+    for flag, kind, text in SAMPLING:
+        sampling.add_argument(flag, type=kind, help=text)
+    sampling.add_argument(
+        "--logit-bias",
+        action="append",
+        metavar="ID=VALUE",
+        help="add VALUE to a token's logit; may be repeated",
+    )
+    stopping = parser.add_argument_group("stopping")
+    stopping.add_argument("--max-new-tokens", type=int, help="default: up to the context length")
+    stopping.add_argument("--min-new-tokens", type=int, help="no stop token before; default 0")
+    stopping.add_argument(
+        "--stop",
+        action="append",
+        dest="stop_strings",
+        metavar="TEXT",
+        help="stop before this text; may be repeated",
+    )
+    stopping.add_argument(
+        "--stop-token-id",
+        action="append",
+        dest="stop_token_ids",
+        type=int,
+        metavar="ID",
+        help="stop at this token; may be repeated",
+    )
+    stopping.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
+    stopping.add_argument(
+        "--include-stop",
+        action="store_true",
+        dest="include_stop_in_output",
+        help="keep the stop in the output",
+    )
+    speculation = parser.add_argument_group("speculation; the output does not depend on it")
+    speculation.add_argument("--no-speculation", action="store_true", help="decode token by token")
+    for flag, kind, text in SHAPE:
+        speculation.add_argument(flag, type=kind, help=text)
+
+
+def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of `Client.stream` that were given.
+
+    Raises: ConfigError if a flag cannot work whatever the server.
+    """
+    names = [flag[2:].replace("-", "_") for flag, _, _ in (*SAMPLING, *SHAPE)]
+    names += ["max_new_tokens", "min_new_tokens", "stop_strings", "stop_token_ids"]
+    keywords = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    for name in ("ignore_eos", "include_stop_in_output"):
+        if getattr(arguments, name):
+            keywords[name] = True
+    if arguments.logit_bias:
+        keywords["logit_bias"] = dict(_parse_bias(text) for text in arguments.logit_bias)
+    shape = [keywords.get(flag[2:].replace("-", "_"), 0) for flag, _, _ in SHAPE]
+    check_tree_shape(*shape)
+    return keywords
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """Parse a tree shape like 5/8/32.
+
+    Raises: ConfigError.
+    """
+    parts = text.split("/")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"{text!r} is no tree shape, expected steps/topk/nodes as in 5/8/32")
+    num_steps, topk, num_draft_tokens = map(int, parts)
+    check_tree_shape(num_steps, topk, num_draft_tokens)
+    return {"num_steps": num_steps, "topk": topk, "num_draft_tokens": num_draft_tokens}
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise ConfigError(f"--logit-bias is {text!r}, expected ID=VALUE as in 42=-100") from None
