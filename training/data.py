@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+SHORT_LENGTH, LONG_LENGTH = 1024, 2048
+
 
 def load_tokens(path: Path, device: torch.device) -> Tensor:
     """Load a flat uint16 file of token ids as one int32 tensor."""
@@ -30,3 +32,14 @@ def iterate_chunks(tokens: Tensor, *, length: int, batch_size: int, seed: int) -
             raise ValueError(f"{len(tokens)} tokens are too few for {batch_size} x {length}")
         for batch in starts[: len(starts) // batch_size * batch_size].split(batch_size):
             yield tokens[batch[:, None] + within].long()
+
+
+def training_pairs(
+    tokens: Tensor, *, tokens_per_step: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and next tokens, [B, T] each; every fourth batch has T = 2048, others 1024."""
+    batch_size = max(1, tokens_per_step // LONG_LENGTH)
+    chunks = iterate_chunks(tokens, length=LONG_LENGTH + 1, batch_size=batch_size, seed=seed)
+    for step, chunk in enumerate(chunks):
+        length = LONG_LENGTH if step % 4 == 3 else SHORT_LENGTH
+        yield chunk[:, :-1].reshape(-1, length), chunk[:, 1:].reshape(-1, length)

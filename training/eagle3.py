@@ -104,10 +104,12 @@ def attend_with_diagonals(
     scores = q.flatten(2, 3) @ k0.transpose(-1, -2)
     scores = scores.view(*q.shape[:4], r)
     future = torch.ones(r, r, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(future, float("-inf"))
+    scores = scores.masked_fill_(future, float("-inf"))
     diagonal = q.new_full((*q.shape[:4], DIAGONAL_SLOTS - len(step_k)), float("-inf"))
     diagonals = [(q * k[:, :, None]).sum(-1, keepdim=True).to(q.dtype) for k in step_k]
-    weights = torch.cat([scores, *diagonals, diagonal], dim=-1).softmax(-1).to(v0.dtype)
+    scores = torch.cat([scores, *diagonals, diagonal], dim=-1)
+    with torch.autocast(q.device.type, enabled=False):  # it would write the weights as float32
+        weights = scores.softmax(-1)
     out = (weights[..., :r].flatten(2, 3) @ v0).view(q.shape)
     for i, v in enumerate(step_v):
         out = out + weights[..., r + i, None] * v[:, :, None]
@@ -120,7 +122,7 @@ def drafted_hidden_states(
     """Run the training-time test: draft `num_steps` tokens from every position at once.
 
     Args:
-        embeds: [B, R + num_steps, hidden_size]; entry p is the embedding of token p + 1.
+        embeds: [B, R + num_steps - 1 or more, hidden_size]; entry p embeds token p + 1.
         features: [B, R, num_aux * hidden_size]; entry p is the target's feature at position p.
     Returns: num_steps tensors [B, R, hidden_size]; row r of step j predicts token r + j + 2.
     """

@@ -28,13 +28,19 @@ class LoopConfig:
     log_every: int = 200
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, num_steps: int, learning_rate: float) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    num_steps: int,
+    learning_rate: float,
+    tokens_per_step: int = 65536,
+) -> None:
     """Add the options that every training script has."""
     parser.add_argument("--data-dir", type=Path, default=Path("training/data"))
     parser.add_argument("--num-steps", type=int, default=num_steps)
     parser.add_argument("--max-seconds", type=float, default=float("inf"))
     parser.add_argument("--learning-rate", type=float, default=learning_rate)
-    parser.add_argument("--tokens-per-step", type=int, default=65536)
+    parser.add_argument("--tokens-per-step", type=int, default=tokens_per_step)
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -56,11 +62,6 @@ def pick_device() -> torch.device:
 def autocast(device: torch.device) -> torch.autocast:
     """Return the bf16 context that all training runs in."""
     return torch.autocast(device.type, dtype=torch.bfloat16)
-
-
-def is_long_step(step: int) -> bool:
-    """Every fourth step trains on sequences of 2048 tokens, the others on 1024."""
-    return step % 4 == 3
 
 
 def make_optimizer(module: nn.Module, config: LoopConfig) -> torch.optim.AdamW:

@@ -143,12 +143,18 @@ class LlamaForCausalLM(nn.Module):
 
 
 def init_weights(module: nn.Module, *, num_residual_writes: int) -> None:
-    """Draw matrices from N(0, 0.02^2), smaller where they write to the residual stream."""
+    """Draw matrices from N(0, 1 / inputs), smaller where they write to the residual stream.
+
+    The embedding and the head start at 0.02: every token about equally likely.
+    """
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2:
             continue
-        writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        std = 0.02 / math.sqrt(num_residual_writes) if writes_residual else 0.02
+        std = parameter.shape[1] ** -0.5
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            std = 0.02
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= math.sqrt(num_residual_writes)
         nn.init.normal_(parameter, std=std)
 
 
