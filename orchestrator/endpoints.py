@@ -1,0 +1,175 @@
+"""Keep a session with every worker of a role: look names up, connect, connect again.
+
+A name stands for all its addresses, so that `--scale` of a role is noticed within
+`resolve_interval_s`. gRPC's own resolver is not used: it looks again only when a connection fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+
+from orchestrator.workers import Role, Worker, run_session, shake_hands
+from shared.errors import ConfigError, CoppiceError
+from shared.rpc.channel import open_channel
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_WAIT = wait_exponential_jitter(initial=0.1, max=2.0, jitter=0.1)
+# A session that ended sooner counts as a failed attempt to connect.
+_MIN_SESSION_S = 1.0
+
+Lookup = Callable[[str, int], Awaitable[set[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """HOST:PORT as configured; the host may be a name."""
+
+    host: str
+    port: int
+
+
+def parse_endpoints(value: str, *, option: str) -> tuple[Endpoint, ...]:
+    """Parse comma-separated HOST:PORT entries.
+
+    Raises: ConfigError naming the option and the entry.
+    """
+    endpoints = []
+    for entry in filter(None, (part.strip() for part in value.split(","))):
+        host, _, port = entry.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ConfigError(f"{option} holds {entry!r}, expected HOST:PORT[,HOST:PORT...]")
+        endpoints.append(Endpoint(host.strip("[]"), int(port)))
+    return tuple(endpoints)
+
+
+async def lookup(host: str, port: int) -> set[str]:
+    """Return every address of a host as HOST:PORT, empty while the name is unknown."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {
+        f"[{sockaddr[0]}]:{port}" if family == socket.AF_INET6 else f"{sockaddr[0]}:{port}"
+        for family, _, _, _, sockaddr in found
+    }
+
+
+class WorkerEndpoints:
+    """Sessions with all workers of one role.
+
+    Args:
+        on_open: Told of a worker that may be used; returns why it may not be, or "".
+        on_lost: Told of each worker, accepted or not, when its session has ended.
+        lookup: Finds the addresses of a name.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        endpoints: tuple[Endpoint, ...],
+        *,
+        resolve_interval_s: float,
+        on_open: Callable[[Worker], str],
+        on_lost: Callable[[Worker], None],
+        lookup: Lookup = lookup,
+    ) -> None:
+        self._role = role
+        self._endpoints = endpoints
+        self._interval_s = resolve_interval_s
+        self._on_open = on_open
+        self._on_lost = on_lost
+        self._lookup = lookup
+        self._sessions: dict[str, asyncio.Task[None]] = {}
+        self._workers: dict[str, Worker] = {}
+
+    @property
+    def is_configured(self) -> bool:
+        """Return whether there is any endpoint."""
+        return bool(self._endpoints)
+
+    async def run(self) -> None:
+        """Follow the names until cancelled."""
+        try:
+            while True:
+                await self._resolve()
+                await asyncio.sleep(self._interval_s)
+        finally:
+            for task in self._sessions.values():
+                task.cancel()
+            await asyncio.gather(*self._sessions.values(), return_exceptions=True)
+
+    async def _resolve(self) -> None:
+        """Start a session with every new address; let go of idle ones that vanished."""
+        found = await asyncio.gather(
+            *(self._lookup(endpoint.host, endpoint.port) for endpoint in self._endpoints)
+        )
+        wanted = set().union(*found)
+        for address in wanted - self._sessions.keys():
+            logger.info("found %s %s", self._role.name, address)
+            self._sessions[address] = asyncio.create_task(self._maintain(address))
+        if not all(found):
+            return  # a name service that fails must not end sessions
+        for address in list(self._sessions):
+            worker = self._workers.get(address)
+            if worker is not None:
+                worker.is_vanished = address not in wanted
+            if address not in wanted and (worker is None or not worker.num_own_requests):
+                logger.info("%s %s is gone from the name service", self._role.name, address)
+                self._sessions.pop(address).cancel()
+
+    async def _maintain(self, address: str) -> None:
+        """Connect to one address again and again, with backoff while it does not answer."""
+        while True:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type((grpc.aio.AioRpcError, CoppiceError, OSError)),
+                wait=_RECONNECT_WAIT,
+                before_sleep=self._log_attempt(address),
+                reraise=True,
+            ):
+                with attempt:
+                    await self._run_once(address)
+
+    async def _run_once(self, address: str) -> None:
+        channel = open_channel(address)
+        loop = asyncio.get_running_loop()
+        try:
+            worker = await shake_hands(self._role, channel, address)
+            self._workers[address] = worker
+            opened = loop.time()
+            try:
+                await run_session(self._role, channel, worker, lambda: self._open(worker))
+            finally:
+                del self._workers[address]
+                self._on_lost(worker)
+        finally:
+            await channel.close()
+        if loop.time() - opened < _MIN_SESSION_S:
+            raise ConnectionError("the session ended at once")
+
+    def _open(self, worker: Worker) -> None:
+        problem = self._on_open(worker)
+        if problem:
+            logger.error("%s %s is refused: %s", self._role.name, worker.address, problem)
+        else:
+            logger.info("%s %s serves %s", self._role.name, worker.address, worker.info.model)
+
+    def _log_attempt(self, address: str) -> Callable[[RetryCallState], None]:
+        def log(state: RetryCallState) -> None:
+            level = logging.INFO if state.attempt_number == 1 else logging.DEBUG
+            error = state.outcome.exception() if state.outcome else None
+            logger.log(level, "%s %s does not answer: %s", self._role.name, address, _brief(error))
+
+        return log
+
+
+def _brief(error: BaseException | None) -> str:
+    return error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -1,0 +1,86 @@
+"""What one request reports at its end: speculation statistics and timings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.generation import SpeculationStats, Timings
+from shared.types import AcceptedPath
+
+
+class Meter:
+    """Counts the rounds of one request and the time that they take."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._admitted: float | None = None
+        self._first_token: float | None = None
+        self._draft_wait_s = 0.0
+        self._verify_s = 0.0
+        self._accepted: Counter[int] = Counter()
+        self._num_draft_tokens = 0
+        self._num_root_only = 0
+        self._num_moved = 0
+
+    def admitted(self) -> None:
+        """Note the end of queueing; later calls change nothing."""
+        self._admitted = self._admitted or self._loop.time()
+
+    def sent(self) -> None:
+        """Note that output left; later calls change nothing."""
+        self._first_token = self._first_token or self._loop.time()
+
+    @contextmanager
+    def draft_wait(self) -> Iterator[None]:
+        """Measure the wait for a tree."""
+        started = self._loop.time()
+        yield
+        self._draft_wait_s += self._loop.time() - started
+
+    @contextmanager
+    def verify(self) -> Iterator[None]:
+        """Measure a verification; one that failed does not count."""
+        started = self._loop.time()
+        yield
+        self._verify_s += self._loop.time() - started
+
+    def count(self, path: AcceptedPath) -> None:
+        """Count a verify round; prefills (round 0) are not counted."""
+        if path.round_idx == 0:
+            return
+        self._accepted[path.num_accepted_drafts] += 1
+        self._num_draft_tokens += path.num_draft_tokens - 1
+        self._num_root_only += path.num_draft_tokens == 1
+        self._num_moved += path.accept_index != tuple(range(len(path.accept_index)))
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Return the statistics of all rounds so far."""
+        accepted = self._accepted
+        return SpeculationStats(
+            num_rounds=accepted.total(),
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_drafts=sum(drafts * rounds for drafts, rounds in accepted.items()),
+            accept_length_histogram=tuple(
+                accepted[drafts] for drafts in range(max(accepted, default=-1) + 1)
+            ),
+            num_root_only_rounds=self._num_root_only,
+            num_moved_rounds=self._num_moved,
+        )
+
+    @property
+    def timings(self) -> Timings:
+        """Return where the time went so far."""
+        now = self._loop.time()
+        num_rounds = max(1, self._accepted.total())
+        return Timings(
+            queue_ms=((self._admitted or now) - self._started) * 1e3,
+            time_to_first_token_ms=((self._first_token or now) - self._started) * 1e3,
+            total_ms=(now - self._started) * 1e3,
+            mean_draft_wait_ms=self._draft_wait_s / num_rounds * 1e3,
+            mean_verify_ms=self._verify_s / num_rounds * 1e3,
+        )

@@ -1,0 +1,84 @@
+"""Which workers belong together: same model, same tokens, the features that a draft needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.types import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """What two targets must share so that a request can move between them and stay exact."""
+
+    model_hash: str
+    dtype: str
+    device_type: str
+
+    @classmethod
+    def of(cls, info: WorkerInfo) -> ModelIdentity:
+        """Return the identity of a target."""
+        return cls(
+            model_hash=info.model_hash,
+            dtype=info.dtype,
+            device_type=info.device.partition(":")[0],
+        )
+
+
+def target_problem(info: WorkerInfo, *, tokenizer_hash: str, others: ModelIdentity | None) -> str:
+    """Say why a target must not be used, or "".
+
+    Args:
+        tokenizer_hash: Of the orchestrator's own tokenizer, "" if it has none.
+        others: Identity of the targets already in use.
+    """
+    if info.kind != "target":
+        return f"it is a {info.kind!r} worker; list it under --drafts"
+    if tokenizer_hash and info.tokenizer_hash and tokenizer_hash != info.tokenizer_hash:
+        return (
+            f"its tokenizer {info.tokenizer_hash[:12]} is not the orchestrator's "
+            f"{tokenizer_hash[:12]}; start both with the same --model"
+        )
+    identity = ModelIdentity.of(info)
+    if others is not None and identity != others:
+        return (
+            f"it serves {identity}, the targets in use serve {others}; requests could not move "
+            "between them"
+        )
+    return ""
+
+
+def draft_problem(draft: WorkerInfo) -> str:
+    """Say why a worker is no draft at all, or ""."""
+    return "it is a target; list it under --targets" if draft.kind == "target" else ""
+
+
+def pair_problem(target: WorkerInfo, draft: WorkerInfo) -> str:
+    """Say why this draft cannot draft for this target, or ""."""
+    if draft.vocab_size != target.vocab_size:
+        return (
+            f"the draft's vocabulary has {draft.vocab_size} ids, the target's {target.vocab_size}; "
+            "use a draft of the same vocabulary"
+        )
+    hashes = draft.tokenizer_hash, target.tokenizer_hash
+    if all(hashes) and hashes[0] != hashes[1]:
+        return (
+            f"the draft's tokenizer {hashes[0][:12]} is not the target's {hashes[1][:12]}; "
+            "use a draft of the same tokenizer"
+        )
+    needs, has = draft.features, target.features
+    if not needs.width:
+        return ""
+    if not has.width:
+        return "the target captures no features; start it with the draft's checkpoint"
+    if needs.layer_ids != has.layer_ids:
+        return (
+            f"the draft needs features of layers {list(needs.layer_ids)}, the target captures "
+            f"{list(has.layer_ids)}; start the target with the draft's checkpoint"
+        )
+    if needs.width != has.width or needs.dtype not in ("", has.dtype):
+        return (
+            f"the draft needs feature rows of {needs.width} x {needs.dtype or 'any dtype'}, the "
+            f"target sends {has.width} x {has.dtype}; start both with the same two checkpoints"
+        )
+    return ""

@@ -1,0 +1,266 @@
+"""All workers, and who serves whom: a target by load, a draft that fits it.
+
+Requests wait here, not on a worker: they go to whichever target has room first, by priority.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from orchestrator.pairing import ModelIdentity, draft_problem, pair_problem, target_problem
+from orchestrator.workers import Worker
+from shared.errors import UnavailableError
+from shared.types import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+# Requests sent to a target that it has not admitted yet; enough to fill its next batch of prefills.
+_MAX_OPENING = 16
+_MAX_SESSIONS = 65536
+_RECHECK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a request asks of a target.
+
+    Args:
+        num_tokens: Prompt and output so far.
+        context_len: Tokens that the target must be able to hold.
+        is_running: It has output already and was moved: it goes before new requests.
+        wants_room: It was retracted: the target must have pages for it before it comes back.
+        identity: The model that it started on; None for a new request.
+        avoid: Addresses that failed it, used only if there are no others.
+    """
+
+    request_id: str
+    num_tokens: int
+    context_len: int
+    priority: int = 0
+    session_id: str = ""
+    wants_draft: bool = False
+    is_running: bool = False
+    wants_room: bool = False
+    identity: ModelIdentity | None = None
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Waiter:
+    need: Need
+    order: int
+    chosen: asyncio.Future[Worker] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        return (not self.need.is_running, -self.need.priority, self.order)
+
+
+class WorkerPool:
+    """Workers with open sessions, and the requests that wait for one.
+
+    Args:
+        tokenizer_hash: Of the orchestrator's own tokenizer, "" if it has none.
+        on_change: Called when workers come, go or change their readiness.
+    """
+
+    def __init__(
+        self, *, tokenizer_hash: str = "", on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        self._tokenizer_hash = tokenizer_hash
+        self._on_change = on_change
+        self._targets: list[Worker] = []
+        self._drafts: list[Worker] = []
+        self._refused: list[Worker] = []
+        self._waiters: list[_Waiter] = []
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._order = itertools.count()
+        self.pair_problems: dict[tuple[str, str], str] = {}
+
+    def open_target(self, worker: Worker) -> str:
+        """Take a target into use; return why it must not be, or ""."""
+        problem = target_problem(
+            worker.info,
+            tokenizer_hash=self._tokenizer_hash,
+            others=ModelIdentity.of(self._targets[0].info) if self._targets else None,
+        )
+        return self._open(worker, self._targets, problem)
+
+    def open_draft(self, worker: Worker) -> str:
+        """Take a draft into use; return why it must not be, or ""."""
+        return self._open(worker, self._drafts, draft_problem(worker.info))
+
+    def lose(self, worker: Worker) -> None:
+        """Forget a worker whose session has ended; one that was refused because of it may serve."""
+        for group in (self._targets, self._drafts, self._refused):
+            if worker in group:
+                group.remove(worker)
+        for refused in list(self._refused):
+            self._refused.remove(refused)
+            open_worker = self.open_target if refused.info.kind == "target" else self.open_draft
+            open_worker(refused)
+        self._workers_changed()
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether any target takes requests."""
+        return any(worker.is_available for worker in self._targets)
+
+    @property
+    def can_speculate(self) -> bool:
+        """Return whether some draft fits some target."""
+        return any(
+            not pair_problem(target.info, draft.info)
+            for target in self._targets
+            for draft in self._drafts
+        )
+
+    @property
+    def model(self) -> WorkerInfo | None:
+        """Return what is served: the info of the target with the longest context, None if none."""
+        infos = [worker.info for worker in self._targets if worker.is_available]
+        return max(infos, key=lambda info: info.max_context_len, default=None)
+
+    async def acquire_target(self, need: Need, *, patience_s: float) -> Worker:
+        """Wait for a target with room; the request counts as opening there from now on.
+
+        Args:
+            patience_s: How long there may be no target at all that could ever take it.
+        Raises: UnavailableError when patience is at its end.
+        """
+        waiter = _Waiter(need=need, order=next(self._order))
+        self._waiters.append(waiter)
+        self._dispatch()
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + patience_s
+        try:
+            while not waiter.chosen.done():
+                if self._candidates(need):
+                    give_up = loop.time() + patience_s
+                elif loop.time() >= give_up:
+                    raise UnavailableError(
+                        "no target worker is ready for this request; try again later"
+                    )
+                await asyncio.wait([waiter.chosen], timeout=_RECHECK_S)
+        except asyncio.CancelledError:
+            if waiter.chosen.done():
+                waiter.chosen.result().opening.discard(need.request_id)
+                self._dispatch()
+            raise
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+        return waiter.chosen.result()
+
+    def pick_draft(self, target: Worker, avoid: frozenset[str] = frozenset()) -> Worker | None:
+        """Return the least loaded draft that fits the target and has room, if there is one."""
+        drafts = [
+            draft
+            for draft in self._drafts
+            if draft.is_available
+            and not draft.load.num_waiting
+            and not pair_problem(target.info, draft.info)
+        ]
+        return min(
+            drafts,
+            key=lambda draft: (draft.address in avoid, draft.num_requests, -draft.free_share),
+            default=None,
+        )
+
+    def _open(self, worker: Worker, group: list[Worker], problem: str) -> str:
+        twin = next((w for w in group if w.info.incarnation == worker.info.incarnation), None)
+        if twin is not None:
+            problem = f"it is the same process as {twin.address}"
+        worker.on_load = self._load_changed
+        if problem:
+            self._refused.append(worker)
+        else:
+            group.append(worker)
+        self._workers_changed()
+        return problem
+
+    def _workers_changed(self) -> None:
+        pairs = {
+            (target.address, draft.address): problem
+            for target in self._targets
+            for draft in self._drafts
+            if (problem := pair_problem(target.info, draft.info))
+        }
+        for (target_address, draft_address), problem in pairs.items():
+            if (target_address, draft_address) not in self.pair_problems:
+                logger.error(
+                    "draft %s cannot draft for target %s: %s",
+                    draft_address,
+                    target_address,
+                    problem,
+                )
+        self.pair_problems = pairs
+        self._load_changed()
+
+    def _load_changed(self) -> None:
+        self._dispatch()
+        self._on_change()
+
+    def _dispatch(self) -> None:
+        """Send waiting requests to targets with room, first come first served within a priority."""
+        reserved: set[str] = set()
+        for waiter in sorted(self._waiters, key=lambda waiter: waiter.rank):
+            worker = self._choose(waiter.need, reserved)
+            if worker is not None:
+                worker.opening.add(waiter.need.request_id)
+                waiter.chosen.set_result(worker)
+                self._waiters.remove(waiter)
+            elif waiter.need.is_running:
+                # What frees up goes to the one that lost its place, not to newcomers.
+                reserved.update(worker.address for worker in self._candidates(waiter.need))
+
+    def _candidates(self, need: Need) -> list[Worker]:
+        return [
+            worker
+            for worker in self._targets
+            if worker.is_available
+            and need.context_len <= worker.info.max_context_len
+            and need.identity in (None, ModelIdentity.of(worker.info))
+        ]
+
+    def _choose(self, need: Need, reserved: set[str]) -> Worker | None:
+        workers = [
+            worker
+            for worker in self._candidates(need)
+            if worker.address not in reserved and _has_room(worker, need)
+        ]
+        if not workers:
+            return None
+        favourite = self._sessions.get(need.session_id)
+
+        def cost(worker: Worker) -> tuple[bool, bool, bool, int, float]:
+            return (
+                worker.address in need.avoid,
+                need.wants_draft and self.pick_draft(worker) is None,
+                favourite is not None and worker.address != favourite,
+                worker.num_requests,
+                -worker.free_share,
+            )
+
+        best = min(workers, key=cost)
+        if need.session_id:
+            self._sessions[need.session_id] = best.address
+            self._sessions.move_to_end(need.session_id)
+            if len(self._sessions) > _MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return best
+
+
+def _has_room(worker: Worker, need: Need) -> bool:
+    if len(worker.opening) >= _MAX_OPENING:
+        return False
+    if not need.wants_room or not worker.num_own_requests:
+        return True
+    return worker.num_free_tokens >= need.num_tokens + worker.info.page_size

@@ -1,0 +1,105 @@
+"""What one client gets: PromptInfo once, deltas, FinishInfo once, in this order."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from orchestrator.meter import Meter
+from orchestrator.output import Output
+from orchestrator.tokenizer import Tokenizer
+from orchestrator.validation import GenerationRequest
+from shared.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
+from shared.types import AcceptedPath, FinishReason
+
+
+class Reply:
+    """Events of one request, and whether its output is complete.
+
+    Args:
+        tokenizer: None if the model has none: then there is no text.
+    """
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        self.events: asyncio.Queue[GenerateEvent | None] = asyncio.Queue()
+        self.meter = Meter()
+        self._request = request
+        self._num_output = 0
+        self._num_cached_tokens: int | None = None
+        wants_text = bool(request.stop_strings) or not request.omit_text
+        self._output = Output(
+            detokenizer=tokenizer.detokenizer(request.prompt_ids)
+            if tokenizer is not None and wants_text
+            else None,
+            stop_strings=request.stop_strings,
+            includes_stop=request.include_stop_in_output,
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether no more tokens are wanted."""
+        return self._output.is_finished
+
+    def resume(self, *, stop_token_ids: frozenset[int], max_new_tokens: int) -> None:
+        """Take the output that the client already holds; it may be all there is."""
+        resume_ids = self._request.resume_ids
+        self._output.resume(resume_ids, stop_token_ids)
+        self._num_output = len(resume_ids)
+        if not self.is_finished and self._num_output >= max_new_tokens:
+            self._output.end(self._reason_of_length())  # its last text was sent with its last token
+
+    def admitted(self, model: str, num_cached_tokens: int) -> None:
+        """Say that the request is being served; said once, whatever happens to it later."""
+        self.meter.admitted()
+        if self._num_cached_tokens is not None:
+            return
+        self._num_cached_tokens = num_cached_tokens
+        self.events.put_nowait(
+            PromptInfo(
+                request_id=self._request.request_id,
+                model=model,
+                num_prompt_tokens=len(self._request.prompt_ids),
+                num_cached_tokens=num_cached_tokens,
+                seed=self._request.sampling.seed,
+            )
+        )
+
+    def extend(self, path: AcceptedPath) -> None:
+        """Send what may leave of a committed path; a stop string may end the output here."""
+        self._num_output += len(path.token_ids)
+        if path.finish_reason in (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH):
+            path = dataclasses.replace(path, finish_reason=self._reason_of_length())
+        for delta in self._output.extend(path):
+            if self._request.omit_token_ids:
+                delta = dataclasses.replace(delta, token_ids=())
+            if self._request.omit_text:
+                delta = dataclasses.replace(delta, text="", num_accepted_draft_chars=0)
+            self.meter.sent()
+            self.events.put_nowait(delta)
+
+    def finish(self, *, retries: int) -> None:
+        """Say how the request ended."""
+        self.events.put_nowait(
+            FinishInfo(
+                reason=self._output.finish_reason,
+                matched_stop=self._output.matched_stop,
+                usage=Usage(
+                    num_prompt_tokens=len(self._request.prompt_ids),
+                    num_output_tokens=self._output.num_output_tokens,
+                    num_cached_tokens=self._num_cached_tokens or 0,
+                ),
+                speculation=self.meter.speculation,
+                timings=self.meter.timings,
+                retries=retries,
+            )
+        )
+
+    def close(self) -> None:
+        """Mark the end of the events."""
+        self.events.put_nowait(None)
+
+    def _reason_of_length(self) -> FinishReason:
+        """Tell the client's limit from the context's."""
+        wanted = self._request.max_new_tokens
+        is_wanted = wanted is not None and self._num_output >= wanted
+        return FinishReason.LENGTH if is_wanted else FinishReason.CONTEXT_LENGTH

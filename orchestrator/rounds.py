@@ -1,0 +1,313 @@
+"""One request: its rounds, and its recovery when a worker lets it down.
+
+The request's tokens live here; what workers hold is a cache of them. A lost draft costs speculation
+until another one has caught up. A lost target costs a prefill of prompt + output elsewhere. Neither
+changes the output: a token is a function of the tokens before it, the parameters and the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+
+from orchestrator.draft_link import DraftLink
+from orchestrator.pairing import ModelIdentity
+from orchestrator.pool import Need, WorkerPool
+from orchestrator.reply import Reply
+from orchestrator.request_log import RequestLog
+from orchestrator.target_link import Loss, TargetGone, TargetLink
+from orchestrator.tokenizer import Tokenizer
+from orchestrator.validation import GenerationRequest
+from orchestrator.workers import Worker
+from shared.config import OrchestratorConfig
+from shared.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from shared.generation import GenerateEvent
+from shared.types import (
+    AcceptedPath,
+    FinishReason,
+    StoppingParams,
+    TargetAdmitted,
+    TargetOpen,
+    TokenTree,
+    VerifyRound,
+    WorkerInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_KILLS = 2
+"""Workers that may go down with a request in their hands before it is refused."""
+MAX_FRUITLESS_REBUILDS = 8
+_REBUILD_WAIT = wait_exponential_jitter(initial=0.05, max=1.0, jitter=0.05)
+
+
+class Generation:
+    """A request being served; one task runs it, `events` is what the client gets.
+
+    Args:
+        request: With its prompt tokenized.
+        worker_request_id: Its id on the workers, unique in the world.
+        model: What is served, as far as validation needed to know.
+        tokenizer: None if the model has none: then there is no text.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        worker_request_id: str,
+        model: WorkerInfo,
+        pool: WorkerPool,
+        config: OrchestratorConfig,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._request = request
+        self._worker_request_id = worker_request_id
+        self._model = model
+        self._pool = pool
+        self._config = config
+        self._log = RequestLog(logger, request.request_id)
+        self._reply = Reply(request, tokenizer)
+        self._tokens = [*request.prompt_ids, *request.resume_ids]
+        self._round_idx = 0
+        self._target_epoch = 0
+        self._target: TargetLink | None = None
+        self._draft = DraftLink(
+            request_id=worker_request_id,
+            shape=request.shape,
+            sampling=request.sampling,
+            pool=pool,
+            config=config,
+            log=self._log,
+        )
+        self._identity: ModelIdentity | None = None
+        self._num_rebuilds = self._num_fruitless = self._num_kills = 0
+        self._last_loss: Loss | None = None
+        self._avoid: frozenset[str] = frozenset()
+
+    @property
+    def events(self) -> asyncio.Queue[GenerateEvent | None]:
+        """Return what the client gets; None is the end."""
+        return self._reply.events
+
+    async def run(self) -> None:
+        """Serve the request to its end; `events` ends with None, whatever happens.
+
+        Raises: CoppiceError if it cannot be served.
+        """
+        try:
+            self._resume()
+            while not self._reply.is_finished:
+                try:
+                    await self._build()
+                    while not self._reply.is_finished:
+                        await self._round()
+                except TargetGone as gone:
+                    self._lose_target(gone)
+            self._reply.finish(retries=self._num_rebuilds + self._draft.num_reopened)
+        finally:
+            self._close()
+            self._reply.close()
+
+    async def _round(self) -> None:
+        """Run one round: tree -> verify -> commit -> emit -> order the next tree."""
+        self._start_round()
+        with self._reply.meter.draft_wait():
+            tree = await self._draft.tree(self._round_idx)  # None: the root alone
+        with self._reply.meter.verify():
+            path = await self._verify(tree)
+        self._commit(path)
+        self._reply.extend(path)
+        self._order_next_tree()
+
+    def _resume(self) -> None:
+        """Take the output that the client already holds; it may be all there is."""
+        if self._request.resume_ids:
+            self._reply.resume(
+                stop_token_ids=self._stop_token_ids, max_new_tokens=self._max_new_tokens
+            )
+            if self._reply.is_finished:
+                self._reply.admitted(self._model.model, 0)
+
+    def _start_round(self) -> None:
+        self._round_idx += 1
+        self._log.round_idx = self._round_idx
+
+    async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
+        """Have the target verify the tree, or only the root if it finds the tree wrong."""
+        assert self._target is not None
+        order = VerifyRound(
+            request_id=self._worker_request_id,
+            target_epoch=self._target_epoch,
+            round_idx=self._round_idx,
+            seq_len=len(self._tokens) - 1,
+            root_token_id=self._tokens[-1],
+            tree=tree,
+        )
+        try:
+            return await self._target.verify(order)
+        except InvalidArgumentError as error:
+            if tree is None:
+                raise
+            self._draft.refuse(error.message)
+            return await self._target.verify(dataclasses.replace(order, tree=None))
+
+    def _commit(self, path: AcceptedPath) -> None:
+        """Take the accepted path; from now on its tokens are part of the request."""
+        num_tokens = len(self._tokens) + len(path.token_ids)
+        is_over = path.finish_reason is not FinishReason.NONE
+        if not path.token_ids or (not is_over and path.seq_len != num_tokens - 1):
+            raise TargetGone(
+                Loss.FAILED,
+                is_kill=True,
+                detail=f"{len(path.token_ids)} tokens committed, seq_len {path.seq_len}",
+            )
+        self._tokens.extend(path.token_ids)
+        self._num_fruitless = 0
+        self._reply.meter.count(path)
+
+    def _order_next_tree(self) -> None:
+        if not self._reply.is_finished:
+            self._draft.order(
+                round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
+            )
+
+    async def _build(self) -> None:
+        """Have a target prefill the request's tokens (round 0), again and again until one does."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(TargetGone), wait=_REBUILD_WAIT
+        ):
+            with attempt:
+                try:
+                    path = await self._prefill()
+                    self._commit(path)
+                except TargetGone as gone:
+                    self._lose_target(gone)  # raises when enough is enough
+                    raise
+        self._reply.extend(path)
+        self._order_next_tree()
+
+    async def _prefill(self) -> AcceptedPath:
+        """Pick a target, open the next epoch there and wait for round 0."""
+        worker = await self._pool.acquire_target(
+            self._need(), patience_s=self._config.step_timeout_s if self._identity else 0.0
+        )
+        self._identity = ModelIdentity.of(worker.info)
+        if self._target_epoch == 0:
+            self._model = worker.info
+        self._target_epoch += 1
+        self._round_idx = self._log.round_idx = 0
+        self._target = TargetLink(
+            worker,
+            self._worker_request_id,
+            self._target_epoch,
+            step_timeout_s=self._config.step_timeout_s,
+            on_admitted=lambda admitted: self._admitted(worker, admitted),
+            on_gone=self._draft.close,  # its features came from there: no round waits for it
+        )
+        try:
+            return await self._target.open(self._target_open())
+        except ResourceExhaustedError as error:
+            if not self._is_running:
+                raise
+            raise TargetGone(Loss.NO_ROOM, detail=error.message) from error
+
+    def _admitted(self, worker: Worker, admitted: TargetAdmitted) -> None:
+        """Tell the client once, and let a draft read along while the target prefills."""
+        self._reply.admitted(self._model.model, admitted.num_cached_tokens)
+        self._draft.open(worker, self._target_epoch, self._tokens)
+
+    def _lose_target(self, gone: TargetGone) -> None:
+        """Account for lost state.
+
+        Raises: InternalError if the request has brought down too many workers, UnavailableError if
+            rebuilding it leads nowhere.
+        """
+        self._log.warning("rebuilding the request: %s", gone)
+        self._num_rebuilds += 1
+        self._num_kills += gone.is_kill
+        self._num_fruitless += gone.loss not in (Loss.RETRACTED, Loss.NO_ROOM)
+        self._last_loss = gone.loss
+        if self._target is not None:
+            if gone.loss is not Loss.RETRACTED:
+                self._avoid = frozenset({self._target.worker.address})
+            self._close()
+        if self._num_kills >= MAX_KILLS:
+            raise InternalError(
+                f"{self._num_kills} workers failed while they ran this request; it is not tried "
+                "again. The workers' logs say why",
+                reason="REQUEST_KILLED_WORKERS",
+            ) from gone
+        if self._num_fruitless > MAX_FRUITLESS_REBUILDS:
+            raise UnavailableError(
+                f"the request was rebuilt {self._num_fruitless} times without a token: {gone}",
+                reason="NO_PROGRESS",
+            ) from gone
+
+    def _close(self) -> None:
+        """Free whatever both workers hold."""
+        self._draft.close()
+        if self._target is not None:
+            self._target.close()
+            self._target = None
+
+    @property
+    def _is_running(self) -> bool:
+        return self._target_epoch > 1 or len(self._tokens) > len(self._request.prompt_ids)
+
+    @property
+    def _max_new_tokens(self) -> int:
+        """Return the most output tokens: the client's limit or what the context holds."""
+        room = self._model.max_context_len - len(self._request.prompt_ids)
+        wanted = self._request.max_new_tokens
+        return room if wanted is None else min(room, wanted)
+
+    @property
+    def _stop_token_ids(self) -> frozenset[int]:
+        eos_ids = () if self._request.ignore_eos else self._model.eos_token_ids
+        return frozenset({*eos_ids, *self._request.stop_token_ids})
+
+    def _need(self) -> Need:
+        request = self._request
+        num_prompt = len(request.prompt_ids)
+        return Need(
+            request_id=self._worker_request_id,
+            num_tokens=len(self._tokens),
+            context_len=num_prompt + self._max_new_tokens
+            if self._identity
+            else len(self._tokens) + 1,
+            priority=request.priority,
+            session_id=request.session_id,
+            wants_draft=request.shape is not None,
+            is_running=self._is_running,
+            wants_room=self._last_loss in (Loss.RETRACTED, Loss.NO_ROOM),
+            identity=self._identity,
+            avoid=self._avoid,
+        )
+
+    def _target_open(self) -> TargetOpen:
+        request = self._request
+        return TargetOpen(
+            request_id=self._worker_request_id,
+            target_epoch=self._target_epoch,
+            token_ids=tuple(self._tokens),
+            num_prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            stopping=StoppingParams(
+                max_new_tokens=self._max_new_tokens,
+                min_new_tokens=min(request.min_new_tokens, self._max_new_tokens),
+                stop_token_ids=tuple(sorted(self._stop_token_ids)),
+            ),
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            wants_features=request.shape is not None and bool(self._config.drafts),
+            priority=request.priority,
+        )

@@ -1,0 +1,115 @@
+"""GenerationService: check a request, run it, stream what it yields."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+
+import grpc.aio
+
+from coppice.v1 import generation_pb2 as pb
+from coppice.v1 import generation_pb2_grpc as pb_grpc
+from orchestrator.admission import Admission
+from orchestrator.pool import WorkerPool
+from orchestrator.rounds import Generation
+from orchestrator.shape import default_shape
+from orchestrator.tokenizer import Tokenizer
+from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
+from shared.config import OrchestratorConfig
+from shared.errors import InvalidArgumentError, UnavailableError
+from shared.rpc.convert_generation import event_to_proto
+
+
+class GenerationService(pb_grpc.GenerationServiceServicer):
+    """The public service.
+
+    Args:
+        tokenizer: None if the model has none: then prompts are token ids and there is no text.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        pool: WorkerPool,
+        admission: Admission,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._admission = admission
+        self._tokenizer = tokenizer
+        self._incarnation = secrets.token_hex(4)
+        self._serial = itertools.count()
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> None:
+        """Stream the completion of one prompt."""
+        model = self._pool.model
+        if model is None:
+            raise UnavailableError("no target worker is ready; try again later", reason="NO_TARGET")
+        limits = ModelLimits(
+            vocab_size=model.vocab_size,
+            max_context_len=model.max_context_len,
+            default_shape=default_shape(self._config, model.device),
+        )
+        parsed = parse_request(request, limits)
+        self._check_services(parsed)
+        with self._admission.admit(parsed.request_id):
+            prompt_ids = await self._tokenize(parsed)
+            generation = Generation(
+                with_prompt(parsed, prompt_ids, limits),
+                worker_request_id=f"{self._incarnation}.{next(self._serial)}.{parsed.request_id}",
+                model=model,
+                pool=self._pool,
+                config=self._config,
+                tokenizer=self._tokenizer,
+            )
+            await _stream(generation, context)
+
+    def _check_services(self, request: GenerationRequest) -> None:
+        """Refuse what this deployment cannot do."""
+        if request.requires_draft and not self._config.drafts:
+            raise UnavailableError(
+                "speculation.mode is ON, but this server has no draft worker; use AUTO",
+                reason="NO_DRAFT",
+                field="speculation.mode",
+            )
+        if request.requires_draft and self._pool.pair_problems and not self._pool.can_speculate:
+            problem = next(iter(self._pool.pair_problems.values()))
+            raise UnavailableError(
+                f"speculation.mode is ON, but no draft fits: {problem}",
+                reason="NO_DRAFT",
+                field="speculation.mode",
+            )
+        if self._tokenizer is None and (request.text is not None or request.stop_strings):
+            raise InvalidArgumentError(
+                "this model has no tokenizer.json; send token_ids and no stop strings",
+                reason="NO_TOKENIZER",
+                field="text" if request.text is not None else "stopping.stop_strings",
+            )
+
+    async def _tokenize(self, request: GenerationRequest) -> tuple[int, ...]:
+        if request.text is None:
+            return request.prompt_ids
+        assert self._tokenizer is not None
+        return await self._tokenizer.encode(request.text)
+
+
+async def _stream(
+    generation: Generation,
+    context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+) -> None:
+    """Write a generation's events; whatever ends this frees the workers."""
+    task = asyncio.create_task(generation.run())
+    try:
+        while (event := await generation.events.get()) is not None:
+            await context.write(event_to_proto(event))
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

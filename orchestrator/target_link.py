@@ -1,0 +1,171 @@
+"""A request's state on one target worker: one epoch, from open to close."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.workers import Garbled, Worker, WorkerLost
+from shared.errors import CoppiceError, StatusCode
+from shared.rpc.status import error_of
+from shared.types import (
+    AcceptedPath,
+    RequestFailure,
+    RequestRetracted,
+    TargetAdmitted,
+    TargetClose,
+    TargetOpen,
+    VerifyRound,
+)
+
+
+class Loss(enum.Enum):
+    """Why a request must be rebuilt."""
+
+    LOST = "the worker is gone"
+    MOVED = "the worker is draining"
+    SILENT = "the worker is silent"
+    FAILED = "the worker failed"
+    FORGOTTEN = "the worker does not hold this state"
+    RETRACTED = "the worker needed the room"
+    NO_ROOM = "the worker has no room"
+
+
+class TargetGone(Exception):
+    """The state on the target is lost; the request is rebuilt from its tokens.
+
+    Args:
+        is_kill: The worker went down, or went wrong, with this request in its hands.
+    """
+
+    def __init__(self, loss: Loss, *, is_kill: bool = False, detail: str = "") -> None:
+        super().__init__(f"{loss.value}{': ' + detail if detail else ''}")
+        self.loss = loss
+        self.is_kill = is_kill
+
+
+class TargetLink:
+    """Talks to one target about one request; one message is unanswered at a time.
+
+    Args:
+        step_timeout_s: A target that shows no progress for so long is given up.
+        on_admitted: Called once, when the target holds pages for the request.
+        on_gone: Called when the state there is lost, whether or not a reply is awaited.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        request_id: str,
+        target_epoch: int,
+        *,
+        step_timeout_s: float,
+        on_admitted: Callable[[TargetAdmitted], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self.worker = worker
+        self.target_epoch = target_epoch
+        self._request_id = request_id
+        self._step_timeout_s = step_timeout_s
+        self._on_admitted = on_admitted
+        self._on_gone = on_gone
+        self._awaited_round = -1
+        self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
+        self._gone: Exception | None = None
+        self._is_admitted = False
+        worker.attach(request_id, self)
+
+    async def open(self, message: TargetOpen) -> AcceptedPath:
+        """Have the request prefilled; return round 0.
+
+        A request may wait there for others to finish: only a target without progress is given up.
+        """
+        return await self._ask(message, round_idx=0, counts_progress=True)
+
+    async def verify(self, message: VerifyRound) -> AcceptedPath:
+        """Have a tree (or the root alone) verified and committed."""
+        return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
+
+    def close(self) -> None:
+        """Free whatever the target holds; a no-op there if it is gone already."""
+        self.worker.send(TargetClose(request_id=self._request_id, target_epoch=self.target_epoch))
+        self.worker.detach(self._request_id, self)
+
+    def receive(self, message: Any) -> None:
+        """Take a reply, or the news that none will come."""
+        match message:
+            case TargetAdmitted() if message.target_epoch == self.target_epoch:
+                self._admit(message)
+            case AcceptedPath() if message.target_epoch == self.target_epoch:
+                if message.round_idx == self._awaited_round:
+                    self._admit(None)
+                    self._settle(message)
+            case RequestRetracted() if message.target_epoch == self.target_epoch:
+                self._fail(TargetGone(Loss.RETRACTED))
+            case RequestFailure() if message.target_epoch == self.target_epoch:
+                self._fail(self._error_of(message))
+            case Garbled():
+                self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
+            case WorkerLost():
+                loss = Loss.MOVED if message.is_clean else Loss.LOST
+                is_kill = self._is_admitted and self._is_waiting and not message.is_clean
+                self._fail(TargetGone(loss, is_kill=is_kill))
+
+    async def _ask(
+        self, message: TargetOpen | VerifyRound, *, round_idx: int, counts_progress: bool
+    ) -> AcceptedPath:
+        if self._gone is not None:
+            raise self._gone
+        loop = asyncio.get_running_loop()
+        self._awaited_round = round_idx
+        self._reply = loop.create_future()
+        self.worker.send(message)
+        asked = loop.time()
+        while not self._reply.done():
+            since = max(asked, self.worker.last_progress) if counts_progress else asked
+            remaining = since + self._step_timeout_s - loop.time()
+            if remaining <= 0:
+                raise TargetGone(Loss.SILENT, is_kill=True)
+            await asyncio.wait([self._reply], timeout=remaining)
+        reply = self._reply.result()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def _admit(self, message: TargetAdmitted | None) -> None:
+        if not self._is_admitted:
+            self._is_admitted = True
+            self.worker.opening.discard(self._request_id)
+            self._on_admitted(
+                message
+                or TargetAdmitted(request_id=self._request_id, target_epoch=self.target_epoch)
+            )
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._reply is not None and not self._reply.done()
+
+    def _settle(self, reply: AcceptedPath | Exception) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, TargetGone):
+            self._gone = error
+            self._on_gone()
+        self._settle(error)
+
+    def _error_of(self, failure: RequestFailure) -> Exception:
+        """Tell what ends this state from what the request itself got wrong."""
+        error: CoppiceError = error_of(failure)
+        match failure.code:
+            case StatusCode.NOT_FOUND | StatusCode.FAILED_PRECONDITION:
+                return TargetGone(Loss.FORGOTTEN, detail=error.message)
+            case StatusCode.UNAVAILABLE:
+                return TargetGone(Loss.MOVED, detail=error.message)
+            case StatusCode.INVALID_ARGUMENT | StatusCode.RESOURCE_EXHAUSTED:
+                return error
+            case _:
+                return TargetGone(Loss.FAILED, is_kill=True, detail=error.message)

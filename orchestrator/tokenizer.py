@@ -1,0 +1,193 @@
+"""Text <-> token ids with the target's tokenizer.json, and nothing but `tokenizers`.
+
+Detokenizing is incremental: a token's text is known only when its last UTF-8 byte has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+
+from shared.errors import ConfigError
+
+# Longer prompts are encoded in a thread; encode_batch releases the interpreter lock there.
+_THREAD_CHARS = 4096
+# A character has at most 4 bytes, so this many prompt tokens hold whatever reaches into the output.
+_CONTEXT_TOKENS = 4
+_MAX_CONTEXT_TOKENS = 48
+# Bound on tokens without text when a decoder never settles (endless invalid UTF-8).
+_MAX_UNSETTLED_TOKENS = 24
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one output into text, token by token."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the text of every token pushed is known."""
+        ...
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes, "" if none yet."""
+        ...
+
+    def flush(self) -> str:
+        """Return what is left at the end of the output."""
+        ...
+
+
+class Tokenizer:
+    """The tokenizer of the target model.
+
+    Args:
+        path: A tokenizer.json.
+    Raises: ConfigError if it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
+        # Settings of training runs; a prompt must never be cut silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes_of: dict[int, bytes] = {}
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Tokenize a prompt; special tokens are added as the tokenizer's template says."""
+        if len(text) < _THREAD_CHARS:
+            return self._encode(text)
+        return await asyncio.to_thread(self._encode, text)
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """Return a detokenizer of what follows the prompt.
+
+        The end of the prompt decides about a leading space, and may hold half a character.
+        """
+        if self._is_byte_level:
+            return _ByteLevelDetokenizer(self._token_bytes, prompt_ids[-_CONTEXT_TOKENS:])
+        return _WindowDetokenizer(self.decode, prompt_ids[-_MAX_CONTEXT_TOKENS:])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of whole tokens, special ones skipped."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode_batch([text])[0].ids)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            known = self._bytes_of[token_id] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:
+            return b""
+        try:
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        except KeyError:  # an added token, spelled as it is
+            return token.encode()
+
+
+class _ByteLevelDetokenizer:
+    """Byte-level BPE: every token is a string of bytes, the output is their UTF-8 decoding."""
+
+    def __init__(self, token_bytes: _TokenBytes, prompt_ids: Sequence[int]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in prompt_ids:
+            self.push(token_id)
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._decoder.getstate()[0]
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)  # noqa: FBT003 - codecs' own signature
+
+
+class _WindowDetokenizer:
+    """Any decoder: decode a short window of tokens again with each new one.
+
+    The window starts one emission back, so that a decoder that treats the start of a text
+    differently (Metaspace drops a leading space) never sees the start of the output.
+    """
+
+    def __init__(self, decode: _Decode, prompt_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = _whole_end(decode, prompt_ids)
+        self._num_read = len(self._window)
+        # What the prompt left unfinished is finished by the output.
+        self._text_read = decode(self._window).rstrip("�")
+        self.is_settled = True
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_unread = len(self._window) - self._num_read
+        self.is_settled = not text.endswith("�") or num_unread > _MAX_UNSETTLED_TOKENS
+        if not self.is_settled or len(text) <= len(self._text_read):
+            return ""
+        new_text = text[len(self._text_read) :]
+        del self._window[: self._num_read]
+        self._num_read = len(self._window)
+        self._text_read = self._decode(self._window)
+        return new_text
+
+    def flush(self) -> str:
+        text = self._decode(self._window)[len(self._text_read) :]
+        self._window.clear()
+        self._num_read, self._text_read, self.is_settled = 0, "", True
+        return text
+
+
+def _whole_end(decode: _Decode, token_ids: Sequence[int]) -> list[int]:
+    """Return the shortest end of the tokens, of a few at least, that does not begin in a character.
+
+    With byte fallback a character cut in two spoils every character of the run of byte tokens.
+    """
+    for size in range(_CONTEXT_TOKENS, len(token_ids)):
+        end = list(token_ids[-size:])
+        if not decode(end).startswith("�"):
+            return end
+    return list(token_ids)
+
+
+class _TokenBytes(Protocol):
+    def __call__(self, token_id: int, /) -> bytes: ...
+
+
+class _Decode(Protocol):
+    def __call__(self, token_ids: Sequence[int], /) -> str: ...
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable bytes stand for themselves, others for 256 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHAR = _byte_of_char()

@@ -1,0 +1,272 @@
+"""One session with one worker: a stream of batched messages, from handshake to loss.
+
+A `Worker` lives as long as its stream. When the stream ends every request on it is told and the
+object is done; `endpoints.py` connects again and makes a new one, perhaps of another incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from shared.rpc import batches
+from shared.rpc.convert import from_proto
+from shared.rpc.status import from_rpc_error
+from shared.types import RequestFailure, TargetAdmitted, WorkerInfo, WorkerLoad
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+# Token ids per message; keeps a burst of long prompts below the message limit.
+_MAX_MESSAGE_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What differs between talking to a target and to a draft."""
+
+    name: str
+    service: str
+    make_stub: Callable[[grpc.aio.Channel], Any]
+    info_request: type[Any]
+    pack: Callable[[list[Any]], Any]
+    unpack: Callable[[Any], batches.Batch[Any]]
+
+
+TARGET = Role(
+    name="target",
+    service="coppice.v1.TargetService",
+    make_stub=target_pb2_grpc.TargetServiceStub,
+    info_request=target_pb2.TargetServiceGetInfoRequest,
+    pack=batches.pack_target_request,
+    unpack=batches.unpack_target_response,
+)
+DRAFT = Role(
+    name="draft",
+    service="coppice.v1.DraftService",
+    make_stub=draft_pb2_grpc.DraftServiceStub,
+    info_request=draft_pb2.DraftServiceGetInfoRequest,
+    pack=batches.pack_draft_request,
+    unpack=batches.unpack_draft_response,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Garbled:
+    """A reply about a request that could not be read."""
+
+    failure: RequestFailure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """The worker is gone.
+
+    Args:
+        is_clean: It said so first (draining), or ended the stream in order.
+    """
+
+    is_clean: bool
+
+
+class Handler(Protocol):
+    """A request's ear at one worker."""
+
+    def receive(self, message: Any) -> None:
+        """Take a reply, Garbled or WorkerLost; must not block."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Worker:
+    """A worker as requests see it: identity, load, and a way to talk.
+
+    Args:
+        address: HOST:PORT as dialled.
+        info: From the handshake; fixed for the life of the session.
+        load: As last reported.
+        last_progress: Loop time of the last sign that the engine advances.
+        is_draining: It says that it takes no more requests.
+        is_vanished: Its name no longer stands for this address.
+        opening: Requests whose open was sent and not admitted yet.
+    """
+
+    address: str
+    info: WorkerInfo
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    last_progress: float = 0.0
+    is_draining: bool = False
+    is_vanished: bool = False
+    is_lost: bool = False
+    opening: set[str] = field(default_factory=set)
+    on_load: Callable[[], None] = lambda: None
+    _handlers: dict[str, Handler] = field(default_factory=dict)
+    _outbox: list[Any] = field(default_factory=list)
+    _has_outgoing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __str__(self) -> str:
+        return f"{self.info.kind} {self.address}"
+
+    @property
+    def is_available(self) -> bool:
+        """Return whether new requests may go here."""
+        return not (self.is_draining or self.is_vanished or self.is_lost)
+
+    @property
+    def num_requests(self) -> int:
+        """Return the requests here: ours, or all that the worker reports if those are more."""
+        ours = len(self._handlers.keys() | self.opening)
+        return max(ours, self.load.num_running + self.load.num_waiting)
+
+    @property
+    def num_own_requests(self) -> int:
+        """Return this orchestrator's requests here."""
+        return len(self._handlers.keys() | self.opening)
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Return the KV slots that are free."""
+        return self.load.num_free_pages * self.info.page_size
+
+    @property
+    def free_share(self) -> float:
+        """Return the share of KV pages that is free, 0..1."""
+        return self.load.num_free_pages / self.load.num_pages if self.load.num_pages else 1.0
+
+    def attach(self, request_id: str, handler: Handler) -> None:
+        """Let a request hear what is said about it; replaces its former handler."""
+        if self.is_lost:  # meanwhile: whoever chose it could not know yet
+            handler.receive(WorkerLost(is_clean=True))
+        else:
+            self._handlers[request_id] = handler
+
+    def detach(self, request_id: str, handler: Handler) -> None:
+        """Undo `attach`, unless another handler has replaced this one."""
+        if self._handlers.get(request_id) is handler:
+            del self._handlers[request_id]
+        self.opening.discard(request_id)
+        self.on_load()
+
+    def send(self, message: Any) -> None:
+        """Queue a message; whatever is queued when the stream is free leaves as one batch."""
+        if not self.is_lost:
+            self._outbox.append(message)
+            self._has_outgoing.set()
+
+    async def take_outgoing(self) -> list[Any]:
+        """Wait for queued messages and return them, at most a message's worth."""
+        await self._has_outgoing.wait()
+        count = num_tokens = 0
+        while count < len(self._outbox) and num_tokens < _MAX_MESSAGE_TOKENS:
+            num_tokens += len(getattr(self._outbox[count], "token_ids", ()))
+            count += 1
+        taken, self._outbox = self._outbox[:count], self._outbox[count:]
+        if not self._outbox:
+            self._has_outgoing.clear()
+        return taken
+
+    def receive(self, batch: batches.Batch[Any]) -> None:
+        """Hand every message of a batch to its request."""
+        for message in batch.messages:
+            if isinstance(message, TargetAdmitted):
+                self.opening.discard(message.request_id)
+            self._deliver(message.request_id, message)
+        for failure in batch.rejected:
+            logger.warning("%s sent a malformed reply: %s", self, failure.message)
+            self._deliver(failure.request_id, Garbled(failure=failure))
+        if batch.messages or (batch.load and batch.load.num_steps != self.load.num_steps):
+            self.last_progress = asyncio.get_running_loop().time()
+        if batch.load is not None:
+            self.load = batch.load
+        self.on_load()
+
+    def lose(self, *, is_clean: bool) -> None:
+        """Tell every request that the worker is gone."""
+        self.is_lost = True
+        self._outbox.clear()
+        handlers, self._handlers = self._handlers, {}
+        for handler in handlers.values():
+            handler.receive(WorkerLost(is_clean=is_clean or self.is_draining))
+
+    def _deliver(self, request_id: str, message: Any) -> None:
+        handler = self._handlers.get(request_id)
+        if handler is not None:  # else: closed meanwhile
+            handler.receive(message)
+
+
+async def shake_hands(role: Role, channel: grpc.aio.Channel, address: str) -> Worker:
+    """Ask a worker who it is.
+
+    Raises: AioRpcError while it does not answer, InvalidArgumentError if its answer is malformed.
+    """
+    stub = role.make_stub(channel)
+    response = await stub.GetInfo(role.info_request(), timeout=HANDSHAKE_TIMEOUT_S)
+    info = from_proto(response.info)
+    now = asyncio.get_running_loop().time()
+    return Worker(address=address, info=info, load=info.load, last_progress=now)
+
+
+async def run_session(
+    role: Role, channel: grpc.aio.Channel, worker: Worker, on_open: Callable[[], None]
+) -> None:
+    """Talk to a worker until its stream ends, then tell its requests.
+
+    Args:
+        on_open: Called when the stream is open and messages may be sent.
+    """
+    call = role.make_stub(channel).Session()
+    tasks: list[asyncio.Task[None]] = []
+    is_clean = False
+    try:
+        tasks = [
+            asyncio.create_task(_write(role, call, worker)),
+            asyncio.create_task(_watch_health(role, channel, worker)),
+        ]
+        on_open()
+        async for response in call:
+            worker.receive(role.unpack(response))
+        is_clean = True
+        logger.info("%s ended the session", worker)
+    except grpc.aio.AioRpcError as error:
+        cause = from_rpc_error(error)
+        logger.warning("lost %s: %s %s", worker, error.code().name, cause.message)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        call.cancel()
+        worker.lose(is_clean=is_clean)
+
+
+async def _write(role: Role, call: Any, worker: Worker) -> None:
+    while True:
+        batch = await worker.take_outgoing()
+        try:
+            await call.write(role.pack(batch))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reading side says why
+
+
+async def _watch_health(role: Role, channel: grpc.aio.Channel, worker: Worker) -> None:
+    """Note when the worker starts to drain; one without a health service never does."""
+    watch = health_pb2_grpc.HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(service=role.service)
+    )
+    try:
+        async for response in watch:
+            is_draining = response.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            if worker.is_draining != is_draining:
+                worker.is_draining = is_draining
+                logger.info("%s %s", worker, "takes no new requests" if is_draining else "is ready")
+                worker.on_load()
+    except grpc.aio.AioRpcError:
+        return
+    finally:
+        watch.cancel()
