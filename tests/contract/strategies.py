@@ -1,0 +1,241 @@
+"""Hypothesis strategies for every value that crosses the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from shared import types
+
+request_ids = st.text(min_size=1, max_size=40)
+epochs = st.integers(0, 2**31 - 1)
+token_ids = st.integers(0, 2**31 - 1)
+counts = st.integers(0, 2**31 - 1)
+
+
+def floats(low: float, high: float, **more: Any) -> st.SearchStrategy[float]:
+    """Floats that survive the wire's float32."""
+    return st.floats(low, high, width=32, **more)
+
+
+def ids(*, min_size: int = 0, max_size: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(token_ids, min_size=min_size, max_size=max_size).map(tuple)
+
+
+sampling = st.builds(
+    types.SamplingParams,
+    temperature=floats(0, 100),
+    top_p=floats(0, 1, exclude_min=True),
+    min_p=floats(0, 1),
+    top_k=counts,
+    repetition_penalty=floats(0, 10, exclude_min=True),
+    presence_penalty=floats(-2, 2),
+    frequency_penalty=floats(-2, 2),
+    seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.dictionaries(token_ids, floats(-100, 100), max_size=5).map(
+        lambda bias: tuple(sorted(bias.items()))
+    ),
+)
+stopping = st.builds(
+    types.StoppingParams,
+    max_new_tokens=st.integers(1, 2**31 - 1),
+    min_new_tokens=counts,
+    stop_token_ids=ids(),
+)
+logprob = st.builds(
+    types.TokenLogprob,
+    token_id=token_ids,
+    logprob=floats(-1000, 0),
+    top=st.lists(st.tuples(token_ids, floats(-1000, 0)), max_size=4).map(tuple),
+)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> types.TokenTree:
+    num_nodes = draw(st.integers(1, types.MAX_TREE_NODES))
+    return types.TokenTree(
+        request_id=draw(request_ids),
+        target_epoch=draw(epochs),
+        draft_epoch=draw(epochs),
+        round_idx=draw(counts),
+        seq_len=draw(counts),
+        token_ids=draw(ids(min_size=num_nodes, max_size=num_nodes)),
+        parent_index=(-1, *(draw(st.integers(0, node)) for node in range(num_nodes - 1))),
+        cumulative_logprobs=draw(
+            st.just(())
+            | st.lists(floats(-1000, 0), min_size=num_nodes, max_size=num_nodes).map(tuple)
+        ),
+    )
+
+
+@st.composite
+def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
+    length = draw(st.integers(0, 17))
+    return types.AcceptedPath(
+        request_id=draw(request_ids),
+        target_epoch=draw(epochs),
+        round_idx=draw(counts),
+        seq_len=draw(counts),
+        accept_index=draw(ids(min_size=length, max_size=length)),
+        token_ids=draw(ids(min_size=length, max_size=length)),
+        num_accepted_drafts=draw(counts),
+        num_draft_tokens=draw(st.integers(1, 64)),
+        logprobs=draw(st.just(()) | st.lists(logprob, min_size=length, max_size=length).map(tuple)),
+        finish_reason=draw(st.sampled_from(types.FinishReason)),
+        matched_stop_token_id=draw(st.none() | token_ids),
+    )
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> types.FeatureChunk:
+    num_rows, width = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    dtype, item_bytes = draw(st.sampled_from([("float32", 4), ("float16", 2), ("bfloat16", 2)]))
+    size = num_rows * width * item_bytes
+    return types.FeatureChunk(
+        request_id=draw(request_ids),
+        target_epoch=draw(epochs),
+        start=draw(counts),
+        shape=(num_rows, width),
+        dtype=dtype,
+        data=draw(st.binary(min_size=size, max_size=size)),
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> types.TreeShape:
+    num_steps, topk = draw(st.integers(1, 16)), draw(st.integers(1, 16))
+    most = min(types.MAX_TREE_NODES, 1 + topk + (num_steps - 1) * topk**2)
+    return types.TreeShape(
+        num_steps=num_steps, topk=topk, num_draft_tokens=draw(st.integers(2, most))
+    )
+
+
+@st.composite
+def target_opens(draw: st.DrawFn) -> types.TargetOpen:
+    tokens = draw(ids(min_size=1))
+    return types.TargetOpen(
+        request_id=draw(request_ids),
+        target_epoch=draw(epochs),
+        token_ids=tokens,
+        num_prompt_tokens=draw(st.integers(1, len(tokens))),
+        sampling=draw(sampling),
+        stopping=draw(stopping),
+        logprobs=draw(st.booleans()),
+        top_logprobs=draw(st.integers(0, 20)),
+        wants_features=draw(st.booleans()),
+        priority=draw(st.integers(-(2**31), 2**31 - 1)),
+    )
+
+
+loads = st.builds(
+    types.WorkerLoad,
+    num_running=counts,
+    num_waiting=counts,
+    num_free_pages=counts,
+    num_pages=counts,
+    num_steps=st.integers(0, 2**63 - 1),
+    num_rows=st.integers(0, 2**63 - 1),
+    num_request_steps=st.integers(0, 2**63 - 1),
+    num_moved_rounds=st.integers(0, 2**63 - 1),
+)
+feature_specs = st.builds(
+    types.FeatureSpec,
+    layer_ids=ids(max_size=5),
+    width=counts,
+    dtype=st.sampled_from(["", "float32", "float16", "bfloat16"]),
+)
+infos = st.builds(
+    types.WorkerInfo,
+    incarnation=request_ids,
+    model=st.text(max_size=20),
+    model_hash=st.text(max_size=64),
+    tokenizer_hash=st.text(max_size=64),
+    vocab_size=st.integers(1, 2**31 - 1),
+    max_context_len=st.integers(1, 2**31 - 1),
+    page_size=st.integers(1, 1024),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    device=st.sampled_from(["cpu", "cuda"]),
+    features=feature_specs,
+    kind=st.sampled_from(["target", "eagle3", "standalone"]),
+    load=loads,
+    eos_token_ids=ids(max_size=3),
+    draft_window=counts,
+)
+failures = st.builds(
+    types.RequestFailure,
+    request_id=st.text(max_size=20),
+    code=st.integers(1, 16),
+    reason=st.text(max_size=20),
+    message=st.text(max_size=50),
+    field=st.text(max_size=20),
+    target_epoch=epochs,
+    draft_epoch=epochs,
+    round_idx=counts,
+)
+retractions = st.builds(
+    types.RequestRetracted, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs
+)
+verify_rounds = st.builds(
+    types.VerifyRound,
+    request_id=request_ids,
+    target_epoch=epochs,
+    round_idx=counts,
+    seq_len=counts,
+    root_token_id=token_ids,
+    tree=st.none() | trees(),
+)
+target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
+admissions = st.builds(
+    types.TargetAdmitted, request_id=request_ids, target_epoch=epochs, num_cached_tokens=counts
+)
+subscribes = st.builds(
+    types.FeatureSubscribe, request_id=request_ids, target_epoch=epochs, from_position=counts
+)
+acks = st.builds(types.FeatureAck, request_id=request_ids, target_epoch=epochs, position=counts)
+unsubscribes = st.builds(types.FeatureUnsubscribe, request_id=request_ids, target_epoch=epochs)
+draft_opens = st.builds(
+    types.DraftOpen,
+    request_id=request_ids,
+    target_epoch=epochs,
+    draft_epoch=epochs,
+    target_address=st.text(min_size=1, max_size=30),
+    token_ids=ids(min_size=1),
+    sampling=sampling,
+)
+draft_rounds = st.builds(
+    types.DraftRound,
+    request_id=request_ids,
+    target_epoch=epochs,
+    draft_epoch=epochs,
+    round_idx=counts,
+    seq_len=counts,
+    token_offset=counts,
+    token_ids=ids(),
+    shape=shapes(),
+)
+draft_closes = st.builds(types.DraftClose, request_id=request_ids, draft_epoch=epochs)
+
+BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
+    types.SamplingParams: sampling,
+    types.StoppingParams: stopping,
+    types.TokenLogprob: logprob,
+    types.TokenTree: trees(),
+    types.AcceptedPath: accepted_paths(),
+    types.RequestFailure: failures,
+    types.RequestRetracted: retractions,
+    types.WorkerLoad: loads,
+    types.WorkerInfo: infos,
+    types.TargetOpen: target_opens(),
+    types.TargetAdmitted: admissions,
+    types.VerifyRound: verify_rounds,
+    types.TargetClose: target_closes,
+    types.FeatureSpec: feature_specs,
+    types.FeatureChunk: chunks(),
+    types.FeatureSubscribe: subscribes,
+    types.FeatureAck: acks,
+    types.FeatureUnsubscribe: unsubscribes,
+    types.DraftOpen: draft_opens,
+    types.DraftRound: draft_rounds,
+    types.DraftClose: draft_closes,
+}

@@ -1,0 +1,395 @@
+"""Every value survives the wire; every malformed message is refused by the name of its field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coppice.v1 import draft_pb2, target_pb2, tree_pb2
+from shared import types
+from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
+from shared.rpc import batches
+from shared.rpc.convert import from_proto, to_proto
+from tests.contract.strategies import BY_TYPE
+
+pytestmark = pytest.mark.timeout(60)
+
+# Parts and wrappers: they have no message of their own.
+NO_MESSAGE = {types.TreeShape, types.FeatureCommand, types.FeatureFailure}
+
+
+def test_every_wire_type_is_covered() -> None:
+    declared = {
+        value
+        for value in vars(types).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+    }
+    assert set(BY_TYPE) == declared - NO_MESSAGE
+
+
+@pytest.mark.parametrize("value_type", BY_TYPE, ids=lambda value_type: value_type.__name__)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_value_survives_the_wire(value_type: type[Any], data: st.DataObject) -> None:
+    value = data.draw(BY_TYPE[value_type])
+    message = to_proto(value)
+    parsed = type(message).FromString(message.SerializeToString())
+    assert from_proto(parsed) == value
+
+
+PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any], ...]]] = {
+    "target_request": (
+        batches.pack_target_request,
+        batches.unpack_target_request,
+        (types.TargetOpen, types.VerifyRound, types.TargetClose),
+    ),
+    "target_response": (
+        batches.pack_target_response,
+        batches.unpack_target_response,
+        (
+            types.TargetAdmitted,
+            types.AcceptedPath,
+            types.RequestFailure,
+            types.RequestRetracted,
+        ),
+    ),
+    "draft_request": (
+        batches.pack_draft_request,
+        batches.unpack_draft_request,
+        (types.DraftOpen, types.DraftRound, types.DraftClose),
+    ),
+    "draft_response": (
+        batches.pack_draft_response,
+        batches.unpack_draft_response,
+        (types.TokenTree, types.RequestFailure, types.RequestRetracted),
+    ),
+    "feature_response": (
+        batches.pack_feature_response,
+        batches.unpack_feature_response,
+        (types.FeatureChunk, types.RequestFailure),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKERS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_batch_survives_in_the_order_of_its_kinds(name: str, data: st.DataObject) -> None:
+    pack, unpack, kinds = PACKERS[name]
+    messages = data.draw(st.lists(st.one_of(*(BY_TYPE[kind] for kind in kinds)), max_size=6))
+    has_load = name in ("target_response", "draft_response")
+    load = data.draw(BY_TYPE[types.WorkerLoad]) if has_load else None
+    message = pack(messages, load) if has_load else pack(messages)
+    batch = unpack(type(message).FromString(message.SerializeToString()))
+    assert batch.messages == [m for kind in kinds for m in messages if type(m) is kind]
+    assert batch.rejected == []
+    assert batch.load == load
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        types.FeatureSubscribe(request_id="a", target_epoch=1, from_position=3),
+        types.FeatureAck(request_id="a", target_epoch=1, position=7),
+        types.FeatureUnsubscribe(request_id="a", target_epoch=1),
+    ],
+)
+def test_feature_command_survives(command: Any) -> None:
+    message = batches.pack_feature_request(command)
+    assert batches.unpack_feature_request(message).messages == [command]
+
+
+def test_unknown_feature_command_is_rejected() -> None:
+    batch = batches.unpack_feature_request(target_pb2.StreamFeaturesRequest())
+    assert batch.messages == []
+    assert [failure.field for failure in batch.rejected] == ["command"]
+
+
+def _open() -> target_pb2.TargetOpen:
+    return to_proto(
+        types.TargetOpen(
+            request_id="a",
+            target_epoch=1,
+            token_ids=(1, 2, 3),
+            num_prompt_tokens=2,
+            sampling=types.SamplingParams(),
+            stopping=types.StoppingParams(max_new_tokens=4),
+        )
+    )
+
+
+def _tree() -> tree_pb2.TokenTree:
+    return to_proto(
+        types.TokenTree(
+            request_id="a",
+            target_epoch=1,
+            draft_epoch=1,
+            round_idx=1,
+            seq_len=3,
+            token_ids=(5, 6),
+            parent_index=(-1, 0),
+            cumulative_logprobs=(0.0, -1.0),
+        )
+    )
+
+
+def _verify() -> target_pb2.VerifyRound:
+    return target_pb2.VerifyRound(
+        request_id="a", target_epoch=1, round_idx=1, seq_len=3, root_token_id=5, tree=_tree()
+    )
+
+
+def _path() -> tree_pb2.AcceptedPath:
+    return to_proto(
+        types.AcceptedPath(
+            request_id="a",
+            target_epoch=1,
+            round_idx=1,
+            seq_len=4,
+            accept_index=(0,),
+            token_ids=(7,),
+            num_accepted_drafts=0,
+            num_draft_tokens=2,
+        )
+    )
+
+
+def _chunk() -> target_pb2.FeatureChunk:
+    return to_proto(
+        types.FeatureChunk(
+            request_id="a",
+            target_epoch=1,
+            start=0,
+            shape=(2, 3),
+            dtype="float32",
+            data=bytes(24),
+        )
+    )
+
+
+def _draft_open() -> draft_pb2.DraftOpen:
+    return to_proto(
+        types.DraftOpen(
+            request_id="a",
+            target_epoch=1,
+            draft_epoch=1,
+            target_address="host:1",
+            token_ids=(1,),
+            sampling=types.SamplingParams(),
+        )
+    )
+
+
+def _draft_round() -> draft_pb2.DraftRound:
+    return to_proto(
+        types.DraftRound(
+            request_id="a",
+            target_epoch=1,
+            draft_epoch=1,
+            round_idx=1,
+            seq_len=3,
+            token_offset=3,
+            token_ids=(4,),
+            shape=types.TreeShape(num_steps=3, topk=2, num_draft_tokens=4),
+        )
+    )
+
+
+def _info() -> tree_pb2.WorkerInfo:
+    return to_proto(
+        types.WorkerInfo(
+            incarnation="i",
+            model="m",
+            model_hash="h",
+            tokenizer_hash="",
+            vocab_size=10,
+            max_context_len=10,
+            page_size=1,
+            dtype="float32",
+            device="cpu",
+            features=types.FeatureSpec(),
+            kind="target",
+        )
+    )
+
+
+def _set(**fields: Any) -> Callable[[Any], None]:
+    """Set fields by dotted path, `__` for the dot; a list replaces a repeated field."""
+
+    def change(message: Any) -> None:
+        for path, value in fields.items():
+            *parents, name = path.split("__")
+            owner = message
+            for parent in parents:
+                owner = getattr(owner, parent)
+            if isinstance(value, list):
+                del getattr(owner, name)[:]
+                getattr(owner, name).extend(value)
+            else:
+                setattr(owner, name, value)
+
+    return change
+
+
+def _clear(*path: str) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        for parent in path[:-1]:
+            message = getattr(message, parent)
+        message.ClearField(path[-1])
+
+    return change
+
+
+def _set_bias(token_id: int, value: float) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        message.sampling.logit_bias[token_id] = value
+
+    return change
+
+
+MALFORMED: list[tuple[Callable[[], Any], Callable[[Any], None], str]] = [
+    (_open, _set(request_id=""), "request_id"),
+    (_open, _set(request_id="x" * 257), "request_id"),
+    (_open, _set(target_epoch=-1), "target_epoch"),
+    (_open, _set(token_ids=[]), "token_ids"),
+    (_open, _set(token_ids=[1, -2]), "token_ids"),
+    (_open, _set(num_prompt_tokens=0), "num_prompt_tokens"),
+    (_open, _set(num_prompt_tokens=4), "num_prompt_tokens"),
+    (_open, _set(top_logprobs=21), "top_logprobs"),
+    (_open, _set(top_logprobs=-1), "top_logprobs"),
+    (_open, _set(sampling__temperature=-0.5), "sampling.temperature"),
+    (_open, _set(sampling__temperature=float("nan")), "sampling.temperature"),
+    (_open, _set(sampling__temperature=float("inf")), "sampling.temperature"),
+    (_open, _set(sampling__top_p=0.0), "sampling.top_p"),
+    (_open, _set(sampling__top_p=1.5), "sampling.top_p"),
+    (_open, _set(sampling__top_p=float("nan")), "sampling.top_p"),
+    (_open, _set(sampling__min_p=-0.1), "sampling.min_p"),
+    (_open, _set(sampling__min_p=1.1), "sampling.min_p"),
+    (_open, _set(sampling__top_k=-1), "sampling.top_k"),
+    (_open, _set(sampling__repetition_penalty=0.0), "sampling.repetition_penalty"),
+    (_open, _set(sampling__presence_penalty=2.5), "sampling.presence_penalty"),
+    (_open, _set(sampling__frequency_penalty=-2.5), "sampling.frequency_penalty"),
+    (_open, _set_bias(-1, 1.0), "sampling.logit_bias"),
+    (_open, _set_bias(7, 101.0), "sampling.logit_bias[7]"),
+    (_open, _set_bias(7, float("nan")), "sampling.logit_bias[7]"),
+    (_open, _clear("stopping", "max_new_tokens"), "stopping.max_new_tokens"),
+    (_open, _set(stopping__max_new_tokens=0), "stopping.max_new_tokens"),
+    (_open, _set(stopping__min_new_tokens=-1), "stopping.min_new_tokens"),
+    (_open, _set(stopping__stop_token_ids=[-3]), "stopping.stop_token_ids"),
+    (_verify, _set(request_id=""), "request_id"),
+    (_verify, _set(round_idx=-1), "round_idx"),
+    (_verify, _set(seq_len=-1), "seq_len"),
+    (_verify, _set(root_token_id=-1), "root_token_id"),
+    (_verify, _set(tree__token_ids=[]), "tree.token_ids"),
+    (_verify, _set(tree__token_ids=[1] * 65), "tree.token_ids"),
+    (_verify, _set(tree__parent_index=[-1]), "tree.parent_index"),
+    (_verify, _set(tree__scores__cumulative_logprobs=[0.0]), "tree.scores.cumulative_logprobs"),
+    (_verify, _set(tree__request_id=""), "tree.request_id"),
+    (_tree, _set(draft_epoch=-1), "draft_epoch"),
+    (_path, _set(accept_index=[0, 1]), "accept_index"),
+    (_path, _set(accept_index=[-1]), "accept_index"),
+    (_path, _set(token_ids=[-1]), "token_ids"),
+    (_path, _set(finish_reason=99), "finish_reason"),
+    (_path, _set(num_draft_tokens=0), "num_draft_tokens"),
+    (_path, _set(num_accepted_drafts=-1), "num_accepted_drafts"),
+    (_chunk, _set(start=-1), "start"),
+    (_chunk, _clear("handle"), "handle.shape"),
+    (_chunk, _set(handle__shape=[2]), "handle.shape"),
+    (_chunk, _set(handle__shape=[0, 3]), "handle.shape"),
+    (_chunk, _set(handle__shape=[2, -3]), "handle.shape"),
+    (_chunk, _set(handle__shape=[2, 3, 1]), "handle.shape"),
+    (_chunk, _set(handle__dtype=0), "handle.dtype"),
+    (_chunk, _set(handle__dtype=77), "handle.dtype"),
+    (_chunk, _clear("handle", "inline_data"), "handle.location"),
+    (_chunk, _set(handle__inline_data=bytes(23)), "handle.inline_data"),
+    (_chunk, _set(handle__inline_data=bytes(25)), "handle.inline_data"),
+    (
+        _chunk,
+        _set(handle__shape=[1 << 18, 2], handle__inline_data=b""),
+        "handle.inline_data",
+    ),
+    (_draft_open, _set(target_address=""), "target_address"),
+    (_draft_open, _set(token_ids=[]), "token_ids"),
+    (_draft_open, _set(sampling__temperature=-1.0), "sampling.temperature"),
+    (_draft_round, _set(num_steps=0), "num_steps"),
+    (_draft_round, _set(num_steps=17), "num_steps"),
+    (_draft_round, _set(topk=17), "topk"),
+    (_draft_round, _set(num_draft_tokens=1), "num_draft_tokens"),
+    (_draft_round, _set(num_draft_tokens=65), "num_draft_tokens"),
+    (_draft_round, _set(num_steps=1, num_draft_tokens=5), "num_draft_tokens"),
+    (_draft_round, _set(token_offset=-1), "token_offset"),
+    (_info, _set(incarnation=""), "incarnation"),
+    (_info, _set(vocab_size=0), "vocab_size"),
+    (_info, _set(page_size=0), "page_size"),
+    (_info, _set(features__dtype=9), "features.dtype"),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "field"),
+    MALFORMED,
+    ids=[f"{build.__name__[1:]}-{i}-{field}" for i, (build, _, field) in enumerate(MALFORMED)],
+)
+def test_malformed_message_is_refused_by_field(
+    build: Callable[[], Any], change: Callable[[Any], None], field: str
+) -> None:
+    message = build()
+    from_proto(message)  # well-formed before the change
+    change(message)
+    with pytest.raises(InvalidArgumentError) as caught:
+        from_proto(message)
+    assert caught.value.field == field
+
+
+def test_chunk_of_more_than_a_mebibyte_is_refused() -> None:
+    num_rows = (1 << 20) // 16
+    chunk = types.FeatureChunk(
+        request_id="a",
+        target_epoch=1,
+        start=0,
+        shape=(num_rows, 4),
+        dtype="float32",
+        data=bytes(num_rows * 16),
+    )
+    assert from_proto(to_proto(chunk)) == chunk
+    larger = dataclasses.replace(chunk, shape=(num_rows + 1, 4), data=bytes(num_rows * 16 + 16))
+    with pytest.raises(InvalidArgumentError) as caught:
+        from_proto(to_proto(larger))
+    assert caught.value.field == "handle.inline_data"
+
+
+def test_malformed_tree_is_an_invalid_tree() -> None:
+    message = _tree()
+    del message.parent_index[1:]
+    with pytest.raises(InvalidTreeError):
+        from_proto(message)
+
+
+def test_one_malformed_entry_does_not_spoil_its_batch() -> None:
+    batch = target_pb2.TargetServiceSessionRequest(
+        opens=[_open(), _open()], verifies=[_verify(), _verify()]
+    )
+    batch.opens[0].request_id = "bad"
+    batch.opens[0].sampling.temperature = -1
+    del batch.verifies[1].tree.parent_index[:]
+    unpacked = batches.unpack_target_request(batch)
+    assert [type(message).__name__ for message in unpacked.messages] == [
+        "TargetOpen",
+        "VerifyRound",
+    ]
+    first, second = unpacked.rejected
+    assert (first.request_id, first.field, first.round_idx) == ("bad", "sampling.temperature", 0)
+    assert (second.request_id, second.field, second.round_idx) == ("a", "tree.parent_index", 1)
+    assert (second.reason, second.code) == ("INVALID_TREE", StatusCode.INVALID_ARGUMENT)
+    assert second.target_epoch == 1
+
+
+def test_absent_sampling_fields_take_their_defaults() -> None:
+    message = _open()
+    message.ClearField("sampling")
+    assert from_proto(message).sampling == types.SamplingParams()
