@@ -1,0 +1,332 @@
+"""The command line: what flags mean, and how mistakes are refused."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from coppice.cli import bench, generate, serve, up
+from coppice.cli.main import build_parser, main
+from coppice.cli.render import TokenPrinter, stats_rows
+from coppice.cli.request_options import parse_shape, request_keywords
+from coppice.stack import StackConfig
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.errors import ConfigError
+from shared.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
+from shared.types import FinishReason
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("COPPICE_"):
+            monkeypatch.delenv(name)
+
+
+def parse(*argv: str) -> Any:
+    arguments, extras = build_parser().parse_known_args(argv)
+    assert extras == []
+    return arguments
+
+
+def up_config(*argv: str) -> StackConfig:
+    return up.config_of(parse("up", *argv))
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "target", "--pagesize=3"], "--pagesize; did you mean --page-size?"),
+        (["up", "--num-target", "2"], "--num-target; did you mean --num-targets?"),
+        (["generate", "hi", "there"], "unexpected argument 'there'"),
+        (["serve", "targets"], "invalid choice: 'targets'"),
+    ],
+)
+def test_unknown_arguments_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["up", "--num-steps", "3", "--topk", "2", "--num-draft-tokens", "12"],
+            "--num-draft-tokens: num_draft_tokens is 12, expected at most 1 + topk + "
+            "(num_steps - 1) * topk^2 = 11; lower it, or raise topk or num_steps",
+        ),
+        (["up", "--num-draft-tokens", "65"], "--num-draft-tokens is 65, expected at most 64"),
+        (["up", "--page-size", "many"], "--page-size is 'many', expected a whole number"),
+        (["up", "--draft-model", "none", "--num-drafts", "1"], "--num-drafts needs a draft"),
+        (["serve", "orchestrator", "--num-steps", "17"], "--num-steps is 17"),
+        (["serve", "draft", "--algorithm", "none"], "--algorithm is 'none', expected one of"),
+        (["generate", "x", "--num-steps", "1", "--topk=1", "--num-draft-tokens=3"], "= 2; lower"),
+        (["generate", "x", "--logit-bias", "7"], "--logit-bias is '7', expected ID=VALUE"),
+        (["bench", "--concurrency", "1,x"], "--concurrency is '1,x'"),
+        (["bench", "--trees", "5/8"], "'5/8' is no tree shape"),
+        (["bench", "--prompts", "/none"], "cannot read --prompts /none"),
+        (["serve", "target", "--config", "/none.toml"], "cannot read the configuration file"),
+    ],
+)
+def test_impossible_options_exit_with_2_and_the_fix(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- up ---
+
+
+def test_up_without_options_runs_the_bundled_models() -> None:
+    config = up_config()
+    assert (config.num_targets, config.num_drafts) == (1, 1)
+    assert config.target == TargetConfig()
+    assert config.draft == DraftConfig()
+    assert config.orchestrator == OrchestratorConfig(host="127.0.0.1", port=50051)
+
+
+def test_up_spreads_its_options_over_the_services() -> None:
+    config = up_config(
+        *("--target-model", "/t", "--draft-model", "/d", "--algorithm", "standalone"),
+        *("--num-steps", "3", "--topk", "2", "--num-draft-tokens", "6", "--page-size", "4"),
+        *("--dtype", "float16", "--draft-dtype", "bfloat16", "--device", "cpu", "--port", "7"),
+        *("--target-gpus", "0,1", "--draft-gpus", "1", "--num-targets", "2", "--num-drafts", "3"),
+    )
+    assert config.target == TargetConfig(
+        model="/t",
+        draft_model="/d",
+        algorithm="standalone",
+        page_size=4,
+        dtype="float16",
+        device="cpu",
+    )
+    assert config.draft == DraftConfig(
+        model="/d",
+        target_model="/t",
+        algorithm="standalone",
+        page_size=4,
+        dtype="bfloat16",
+        device="cpu",
+    )
+    shape = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
+    assert config.orchestrator == OrchestratorConfig(host="127.0.0.1", port=7, model="/t", **shape)
+    assert (config.target_gpus, config.draft_gpus) == (("0", "1"), ("1",))
+    assert (config.num_targets, config.num_drafts) == (2, 3)
+
+
+def test_a_command_line_of_sglang_ports_as_it_is() -> None:
+    sglang = up_config(
+        *("--model-path", "/t", "--speculative-algorithm", "EAGLE3"),
+        *("--speculative-draft-model-path", "/d", "--speculative-num-steps", "5"),
+        *("--speculative-eagle-topk", "8", "--speculative-num-draft-tokens", "32"),
+    )
+    assert sglang == up_config(
+        *("--target-model", "/t", "--algorithm", "eagle3", "--draft-model", "/d"),
+        *("--num-steps", "5", "--topk", "8", "--num-draft-tokens", "32"),
+    )
+
+
+@pytest.mark.parametrize("argv", [("--draft-model", "none"), ("--algorithm", "none")])
+def test_up_without_a_draft(argv: tuple[str, ...]) -> None:
+    config = up_config(*argv)
+    assert config.num_drafts == 0
+    assert (config.target.draft_model, config.target.algorithm) == ("none", "none")
+
+
+def test_up_leaves_what_the_file_says_about_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "coppice.toml"
+    path.write_text(
+        "[up]\nnum_targets = 2\npage_size = 8\n"
+        "[target]\nnum_pages = 99\npage_size = 4\ndtype = 'float32'\n"
+        "[orchestrator]\nmax_num_requests = 5\n"
+    )
+    monkeypatch.setenv("COPPICE_NUM_DRAFTS", "4")
+    monkeypatch.setenv("COPPICE_CONFIG", str(path))
+    config = up_config("--num-targets", "3")
+    assert (config.num_targets, config.num_drafts) == (3, 4)
+    assert (config.target.num_pages, config.target.dtype) == (99, "float32")
+    assert (config.target.page_size, config.draft.page_size) == (8, 8)
+    assert config.orchestrator.max_num_requests == 5
+
+
+def test_serve_calls_the_service_with_its_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    class FakeServer:
+        @staticmethod
+        def main(config: Any) -> int:
+            calls.append(config)
+            return 7
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: FakeServer)
+    monkeypatch.setenv("COPPICE_PAGE_SIZE", "2")
+    assert main(["serve", "target", "--model", "/t"]) == 7
+    assert main(["serve", "draft"]) == 7
+    assert main(["serve", "orchestrator", "--targets", "a:1"]) == 7
+    assert calls == [
+        TargetConfig(model="/t", page_size=2),
+        DraftConfig(page_size=2),
+        OrchestratorConfig(targets="a:1"),
+    ]
+
+
+def test_every_role_names_a_module_with_a_main() -> None:
+    for _, module in serve.ROLES.values():
+        assert callable(importlib.import_module(module).main)
+
+
+# --- generate ---
+
+
+def test_request_flags_become_keywords() -> None:
+    arguments = parse(
+        *("generate", "hi", "--max-new-tokens", "5", "--temperature", "0.7", "--top-p", "0.9"),
+        *("--seed", "3", "--stop", "a", "--stop", "b", "--stop-token-id", "9", "--ignore-eos"),
+        *("--logit-bias", "4=-1.5", "--num-steps", "2", "--min-new-tokens", "1"),
+    )
+    assert request_keywords(arguments) == {
+        "max_new_tokens": 5,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 3,
+        "stop_strings": ["a", "b"],
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "logit_bias": {4: -1.5},
+        "num_steps": 2,
+        "min_new_tokens": 1,
+    }
+    assert request_keywords(parse("generate", "hi")) == {}
+
+
+def test_the_server_comes_from_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("generate", "hi").server == "localhost:50051"
+    monkeypatch.setenv("COPPICE_SERVER", "box:1")
+    assert parse("generate", "hi").server == "box:1"
+    assert parse("generate", "hi", "--server", "other:2").server == "other:2"
+
+
+DELTA = TokenDelta(
+    token_offset=0,
+    token_ids=(1, 2, 3),
+    text="drafted bonus",
+    num_accepted_drafts=2,
+    num_accepted_draft_chars=8,
+)
+
+
+def render(*, shows_tree: bool) -> str:
+    out = io.StringIO()
+    TokenPrinter(out, shows_tree=shows_tree).write(DELTA)
+    return out.getvalue()
+
+
+def test_drafted_text_is_coloured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert render(shows_tree=True) == "\x1b[32mdrafted \x1b[0m\x1b[1;33mbonus\x1b[0m"
+    assert render(shows_tree=False) == "drafted bonus"
+    legend = TokenPrinter(io.StringIO(), shows_tree=True).legend()
+    assert "\x1b[32maccepted draft tokens" in legend and "\x1b[1;33mbonus" in legend
+
+
+def test_without_colour_drafted_text_is_bracketed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert render(shows_tree=True) == "[drafted ]bonus"
+
+
+INFO = PromptInfo(request_id="r", model="m", num_prompt_tokens=4, num_cached_tokens=0, seed=9)
+
+
+def finish(**stats: Any) -> FinishInfo:
+    return FinishInfo(
+        reason=FinishReason.STOP, matched_stop="\n", speculation=SpeculationStats(**stats)
+    )
+
+
+def test_stats_say_what_it_took() -> None:
+    ended = finish(num_rounds=4, num_accepted_drafts=6, accept_length_histogram=(1, 0, 3))
+    rows = dict(stats_rows(INFO, ended, num_tokens=10, elapsed_s=0.5))
+    assert rows["tokens per second"] == "20.0"
+    assert rows["accept_length (mean, bonus included)"] == "2.50"
+    assert rows["rounds by accepted drafts"] == "0:1 1:0 2:3"
+    assert rows["finish reason"] == "STOP ('\\n')"
+    assert rows["seed"] == "9"
+
+
+def test_a_stream_is_shown_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    shown = generate.show([INFO, DELTA, finish()], TokenPrinter(out, shows_tree=False))
+    assert out.getvalue() == shown.text == "drafted bonus"
+    assert shown.token_ids == [1, 2, 3]
+    assert shown.elapsed_s > 0 and shown.tokens_per_second > 0
+
+
+# --- bench ---
+
+
+def test_tree_shapes_are_parsed() -> None:
+    assert parse_shape("5/8/32") == {"num_steps": 5, "topk": 8, "num_draft_tokens": 32}
+    with pytest.raises(ConfigError, match="no tree shape"):
+        parse_shape("0/8/32")
+    with pytest.raises(ConfigError, match="= 11; lower it"):
+        parse_shape("3/2/12")
+
+
+def test_modes_of_a_bench() -> None:
+    def names(*argv: str) -> list[str]:
+        return [mode.name for mode in bench._modes(parse("bench", *argv))]
+
+    assert names() == ["plain", "speculation"]
+    assert names("--trees", "3/2/6,5/8/32") == ["plain", "3/2/6", "5/8/32"]
+    assert names("--speculation", "on") == ["speculation"]
+    assert names("--speculation", "off") == ["plain"]
+
+
+def test_prompts_are_lines_or_json_strings(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text('plain\n\n"two\\nlines"\n"quoted" but no JSON\n')
+    assert bench._read_prompts(str(path)) == ["plain", "two\nlines", '"quoted" but no JSON']
+
+
+# --- health ---
+
+
+def test_health_of_a_real_server(capsys: pytest.CaptureFixture[str]) -> None:
+    servicer = health.HealthServicer()
+    servicer.set("up.Service", health_pb2.HealthCheckResponse.SERVING)
+    servicer.set("down.Service", health_pb2.HealthCheckResponse.NOT_SERVING)
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        codes = [
+            main(["health", address, "--service", name])
+            for name in ("", "up.Service", "down.Service", "no.Service")
+        ]
+    finally:
+        server.stop(None).wait()
+    assert codes == [0, 0, 1, 1]
+    assert main(["health", address, "--timeout-s", "0.2"]) == 1
+    said = capsys.readouterr().out.split()
+    assert said == ["SERVING", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNREACHABLE"]
