@@ -1,0 +1,367 @@
+"""config.json of every family and era; refusals name the field; what fits which target."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shared.errors import CheckpointError, ConfigError
+from shared.models.config import (
+    DraftKind,
+    HeadConfig,
+    ModelConfig,
+    detect_kind,
+    feature_spec,
+    resolve_draft,
+)
+from shared.models.rope import rope_cos_sin, rope_frequencies
+from shared.models.rope_config import RopeConfig, RopeKind
+from tests import checkpoints
+from tests.checkpoints import EOS_ID, LLAMA3_ROPE, Shape, edit_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def read(directory: Path) -> ModelConfig:
+    return ModelConfig.from_checkpoint(directory)
+
+
+def test_config_and_hashes_do_not_import_torch() -> None:
+    code = (
+        "import sys; import shared.models.config, shared.models.checkpoint; "
+        "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_old_and_new_names_of_the_config_mean_the_same(tmp_path: Path) -> None:
+    new = read(checkpoints.write_llama(tmp_path / "new"))
+    old = read(checkpoints.write_llama(tmp_path / "old", old_names=True))
+    assert new == old
+    assert new.rope == RopeConfig(
+        theta=20000.0,
+        kind=RopeKind.LLAMA3,
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=32,
+    )
+    assert new.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_dtype_of_either_name(tmp_path: Path, name: str) -> None:
+    directory = checkpoints.write_llama(tmp_path)
+
+    def change(fields: dict[str, Any]) -> None:
+        del fields["dtype"]
+        fields[name] = "bfloat16"
+
+    assert read(edit_checkpoint(directory, config=change)).dtype == "bfloat16"
+    edit_checkpoint(directory, config=lambda c: c.update({name: "int8"}))
+    with pytest.raises(CheckpointError, match="dtype 'int8'"):
+        read(directory)
+
+
+def test_config_that_transformers_wrote_is_read(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(
+        architectures=["MistralForCausalLM"],
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=32,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    got = read(tmp_path)
+    assert (got.sliding_window, got.head_dim, got.dtype) == (32, config.head_dim, "bfloat16")
+    assert got.rope == RopeConfig(theta=10000.0)
+
+
+def test_switches_of_each_family(tmp_path: Path) -> None:
+    def switches(config: ModelConfig) -> tuple[bool, bool, bool, int, int]:
+        return (
+            config.has_qkv_bias,
+            config.has_o_bias,
+            config.has_qk_norm,
+            config.sliding_window,
+            config.num_mtp_layers,
+        )
+
+    write = checkpoints
+    assert switches(read(write.write_llama(tmp_path / "l"))) == (False, False, False, 0, 0)
+    biased = write.write_llama(tmp_path / "b", has_attention_bias=True)
+    assert switches(read(biased)) == (True, True, False, 0, 0)
+    assert switches(read(write.write_mistral(tmp_path / "m"))) == (False, False, False, 12, 0)
+    assert switches(read(write.write_qwen2(tmp_path / "2"))) == (True, False, False, 0, 0)
+    assert switches(read(write.write_qwen3(tmp_path / "3"))) == (False, False, True, 0, 0)
+    assert switches(read(write.write_mimo(tmp_path / "x"))) == (True, False, False, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"sliding_window": None}, 0),
+        ({"sliding_window": 7}, 7),
+        ({}, 4096),  # MistralConfig's default
+    ],
+)
+def test_mistral_window(tmp_path: Path, fields: dict[str, Any], window: int) -> None:
+    directory = checkpoints.write_mistral(tmp_path)
+    edit_checkpoint(directory, config=lambda c: c.pop("sliding_window"))
+    assert read(edit_checkpoint(directory, config=lambda c: c.update(fields))).sliding_window == (
+        window
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"use_sliding_window": True, "max_window_layers": 0}, 8),
+        ({"use_sliding_window": True, "max_window_layers": 3}, 0),
+        ({"use_sliding_window": False, "max_window_layers": 0}, 0),
+        ({"layer_types": ["full_attention"] * 3}, 0),
+        ({"layer_types": ["sliding_attention"] * 3}, 8),
+    ],
+)
+def test_qwen_window(tmp_path: Path, fields: dict[str, Any], window: int) -> None:
+    directory = checkpoints.write_qwen2(tmp_path)
+    edit_checkpoint(directory, config=lambda c: c.update(fields))
+    assert read(directory).sliding_window == window
+
+
+UNSUPPORTED = [
+    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    ({"architectures": []}, "architectures"),
+    ({"architectures": None}, "architectures"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"num_experts": 8}, "num_experts"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({"attention_sinks": True}, "attention_sinks"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"vocab_size": "many"}, "vocab_size"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 15}, "head_dim"),
+    ({"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    ({"eos_token_id": "x"}, "eos_token_id"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"rope_parameters": {**LLAMA3_ROPE, "beta_fast": 32}}, "beta_fast"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rot"),
+    ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta"),
+    ({"rope_parameters": 3}, "rope_parameters"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), UNSUPPORTED, ids=lambda x: str(x)[:40])
+def test_what_is_not_supported_is_named(tmp_path: Path, fields: dict[str, Any], name: str) -> None:
+    directory = checkpoints.write_qwen2(tmp_path)
+    edit_checkpoint(directory, config=lambda c: c.update(fields))
+    with pytest.raises(CheckpointError, match=name):
+        read(directory)
+
+
+def test_neutral_values_of_unsupported_fields_are_fine(tmp_path: Path) -> None:
+    directory = checkpoints.write_llama(tmp_path)
+    neutral = {"quantization_config": None, "partial_rotary_factor": 1.0, "num_experts": 0}
+    before = read(directory)
+    assert read(edit_checkpoint(directory, config=lambda c: c.update(neutral))) == before
+
+
+def test_directory_without_config_or_with_a_broken_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        read(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            read(tmp_path)
+
+
+def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
+    directory = checkpoints.write_llama(tmp_path)
+    assert read(directory).eos_token_ids == (EOS_ID,)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    assert read(directory).eos_token_ids == (3, 5)
+    (directory / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    assert read(directory).eos_token_ids == (EOS_ID,)
+    edit_checkpoint(directory, config=lambda c: c.update({"eos_token_id": None}))
+    assert read(directory).eos_token_ids == ()
+
+
+def test_plain_rope_table_by_hand(tmp_path: Path) -> None:
+    config = read(checkpoints.write_llama(tmp_path, rope={"rope_type": "default"}))
+    cos, sin = rope_cos_sin(config, 5, CPU)
+    assert cos.shape == sin.shape == (5, 8)
+    assert cos.dtype is torch.float32
+    angle = torch.tensor(3 * 20000.0 ** (-2 * 2 / 16), dtype=torch.float64)
+    assert cos[3, 2] == angle.cos().float()
+    assert sin[3, 2] == angle.sin().float()
+
+
+def test_llama3_rope_keeps_fast_pairs_and_stretches_slow_ones() -> None:
+    plain = rope_frequencies(RopeConfig(theta=10000.0), 64)
+    scaled = rope_frequencies(
+        RopeConfig(
+            theta=10000.0, kind=RopeKind.LLAMA3, factor=8.0, low_freq_factor=1.0,
+            high_freq_factor=4.0, original_max_position=1024,
+        ),
+        64,
+    )  # fmt: skip
+    wavelength = 2 * torch.pi / plain
+    is_fast, is_slow = wavelength < 1024 / 4, wavelength > 1024
+    assert torch.equal(scaled[is_fast], plain[is_fast])
+    torch.testing.assert_close(scaled[is_slow], plain[is_slow] / 8)
+    between = ~is_fast & ~is_slow
+    assert between.any()
+    assert ((scaled > plain / 8) & (scaled < plain))[between].all()
+
+
+KINDS = {
+    DraftKind.EAGLE3: checkpoints.write_eagle3,
+    DraftKind.EAGLE: checkpoints.write_eagle,
+    DraftKind.STANDALONE: checkpoints.write_standalone,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_is_detected(tmp_path: Path, kind: DraftKind) -> None:
+    target = checkpoints.write_llama(tmp_path / "target")
+    draft = KINDS[kind](tmp_path / "draft", target)
+    assert detect_kind(draft, "auto") is kind
+    # The EAGLE authors' own files call themselves LlamaForCausalLM: the tensors tell.
+    edit_checkpoint(draft, config=lambda c: c.update({"architectures": ["LlamaForCausalLM"]}))
+    assert detect_kind(draft, "auto") is kind
+    assert feature_spec(draft, target, "auto")[0] is kind
+    assert feature_spec(draft, target, kind)[0] is kind
+
+
+def test_mtp_is_detected_and_explicit_algorithms_are_believed(tmp_path: Path) -> None:
+    target = checkpoints.write_mimo(tmp_path)
+    assert detect_kind(target, "auto") is DraftKind.MTP
+    assert detect_kind(target, "standalone") is DraftKind.STANDALONE
+    with pytest.raises(ConfigError, match="algorithm 'medusa'"):
+        detect_kind(target, "medusa")
+    kind, spec = feature_spec(target, target, "mtp")
+    assert (kind, spec.layer_ids, spec.width, spec.dtype) == (DraftKind.MTP, (), 48, "")
+
+
+def test_feature_specs(tmp_path: Path) -> None:
+    target = checkpoints.write_llama(tmp_path / "target", shape=Shape(num_layers=6))
+    eagle3 = checkpoints.write_eagle3(tmp_path / "eagle3", target, layer_ids=(4, 1))
+    assert feature_spec(eagle3, target, "auto")[1].layer_ids == (4, 1)
+    assert feature_spec(eagle3, target, "auto")[1].width == 96
+    default = checkpoints.write_eagle3(tmp_path / "default", target, layer_ids=None)
+    assert feature_spec(default, target, "auto")[1].layer_ids == (1, 2, 2)
+    eagle = checkpoints.write_eagle(tmp_path / "eagle", target)
+    assert feature_spec(eagle, target, "auto")[1].width == 48
+    standalone = checkpoints.write_standalone(tmp_path / "standalone", target)
+    assert feature_spec(standalone, target, "auto")[1].width == 0
+
+
+def _set(**fields: Any) -> dict[str, Any]:
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "name"),
+    [
+        (DraftKind.EAGLE3, _set(vocab_size=999), "vocab_size"),
+        (DraftKind.EAGLE3, _set(hidden_size=64), "target_hidden_size"),
+        (DraftKind.EAGLE3, _set(num_hidden_layers=2), "num_hidden_layers"),
+        (DraftKind.EAGLE3, _set(draft_vocab_size=0), "draft_vocab_size"),
+        (DraftKind.EAGLE3, _set(norm_before_residual=True), "norm_before_residual"),
+        (DraftKind.EAGLE3, _set(fc_norm=True), "fc_norm"),
+        (DraftKind.EAGLE3, _set(eagle_config={"layers": [1]}), "layers"),
+        (DraftKind.EAGLE3, _set(eagle_config={"use_aux_hidden_state": False}), "use_aux"),
+        (DraftKind.EAGLE3, _set(eagle_config=[1]), "eagle_config"),
+        (
+            DraftKind.EAGLE3,
+            _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3]}),
+            "eagle_aux_hidden_state_layer_ids",
+        ),
+        (
+            DraftKind.EAGLE3,
+            _set(eagle_config={"eagle_aux_hidden_state_layer_ids": "0"}),
+            "eagle_aux_hidden_state_layer_ids",
+        ),
+        (DraftKind.EAGLE, _set(vocab_size=999), "vocab_size"),
+        (DraftKind.EAGLE, _set(hidden_size=64), "hidden_size"),
+        (DraftKind.EAGLE, _set(hot_vocab_size=100), "hot_vocab_size"),
+        (DraftKind.EAGLE, _set(architectures=["QwenHead"]), "QwenHead"),
+    ],
+)
+def test_head_that_does_not_fit_is_refused(
+    tmp_path: Path, kind: DraftKind, fields: dict[str, Any], name: str
+) -> None:
+    target = checkpoints.write_llama(tmp_path / "target")
+    head = KINDS[kind](tmp_path / "head", target)
+    edit_checkpoint(head, config=lambda c: c.update(fields))
+    with pytest.raises(CheckpointError, match=name):
+        feature_spec(head, target, kind)
+
+
+def test_default_layers_need_a_target_deep_enough(tmp_path: Path) -> None:
+    target = checkpoints.write_llama(tmp_path / "target")  # 3 layers
+    head = checkpoints.write_eagle3(tmp_path / "head", target, layer_ids=None)
+    with pytest.raises(CheckpointError, match="do not lie in the target's 3 layers"):
+        feature_spec(head, target, "auto")
+
+
+def test_mtp_of_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
+    target = checkpoints.write_mimo(tmp_path)
+    edit_checkpoint(target, config=lambda c: c.update({"num_nextn_predict_layers": 0}))
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers = 0"):
+        feature_spec(target, target, "auto")
+
+
+def test_standalone_needs_the_targets_tokens(tmp_path: Path) -> None:
+    target = checkpoints.write_llama(tmp_path / "target")
+    draft = checkpoints.write_llama(tmp_path / "draft", shape=Shape(vocab_size=300))
+    feature_spec(draft, target, "auto")  # the same tokenizer, padded differently
+    path = draft / "tokenizer.json"
+    text = path.read_text()
+    path.write_text(text.replace("<|endoftext|>", "<|other|>"))
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        feature_spec(draft, target, "auto")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="vocab_size = 300"):
+        feature_spec(draft, target, "auto")
+
+
+def test_head_config_switches(tmp_path: Path) -> None:
+    target = checkpoints.write_llama(tmp_path / "target")
+    head = checkpoints.write_eagle3(
+        tmp_path / "head", target, hidden_size=32, has_embedding=True, has_fc_bias=True,
+        feeds_back_norm=True, max_position_embeddings=128,
+    )  # fmt: skip
+    config = HeadConfig.from_checkpoint(head, DraftKind.EAGLE3)
+    assert (config.decoder.hidden_size, config.target_hidden_size) == (32, 48)
+    assert (config.has_fc_bias, config.feeds_back_norm) == (True, True)
+    assert (config.draft_vocab_size, config.decoder.max_position_embeddings) == (100, 128)
+
+
+def test_resolve_draft(tmp_path: Path) -> None:
+    assert resolve_draft("demo", "mtp", tmp_path) == tmp_path
+    assert resolve_draft("demo", "auto", tmp_path).name == "eagle3"
+    assert resolve_draft("demo", "eagle3", tmp_path).name == "eagle3"
+    assert resolve_draft("demo", "standalone", tmp_path).name == "standalone"
+    directory = checkpoints.write_llama(tmp_path / "draft")
+    assert resolve_draft(str(directory), "auto", tmp_path) == directory
