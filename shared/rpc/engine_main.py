@@ -118,10 +118,11 @@ def set_thread_count(cpu_threads: int) -> int:
     """Pin the number of torch threads; before torch is imported it goes through the environment.
 
     Args:
-        cpu_threads: 0 = min(2, cores of this process).
+        cpu_threads: 0 = half of this process's cores, 1..8: target and draft take turns on one
+            machine, and threads that wait for a core cost more than they give.
     Returns: the number.
     """
-    count = cpu_threads or min(2, len(os.sched_getaffinity(0)))
+    count = cpu_threads or min(8, max(1, len(os.sched_getaffinity(0)) // 2))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(count)
     torch = sys.modules.get("torch")
