@@ -1,6 +1,7 @@
 """Drive a target and a draft engine in one process: the rounds without the wire.
 
-A stand-in for the orchestrator that tests use to look into both engines between steps.
+A stand-in for the orchestrator that tests use to look into both engines between steps. It never
+gives a tree up as late: a round waits for its tree as long as the draft holds the request.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shared.types import (
     DraftRound,
     FeatureChunk,
     FeatureCommand,
+    FeatureFailure,
     FinishReason,
     RequestFailure,
     RequestRetracted,
@@ -38,6 +40,9 @@ class LocalRequest:
 
     Args:
         shape: None: root-only rounds.
+        joins_at: Output tokens after which the draft is opened; rounds before it are root-only.
+        has_draft: The draft holds the request now.
+        awaited_round: Round whose tree the draft was asked for and has not sent; -1 = none.
     """
 
     prompt: Sequence[int]
@@ -48,6 +53,8 @@ class LocalRequest:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
+    priority: int = 0
+    joins_at: int = 0
     output: list[int] = field(default_factory=list)
     paths: list[AcceptedPath] = field(default_factory=list)
     trees: list[TokenTree] = field(default_factory=list)
@@ -55,7 +62,9 @@ class LocalRequest:
     finish_reason: FinishReason = FinishReason.NONE
     request_id: str = ""
     target_epoch: int = 1
-    draft_epoch: int = 1
+    draft_epoch: int = 0
+    has_draft: bool = False
+    awaited_round: int = -1
 
     @property
     def accept_length(self) -> float:
@@ -75,6 +84,7 @@ class LocalPair:
     Args:
         edit_tree: Sees every tree before it is verified; what it returns is verified instead
             (None: a root-only round).
+        edit_chunk: Sees every feature chunk before the draft does; None: the chunk is lost.
     """
 
     def __init__(
@@ -83,38 +93,46 @@ class LocalPair:
         draft: DraftEngine | None = None,
         *,
         edit_tree: Callable[[TokenTree], TokenTree | None] = lambda tree: tree,
+        edit_chunk: Callable[[FeatureChunk], FeatureChunk | None] = lambda chunk: chunk,
     ) -> None:
         self.target = target
         self.draft = draft
         self.edit_tree = edit_tree
+        self.edit_chunk = edit_chunk
         self.failures: list[RequestFailure] = []
+        self.admitted: list[str] = []
         self.num_retracted = 0
-        self._requests: dict[str, LocalRequest] = {}
-        self._count = 0
+        self.num_draft_retracted = 0
+        self.requests: dict[str, LocalRequest] = {}
 
     def run(self, requests: Sequence[LocalRequest], *, max_steps: int = 100_000) -> None:
         """Serve the requests together until all have finished; then nothing may be held."""
         for request in requests:
             self.open(request)
+        self.finish(max_steps=max_steps)
+
+    def finish(self, *, max_steps: int = 100_000) -> None:
+        """Step until every open request has finished; then nothing may be held."""
         for _ in range(max_steps):
             if not self.step():
                 break
-        assert all(request.finish_reason for request in requests), "a request is stuck"
+        assert all(r.finish_reason for r in self.requests.values()), "a request is stuck"
         assert not self.failures, self.failures
         self.check_idle()
 
     def open(self, request: LocalRequest) -> None:
-        """Open a request on both workers."""
-        self._count += 1
-        request.request_id = request.request_id or f"r{self._count}"
-        self._requests[request.request_id] = request
+        """Open a request on the target, and on the draft unless it joins later."""
+        request.request_id = request.request_id or f"r{len(self.requests) + 1}"
+        self.requests[request.request_id] = request
         self._open_target(request)
-        if request.shape is not None:
+        if request.shape is not None and request.joins_at == 0:
             self.open_draft(request)
 
     def open_draft(self, request: LocalRequest) -> None:
-        """Open the request's draft state, also in mid-stream."""
+        """Open the request's draft state with the next epoch, also in mid-stream."""
         assert self.draft is not None
+        request.draft_epoch += 1
+        request.has_draft = True
         self.draft.submit(
             DraftOpen(
                 request_id=request.request_id,
@@ -125,6 +143,16 @@ class LocalPair:
                 sampling=request.sampling,
             )
         )
+
+    def replace_draft(self, draft: DraftEngine | None) -> None:
+        """Lose the draft engine with all it holds; go on with another one, or with none.
+
+        Awaited trees never come: their rounds go root-only.
+        """
+        self.draft = draft
+        for request in self.requests.values():
+            if request.has_draft:
+                self._lose_draft(request)
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
@@ -139,12 +167,13 @@ class LocalPair:
         return self.target.has_work or (self.draft is not None and self.draft.has_work)
 
     def check_idle(self) -> None:
-        """Raise unless both workers have every page back."""
+        """Raise unless both workers have every page back and run nothing."""
         for engine in (self.target, self.draft):
             if engine is not None:
                 engine.check_integrity()
                 load = engine.load
                 assert load.num_free_pages == load.num_pages, f"pages leaked: {load}"
+                assert load.num_running == load.num_waiting == 0, f"requests leaked: {load}"
 
     def _open_target(self, request: LocalRequest) -> None:
         self.target.submit(
@@ -162,6 +191,7 @@ class LocalPair:
                 logprobs=request.logprobs,
                 top_logprobs=request.top_logprobs,
                 wants_features=request.shape is not None,
+                priority=request.priority,
             )
         )
 
@@ -170,45 +200,57 @@ class LocalPair:
             case AcceptedPath():
                 self._on_path(message)
             case FeatureChunk():
+                chunk = self.edit_chunk(message)
+                if self.draft is not None and chunk is not None:
+                    self.draft.submit(chunk)
+            case FeatureFailure():
                 if self.draft is not None:
-                    self.draft.submit(message)
+                    self.draft.submit(message.failure)
             case RequestRetracted():
                 self.num_retracted += 1
-                request = self._requests[message.request_id]
+                request = self.requests[message.request_id]
                 request.target_epoch += 1
                 self._open_target(request)
-                if request.shape is not None:
-                    request.draft_epoch += 1
+                if request.has_draft:
+                    request.awaited_round = -1
                     self.open_draft(request)
             case RequestFailure():
                 self.failures.append(message)
             case TargetAdmitted():
-                pass
+                self.admitted.append(message.request_id)
             case _:
                 raise AssertionError(f"unexpected {message}")
 
     def _on_path(self, path: AcceptedPath) -> None:
-        request = self._requests[path.request_id]
+        request = self.requests[path.request_id]
         request.paths.append(path)
         request.output.extend(path.token_ids)
         request.logprob_rows.extend(path.logprobs)
         request.finish_reason = path.finish_reason
         if path.finish_reason:
-            if request.shape is not None:
-                assert self.draft is not None
-                self.draft.submit(
-                    DraftClose(request_id=request.request_id, draft_epoch=request.draft_epoch)
-                )
+            self.close_draft(request)
             return
-        if request.shape is None:
-            self.verify(request, None)
-        else:
+        wants_draft = request.shape is not None and len(request.output) >= request.joins_at
+        if wants_draft and self.draft is not None and not request.has_draft:
+            self.open_draft(request)
+        if request.has_draft:
             self.order_tree(request)
+        else:
+            self.verify(request, None)
+
+    def close_draft(self, request: LocalRequest) -> None:
+        """Give up the request's draft state."""
+        if self.draft is not None and request.has_draft:
+            self.draft.submit(
+                DraftClose(request_id=request.request_id, draft_epoch=request.draft_epoch)
+            )
+        request.has_draft = False
 
     def order_tree(self, request: LocalRequest) -> None:
         """Send the newest path's tokens to the draft and ask for the next tree."""
         assert self.draft is not None and request.shape is not None
         path = request.paths[-1]
+        request.awaited_round = path.round_idx + 1
         self.draft.submit(
             DraftRound(
                 request_id=request.request_id,
@@ -225,15 +267,35 @@ class LocalPair:
     def _on_draft(self, message: Any) -> None:
         match message:
             case TokenTree():
-                request = self._requests[message.request_id]
-                request.trees.append(message)
-                self.verify(request, self.edit_tree(message))
+                self._on_tree(message)
             case FeatureCommand():
                 self.target.submit(message.command)
             case RequestRetracted() | RequestFailure():
-                raise AssertionError(f"the draft gave up: {message}")
+                request = self.requests[message.request_id]
+                if message.draft_epoch != request.draft_epoch or not request.has_draft:
+                    return
+                if isinstance(message, RequestFailure):
+                    self.failures.append(message)
+                self.num_draft_retracted += 1
+                self._lose_draft(request)
             case _:
                 raise AssertionError(f"unexpected {message}")
+
+    def _on_tree(self, tree: TokenTree) -> None:
+        request = self.requests[tree.request_id]
+        is_current = tree.draft_epoch == request.draft_epoch and request.has_draft
+        if not is_current or tree.round_idx != request.awaited_round:
+            return
+        request.awaited_round = -1
+        request.trees.append(tree)
+        self.verify(request, self.edit_tree(tree))
+
+    def _lose_draft(self, request: LocalRequest) -> None:
+        """Go on without the draft's state; it is opened again after the next path."""
+        request.has_draft = False
+        if request.awaited_round >= 0:
+            request.awaited_round = -1
+            self.verify(request, None)
 
     def verify(self, request: LocalRequest, tree: TokenTree | None) -> None:
         """Queue the next round on the target."""

@@ -1,0 +1,232 @@
+"""Engines over tiny checkpoints in this process, and ways to look into and to poison their KV."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draft_service.engine import DraftEngine
+from draft_service.engine_factory import create_engine as create_draft_engine
+from shared.config import DraftConfig, TargetConfig
+from shared.kv.pool import KVPool
+from shared.types import TokenTree, TreeShape
+from target_service.engine import TargetEngine
+from target_service.engine_factory import create_engine as create_target_engine
+from tests import checkpoints
+from tests.local_pair import LocalPair, LocalRequest
+
+KINDS = ("eagle3", "eagle", "mtp", "standalone")
+SHAPES = tuple(
+    TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
+    for num_steps, topk, num_draft_tokens in (
+        (3, 1, 4), (3, 2, 2), (3, 2, 6), (5, 4, 16), (5, 8, 32), (6, 8, 64), (5, 16, 64),
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """A target and a draft that fit each other.
+
+    Args:
+        algorithm: As on the command line.
+    """
+
+    target: Path
+    draft: Path
+    algorithm: str
+
+
+class Models:
+    """Tiny checkpoints, written once and only when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def get(self, name: str, write: Callable[[Path], Path]) -> Path:
+        """Return the checkpoint `name`, written by `write` if nobody asked before."""
+        path = self._directory / name
+        return path if path.exists() else write(path)
+
+    @property
+    def llama(self) -> Path:
+        """Return a target whose text wanders."""
+        return self.get("llama", checkpoints.write_llama)
+
+    def pairing(self, kind: str) -> Pairing:
+        """Return a target and a draft of this kind that often agree; EAGLE-3 seldom does."""
+        if kind == "mtp":
+            mimo = self.get("mimo", lambda d: checkpoints.write_mimo(d, branch_scale=0.3))
+            return Pairing(target=mimo, draft=mimo, algorithm=kind)
+        if kind == "eagle":
+            target = self.get("agreeable", checkpoints.write_agreeable_target)
+            draft = self.get(
+                "eagle", lambda d: checkpoints.write_eagle(d, target, branch_scale=0.3)
+            )
+            return Pairing(target=target, draft=draft, algorithm=kind)
+        target = self.llama
+        if kind == "eagle3":
+            draft = self.get("eagle3", lambda d: checkpoints.write_eagle3(d, target))
+        else:
+            draft = self.get(
+                "standalone", lambda d: checkpoints.write_standalone(d, target, noise=0.1)
+            )
+        return Pairing(target=target, draft=draft, algorithm=kind)
+
+
+def make_target(pairing: Pairing, **options: Any) -> TargetEngine:
+    """Build a target engine; the start-up self-test has tests of its own."""
+    options = {"self_test": False, "num_pages": -(-8192 // options.get("page_size", 16))} | options
+    config = TargetConfig(
+        model=str(pairing.target),
+        draft_model=str(pairing.draft),
+        algorithm=pairing.algorithm,
+        device="cpu",
+        **options,
+    )
+    return create_target_engine(config, lambda *_: None)
+
+
+def make_draft(pairing: Pairing, **options: Any) -> DraftEngine:
+    """Build a draft engine."""
+    options = {"num_pages": -(-16384 // options.get("page_size", 16))} | options
+    config = DraftConfig(
+        model=str(pairing.draft),
+        target_model=str(pairing.target),
+        algorithm=pairing.algorithm,
+        device="cpu",
+        **options,
+    )
+    return create_draft_engine(config, lambda *_: None)
+
+
+def run_plain(
+    target: TargetEngine, requests: Iterable[LocalRequest], *, alone: bool = False
+) -> list[LocalRequest]:
+    """Serve copies of the requests without speculation; return them.
+
+    Args:
+        alone: One after the other, nobody else in any batch.
+    """
+    copies = [fresh(request, shape=None) for request in requests]
+    for batch in [[copy] for copy in copies] if alone else [copies]:
+        LocalPair(target).run(batch)
+    return copies
+
+
+def fresh(request: LocalRequest, **changes: Any) -> LocalRequest:
+    """Return the request as it was before it ran, with some fields changed."""
+    unserved = {
+        "output": [], "paths": [], "trees": [], "logprob_rows": [], "request_id": "",
+        "finish_reason": type(request.finish_reason).NONE, "has_draft": False,
+        "target_epoch": 1, "draft_epoch": 0, "awaited_round": -1,
+    }  # fmt: skip
+    return replace(request, **(unserved | changes))
+
+
+def random_tokens(
+    rng: random.Random, count: int, vocab_size: int = checkpoints.EOS_ID
+) -> list[int]:
+    """Return `count` token ids."""
+    return [rng.randrange(vocab_size) for _ in range(count)]
+
+
+def graft(tree: TokenTree, continuation: Sequence[int], rng: random.Random) -> TokenTree:
+    """Return the tree with what the target will really say written along one of its branches.
+
+    A stand-in for a well-trained draft: paths of any length through any node indices are accepted.
+    """
+    tokens, node = list(tree.token_ids), 0
+    for token_id in continuation:
+        children = [i for i, parent in enumerate(tree.parent_index) if parent == node]
+        if not children or rng.random() < 0.1:
+            break
+        known = [child for child in children if tokens[child] == token_id]
+        node = known[0] if known else rng.choice(children)
+        tokens[node] = token_id
+    return replace(tree, token_ids=tuple(tokens))
+
+
+# --- KV ------------------------------------------------------------------------------------------
+
+
+def pool_of(engine: TargetEngine | DraftEngine) -> KVPool:
+    """Return the engine's KV pool."""
+    return engine._runner.pool
+
+
+def poison(pool: KVPool) -> None:
+    """Fill the whole pool with NaN, and every page again when it is freed."""
+    caches = [*pool.k, *pool.v]
+    for cache in caches:
+        cache.fill_(float("nan"))
+    free = pool._allocator.free
+
+    def free_and_poison(pages: Iterable[Any]) -> None:
+        pages = list(pages)
+        free(pages)
+        for page in pages:
+            for cache in caches:
+                cache[page * pool.page_size : (page + 1) * pool.page_size] = float("nan")
+
+    pool._allocator.free = free_and_poison  # type: ignore[method-assign]
+
+
+def poison_scratch(engine: TargetEngine | DraftEngine) -> None:
+    """Fill every slot past the committed ones of every request with NaN."""
+    pool = pool_of(engine)
+    for request in engine._requests.values():
+        if request.req_idx < 0:
+            continue
+        committed = request.kv_len if isinstance(engine, DraftEngine) else request.seq_len
+        pages = pool._first[request.req_idx] + len(pool._pages[request.req_idx])
+        logical = np.arange(committed, pages * pool.page_size, dtype=np.int64)
+        slots = torch.from_numpy(pool.slots(request.req_idx, logical).astype(np.int64))
+        for cache in (*pool.k, *pool.v):
+            cache[slots] = float("nan")
+
+
+class PoisonedPair(LocalPair):
+    """A pair whose KV is NaN wherever nothing is committed, between any two steps."""
+
+    def __init__(
+        self, target: TargetEngine, draft: DraftEngine | None = None, **options: Any
+    ) -> None:
+        super().__init__(target, draft, **options)
+        for engine in (target, draft):
+            if engine is not None:
+                poison(pool_of(engine))
+
+    def step(self) -> bool:
+        """Step both engines once, then poison their scratch."""
+        is_busy = super().step()
+        for engine in (self.target, self.draft):
+            if engine is not None:
+                poison_scratch(engine)
+        return is_busy
+
+
+def committed_kv(engine: TargetEngine | DraftEngine, request_id: str, count: int) -> torch.Tensor:
+    """Return K and V of a request's first `count` slots. [2 * num_layers, count, Hkv, d]."""
+    pool = pool_of(engine)
+    req_idx = engine._requests[request_id].req_idx
+    slots = torch.from_numpy(pool.slots(req_idx, np.arange(count)).astype(np.int64))
+    return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
+
+
+def prefilled_kv(target: TargetEngine, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return the committed KV of a fresh prefill of these tokens."""
+    pair = LocalPair(target)
+    request = LocalRequest(prompt=token_ids, max_new_tokens=2, request_id="fresh")
+    pair.open(request)
+    while not request.paths:
+        assert pair.step()
+    kv = committed_kv(target, "fresh", len(token_ids))
+    pair.finish()
+    return kv
