@@ -161,7 +161,7 @@ class _TargetStream:
 
         return AsyncRetrying(
             retry=retry_if_exception(_is_transient),
-            wait=wait_exponential_jitter(initial=_FIRST_BACKOFF_S, max=_MAX_BACKOFF_S, jitter=0.1),
+            wait=wait_exponential_jitter(multiplier=_FIRST_BACKOFF_S, max=_MAX_BACKOFF_S, jitter=0.1),
             stop=stop_after_delay(self._reconnect_timeout_s),
             before_sleep=log,
             reraise=True,

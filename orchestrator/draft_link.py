@@ -38,7 +38,7 @@ from shared.types import (
 )
 
 _NO_WORKER_WAIT_S = 0.5
-_REOPEN_WAIT = wait_exponential_jitter(initial=0.05, max=5.0, jitter=0.05)
+_REOPEN_WAIT = wait_exponential_jitter(multiplier=0.05, max=5.0, jitter=0.05)
 # A draft may be silent for so many draft_open_timeout_ms, then it is replaced; doubles each time.
 _SILENCE_FACTOR = 2.0
 _EWMA_WEIGHT = 0.2

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 MAX_KILLS = 2
 """Workers that may go down with a request in their hands before it is refused."""
 MAX_FRUITLESS_REBUILDS = 8
-_REBUILD_WAIT = wait_exponential_jitter(initial=0.05, max=1.0, jitter=0.05)
+_REBUILD_WAIT = wait_exponential_jitter(multiplier=0.05, max=1.0, jitter=0.05)
 
 
 class Generation:
