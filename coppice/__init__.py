@@ -1,0 +1,94 @@
+"""Coppice: tree speculative decoding with the draft and the target as separate services.
+
+    from coppice import Client
+
+    with Client("localhost:50051") as client:
+        print(client.generate("def fibonacci(n):", max_new_tokens=64).text)
+
+Names are imported when they are first used: `import coppice` alone loads no gRPC.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coppice.client import (
+        AsyncClient,
+        CancelledError,
+        Client,
+        Completion,
+        DeadlineExceededError,
+    )
+    from shared.errors import (
+        CoppiceError,
+        InternalError,
+        InvalidArgumentError,
+        ResourceExhaustedError,
+        UnavailableError,
+    )
+    from shared.generation import (
+        FinishInfo,
+        GenerateEvent,
+        PromptInfo,
+        SpeculationStats,
+        Timings,
+        TokenDelta,
+        Usage,
+    )
+    from shared.types import FinishReason, TokenLogprob
+
+_MODULE_OF = {
+    "AsyncClient": "coppice.client",
+    "CancelledError": "coppice.client",
+    "Client": "coppice.client",
+    "Completion": "coppice.client",
+    "DeadlineExceededError": "coppice.client",
+    "CoppiceError": "shared.errors",
+    "InternalError": "shared.errors",
+    "InvalidArgumentError": "shared.errors",
+    "ResourceExhaustedError": "shared.errors",
+    "UnavailableError": "shared.errors",
+    "FinishInfo": "shared.generation",
+    "GenerateEvent": "shared.generation",
+    "PromptInfo": "shared.generation",
+    "SpeculationStats": "shared.generation",
+    "Timings": "shared.generation",
+    "TokenDelta": "shared.generation",
+    "Usage": "shared.generation",
+    "FinishReason": "shared.types",
+    "TokenLogprob": "shared.types",
+}
+
+__all__ = [
+    "AsyncClient",
+    "CancelledError",
+    "Client",
+    "Completion",
+    "CoppiceError",
+    "DeadlineExceededError",
+    "FinishInfo",
+    "FinishReason",
+    "GenerateEvent",
+    "InternalError",
+    "InvalidArgumentError",
+    "PromptInfo",
+    "ResourceExhaustedError",
+    "SpeculationStats",
+    "Timings",
+    "TokenDelta",
+    "TokenLogprob",
+    "UnavailableError",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -77,7 +77,7 @@ async def abort(context: grpc.aio.ServicerContext, error: CoppiceError) -> NoRet
     raise AssertionError("abort_with_status returned")
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> CoppiceError:
+def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> CoppiceError:
     """Convert a failed call back; codes that Coppice does not send keep their name as reason."""
     code = int(error.code().value[0])
     message = error.details() or error.code().name
@@ -150,7 +150,7 @@ def code_name(code: int) -> str:
     return code_pb2.Code.Name(code) if code in code_pb2.Code.values() else str(code)
 
 
-def _details_of(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
+def _details_of(error: grpc.Call | grpc.aio.AioRpcError) -> list[any_pb2.Any]:
     for key, value in error.trailing_metadata() or ():
         if key == rpc_status.GRPC_DETAILS_METADATA_KEY:
             return list(status_pb2.Status.FromString(value).details)

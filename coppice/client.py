@@ -1,0 +1,312 @@
+"""Clients of a Coppice server, blocking and asyncio, with typed results.
+
+A stream that breaks because a server goes away is resumed: the request is sent again with the
+tokens received so far and the same seed, and goes on exactly after them, whichever server answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Unpack, cast
+
+import grpc
+import grpc.aio
+from tenacity import (
+    AsyncRetrying,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential_jitter,
+)
+
+from coppice.request import RequestOptions, build_request
+from coppice.v1 import generation_pb2 as pb
+from coppice.v1 import generation_pb2_grpc as pb_grpc
+from shared.errors import CoppiceError, InternalError, UnavailableError
+from shared.generation import (
+    FinishInfo,
+    GenerateEvent,
+    PromptInfo,
+    SpeculationStats,
+    Timings,
+    TokenDelta,
+    Usage,
+)
+from shared.rpc.channel import channel_options, open_channel
+from shared.rpc.convert_generation import event_from_proto
+from shared.rpc.status import from_rpc_error
+from shared.types import FinishReason, TokenLogprob
+
+DEFAULT_ADDRESS = "localhost:50051"
+_MAX_RETRIES = 5
+_RETRY_WAIT = wait_exponential_jitter(multiplier=0.1, max=2.0, jitter=0.1)
+# UNAVAILABLE for good: the server is there and has said why.
+_FINAL_REASONS = frozenset({"NO_DRAFT", "NO_PROGRESS"})
+
+
+class DeadlineExceededError(CoppiceError, TimeoutError):
+    """The request took longer than `timeout_s`."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[assignment]
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class CancelledError(CoppiceError):
+    """The request was cancelled."""
+
+    code = grpc.StatusCode.CANCELLED  # type: ignore[assignment]
+    default_reason = "CANCELLED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole output.
+
+    Args:
+        text: Without the stop string, unless asked for.
+        logprobs: One per token if asked for, else empty.
+        matched_stop: The stop string or stop token id that ended it, if one did.
+        seed: Sending the same request with it gives the same output.
+        retries: Times that the server moved or rebuilt the request.
+    """
+
+    request_id: str
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    matched_stop: int | str | None
+    usage: Usage
+    speculation: SpeculationStats
+    timings: Timings
+    seed: int
+    retries: int
+
+
+class Client:
+    """A blocking client; threads may share it.
+
+    Args:
+        address: HOST:PORT of the orchestrator.
+        max_retries: How often a request is sent again when the server is UNAVAILABLE.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = _MAX_RETRIES) -> None:
+        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._stub = pb_grpc.GenerationServiceStub(self._channel)
+        self._max_retries = max_retries
+
+    def generate(self, prompt: str | None = None, **options: Unpack[RequestOptions]) -> Completion:
+        """Return the completion of a prompt.
+
+        Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
+        """
+        transcript = _Transcript(prompt, options)
+        for _ in self._stream(transcript):
+            pass
+        return transcript.completion()
+
+    def stream(
+        self, prompt: str | None = None, **options: Unpack[RequestOptions]
+    ) -> Iterator[GenerateEvent]:
+        """Yield PromptInfo, then TokenDelta as they come, then FinishInfo.
+
+        Closing the iterator cancels the request.
+
+        Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
+        """
+        return self._stream(_Transcript(prompt, options))
+
+    def close(self) -> None:
+        """Close the connection; running requests are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stream(self, transcript: _Transcript) -> Iterator[GenerateEvent]:
+        for attempt in Retrying(**_retry_policy(self._max_retries)):
+            with attempt:
+                request, timeout_s = transcript.next_attempt()
+                call = self._stub.Generate(request, timeout=timeout_s)
+                try:
+                    for response in call:
+                        yield from transcript.take(response)
+                except grpc.RpcError as error:
+                    raise transcript.error_of(error) from None
+                finally:
+                    call.cancel()
+                transcript.check_finished()
+
+
+class AsyncClient:
+    """An asyncio client; tasks of one event loop may share it.
+
+    Args:
+        address: HOST:PORT of the orchestrator.
+        max_retries: How often a request is sent again when the server is UNAVAILABLE.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = _MAX_RETRIES) -> None:
+        self._channel = open_channel(address)
+        self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
+        self._max_retries = max_retries
+
+    async def generate(
+        self, prompt: str | None = None, **options: Unpack[RequestOptions]
+    ) -> Completion:
+        """Return the completion of a prompt.
+
+        Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
+        """
+        transcript = _Transcript(prompt, options)
+        async for _ in self._stream(transcript):
+            pass
+        return transcript.completion()
+
+    def stream(
+        self, prompt: str | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncIterator[GenerateEvent]:
+        """Yield PromptInfo, then TokenDelta as they come, then FinishInfo.
+
+        Closing the iterator cancels the request.
+
+        Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
+        """
+        return self._stream(_Transcript(prompt, options))
+
+    async def close(self) -> None:
+        """Close the connection; running requests are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _stream(self, transcript: _Transcript) -> AsyncIterator[GenerateEvent]:
+        async for attempt in AsyncRetrying(**_retry_policy(self._max_retries)):
+            with attempt:
+                request, timeout_s = transcript.next_attempt()
+                call = self._stub.Generate(request, timeout=timeout_s)
+                try:
+                    async for response in call:
+                        for event in transcript.take(response):
+                            yield event
+                except grpc.RpcError as error:
+                    raise transcript.error_of(error) from None
+                finally:
+                    call.cancel()
+                transcript.check_finished()
+
+
+class _Transcript:
+    """What a request has received so far, over all attempts; enough to go on."""
+
+    def __init__(self, prompt: str | None, options: RequestOptions) -> None:
+        self._request = build_request(prompt, options)
+        timeout_s = options.get("timeout_s")
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._num_resumed = len(self._request.resume_token_ids.ids)
+        self._num_attempts = 0
+        self._info: PromptInfo | None = None
+        self._finish: FinishInfo | None = None
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def next_attempt(self) -> tuple[pb.GenerateRequest, float | None]:
+        """Return the request, going on after what was received, and the time left."""
+        self._num_attempts += 1
+        if self._info is not None:
+            self._request.sampling.seed = self._info.seed
+            del self._request.resume_token_ids.ids[self._num_resumed :]
+            self._request.resume_token_ids.ids.extend(self._token_ids)
+        if self._deadline is None:
+            return self._request, None
+        return self._request, max(0.0, self._deadline - time.monotonic())
+
+    def take(self, response: pb.GenerateResponse) -> Iterator[GenerateEvent]:
+        """Note an event; yield it unless the user has it already."""
+        event = event_from_proto(response)
+        match event:
+            case PromptInfo():
+                if self._info is not None:
+                    return
+                self._info = event
+            case TokenDelta():
+                self._token_ids += event.token_ids
+                self._text.append(event.text)
+                self._logprobs += event.logprobs
+            case FinishInfo():
+                usage = dataclasses.replace(event.usage, num_output_tokens=len(self._token_ids))
+                event = self._finish = dataclasses.replace(event, usage=usage)
+        yield event
+
+    def check_finished(self) -> None:
+        """Raise unless the server has said how the output ended."""
+        if self._finish is None:
+            raise InternalError("the server ended the stream without FinishInfo")
+
+    def error_of(self, error: grpc.RpcError) -> CoppiceError:
+        """Return the typed error of a failed call."""
+        call = cast(grpc.Call, error)  # an error of a call has the call's status
+        known = from_rpc_error(call)
+        match call.code():
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return DeadlineExceededError(known.message)
+            case grpc.StatusCode.CANCELLED:
+                return CancelledError(known.message)
+        if known.reason == "DUPLICATE_REQUEST_ID" and self._num_attempts > 1:
+            return UnavailableError("the server still holds the broken stream", reason="RESUMING")
+        return known
+
+    def completion(self) -> Completion:
+        """Return the whole output."""
+        assert self._info is not None and self._finish is not None
+        return Completion(
+            request_id=self._info.request_id,
+            model=self._info.model,
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            finish_reason=self._finish.reason,
+            matched_stop=self._finish.matched_stop,
+            usage=self._finish.usage,
+            speculation=self._finish.speculation,
+            timings=self._finish.timings,
+            seed=self._info.seed,
+            retries=self._finish.retries,
+        )
+
+
+def _retry_policy(max_retries: int) -> dict[str, Any]:
+    return {
+        "retry": retry_if_exception(_is_retryable),
+        "stop": stop_after_attempt(max_retries + 1),
+        "wait": _RETRY_WAIT,
+        "reraise": True,
+    }
+
+
+def _is_retryable(error: BaseException) -> bool:
+    return isinstance(error, UnavailableError) and error.reason not in _FINAL_REASONS

@@ -1,0 +1,127 @@
+"""Keywords of a request -> GenerateRequest. Ranges are the server's to check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from coppice.v1 import generation_pb2 as pb
+from shared.errors import InvalidArgumentError
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keywords of `Client.generate` and `Client.stream`; those not given are the server's choice.
+
+    Args:
+        token_ids: Prompt as token ids, instead of text.
+        temperature: 0 = greedy, the default.
+        seed: Chosen by the server when absent; the result says it.
+        logit_bias: Token id -> value added to its logit.
+        max_new_tokens: Default: up to the context length.
+        stop_strings: Where to stop; cut from the output unless include_stop_in_output.
+        speculation: None = when a draft is available, False = never, True = fail without a draft.
+            The output does not depend on it, nor on the three sizes of the tree.
+        num_steps: Tree depth without the root.
+        topk: Children kept per expanded node.
+        num_draft_tokens: Nodes verified per round, root included.
+        logprobs: Ask for the log-probability of every output token.
+        top_logprobs: Most likely alternatives per token; needs logprobs.
+        omit_text: Ask for token ids only.
+        priority: Larger is served sooner when requests wait.
+        session_id: Requests with one session_id prefer the same target worker.
+        request_id: Name of the request, in logs too; made up by the server when absent.
+        resume_token_ids: Output that is there already; goes on exactly after it.
+        timeout_s: Deadline of the whole request, seconds.
+    """
+
+    token_ids: Sequence[int] | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_strings: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop_in_output: bool
+    speculation: bool | None
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    logprobs: bool
+    top_logprobs: int
+    omit_text: bool
+    priority: int
+    session_id: str
+    request_id: str
+    resume_token_ids: Sequence[int]
+    timeout_s: float | None
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logit_bias",
+)
+_STOPPING = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop_strings",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_in_output",
+)
+_SHAPE = ("num_steps", "topk", "num_draft_tokens")
+_OUTPUT = ("logprobs", "top_logprobs", "omit_text")
+_REQUEST = ("priority", "session_id", "request_id")
+_MODES = {
+    None: pb.SPECULATION_MODE_AUTO,
+    False: pb.SPECULATION_MODE_OFF,
+    True: pb.SPECULATION_MODE_ON,
+}
+
+
+def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateRequest:
+    """Build the message of a request.
+
+    Raises: TypeError for an unknown keyword, InvalidArgumentError for values that no message can
+        hold and unless there is exactly one prompt.
+    """
+    unknown = options.keys() - RequestOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown keyword {min(unknown)!r}")
+    token_ids = options.get("token_ids")
+    if (prompt is None) == (token_ids is None):
+        raise InvalidArgumentError("give either a prompt or token_ids", field="prompt")
+
+    def given(names: Sequence[str]) -> dict[str, object]:
+        return {name: options[name] for name in names if options.get(name) is not None}  # type: ignore[literal-required]
+
+    try:
+        return pb.GenerateRequest(
+            text=prompt,
+            token_ids=None if token_ids is None else pb.TokenIds(ids=token_ids),
+            sampling=pb.SamplingParams(**given(_SAMPLING)),  # type: ignore[arg-type]
+            stopping=pb.StoppingCriteria(**given(_STOPPING)),  # type: ignore[arg-type]
+            speculation=pb.SpeculationOptions(
+                mode=_MODES[options.get("speculation")],
+                **given(_SHAPE),  # type: ignore[arg-type]
+            ),
+            output=pb.OutputOptions(**given(_OUTPUT)),  # type: ignore[arg-type]
+            resume_token_ids=pb.TokenIds(ids=options.get("resume_token_ids", ())),
+            **given(_REQUEST),  # type: ignore[arg-type]
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"a value does not fit the request: {error}") from error
