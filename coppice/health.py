@@ -11,6 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shared.rpc.channel import channel_options
 
 ORCHESTRATOR_SERVICE = "coppice.v1.GenerationService"
+# Healthy while the orchestrator holds a pair that can speculate.
+SPECULATION_SERVICE = ORCHESTRATOR_SERVICE + "/speculation"
 TARGET_SERVICE = "coppice.v1.TargetService"
 DRAFT_SERVICE = "coppice.v1.DraftService"
 

@@ -192,7 +192,7 @@ def _from_text(spec: Field[Any], text: str, source: str) -> Any:
         return normalize_choice(spec, text)
     kind = "a whole number" if isinstance(default, int) else "a number"
     try:
-        return type(default)(text)
+        return int(text) if isinstance(default, int) else float(text)
     except ValueError:
         raise ConfigError(f"{source} is {text!r}, expected {kind}") from None
 

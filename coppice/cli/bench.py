@@ -83,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "temperature": arguments.temperature,
                 "ignore_eos": True,
             },
-            on_cell=lambda r: sys.stderr.write(
-                f"{r.mode}, {r.concurrency} at once: {r.tokens_per_second:.1f} tokens/s\n"
-            ),
+            on_cell=_say,
         )
     )
     _print_table(results)
@@ -101,6 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         Path(arguments.plot).write_text(draw_plot(results, title="tokens per second"))
     return 0
+
+
+def _say(result: CellResult) -> None:
+    speed = f"{result.tokens_per_second:.1f} tokens/s"
+    sys.stderr.write(f"{result.mode}, {result.concurrency} at once: {speed}\n")
 
 
 def _modes(arguments: argparse.Namespace) -> list[Mode]:

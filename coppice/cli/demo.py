@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from coppice.cli.generate import Shown, show
 from coppice.cli.render import TokenPrinter
-from shared.errors import UnavailableError
 
 if TYPE_CHECKING:
     from coppice.client import Client
@@ -24,7 +23,6 @@ PROMPT = '''class Stack:
     def __init__(self):
 '''
 WARM_UP_TOKENS = 8
-DRAFT_TIMEOUT_S = 30.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -109,17 +107,12 @@ def _compare(client: Client, arguments: argparse.Namespace, started: float) -> d
 
 
 def _warm_up(client: Client, prompt: str) -> None:
-    """Run both paths once, and wait until the orchestrator has found the draft."""
-    give_up = time.perf_counter() + DRAFT_TIMEOUT_S
-    show(client.stream(prompt, speculation=False, max_new_tokens=WARM_UP_TOKENS), None)
-    while True:
-        shown = show(client.stream(prompt, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True), None)
-        speculation = shown.finish.speculation
-        if speculation.num_root_only_rounds < speculation.num_rounds:
-            return
-        if time.perf_counter() > give_up:
-            raise UnavailableError("the orchestrator found no draft; look at the services' logs")
-        time.sleep(0.05)
+    """Run both paths once: first calls allocate and, on a GPU, compile."""
+    for is_speculating in (True, False):
+        events = client.stream(
+            prompt, speculation=is_speculating, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True
+        )
+        show(events, None)
 
 
 def _verdict(fast: Shown, plain: Shown, *, is_identical: bool) -> str:

@@ -79,6 +79,8 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("ignore_eos", "include_stop_in_output"):
         if getattr(arguments, name):
             keywords[name] = True
+    if arguments.no_speculation:
+        keywords["speculation"] = False
     if arguments.logit_bias:
         keywords["logit_bias"] = dict(_parse_bias(text) for text in arguments.logit_bias)
     shape = [keywords.get(flag[2:].replace("-", "_"), 0) for flag, _, _ in SHAPE]

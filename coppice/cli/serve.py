@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 from coppice.cli.options import add_config_option, load_service_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config_loader import add_config_flags
 
 # role -> (configuration, module whose main(config) serves until SIGTERM)
-ROLES = {
+ROLES: dict[str, tuple[type, str]] = {
     "orchestrator": (OrchestratorConfig, "orchestrator.server"),
     "draft": (DraftConfig, "draft_service.server"),
     "target": (TargetConfig, "target_service.server"),
@@ -47,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     config_type, module_name = ROLES[arguments.role]
-    config = load_service_config(arguments, config_type, section=arguments.role)
+    config: Any = load_service_config(arguments, config_type, section=arguments.role)
     logging.basicConfig(
         level=arguments.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -17,13 +17,21 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from coppice.health import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
+from coppice.health import (
+    DRAFT_SERVICE,
+    ORCHESTRATOR_SERVICE,
+    SPECULATION_SERVICE,
+    TARGET_SERVICE,
+    health_probe,
+)
 from coppice.stack.config import LOOPBACK, StackConfig
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
 from shared.config import DraftConfig, TargetConfig
 from shared.config_check import check_config
 from shared.config_loader import ENV_PREFIX, to_arguments
 from shared.gpu_lease import list_machine_gpus
+
+PAIRING_TIMEOUT_S = 20.0
 
 
 def _ignore(*_: Any) -> None:
@@ -84,6 +92,8 @@ class Stack:
             for service in self.services.values():
                 service.start()
             self.wait_ready(*self.services, timeout_s=self.config.start_timeout_s)
+            if self.config.num_drafts:
+                self._wait_speculating()
         except BaseException:
             self.stop(timeout_s=5.0)
             raise
@@ -155,6 +165,21 @@ class Stack:
     ) -> None:
         self.stop()
 
+    def _wait_speculating(self) -> None:
+        """Wait until the orchestrator has paired a draft with a target; workers are ready by now.
+
+        Raises: ServiceFailedError if none fits.
+        """
+        deadline = time.monotonic() + PAIRING_TIMEOUT_S
+        with health_probe(self.address) as probe:
+            while probe.status(SPECULATION_SERVICE, timeout_s=1.0) != "SERVING":
+                if time.monotonic() > deadline:
+                    raise ServiceFailedError(
+                        "the orchestrator found no draft that fits its target\n"
+                        + self.services["orchestrator"].log_tail()
+                    )
+                time.sleep(POLL_INTERVAL_S)
+
     def _build(self) -> None:
         config = self.config
         num_workers = config.num_targets + config.num_drafts
@@ -164,12 +189,12 @@ class Stack:
             draft_ports = ports[config.num_targets : num_workers]
             port = config.orchestrator.port or ports[-1]
         for index, worker_port in enumerate(target_ports):
-            worker = replace(config.target, host=LOOPBACK, port=worker_port, gpus=gpus[index])
-            self._add(f"target-{index}", "target", worker, TARGET_SERVICE)
+            target = replace(config.target, host=LOOPBACK, port=worker_port, gpus=gpus[index])
+            self._add(f"target-{index}", "target", target, TARGET_SERVICE)
         for index, worker_port in enumerate(draft_ports):
             gpu = gpus[config.num_targets + index]
-            worker = replace(config.draft, host=LOOPBACK, port=worker_port, gpus=gpu)
-            self._add(f"draft-{index}", "draft", worker, DRAFT_SERVICE)
+            draft = replace(config.draft, host=LOOPBACK, port=worker_port, gpus=gpu)
+            self._add(f"draft-{index}", "draft", draft, DRAFT_SERVICE)
         orchestrator = replace(
             config.orchestrator,
             port=port,

@@ -16,7 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from coppice.cli import bench, generate, serve, up
 from coppice.cli.main import build_parser, main
 from coppice.cli.render import TokenPrinter, stats_rows
-from coppice.cli.request_options import parse_shape, request_keywords
+from coppice.cli.request_options import SAMPLING, SHAPE, parse_shape, request_keywords
+from coppice.request import RequestOptions
 from coppice.stack import StackConfig
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.errors import ConfigError
@@ -217,6 +218,16 @@ def test_request_flags_become_keywords() -> None:
         "min_new_tokens": 1,
     }
     assert request_keywords(parse("generate", "hi")) == {}
+    assert request_keywords(parse("generate", "hi", "--no-speculation")) == {"speculation": False}
+
+
+def test_every_request_flag_is_a_keyword_of_the_client() -> None:
+    flags = {flag for flag, _, _ in (*SAMPLING, *SHAPE)}
+    argv = [item for flag in sorted(flags) for item in (flag, "2")]
+    assert (
+        request_keywords(parse("generate", "hi", *argv)).keys()
+        <= RequestOptions.__annotations__.keys()
+    )
 
 
 def test_the_server_comes_from_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
