@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from coppice.v1 import target_pb2, target_pb2_grpc
 from shared.errors import CoppiceError, InvalidArgumentError, UnavailableError
@@ -161,7 +161,7 @@ class _TargetStream:
 
         return AsyncRetrying(
             retry=retry_if_exception(_is_transient),
-            wait=wait_exponential_jitter(multiplier=_FIRST_BACKOFF_S, max=_MAX_BACKOFF_S, jitter=0.1),
+            wait=wait_random_exponential(multiplier=_FIRST_BACKOFF_S, max=_MAX_BACKOFF_S),
             stop=stop_after_delay(self._reconnect_timeout_s),
             before_sleep=log,
             reraise=True,
