@@ -51,7 +51,8 @@ class StackProgress:
         """Take a service's new state."""
         with self._lock:
             self._states[name] = state
-            if self._live is None:
+            is_noise = state is ServiceState.STOPPED and not self._shows_log
+            if self._live is None and not is_noise:
                 elapsed_s = time.monotonic() - self._started
                 sys.stderr.write(f"{name:{NAME_WIDTH}} * {state.value} ({elapsed_s:.1f} s)\n")
 

@@ -1,0 +1,162 @@
+"""Every service of docker-compose.yml runs by its very command: two targets, two drafts, one front.
+
+Containers become processes, each on a loopback address of its own; what Docker's DNS does, one name
+for all replicas, is done by listing the replicas' addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice import Client
+from tests.compose_file import ROLES, load_compose, services_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_REPLICAS = 2
+READY_TIMEOUT_S = 120.0
+PROMPT = "def read_lines(path):\n"
+
+
+class Container:
+    """A service's command as a process that listens on its own address.
+
+    Args:
+        service: The service as the file describes it.
+        changes: What differs from the container's environment.
+    """
+
+    def __init__(
+        self, name: str, service: dict[str, Any], host: str, changes: dict[str, str], log: Path
+    ) -> None:
+        self.name = name
+        self._service = service
+        self.host = host
+        self._log = log
+        self._environ = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("COPPICE_")},
+            **service["environment"],
+            "COPPICE_HOST": host,
+            "OMP_NUM_THREADS": "1",
+            "COPPICE_CPU_THREADS": "1",
+            **changes,
+        }
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).parent / service["command"][0]), *service["command"][1:]],
+                env=self._environ,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def log(self) -> str:
+        """Return what the process wrote."""
+        return self._log.read_text(errors="replace")
+
+    def is_healthy(self) -> bool:
+        """Run the health check of the file; its localhost is this container's address."""
+        kind, program, *arguments = self._service["healthcheck"]["test"]
+        assert kind == "CMD"
+        arguments = [a.replace("localhost", self.host) for a in arguments]
+        command = [str(Path(sys.executable).parent / program), *arguments]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    def wait_healthy(self) -> None:
+        """Wait for the health check to pass, as depends_on does."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not self.is_healthy():
+            assert self.process.poll() is None, f"{self.name} ended:\n{self.log()}"
+            assert time.monotonic() < deadline, f"{self.name} is not healthy:\n{self.log()}"
+            time.sleep(0.2)
+
+    def stop(self) -> int:
+        """Do what `docker compose stop` does; return the exit code."""
+        self.process.terminate()
+        grace_s = float(self._service["stop_grace_period"].removesuffix("s"))
+        return self.process.wait(grace_s)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+
+def addresses(profile: str) -> Iterator[str]:
+    """Yield loopback addresses; another net per profile, so that nothing lingers between them."""
+    net = {"cpu": 31, "gpu": 32}[profile]
+    yield from (f"127.0.{net}.{host}" for host in range(1, 255))
+
+
+@contextlib.contextmanager
+def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Container]]]:
+    """Start a profile with two replicas of each worker; yields role -> containers."""
+    services = services_of(load_compose(), profile)
+    hosts = addresses(profile)
+    containers: dict[str, list[Container]] = {"target": [], "draft": [], "orchestrator": []}
+    names: dict[str, list[str]] = {}  # DNS name -> addresses
+    with contextlib.ExitStack() as stack:
+        for name, service in services.items():
+            role = ROLES[name]
+            if role == "orchestrator":
+                continue
+            networks = service["networks"]
+            aliases = networks["workers"]["aliases"] if isinstance(networks, dict) else []
+            for index in range(NUM_REPLICAS):
+                host = next(hosts)
+                for alias in (name, *aliases):
+                    names.setdefault(alias, []).append(host)
+                log = tmp_path / f"{name}-{index}.log"
+                # No GPU here: the command is the same, the device is not.
+                changes = {"COPPICE_DEVICE": "cpu"}
+                container = Container(f"{name}-{index}", service, host, changes, log)
+                stack.callback(container.close)
+                containers[role].append(container)
+        for container in containers["target"] + containers["draft"]:
+            container.wait_healthy()
+        front = services["orchestrator"]
+        changes = {}
+        for key in ("COPPICE_TARGETS", "COPPICE_DRAFTS"):
+            host, _, port = front["environment"][key].partition(":")
+            changes[key] = ",".join(f"{address}:{port}" for address in names[host])
+        log = tmp_path / "orchestrator.log"
+        container = Container("orchestrator", front, next(hosts), changes, log)
+        stack.callback(container.close)
+        containers["orchestrator"].append(container)
+        container.wait_healthy()
+        yield containers
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_every_service_runs_by_its_command(profile: str, tmp_path: Path) -> None:
+    assert shutil.which("coppice", path=str(Path(sys.executable).parent)), "run `make install`"
+    with compose_up(profile, tmp_path) as containers:
+        (front,) = containers["orchestrator"]
+        environment = services_of(load_compose(), profile)["orchestrator"]["environment"]
+        address = f"{front.host}:{environment['COPPICE_PORT']}"
+        with Client(address) as client:
+            plain = client.generate(PROMPT, max_new_tokens=24, speculation=False)
+            both = [
+                client.generate(PROMPT, max_new_tokens=24, speculation=True)
+                for _ in range(2 * NUM_REPLICAS)
+            ]
+        assert plain.usage.num_output_tokens == 24
+        for completion in both:
+            assert completion.token_ids == plain.token_ids
+            assert completion.speculation.num_draft_tokens > 0
+        found = front.log()
+        for container in containers["target"] + containers["draft"]:
+            assert f"{container.host}:" in found, f"{container.name} was never found"
+        codes = {c.name: c.stop() for role in containers.values() for c in reversed(role)}
+        assert set(codes.values()) == {0}, codes
