@@ -43,21 +43,28 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         poison: float = float("nan"),
         seed: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.page_size = page_size
+        self.device = device or torch.device("cpu")
         pages_per_request = -(-max_tokens // page_size)
         num_pages = 1 + num_requests * pages_per_request
         shape = (num_pages * page_size, num_kv_heads, head_dim)
-        self.k = [torch.full(shape, poison, dtype=dtype) for _ in range(num_layers)]
-        self.v = [torch.full(shape, poison, dtype=dtype) for _ in range(num_layers)]
+        self.k = [
+            torch.full(shape, poison, dtype=dtype, device=self.device) for _ in range(num_layers)
+        ]
+        self.v = [
+            torch.full(shape, poison, dtype=dtype, device=self.device) for _ in range(num_layers)
+        ]
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
-        self.page_table = order.to(torch.int32).view(num_requests, pages_per_request)
+        self._pages = order.view(num_requests, pages_per_request)
+        self.page_table = self._int32(self._pages.tolist())
 
     def slots(self, req_idx: int, logical: Sequence[int]) -> torch.Tensor:
-        """Map logical slots of one request to slots of the caches. [n] i32."""
+        """Map logical slots of one request to slots of the caches. [n] i32 on the device."""
         slots = torch.tensor(list(logical), dtype=torch.int64)
-        pages = self.page_table[req_idx].long()[slots // self.page_size]
-        return (pages * self.page_size + slots % self.page_size).to(torch.int32)
+        pages = self._pages[req_idx][slots // self.page_size]
+        return self._int32((pages * self.page_size + slots % self.page_size).tolist())
 
     def rows(
         self, blocks: Sequence[Block], *, window: int = 0
@@ -81,12 +88,12 @@ class PagedKV:
             start += block.num_rows
         metadata = TreeAttentionMetadata(
             page_table=self.page_table,
-            req_idx=_int32([block.req_idx for block in blocks]),
-            prefix_len=_int32([block.prefix_len for block in blocks]),
-            row_indptr=_int32([sum(sizes[:i]) for i in range(len(sizes) + 1)]),
-            path_len=_int32([len(path) for path in paths]),
-            path_offset=_int32([path + [0] * (depth - len(path)) for path in paths]),
-            is_chain=torch.tensor([block.paths is None for block in blocks]),
+            req_idx=self._int32([block.req_idx for block in blocks]),
+            prefix_len=self._int32([block.prefix_len for block in blocks]),
+            row_indptr=self._int32([sum(sizes[:i]) for i in range(len(sizes) + 1)]),
+            path_len=self._int32([len(path) for path in paths]),
+            path_offset=self._int32([path + [0] * (depth - len(path)) for path in paths]),
+            is_chain=torch.tensor([block.paths is None for block in blocks], device=self.device),
             page_size=self.page_size,
             window=window,
         )
@@ -99,6 +106,5 @@ class PagedKV:
         block = Block(req_idx=req_idx, prefix_len=prefix_len, num_rows=num_rows)
         return self.rows([block], window=window)
 
-
-def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    def _int32(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
