@@ -78,7 +78,7 @@ def save_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
     if len(shards) == 1:
         save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         file_name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, directory / file_name, metadata={"format": "pt"})

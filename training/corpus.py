@@ -232,7 +232,7 @@ def collect(*, max_repeated: float, max_leaked: float) -> tuple[list, list, list
     seen: set[str] = set()
     train: list[SourceFile] = []
     heldout: list[SourceFile] = []
-    records = {}
+    records: dict[str, dict[str, str | int]] = {}
     for source in find_sources():
         kept = 0
         for file in read_candidates(source):

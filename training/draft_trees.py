@@ -161,7 +161,7 @@ class StandaloneDraft:
         cos, sin = rope_table(self.model.config, positions)
         x = self.model.model.embed_tokens(token_ids[None])
         keys, values = [], []
-        for layer in self.model.model.layers:
+        for layer in self.model.model.decoder_layers():
             q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
             keys.append(k[0])
             values.append(v[0])
@@ -175,7 +175,7 @@ class StandaloneDraft:
         cos, sin = rope_table(self.model.config, (bases + depth)[:, None, None])
         x = self.model.model.embed_tokens(rows.token_ids)
         keys, values = [], []
-        for i, layer in enumerate(self.model.model.layers):
+        for i, layer in enumerate(self.model.model.decoder_layers()):
             q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
             attended, path_k, path_v = attend_path(
                 q, k, v, (prefix.keys[i], prefix.values[i]), (rows.keys[i], rows.values[i]), bases

@@ -73,9 +73,9 @@ def measure_draft(
     """
     lengths: list[int] = []
     for text, feature, prompt_length in zip(texts, features, prompt_lengths, strict=True):
-        roots = torch.arange(prompt_length, len(text) - LOOKAHEAD, device=text.device)
-        if len(roots) == 0:
+        if len(text) - LOOKAHEAD <= prompt_length:  # the text ended at once
             continue
+        roots = torch.arange(prompt_length, len(text) - LOOKAHEAD, device=text.device)
         prefix = draft.read(text, feature)
         trees = grow_trees(draft, prefix, roots, shape)
         after = torch.arange(1, shape.num_steps + 1, device=text.device)
@@ -166,7 +166,10 @@ def main() -> None:
         "accept_length, bonus included; %d prompts of %d to %d tokens, %d new tokens each",
         len(prompts), min(prompt_lengths), max(prompt_lengths), args.num_tokens,
     )  # fmt: skip
-    drafts = {"eagle3": Eagle3Draft(head, target), "standalone": StandaloneDraft(standalone)}
+    drafts: dict[str, Draft] = {
+        "eagle3": Eagle3Draft(head, target),
+        "standalone": StandaloneDraft(standalone),
+    }
     columns: dict[str, list[float]] = {}
     for temperature in (0.0, 1.0):
         texts = continue_prompts(

@@ -43,7 +43,7 @@ def generate(
         cos, sin = (table[:, None] for table in rope_table(config, positions))
         visible = torch.arange(capacity, device=device) <= positions[:, None, :, None]
         x = model.model.embed_tokens(token_ids)
-        for layer, (keys, values) in zip(model.model.layers, cache, strict=True):
+        for layer, (keys, values) in zip(model.model.decoder_layers(), cache, strict=True):
             q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
             keys[rows[:, None], :, positions] = k.transpose(1, 2)
             values[rows[:, None], :, positions] = v.transpose(1, 2)

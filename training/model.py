@@ -110,6 +110,10 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """Return the layers, lowest first."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
 
 class LlamaForCausalLM(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
@@ -130,7 +134,7 @@ class LlamaForCausalLM(nn.Module):
         cos, sin = rope_table(self.config, positions)
         x = self.model.embed_tokens(token_ids)
         aux = []
-        for layer_id, layer in enumerate(self.model.layers):
+        for layer_id, layer in enumerate(self.model.decoder_layers()):
             x = layer(x, cos, sin)
             if layer_id in aux_layer_ids:
                 aux.append(x)

@@ -106,7 +106,7 @@ def training_test_losses(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, num_steps=4500, learning_rate=2e-3, tokens_per_step=32768)
+    add_arguments(parser, num_steps=4040, learning_rate=2e-3, tokens_per_step=32768)
     parser.add_argument("--target", type=Path, default=Path("coppice/bundled/target"))
     parser.add_argument("--output", type=Path, default=Path("coppice/bundled/eagle3"))
     parser.add_argument("--draft-vocab-size", type=int, default=3072)
@@ -124,8 +124,12 @@ def main() -> None:
     logger.info("eagle3: %d parameters", count_parameters(head))
     if device.type == "cuda":
         target.compile_layers()
-        head.midlayer.project = torch.compile(head.midlayer.project, dynamic=False)
-        head.midlayer.finish = torch.compile(head.midlayer.finish, dynamic=False)
+        head.midlayer.project = torch.compile(  # type: ignore[method-assign]
+            head.midlayer.project, dynamic=False
+        )
+        head.midlayer.finish = torch.compile(  # type: ignore[method-assign]
+            head.midlayer.finish, dynamic=False
+        )
     losses = training_test_losses(
         head,
         target,

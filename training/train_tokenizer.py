@@ -58,7 +58,7 @@ def encode(tokenizer: Tokenizer, texts: list[str], *, seed: int) -> np.ndarray:
     """Encode the texts in shuffled order into one stream, each followed by id 0."""
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
-    chunks = []
+    chunks: list[np.ndarray] = []
     for start in range(0, len(order), 1024):
         batch = tokenizer.encode_batch_fast([texts[i] for i in order[start : start + 1024]])
         chunks.extend(np.array([*encoding.ids, 0], dtype=np.uint16) for encoding in batch)
