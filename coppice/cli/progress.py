@@ -18,6 +18,7 @@ STATE_STYLES = {
     ServiceState.FAILED: "red",
     ServiceState.STOPPED: "dim",
 }
+FIRST_STAGE = {ServiceState.STARTING: "launching", ServiceState.RESTARTING: "waiting to restart"}
 NAME_WIDTH = 12
 
 
@@ -51,6 +52,8 @@ class StackProgress:
         """Take a service's new state."""
         with self._lock:
             self._states[name] = state
+            if state is not ServiceState.STARTING:
+                self._loading.pop(name, None)  # it begins anew after a restart
             is_noise = state is ServiceState.STOPPED and not self._shows_log
             if self._live is None and not is_noise:
                 elapsed_s = time.monotonic() - self._started
@@ -89,12 +92,12 @@ class StackProgress:
         with self._lock:
             for name, state in self._states.items():
                 style = STATE_STYLES[state]
-                said = None if state is ServiceState.READY else self._loading.get(name)
+                said = self._loading.get(name) if state is ServiceState.STARTING else None
                 table.add_row(
                     Text(name, style="bold"),
                     Text(state.value, style=style),
                     ProgressBar(total=1.0, completed=said.fraction, width=24) if said else "",
-                    Text(said.stage if said else "", style="dim"),
+                    Text(said.stage if said else FIRST_STAGE.get(state, ""), style="dim"),
                 )
         table.add_row(Text(f"{elapsed_s:.1f} s", style="dim"), "", "", "")
         return table

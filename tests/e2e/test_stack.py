@@ -1,0 +1,151 @@
+"""A stack of real processes: what is killed comes back, and no output changes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coppice import Client, PromptInfo, TokenDelta
+from coppice.stack import ServiceFailedError, ServiceState, Stack, StackConfig
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+PROMPT = "def read_config(path):\n"
+NUM_TOKENS = 96
+
+
+def demo_config(*, num_targets: int = 1, num_drafts: int = 1) -> StackConfig:
+    return StackConfig(
+        orchestrator=OrchestratorConfig(host="127.0.0.1", port=0),
+        target=TargetConfig(device="cpu", cpu_threads=1),
+        draft=DraftConfig(device="cpu", cpu_threads=1),
+        num_targets=num_targets,
+        num_drafts=num_drafts,
+        start_timeout_s=120.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with Stack(demo_config()) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def expected(stack: Stack) -> tuple[int, ...]:
+    with Client(stack.address) as client:
+        return client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).token_ids
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def stat_of(pid: int) -> tuple[str, int]:
+    """Return state and process group; ("X", 0) if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    state, _, group = stat.rpartition(") ")[2].split(maxsplit=3)[:3]
+    return state, int(group)
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which only its own parent could reap, counts as ended."""
+    return stat_of(pid)[0] not in "ZX"
+
+
+def processes_of(stack: Stack) -> set[int]:
+    """Return every process of the stack's groups, engines included."""
+    groups = {service.pid for service in stack.services.values()} - {None}
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {pid for pid in pids if stat_of(pid)[1] in groups and is_alive(pid)}
+
+
+@pytest.mark.parametrize("victim", ["draft-0", "target-0"])
+def test_a_worker_killed_in_mid_stream_changes_nothing(
+    stack: Stack, expected: tuple[int, ...], victim: str
+) -> None:
+    service = stack.services[victim]
+    stack.wait_ready(*stack.services, timeout_s=60.0)
+    num_restarts, token_ids = service.num_restarts, []
+    with Client(stack.address) as client:
+        events = client.stream(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        assert isinstance(next(events), PromptInfo)
+        is_killed = False
+        for event in events:
+            if isinstance(event, TokenDelta):
+                token_ids += event.token_ids
+                if not is_killed:
+                    stack.kill(victim)
+                    is_killed = True
+    assert tuple(token_ids) == expected
+    wait_for(lambda: service.num_restarts == num_restarts + 1)
+    wait_for(lambda: service.state is ServiceState.READY)
+
+
+def test_a_stopped_draft_leaves_plain_decoding(stack: Stack, expected: tuple[int, ...]) -> None:
+    stack.stop_service("draft-0")
+    assert stack.services["draft-0"].pid is None
+    with Client(stack.address) as client:
+        completion = client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    assert completion.token_ids == expected
+    assert completion.speculation.num_draft_tokens == 0
+    stack.start_service("draft-0")
+
+    def speculates() -> bool:
+        with Client(stack.address) as client:
+            stats = client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).speculation
+        return stats.accept_length > 1.5
+
+    wait_for(speculates)
+
+
+def test_stop_leaves_no_process() -> None:
+    stack = Stack(demo_config(num_drafts=0)).start()
+    assert stack.draft_addresses == []
+    running = processes_of(stack)
+    assert len(running) >= 3  # orchestrator, front and engine of the target
+    stack.stop()
+    wait_for(lambda: not any(is_alive(pid) for pid in running), 5.0)
+    assert {s.state for s in stack.services.values()} == {ServiceState.STOPPED}
+
+
+def test_a_stack_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    config = demo_config()
+    config = replace(config, target=replace(config.target, model=str(tmp_path / "none")))
+    stack = Stack(config)
+    with pytest.raises(ServiceFailedError) as caught:
+        stack.start()
+    assert "target-0 ended before it was ready" in str(caught.value)
+    assert str(tmp_path / "none") in str(caught.value)
+    assert [service.pid for service in stack.services.values()] == [None] * 3
+
+
+def test_a_dead_parent_takes_its_services_along(tmp_path: Path) -> None:
+    """Even SIGKILL, which leaves `coppice up` no time to stop anything."""
+    log = tmp_path / "up.log"
+    with log.open("wb") as stream:
+        command = [sys.executable, "-m", "coppice", "up", "--port=0", "--device=cpu"]
+        process = subprocess.Popen([*command, "--draft-model=none"], stdout=stream, stderr=stream)
+    try:
+        wait_for(lambda: "listens on" in log.read_text(), 120.0)
+        tasks = Path(f"/proc/{process.pid}/task").iterdir()
+        pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(pids) == 2  # target and orchestrator
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), 40.0)
