@@ -18,15 +18,16 @@ from typing import Any
 from coppice.client import AsyncClient
 from shared.generation import FinishInfo, TokenDelta
 
+# A prompt ends where a token may begin: before a line break, not after it.
 DEFAULT_PROMPTS = (
-    "def fibonacci(n):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "import os\nimport sys\n\n\ndef main():\n",
-    "def read_lines(path):\n    with open(path) as stream:\n",
-    "class Node:\n    def __init__(self, value, left=None, right=None):\n",
-    "def test_addition():\n    assert ",
-    "for index, name in enumerate(names):\n",
-    "try:\n    import json\nexcept ImportError:\n",
+    "def fibonacci(n):",
+    "class Stack:\n    def __init__(self):",
+    "import os\nimport sys\n\n\ndef main():",
+    "def read_lines(path):\n    with open(path) as stream:",
+    "class Node:\n    def __init__(self, value, left=None, right=None):",
+    "def test_addition():\n    assert",
+    "for index, name in enumerate(names):",
+    "import json\n\n\ndef load_json(filename):",
 )
 
 

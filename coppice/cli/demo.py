@@ -17,11 +17,7 @@ from coppice.cli.render import TokenPrinter
 if TYPE_CHECKING:
     from coppice.client import Client
 
-PROMPT = '''class Stack:
-    """A last-in, first-out collection."""
-
-    def __init__(self):
-'''
+PROMPT = "import json\n\n\ndef load_json(filename):"
 WARM_UP_TOKENS = 8
 
 
@@ -33,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     parser.add_argument("--prompt", default=PROMPT, help="text to go on from")
-    parser.add_argument("--max-new-tokens", type=int, default=160, help="default: 160")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")

@@ -29,8 +29,8 @@ class TokenPrinter:
     def legend(self) -> str:
         """Say how to read the output."""
         draft = self._mark("accepted draft tokens", is_draft=True)
-        bonus = self._mark("bonus tokens sampled by the target", is_draft=False)
-        return f"{draft}, {bonus}; one of these per round"
+        bonus = self._mark("bonus tokens of the target", is_draft=False)
+        return f"{draft}, {bonus} (one per round)"
 
     def write(self, delta: TokenDelta) -> None:
         """Write the text of one delta at once."""

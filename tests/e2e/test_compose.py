@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NUM_REPLICAS = 2
 READY_TIMEOUT_S = 120.0
-PROMPT = "def read_lines(path):\n"
+PROMPT = "def read_lines(path):"
 
 
 class Container:

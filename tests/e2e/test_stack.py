@@ -18,7 +18,7 @@ from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-PROMPT = "def read_config(path):\n"
+PROMPT = "def read_config(path):"
 NUM_TOKENS = 96
 
 
