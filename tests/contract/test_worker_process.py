@@ -1,0 +1,231 @@
+"""Worker processes as they are started for real, with a fake engine in the engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from coppice.v1 import draft_pb2, target_pb2
+from shared.rpc.announce import Loading, Ready, parse_line
+from shared.rpc.convert import from_proto
+from shared.types import AcceptedPath, TargetClose, WorkerInfo
+from tests.contract.driver import Peer, target_open, verify_after
+from tests.contract.test_engine_process import is_alive, wait_dead
+from tests.fakes import generate
+from tests.fakes.factories import factory
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WORKER = textwrap.dedent(
+    """
+    import sys
+    from shared.config import DraftConfig, TargetConfig
+    from shared.rpc.worker import run_worker
+
+    role, factory, port, lease_dir = sys.argv[1:5]
+    if role == "target":
+        from target_service.server import serve
+        config_type = TargetConfig
+    else:
+        from draft_service.server import serve
+        config_type = DraftConfig
+    config = config_type(host="127.0.0.1", port=int(port), gpu_lease_dir=lease_dir)
+    code = run_worker(config, role=role, factory=factory, serve=serve)
+    heavy = sorted({"torch", "transformers", "triton"} & set(sys.modules))
+    sys.stdout.write(f"end heavy={heavy}\\n")
+    sys.exit(code)
+    """
+)
+
+
+@dataclass(kw_only=True)
+class Process:
+    """A worker process and what it printed so far."""
+
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def next_event(self) -> Loading | Ready:
+        assert self.process.stdout is not None
+        while line := (await self.process.stdout.readline()).decode():
+            self.lines.append(line.strip())
+            event = parse_line(line)
+            if event is not None:
+                return event
+        raise AssertionError(f"the worker ended after {self.lines}")
+
+    async def ready(self) -> str:
+        """Return the address that it prints."""
+        async with asyncio.timeout(30):
+            while True:
+                event = await self.next_event()
+                if isinstance(event, Ready):
+                    return event.address
+
+    async def end(self) -> tuple[int, str, str]:
+        """Return exit code, rest of the output, and errors."""
+        async with asyncio.timeout(30):
+            output, errors = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, output.decode(), errors.decode()
+
+
+@contextlib.asynccontextmanager
+async def start(
+    role: str = "target",
+    engine: str = "create_target",
+    *,
+    port: int = 0,
+    lease_dir: str = "",
+) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WORKER, role, factory(engine), str(port), lease_dir),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield Process(process=process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def target_info(peer: Peer) -> WorkerInfo:
+    reply = await peer.target.GetInfo(target_pb2.TargetServiceGetInfoRequest())
+    info: WorkerInfo = from_proto(reply.info)
+    return info
+
+
+def engine_pid(info: WorkerInfo) -> int:
+    """The fake engines put their process id into their incarnation."""
+    match = re.fullmatch(r"pid-(\d+)", info.incarnation)
+    assert match is not None
+    return int(match[1])
+
+
+async def test_target_starts_serves_and_drains_on_sigterm() -> None:
+    async with start() as worker:
+        stages = [await worker.next_event(), await worker.next_event()]
+        assert stages == [
+            Loading(role="target", fraction=0.25, stage="reading weights"),
+            Loading(role="target", fraction=0.75, stage="warming up"),
+        ]
+        async with Peer(await worker.ready()) as peer:
+            engine = engine_pid(await target_info(peer))
+            assert engine != worker.pid and is_alive(engine)
+            session = peer.target_session()
+            await session.send(target_open(prompt=(1, 2, 3)))
+            path = await session.next(AcceptedPath)
+            worker.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            await session.send(verify_after(path))
+            path = await session.next(AcceptedPath)
+            assert path.token_ids == tuple(generate((1, 2, 3), 2)[1:])
+            await session.send(TargetClose(request_id="a", target_epoch=1))
+            code, output, _ = await worker.end()
+        assert code == 0
+        assert "end heavy=[]" in output, "the front never imports torch"
+        assert not is_alive(engine)
+
+
+async def test_draft_starts_and_serves() -> None:
+    async with start("draft", "create_draft") as worker, Peer(await worker.ready()) as peer:
+        reply = await peer.draft.GetInfo(draft_pb2.DraftServiceGetInfoRequest())
+        assert from_proto(reply.info).kind == "eagle3"
+        worker.process.send_signal(signal.SIGINT)
+        code, output, _ = await worker.end()
+        assert code == 0 and "end heavy=[]" in output
+
+
+async def test_killed_engine_ends_the_worker_with_an_error() -> None:
+    async with start() as worker, Peer(await worker.ready()) as peer:
+        os.kill(engine_pid(await target_info(peer)), signal.SIGKILL)
+        code, _, errors = await worker.end()
+        assert code == 1
+        assert "the engine process was killed by signal 9" in errors
+
+
+async def test_failing_engine_ends_the_worker_and_its_log_says_why() -> None:
+    async with start(engine="create_fragile") as worker, Peer(await worker.ready()) as peer:
+        session = peer.target_session()
+        await session.send(target_open("crash"))
+        code, _, errors = await worker.end()
+        assert code == 1
+        assert "RuntimeError: device-side assert" in errors
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await session.next(AcceptedPath)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("engine", "code", "message"),
+    [
+        ("refuse", 2, "target: demo: tensor lm_head.weight is missing"),
+        ("fail", 1, "RuntimeError: CUDA error: out of memory"),
+        ("die_while_loading", 1, "killed by signal 9 while it was loading"),
+    ],
+)
+async def test_worker_that_cannot_start_says_why(engine: str, code: int, message: str) -> None:
+    async with start(engine=engine) as worker:
+        actual, output, errors = await worker.end()
+        assert actual == code
+        assert message in errors
+        assert "ready" not in output
+
+
+async def test_taken_port_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with start(port=port) as worker:
+            code, _, errors = await worker.end()
+            assert code == 2
+            assert f"cannot listen on 127.0.0.1:{port}" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_signal_while_loading_leaves_no_engine(number: signal.Signals) -> None:
+    async with start(engine="create_slowly") as worker:
+        event = await worker.next_event()
+        assert isinstance(event, Loading)
+        engine = int(event.stage.removeprefix("pid "))
+        assert is_alive(engine)
+        worker.process.send_signal(number)
+        code, _, _ = await worker.end()
+        assert code == (0 if number == signal.SIGTERM else -9)
+        await wait_dead(engine)
+
+
+async def test_killed_front_takes_its_engine_along() -> None:
+    async with start() as worker, Peer(await worker.ready()) as peer:
+        engine = engine_pid(await target_info(peer))
+        worker.process.kill()
+        await wait_dead(engine)
+
+
+async def test_lines_are_read_back_as_they_were_written() -> None:
+    assert parse_line("target loading  40% reading weights\n") == Loading(
+        role="target", fraction=0.4, stage="reading weights"
+    )
+    assert parse_line("INFO target ready soon") is None
+    assert parse_line("") is None
