@@ -165,6 +165,8 @@ class TargetEngine:
             self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
         for request in self._requests.values():
             self._send_features(request)
+            if request.features is not None:
+                request.features.trim()
         outbox, self._outbox = self._outbox, []
         return outbox
 

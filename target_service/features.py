@@ -48,6 +48,13 @@ class FeatureLog:
         assert position == self.end, f"row {position} appended at {self.end}"
         self._blocks.append(rows)
         self.end += len(rows)
+
+    def trim(self) -> None:
+        """Drop the oldest whole blocks past the budget.
+
+        Comes after `take_unsent`: else a subscriber whose gap was just closed would find a new one
+        at every step, and never catch up.
+        """
         while self._blocks and self.end - self.start - len(self._blocks[0]) >= self.retain_rows:
             self.start += len(self._blocks.popleft())
 
