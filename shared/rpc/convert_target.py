@@ -96,7 +96,7 @@ def verify_round_from_proto(message: target_pb2.VerifyRound) -> types.VerifyRoun
     return types.VerifyRound(
         request_id=request_id,
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
-        round_idx=require_range(message.round_idx, "round_idx", 0),
+        round_idx=require_range(message.round_idx, "round_idx", 1),  # 0 is the prefill
         seq_len=require_range(message.seq_len, "seq_len", 0),
         root_token_id=require_range(message.root_token_id, "root_token_id", 0),
         tree=tree,

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from shared.rpc.pipe import BlockingPipe
 from shared.types import WorkerInfo, WorkerLoad
 
 logger = logging.getLogger(__name__)
+
+# Between two rounds of a request the engine is idle for a moment, too short for a full check.
+CHECK_INTERVAL_S = 1.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -90,26 +94,29 @@ def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
     Raises: EOFError or OSError at the end; whatever the engine raises.
     """
     num_received = 0
-    reported: WorkerLoad | None = None
+    reported: tuple[WorkerLoad, int] | None = None  # load, num_received
+    next_check = 0.0
     while True:
         is_idle = not engine.has_work
         if is_idle:
-            engine.check_integrity()
-            if engine.load != reported:
-                reported = engine.load
-                pipe.send(EngineReport(load=reported, num_received=num_received, has_work=False))
+            load = engine.load
+            is_empty = not (load.num_running or load.num_waiting)
+            if is_empty or time.monotonic() >= next_check:
+                engine.check_integrity()
+                next_check = time.monotonic() + CHECK_INTERVAL_S
+            if reported != (load, num_received):
+                reported = (load, num_received)
+                pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
         for messages in pipe.receive(wait=is_idle):
             for message in messages:
                 engine.submit(message)
             num_received += len(messages)
         if engine.has_work:
             outputs = engine.step()
-            reported = engine.load
+            load = engine.load
+            reported = (load, num_received)
             report = EngineReport(
-                outputs=outputs,
-                load=reported,
-                num_received=num_received,
-                has_work=engine.has_work,
+                outputs=outputs, load=load, num_received=num_received, has_work=engine.has_work
             )
             pipe.send(report)
 

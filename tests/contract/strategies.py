@@ -138,6 +138,9 @@ loads = st.builds(
     num_rows=st.integers(0, 2**63 - 1),
     num_request_steps=st.integers(0, 2**63 - 1),
     num_moved_rounds=st.integers(0, 2**63 - 1),
+    kernel_launches=st.dictionaries(
+        st.text(max_size=12), st.integers(0, 2**63 - 1), max_size=3
+    ).map(lambda launches: tuple(sorted(launches.items()))),
 )
 feature_specs = st.builds(
     types.FeatureSpec,
@@ -180,7 +183,7 @@ verify_rounds = st.builds(
     types.VerifyRound,
     request_id=request_ids,
     target_epoch=epochs,
-    round_idx=counts,
+    round_idx=st.integers(1, 2**31 - 1),
     seq_len=counts,
     root_token_id=token_ids,
     tree=st.none() | trees(),

@@ -112,6 +112,19 @@ async def test_front_never_waits_for_a_busy_engine() -> None:
         assert all(entry[1] == block for entry in received[1:])
 
 
+async def test_message_without_an_answer_is_not_pending_for_ever() -> None:
+    async with engine_process() as engine:
+        await engine.start(no_progress)
+        engine.send(["hello"])
+        await collect(engine, 1)
+        engine.send(["ignore"])
+        assert engine.is_pending
+        async with asyncio.timeout(10):
+            async for _ in engine.outputs():
+                if not engine.is_pending:
+                    break
+
+
 async def test_queued_messages_share_a_step() -> None:
     async with engine_process() as engine:
         await engine.start(no_progress)

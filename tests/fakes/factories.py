@@ -68,7 +68,7 @@ class Echo:
 
     "sleep <s>": step for so long. "raise": fail in a step. "exit": end the process.
     "env <name>": answer with the variable. "modules": answer with what is imported.
-    "break": let check_integrity raise.
+    "break": let check_integrity raise. "ignore": no answer, no work.
     """
 
     info: WorkerInfo = field(default_factory=lambda: FakeTarget().info)
@@ -81,7 +81,8 @@ class Echo:
         return bool(self.queue)
 
     def submit(self, message: Any) -> None:
-        self.queue.append(message)
+        if message != "ignore":
+            self.queue.append(message)
 
     def step(self) -> list[Any]:
         queue, self.queue = self.queue, []
