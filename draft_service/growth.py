@@ -27,6 +27,7 @@ from shared.kernels.gumbel import gumbel_noise
 from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
 from shared.packing import RowBlock, pack_rows, to_device
+from shared.topk import stable_topk
 
 NEG_INF = float("-inf")
 
@@ -204,7 +205,7 @@ class TreeGrower:
         self, logprobs: torch.Tensor, width: int, num_topk: NDArray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and target ids of the best children, [T, K]; -inf past a row's own topk."""
-        value, draft_id = logprobs.topk(min(width, logprobs.shape[1]), dim=1)
+        value, draft_id = stable_topk(logprobs, min(width, logprobs.shape[1]))
         if value.shape[1] < width:
             missing = width - value.shape[1]
             value = torch.nn.functional.pad(value, (0, missing), value=NEG_INF)

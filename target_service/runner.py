@@ -14,6 +14,7 @@ from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM
 from shared.packing import to_device
+from shared.topk import stable_topk
 from shared.types import FeatureSpec
 from target_service.batch import SampledTree, StepBatch
 from target_service.phases import (
@@ -174,7 +175,8 @@ class TargetRunner:
         top_logprobs = table.new_zeros((len(tokens), inputs.num_top_logprobs))
         top_ids = torch.zeros_like(top_logprobs, dtype=torch.int64)
         if inputs.num_top_logprobs:
-            top_logprobs[rows], top_ids[rows] = table.topk(inputs.num_top_logprobs, dim=1)
+            # The most that anybody in the batch asked for: ties must not depend on it.
+            top_logprobs[rows], top_ids[rows] = stable_topk(table, inputs.num_top_logprobs)
         outputs.register("top_logprobs", top_logprobs)
         outputs.register("top_ids", top_ids)
 
