@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from training.eagle3 import Eagle3Config, Eagle3Head
+from training.final_hidden import EagleHead, MTPLayer
 from training.model import LlamaConfig, LlamaForCausalLM
 from training.train_tokenizer import END_OF_TEXT
 
@@ -157,3 +158,29 @@ def load_eagle3(directory: Path, device: torch.device) -> Eagle3Head:
     head = Eagle3Head(config)
     head.load_state_dict(load_tensors(directory))
     return head.float().to(device)
+
+
+def save_eagle(directory: Path, head: EagleHead) -> None:
+    """Write a LlamaForCausalLMEagle checkpoint; embedding and output layer stay with the target."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {"architectures": ["LlamaForCausalLMEagle"]} | llama_config_json(head.config)
+    write_json(directory / "config.json", fields | {"bias": True})
+    save_tensors(directory, head.state_dict())
+
+
+def save_mimo(
+    directory: Path, target: LlamaForCausalLM, mtp_layer: MTPLayer, tokenizer_path: Path
+) -> None:
+    """Write a MiMoForCausalLM checkpoint: a Llama with biases of zero computes the same."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {"architectures": ["MiMoForCausalLM"]} | llama_config_json(target.config)
+    fields |= {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1}
+    write_json(directory / "config.json", fields)
+    tensors = target.state_dict()
+    tensors |= {f"model.mtp_layers.0.{k}": v for k, v in mtp_layer.state_dict().items()}
+    for name in list(tensors):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            bias = torch.zeros(len(tensors[name]))
+            tensors[name.removesuffix("weight") + "bias"] = bias
+    save_tensors(directory, tensors)
+    save_tokenizer(directory, tokenizer_path)

@@ -125,8 +125,8 @@ class Eagle3Draft:
         hidden = self.head.fc(features[None, :-1])
         positions = torch.arange(hidden.shape[1], device=hidden.device)
         cos, sin = rope_table(self.head.config.decoder, positions)
-        q, k, v = layer.project(self.embed(token_ids[None, 1:]), hidden, cos, sin)
-        hidden = layer.finish(hidden, causal_attention(q, k, v))
+        residual, q, k, v = layer.project(self.embed(token_ids[None, 1:]), hidden, cos, sin)
+        hidden = layer.finish(residual, causal_attention(q, k, v))
         log_probs = self.head.logits(hidden).log_softmax(-1)
         return Prefix(keys=[k[0]], values=[v[0]], hidden=hidden[0], log_probs=log_probs[0])
 
@@ -135,11 +135,11 @@ class Eagle3Draft:
         layer = self.head.midlayer
         positions = (bases + depth)[:, None, None]
         cos, sin = rope_table(self.head.config.decoder, positions)
-        q, k, v = layer.project(self.embed(rows.token_ids), rows.hidden, cos, sin)
+        residual, q, k, v = layer.project(self.embed(rows.token_ids), rows.hidden, cos, sin)
         attended, path_k, path_v = attend_path(
             q, k, v, (prefix.keys[0], prefix.values[0]), (rows.keys[0], rows.values[0]), bases
         )
-        hidden = layer.finish(rows.hidden, attended)
+        hidden = layer.finish(residual, attended)
         log_probs = self.head.logits(hidden).log_softmax(-1)
         return Prefix(keys=[path_k], values=[path_v], hidden=hidden, log_probs=log_probs)
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from training.checkpoint import load_llama, save_eagle3
 from training.data import load_tokens, training_pairs
-from training.eagle3 import DIAGONAL_SLOTS, Eagle3Config, Eagle3Head, drafted_hidden_states
+from training.eagle3 import Eagle3Config, Eagle3Head
 from training.loop import add_arguments, autocast, loop_config, pick_device, run_steps
 from training.losses import distillation_loss, maybe_compile
 from training.model import LlamaConfig, LlamaForCausalLM, count_parameters
+from training.unroll import DIAGONAL_SLOTS, drafted_hidden_states
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,13 @@ def training_test_losses(
                 features = torch.cat(output.aux, dim=-1)[:, :num_rows]
                 probs = teacher_function(target.lm_head.weight, output.hidden, hot)
                 embeds = target.model.embed_tokens(inputs[:, 1:])
-            drafted = drafted_hidden_states(head, embeds, features, num_steps=num_test_steps)
+            drafted = drafted_hidden_states(
+                head.midlayer,
+                head.config.decoder,
+                embeds,
+                head.fc(features),
+                num_steps=num_test_steps,
+            )
             loss = sum(
                 weight * loss_function(hidden, probs[:, j + 1 : j + 1 + num_rows])
                 for j, (weight, hidden) in enumerate(zip(weights, drafted, strict=True))

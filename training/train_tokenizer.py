@@ -69,14 +69,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=Path("training/data"))
     parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--tokenizer", type=Path, help="encode with this one, train none")
     parser.add_argument("--max-training-bytes", type=int, default=60_000_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     splits = {name: read_jsonl(args.data_dir / f"{name}.jsonl") for name in ("train", "heldout")}
     train_texts = [record["text"] for record in splits["train"]]
-    sample = sample_texts(train_texts, max_bytes=args.max_training_bytes, seed=args.seed)
-    tokenizer = train_tokenizer(sample, vocab_size=args.vocab_size)
+    if args.tokenizer:
+        tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    else:
+        sample = sample_texts(train_texts, max_bytes=args.max_training_bytes, seed=args.seed)
+        tokenizer = train_tokenizer(sample, vocab_size=args.vocab_size)
     tokenizer.save(str(args.data_dir / "tokenizer.json"))
     cpython = [r for r in splits["heldout"] if r["source"].startswith("cpython-")]
     for name, records in (*splits.items(), ("heldout_cpython", cpython)):
