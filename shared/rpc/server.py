@@ -118,7 +118,10 @@ class RpcServer:
         await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
 
     def install_signal_handlers(self) -> None:
-        """Let SIGTERM and SIGINT request the end; a second one ends the process at once."""
+        """Let SIGTERM and SIGINT request the end; a second Ctrl-C ends the process at once.
+
+        SIGTERM may well come twice, from a supervisor and from a dying parent.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -153,4 +156,5 @@ class RpcServer:
     def _on_signal(self, number: int) -> None:
         logger.info("received %s, draining", signal.Signals(number).name)
         self.request_stop()
-        asyncio.get_running_loop().remove_signal_handler(number)
+        if number == signal.SIGINT:
+            asyncio.get_running_loop().remove_signal_handler(number)
