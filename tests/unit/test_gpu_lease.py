@@ -14,7 +14,7 @@ import pytest
 
 from shared.config import TargetConfig
 from shared.errors import ConfigError
-from shared.gpu_lease import GpuLease, lease_gpu, parse_listing
+from shared.gpu_lease import GpuLease, lease_gpu, list_machine_gpus, parse_listing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -171,3 +171,18 @@ def test_listing_of_the_driver_tool() -> None:
         "GPU-6e8c4c5b-0d51-11ef-9b1c-0123456789ab",
     ]
     assert parse_listing("No devices were found\n") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not list_machine_gpus(), reason="needs a GPU")
+def test_library_and_tool_of_the_driver_agree(tmp_path: Path) -> None:
+    tool = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    assert list_machine_gpus() == parse_listing(tool.stdout)
+    lease = lease_gpu(TargetConfig(gpu_lease_dir=str(tmp_path)), role="target")
+    assert lease is not None
+    show = "import torch; p = torch.cuda.get_device_properties(0); print(p.uuid)"
+    seen = subprocess.run(
+        [sys.executable, "-c", show], capture_output=True, text=True, check=True, timeout=60
+    )
+    lease.release()
+    assert f"GPU-{seen.stdout.strip()}" == lease.uuid
