@@ -153,9 +153,14 @@ class Output:
         keep = match.end if self._includes_stop else match.start
         self._held_text = self._held_text[: max(0, keep - self._num_sent_chars)]
         self._text_len = max(keep, self._num_sent_chars)
-        self._held = [token for token in self._held if token.start < keep]
+        # A token without text right before the cut stays: it may have left already.
+        self._held = [
+            token
+            for token in self._held
+            if token.start < keep or (token.end is not None and token.end <= keep)
+        ]
         for token in self._held:
-            token.end = min(token.end or keep, keep)
+            token.end = keep if token.end is None else min(token.end, keep)
         self._finish(FinishReason.STOP, match.stop_string)
 
     def _finish(self, reason: FinishReason, matched_stop: int | str | None) -> None:

@@ -1,0 +1,121 @@
+"""Fake engines behind the orchestrator's own Worker objects: no gRPC, virtual time, any fault.
+
+A fault is a function that sees every message on its way and says what arrives instead, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from orchestrator.pool import WorkerPool
+from orchestrator.workers import Worker
+from shared.rpc.batches import Batch
+from tests.fakes.draft import FakeDraft
+from tests.fakes.target import FakeTarget
+
+Result = TypeVar("Result")
+Fault = Callable[[Any], list[tuple[float, Any]]]
+"""Message -> [(delay in seconds, message that arrives instead)]."""
+
+LATENCY_S = 0.001
+
+
+def pass_on(message: Any) -> list[tuple[float, Any]]:
+    """Let a message arrive as it is."""
+    return [(0.0, message)]
+
+
+class _VirtualSelector(selectors.SelectSelector):
+    """Never sleeps: time jumps to the next timer instead."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise RuntimeError("deadlock: nothing is scheduled, and everybody waits")
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual = _VirtualSelector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in a loop whose clock jumps; a deadlock raises instead of hanging."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class InMemoryWorker:
+    """A worker in the same loop.
+
+    Args:
+        on_request: Fault on what the orchestrator sends.
+        on_reply: Fault on what the engine answers.
+    """
+
+    def __init__(
+        self,
+        engine: FakeTarget | FakeDraft,
+        pool: WorkerPool,
+        *,
+        address: str,
+        on_request: Fault = pass_on,
+        on_reply: Fault = pass_on,
+    ) -> None:
+        self.engine = engine
+        self.on_request = on_request
+        self.on_reply = on_reply
+        self._pool = pool
+        self._num_sent = 0
+        info = engine.info
+        self.worker = Worker(address=address, info=info, load=info.load)
+        is_target = isinstance(engine, FakeTarget)
+        self.problem = (pool.open_target if is_target else pool.open_draft)(self.worker)
+        self._task = asyncio.create_task(self._serve())
+
+    def step(self) -> None:
+        """Let the engine work and send what it answers."""
+        while self.engine.has_work:
+            for reply in self.engine.step():
+                for delay, message in self.on_reply(reply):
+                    self._after(delay, self._deliver, message)
+
+    def lose(self, *, is_clean: bool = False) -> None:
+        """End the session: the process died, or drained."""
+        if not self.worker.is_lost:
+            self._task.cancel()
+            self.engine.requests.clear()
+            self.worker.lose(is_clean=is_clean)
+            self._pool.lose(self.worker)
+
+    async def _serve(self) -> None:
+        while True:
+            for request in await self.worker.take_outgoing():
+                for delay, message in self.on_request(request):
+                    self._after(delay, self._submit, message)
+
+    def _after(self, delay: float, act: Callable[[Any], None], message: Any) -> None:
+        """Act after latency and delay; what is sent at one time arrives in order, as on a stream."""
+        self._num_sent += 1
+        asyncio.get_running_loop().call_later(
+            LATENCY_S + delay + self._num_sent * 1e-9, act, message
+        )
+
+    def _submit(self, message: Any) -> None:
+        if not self.worker.is_lost:
+            self.engine.submit(message)
+            self.step()
+
+    def _deliver(self, message: Any) -> None:
+        if not self.worker.is_lost:
+            self.worker.receive(Batch(messages=[message], load=self.engine.load))

@@ -1,0 +1,843 @@
+"""Rounds and recovery: whatever workers do, the output equals the fault-free one.
+
+Fake engines in memory, virtual time. The target's next token is a hash of the tokens so far, so any
+token lost, repeated or changed shows in everything after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.pool import WorkerPool
+from orchestrator.rounds import Generation
+from orchestrator.validation import GenerationRequest
+from shared.config import OrchestratorConfig
+from shared.errors import InternalError, ResourceExhaustedError, StatusCode, UnavailableError
+from shared.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
+from shared.types import (
+    AcceptedPath,
+    DraftOpen,
+    DraftRound,
+    FinishReason,
+    RequestFailure,
+    RequestRetracted,
+    SamplingParams,
+    TargetClose,
+    TargetOpen,
+    TokenTree,
+    TreeShape,
+    VerifyRound,
+)
+from tests.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, generate
+from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
+
+pytestmark = pytest.mark.timeout(120)
+
+CONFIG = OrchestratorConfig(
+    targets="t:1",
+    drafts="d:1",
+    draft_timeout_ms=20.0,
+    draft_open_timeout_ms=100.0,
+    step_timeout_s=2.0,
+)
+PROMPT = (5, 6, 7)
+SHAPE = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
+
+
+class Scene:
+    """Workers around one pool, and requests served by them."""
+
+    def __init__(self, config: OrchestratorConfig = CONFIG) -> None:
+        self.config = config
+        self.pool = WorkerPool()
+        self.targets: list[InMemoryWorker] = []
+        self.drafts: list[InMemoryWorker] = []
+
+    def add_target(self, **options: Any) -> InMemoryWorker:
+        """Start a target; options are faults."""
+        index = len(self.targets)
+        target = InMemoryWorker(
+            FakeTarget(incarnation=f"target-{index}", has_features=False),
+            self.pool,
+            address=f"t:{index}",
+            **options,
+        )
+        self.targets.append(target)
+        return target
+
+    def add_draft(self, **options: Any) -> InMemoryWorker:
+        """Start a draft; options are faults."""
+        index = len(self.drafts)
+        draft = InMemoryWorker(
+            FakeDraft(incarnation=f"draft-{index}", needs_features=False),
+            self.pool,
+            address=f"d:{index}",
+            **options,
+        )
+        self.drafts.append(draft)
+        return draft
+
+    def generation(self, request_id: str = "r", **fields: Any) -> Generation:
+        """Return a request, ready to run."""
+        fields = {"prompt_ids": PROMPT, "max_new_tokens": 40, "shape": SHAPE, **fields}
+        model = self.pool.model
+        return Generation(
+            GenerationRequest(request_id=request_id, **fields),
+            worker_request_id=f"test.{request_id}",
+            model=model or FakeTarget(has_features=False).info,
+            pool=self.pool,
+            config=self.config,
+            tokenizer=None,
+        )
+
+    async def serve(self, request_id: str = "r", **fields: Any) -> list[GenerateEvent]:
+        """Run a request to its end and return its events."""
+        generation = self.generation(request_id, **fields)
+        await generation.run()
+        return drained(generation)
+
+    async def check_free(self) -> None:
+        """Check that nothing of any request is left anywhere."""
+        await asyncio.sleep(5.0)
+        for worker in (*self.targets, *self.drafts):
+            assert worker.engine.requests == {}
+            assert worker.worker.num_own_requests == 0
+        assert self.pool._waiters == []
+
+
+def drained(generation: Generation) -> list[GenerateEvent]:
+    events = []
+    while (event := generation.events.get_nowait()) is not None:
+        events.append(event)
+    assert generation.events.empty()
+    return events
+
+
+def tokens_of(events: list[GenerateEvent]) -> list[int]:
+    return [t for event in events if isinstance(event, TokenDelta) for t in event.token_ids]
+
+
+def finish_of(events: list[GenerateEvent]) -> FinishInfo:
+    assert isinstance(events[-1], FinishInfo)
+    return events[-1]
+
+
+def check_stream(events: list[GenerateEvent], expected: list[int]) -> FinishInfo:
+    """Check everything that must hold of any stream, and that it is the fault-free output."""
+    assert [type(event) for event in events].count(PromptInfo) == 1
+    assert isinstance(events[0], PromptInfo)
+    finish = finish_of(events)
+    assert tokens_of(events) == expected
+    offset = 0
+    for event in events:
+        if isinstance(event, TokenDelta):
+            assert event.token_offset == offset
+            offset += len(event.token_ids)
+    stats = finish.speculation
+    assert finish.usage.num_output_tokens == len(expected)
+    assert sum(stats.accept_length_histogram) == stats.num_rounds
+    assert stats.num_accepted_drafts == sum(
+        drafts * rounds for drafts, rounds in enumerate(stats.accept_length_histogram)
+    )
+    assert stats.num_root_only_rounds <= stats.num_rounds
+    return finish
+
+
+def scripted(script: Iterator[Fault], *, only: type[Any]) -> Fault:
+    """Apply one fault after the other to messages of one type; then let everything pass."""
+
+    def fault(message: Any) -> list[tuple[float, Any]]:
+        if not isinstance(message, only):
+            return pass_on(message)
+        return next(script, pass_on)(message)
+
+    return fault
+
+
+def delayed(seconds: float) -> Fault:
+    return lambda message: [(seconds, message)]
+
+
+def replaced(**fields: Any) -> Fault:
+    return lambda message: [(0.0, dataclasses.replace(message, **fields))]
+
+
+def failed(code: StatusCode, reason: str = "TEST") -> Fault:
+    def fault(message: Any) -> list[tuple[float, Any]]:
+        failure = RequestFailure(
+            request_id=message.request_id,
+            code=int(code),
+            reason=reason,
+            message="as the test wants it",
+            target_epoch=message.target_epoch,
+            draft_epoch=getattr(message, "draft_epoch", 0),
+            round_idx=message.round_idx,
+        )
+        return [(0.0, failure)]
+
+    return fault
+
+
+def test_speculation_commits_more_than_a_token_per_round() -> None:
+    """Without faults: every round has its tree, and the statistics add up."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        scene.add_draft()
+        events = await scene.serve()
+        finish = check_stream(events, generate(PROMPT, 40))
+        stats = finish.speculation
+        assert stats.num_root_only_rounds == 0
+        assert stats.accept_length > 2
+        assert stats.num_moved_rounds > 0  # the fake's guesses stand behind wrong siblings
+        assert stats.num_draft_tokens == 6 * stats.num_rounds
+        assert finish.retries == 0
+        assert finish.reason is FinishReason.LENGTH
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_off_and_no_draft_are_root_only_rounds() -> None:
+    """Plain decoding is the same loop with no tree."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        plain = check_stream(await scene.serve(), generate(PROMPT, 40)).speculation
+        draft = scene.add_draft()
+        off = check_stream(await scene.serve(shape=None), generate(PROMPT, 40)).speculation
+        for stats in (plain, off):
+            assert (stats.num_rounds, stats.num_root_only_rounds) == (39, 39)
+            assert stats.accept_length == 1.0
+        assert draft.engine.received == []
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_very_short_outputs(count: int) -> None:
+    """The prefill alone gives the first token."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        scene.add_draft()
+        events = await scene.serve(max_new_tokens=count)
+        check_stream(events, generate(PROMPT, count))
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_sampling_parameters_reach_both_workers() -> None:
+    """Seed and temperature decide the tokens, and the draft guesses with the same noise."""
+
+    async def main() -> None:
+        scene = Scene()
+        target, draft = scene.add_target(), scene.add_draft()
+        sampling = SamplingParams(temperature=0.7, seed=2**64 - 1)
+        events = await scene.serve(sampling=sampling, stop_token_ids=(499,), logprobs=True)
+        check_stream(events, generate(PROMPT, 40, sampling))
+        opened = next(m for m in target.engine.received if isinstance(m, TargetOpen))
+        assert (opened.sampling, opened.stopping.stop_token_ids) == (sampling, (499,))
+        assert next(m for m in draft.engine.received if isinstance(m, DraftOpen)).sampling == (
+            sampling
+        )
+        deltas = [event for event in events if isinstance(event, TokenDelta)]
+        assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+
+    run_virtual(main())
+
+
+def test_the_draft_hears_of_every_token_once() -> None:
+    """Offsets are contiguous and the last token is the root."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        draft = scene.add_draft()
+        await scene.serve()
+        opened = next(m for m in draft.engine.received if isinstance(m, DraftOpen))
+        tokens = list(opened.token_ids)
+        for order in (m for m in draft.engine.received if isinstance(m, DraftRound)):
+            assert order.token_offset == len(tokens)
+            tokens += order.token_ids
+            assert order.seq_len == len(tokens) - 1
+            assert order.shape == SHAPE
+        assert tokens == [*PROMPT, *generate(PROMPT, 40)][: len(tokens)]
+
+    run_virtual(main())
+
+
+BAD_TREES = {
+    "wrong root": lambda tree: {"token_ids": (tree.token_ids[0] ^ 1, *tree.token_ids[1:])},
+    "parent after child": lambda tree: {"parent_index": (-1, 2, *tree.parent_index[2:])},
+    "no root": lambda tree: {"parent_index": (0, *tree.parent_index[1:])},
+    "out of vocabulary": lambda tree: {"token_ids": (*tree.token_ids[:-1], VOCAB_SIZE)},
+    "too many nodes": lambda tree: {
+        "token_ids": (*tree.token_ids, *[1] * 20),
+        "parent_index": (*tree.parent_index, *[0] * 20),
+    },
+    "lengths differ": lambda tree: {"parent_index": tree.parent_index[:-1]},
+    "another seq_len": lambda tree: {"seq_len": tree.seq_len + 1},
+    "score is NaN": lambda tree: {"cumulative_logprobs": (0.0, float("nan"))},
+}
+
+
+def spoiled(change: Callable[[TokenTree], dict[str, Any]]) -> Fault:
+    return lambda tree: [(0.0, dataclasses.replace(tree, **change(tree)))]
+
+
+@pytest.mark.parametrize("change", BAD_TREES.values(), ids=BAD_TREES.keys())
+def test_a_wrong_tree_costs_a_round_and_a_new_draft_state(
+    change: Callable[[TokenTree], dict[str, Any]],
+) -> None:
+    """The round goes root-only at once; the draft is closed and opened with the next epoch."""
+
+    async def main() -> None:
+        scene = Scene()
+        target = scene.add_target()
+        faults = iter([pass_on, spoiled(change)])
+        draft = scene.add_draft(on_reply=scripted(faults, only=TokenTree))
+        finish = check_stream(await scene.serve(max_new_tokens=200), generate(PROMPT, 200))
+        assert finish.speculation.num_root_only_rounds >= 1
+        assert finish.speculation.num_accepted_drafts > 0
+        epochs = [m.draft_epoch for m in draft.engine.received if isinstance(m, DraftOpen)]
+        assert epochs == [1, 2]
+        assert finish.retries == 1
+        trees = [m.tree for m in target.engine.received if isinstance(m, VerifyRound)]
+        assert trees[1] is None
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_tree_that_only_the_target_finds_wrong() -> None:
+    """INVALID_ARGUMENT leaves the target's state as it was: the same round goes root-only."""
+
+    async def main() -> None:
+        scene = Scene()
+        draft = scene.add_draft()
+        requests: list[VerifyRound] = []
+
+        def refuse(message: Any) -> list[tuple[float, Any]]:
+            """Answer the second VerifyRound with a failure without showing it to the engine."""
+            if not isinstance(message, VerifyRound):
+                return pass_on(message)
+            requests.append(message)
+            if len(requests) == 2:
+                ((_, failure),) = failed(StatusCode.INVALID_ARGUMENT, "INVALID_TREE")(message)
+                asyncio.get_running_loop().call_later(0.001, target._deliver, failure)
+                return []
+            return pass_on(message)
+
+        target = scene.add_target(on_request=refuse)
+        check_stream(await scene.serve(max_new_tokens=200), generate(PROMPT, 200))
+        assert requests[1].tree is not None
+        assert requests[2] == dataclasses.replace(requests[1], tree=None)
+        opens = [m for m in draft.engine.received if isinstance(m, DraftOpen)]
+        assert [m.draft_epoch for m in opens] == [1, 2]
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_late_draft_costs_one_wait_and_comes_back_with_any_tree() -> None:
+    """Rounds do not wait for a late draft; it hears of every token and catches up."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        draft = scene.add_draft(on_reply=scripted(iter([pass_on, delayed(0.05)]), only=TokenTree))
+        started = asyncio.get_running_loop().time()
+        finish = check_stream(await scene.serve(max_new_tokens=200), generate(PROMPT, 200))
+        stats = finish.speculation
+        assert 1 <= stats.num_root_only_rounds <= 25
+        assert stats.num_accepted_drafts > 50
+        assert finish.retries == 0
+        assert asyncio.get_running_loop().time() - started < 1.0
+        assert len([m for m in draft.engine.received if isinstance(m, DraftOpen)]) == 1
+
+    run_virtual(main())
+
+
+def test_the_first_round_waits_for_the_draft_to_read_the_prompt() -> None:
+    """draft_open_timeout_ms, not draft_timeout_ms: else no long prompt ever speculated."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        scene.add_draft(on_reply=scripted(iter([delayed(0.08)]), only=TokenTree))
+        finish = check_stream(await scene.serve(), generate(PROMPT, 40))
+        assert finish.speculation.num_root_only_rounds == 0
+        assert finish.timings.mean_draft_wait_ms * finish.speculation.num_rounds > 80
+
+    run_virtual(main())
+
+
+def test_a_silent_draft_is_replaced() -> None:
+    """A draft that never answers is closed, and the request opened on another one."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target(on_reply=scripted(iter([delayed(0.05)] * 300), only=AcceptedPath))
+        silent = scene.add_draft(on_reply=lambda message: [])
+        serving = asyncio.create_task(scene.serve(max_new_tokens=100))
+        await asyncio.sleep(0.1)
+        good = scene.add_draft()
+        finish = check_stream(await serving, generate(PROMPT, 100))
+        assert finish.speculation.num_accepted_drafts > 10
+        assert silent.engine.requests == {}
+        assert good.engine.received
+        assert finish.retries == 1
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_draft_that_joins_late_is_used() -> None:
+    """Opened with everything so far; joining is no retry."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target(on_reply=scripted(iter([delayed(0.05)] * 300), only=AcceptedPath))
+        serving = asyncio.create_task(scene.serve(max_new_tokens=100))
+        await asyncio.sleep(1.0)
+        draft = scene.add_draft()
+        finish = check_stream(await serving, generate(PROMPT, 100))
+        assert finish.speculation.num_root_only_rounds >= 15
+        assert finish.speculation.num_accepted_drafts > 10
+        assert finish.retries == 0
+        opened = next(m for m in draft.engine.received if isinstance(m, DraftOpen))
+        assert len(opened.token_ids) > len(PROMPT) + 10
+
+    run_virtual(main())
+
+
+def test_a_lost_draft_worker_is_replaced_by_another_one() -> None:
+    """The round that waited goes on at once."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target(on_reply=scripted(iter([delayed(0.01)] * 300), only=AcceptedPath))
+        first = scene.add_draft()
+        second = scene.add_draft()
+        serving = asyncio.create_task(scene.serve(max_new_tokens=200))
+        await asyncio.sleep(0.2)
+        used, other = (first, second) if first.engine.requests else (second, first)
+        used.lose()
+        finish = check_stream(await serving, generate(PROMPT, 200))
+        assert other.engine.received
+        assert finish.speculation.num_root_only_rounds <= 10
+        assert finish.retries == 1
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_lost_target_is_replaced_and_both_epochs_advance() -> None:
+    """Prompt and committed tokens are prefilled elsewhere; the draft reads them again."""
+
+    async def main() -> None:
+        scene = Scene()
+        first = scene.add_target()
+        draft = scene.add_draft()
+        serving = asyncio.create_task(scene.serve(max_new_tokens=200))
+        await asyncio.sleep(0.1)
+        second = scene.add_target()
+        first.lose()
+        finish = check_stream(await serving, generate(PROMPT, 200))
+        (opened,) = [m for m in second.engine.received if isinstance(m, TargetOpen)]
+        assert opened.target_epoch == 2
+        assert opened.num_prompt_tokens == len(PROMPT)
+        assert len(opened.token_ids) > len(PROMPT)
+        opens = [m for m in draft.engine.received if isinstance(m, DraftOpen)]
+        assert [(m.target_epoch, m.draft_epoch, m.target_address) for m in opens] == [
+            (1, 1, "t:0"),
+            (2, 2, "t:1"),
+        ]
+        assert finish.retries == 1
+        assert finish.speculation.num_root_only_rounds <= 3
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_lost_target_that_comes_back_is_used_again() -> None:
+    """With one target the request waits for its successor."""
+
+    async def main() -> None:
+        scene = Scene()
+        first = scene.add_target()
+        scene.add_draft()
+        serving = asyncio.create_task(scene.serve(max_new_tokens=200))
+        await asyncio.sleep(0.1)
+        first.lose()
+        await asyncio.sleep(1.5)
+        scene.add_target()
+        check_stream(await serving, generate(PROMPT, 200))
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_without_a_successor_the_request_ends_as_unavailable() -> None:
+    """After step_timeout_s; the client may resume elsewhere."""
+
+    async def main() -> None:
+        scene = Scene()
+        target = scene.add_target()
+        draft = scene.add_draft()
+        generation = scene.generation(max_new_tokens=200)
+        serving = asyncio.create_task(generation.run())
+        await asyncio.sleep(0.1)
+        target.lose()
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(UnavailableError):
+            await serving
+        assert asyncio.get_running_loop().time() - started == pytest.approx(2.0, abs=0.5)
+        received = tokens_of(drained(generation))
+        assert received == generate(PROMPT, len(received)) and received
+        await asyncio.sleep(1.0)
+        assert draft.engine.requests == {}
+
+    run_virtual(main())
+
+
+def test_a_silent_target_is_given_up() -> None:
+    """The socket lives, the engine does not answer: another target takes over."""
+
+    async def main() -> None:
+        scene = Scene()
+        silent = scene.add_target(
+            on_reply=scripted(iter([pass_on, pass_on, lambda message: []]), only=AcceptedPath)
+        )
+        other = scene.add_target()
+        scene.add_draft()
+        events = await scene.serve(session_id="s")
+        check_stream(events, generate(PROMPT, 40))
+        assert any(isinstance(m, TargetOpen) for m in other.engine.received)
+        assert any(isinstance(m, TargetClose) for m in silent.engine.received)
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_request_that_kills_two_workers_is_refused() -> None:
+    """A third worker must not see it."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_draft()
+
+        def kill(worker_index: int) -> Fault:
+            def fault(message: Any) -> list[tuple[float, Any]]:
+                if isinstance(message, VerifyRound):
+                    asyncio.get_running_loop().call_soon(scene.targets[worker_index].lose)
+                    return []
+                return pass_on(message)
+
+            return fault
+
+        scene.add_target(on_request=kill(0))
+        scene.add_target(on_request=kill(1))
+        third = scene.add_target()
+        with pytest.raises(InternalError) as caught:
+            await scene.serve()
+        assert caught.value.reason == "REQUEST_KILLED_WORKERS"
+        assert third.engine.received == []
+        await asyncio.sleep(1.0)
+        assert scene.drafts[0].engine.requests == {}
+
+    run_virtual(main())
+
+
+def test_draining_targets_are_no_kills() -> None:
+    """A rolling restart moves a request any number of times."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_draft()
+        scene.add_target(on_reply=scripted(iter([delayed(0.01)] * 300), only=AcceptedPath))
+        serving = asyncio.create_task(scene.serve(max_new_tokens=300))
+        for index in range(4):
+            await asyncio.sleep(0.2)
+            scene.add_target(on_reply=scripted(iter([delayed(0.01)] * 300), only=AcceptedPath))
+            scene.targets[index].lose(is_clean=True)
+        finish = check_stream(await serving, generate(PROMPT, 300))
+        assert finish.retries == 4
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_forgotten_request_is_rebuilt_on_the_same_target() -> None:
+    """NOT_FOUND and FAILED_PRECONDITION are about state, not about the request."""
+
+    async def main() -> None:
+        for code in (StatusCode.NOT_FOUND, StatusCode.FAILED_PRECONDITION):
+            scene = Scene()
+            target = scene.add_target(
+                on_reply=scripted(iter([pass_on, pass_on, failed(code)]), only=AcceptedPath)
+            )
+            scene.add_draft()
+            check_stream(await scene.serve(), generate(PROMPT, 40))
+            opens = [m for m in target.engine.received if isinstance(m, TargetOpen)]
+            assert [m.target_epoch for m in opens] == [1, 2]
+            await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_target_that_forgets_again_and_again_is_no_progress() -> None:
+    """Rebuilding has a budget."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target(
+            on_reply=scripted(iter([failed(StatusCode.NOT_FOUND)] * 99), only=AcceptedPath)
+        )
+        with pytest.raises(UnavailableError) as caught:
+            await scene.serve()
+        assert caught.value.reason == "NO_PROGRESS"
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_new_request_without_room_is_resource_exhausted() -> None:
+    """Before work starts; one that runs is re-opened instead, see the retractions."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target(
+            on_reply=scripted(iter([failed(StatusCode.RESOURCE_EXHAUSTED)]), only=AcceptedPath)
+        )
+        with pytest.raises(ResourceExhaustedError):
+            await scene.serve()
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_retracted_request_comes_back_when_there_is_room() -> None:
+    """It goes before new requests, and waits while another one needs the pages."""
+
+    async def main() -> None:
+        scene = Scene()
+        target = scene.add_target(on_reply=scripted(iter([delayed(0.01)] * 999), only=AcceptedPath))
+        older = asyncio.create_task(scene.serve("older", max_new_tokens=60))
+        newer = asyncio.create_task(scene.serve("newer", max_new_tokens=30))
+        await asyncio.sleep(0.1)
+        target.worker.load = dataclasses.replace(target.worker.load, num_free_pages=0)
+        full = dataclasses.replace(target.engine.load, num_free_pages=0)
+        type(target.engine).load, plain = property(lambda self: full), type(target.engine).load  # type: ignore[method-assign,assignment]
+        try:
+            target.engine.retract("test.newer")
+            target.step()
+            await asyncio.sleep(0.3)
+            assert "test.newer" not in target.engine.requests
+            assert "test.older" in target.engine.requests
+        finally:
+            type(target.engine).load = plain  # type: ignore[method-assign]
+        check_stream(await newer, generate(PROMPT, 30))
+        finish = check_stream(await older, generate(PROMPT, 60))
+        assert finish.retries == 0
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_cancelling_frees_both_workers_within_a_message() -> None:
+    """At any moment: while opening, waiting for a tree, or verifying."""
+
+    async def main() -> None:
+        for delay in (0.0005, 0.0015, 0.003, 0.01, 0.05):
+            scene = Scene()
+            target = scene.add_target()
+            draft = scene.add_draft(on_reply=scripted(iter([delayed(0.02)] * 9), only=TokenTree))
+            generation = scene.generation(max_new_tokens=300)
+            serving = asyncio.create_task(generation.run())
+            await asyncio.sleep(delay)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await asyncio.sleep(0.005)
+            assert target.engine.requests == {} and draft.engine.requests == {}
+            await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_resuming_goes_on_exactly_after_the_tokens_held() -> None:
+    """They count as output, are not sent again, and the offset goes on."""
+
+    async def main() -> None:
+        scene = Scene()
+        target = scene.add_target()
+        scene.add_draft()
+        whole = generate(PROMPT, 40)
+        for held in (0, 1, 17, 39, 40):
+            events = await scene.serve(resume_ids=tuple(whole[:held]))
+            assert tokens_of(events) == whole[held:]
+            finish = finish_of(events)
+            assert finish.usage.num_output_tokens == 40 - held
+            assert finish.usage.num_prompt_tokens == len(PROMPT)
+            assert finish.reason is FinishReason.LENGTH
+            deltas = [event for event in events if isinstance(event, TokenDelta)]
+            assert not deltas or deltas[0].token_offset == held
+        opened = [m for m in target.engine.received if isinstance(m, TargetOpen)]
+        assert len(opened) == 4  # the last one was complete already
+        assert all(m.num_prompt_tokens == len(PROMPT) for m in opened)
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_the_context_ends_a_request_without_a_limit() -> None:
+    """CONTEXT_LENGTH, not LENGTH: the client's limit was not reached."""
+
+    async def main() -> None:
+        scene = Scene()
+        target = InMemoryWorker(
+            FakeTarget(has_features=False, max_context_len=32), scene.pool, address="t:0"
+        )
+        scene.targets.append(target)
+        scene.add_draft()
+        for limit in (None, 100):
+            events = await scene.serve(max_new_tokens=limit)
+            finish = check_stream(events, generate(PROMPT, 32 - len(PROMPT)))
+            assert finish.reason is FinishReason.CONTEXT_LENGTH
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_a_stop_token_ends_the_output_and_is_cut() -> None:
+    """The target stops inside its commit; the client does not get the stop token."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        scene.add_draft()
+        whole = generate(PROMPT, 40)
+        stop = whole[20]
+        kept = whole[: whole.index(stop)]
+        events = await scene.serve(stop_token_ids=(stop,))
+        finish = check_stream(events, kept)
+        assert (finish.reason, finish.matched_stop) == (FinishReason.STOP, stop)
+        events = await scene.serve(stop_token_ids=(stop,), include_stop_in_output=True)
+        check_stream(events, [*kept, stop])
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+DRAFT_FAULTS: dict[str, Fault] = {
+    "late": delayed(0.03),
+    "very late": delayed(0.4),
+    "lost": lambda message: [],
+    "twice": lambda message: [(0.0, message), (0.003, message)],
+    "old epoch": lambda message: [
+        (0.0, dataclasses.replace(message, draft_epoch=message.draft_epoch - 1))
+    ],
+    "old round": lambda message: [
+        (0.0, dataclasses.replace(message, round_idx=max(0, message.round_idx - 1)))
+    ],
+    "future round": lambda message: [
+        (0.0, dataclasses.replace(message, round_idx=message.round_idx + 1))
+    ],
+    "failure": failed(StatusCode.INTERNAL),
+    "retracted": lambda message: [
+        (0.0, RequestRetracted(request_id=message.request_id, draft_epoch=message.draft_epoch))
+    ],
+    **{f"tree: {name}": spoiled(change) for name, change in BAD_TREES.items()},
+}
+TARGET_FAULTS: dict[str, Fault] = {
+    "slow": delayed(0.5),
+    "forgotten": failed(StatusCode.NOT_FOUND),
+    "stale": failed(StatusCode.FAILED_PRECONDITION),
+    "draining": failed(StatusCode.UNAVAILABLE),
+    "twice": lambda message: [(0.0, message), (0.002, message)],
+    "retracted": lambda message: [
+        (0.0, RequestRetracted(request_id=message.request_id, target_epoch=message.target_epoch))
+    ],
+}
+KILLS = st.none() | st.tuples(
+    st.sampled_from(["target", "target cleanly", "draft", "silent target"]), st.integers(0, 12)
+)
+
+
+@given(
+    draft_faults=st.lists(st.sampled_from(["ok", "ok", *DRAFT_FAULTS]), max_size=16),
+    target_faults=st.lists(st.sampled_from(["ok", "ok", *TARGET_FAULTS]), max_size=16),
+    kill=KILLS,
+    num_targets=st.integers(1, 2),
+    num_drafts=st.integers(0, 2),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_fault_changes_the_output(
+    draft_faults: list[str],
+    target_faults: list[str],
+    kill: tuple[str, int] | None,
+    num_targets: int,
+    num_drafts: int,
+    temperature: float,
+) -> None:
+    """Three requests at once under any mix of faults stream exactly their fault-free outputs."""
+
+    async def main() -> None:
+        scene = Scene()
+        draft_script = iter([DRAFT_FAULTS.get(name, pass_on) for name in draft_faults])
+        target_script = iter([TARGET_FAULTS.get(name, pass_on) for name in target_faults])
+        num_replies: Counter[str] = Counter()
+
+        def on_target_reply(message: Any) -> list[tuple[float, Any]]:
+            if not isinstance(message, AcceptedPath):
+                return pass_on(message)
+            num_replies["all"] += 1
+            if kill is not None and num_replies["all"] == kill[1] + 1:
+                match kill[0]:
+                    case "silent target":
+                        return []
+                    case "draft" if scene.drafts:
+                        scene.drafts[0].lose()
+                    case "target" | "target cleanly":
+                        loop = asyncio.get_running_loop()
+                        loop.call_soon(replace_target, kill[0] == "target cleanly")
+                        return []
+            return next(target_script, pass_on)(message)
+
+        def replace_target(is_clean: bool) -> None:  # noqa: FBT001
+            scene.targets[0].lose(is_clean=is_clean)
+            asyncio.get_running_loop().call_later(
+                0.3, lambda: scene.add_target(on_reply=on_target_reply)
+            )
+
+        for _ in range(num_targets):
+            scene.add_target(on_reply=on_target_reply)
+        for _ in range(num_drafts):
+            scene.add_draft(on_reply=scripted(draft_script, only=TokenTree))
+        sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
+        streams = await asyncio.gather(
+            *(
+                scene.serve(f"r{i}", prompt_ids=(i, 7), max_new_tokens=30 + i, sampling=params)
+                for i, params in enumerate(sampling)
+            )
+        )
+        for i, events in enumerate(streams):
+            check_stream(events, generate((i, 7), 30 + i, sampling[i]))
+        await scene.check_free()
+
+    run_virtual(main())
