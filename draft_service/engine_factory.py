@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 
-from draft_service.engine import DraftEngine
+from draft_service.engine import CHUNK_ROWS, DraftEngine
 from draft_service.runner import DraftRunner
 from shared.config import DraftConfig
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
+from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages
 from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 # Slots past the committed rows that the largest tree expands.
 MAX_SCRATCH_SLOTS = (MAX_NUM_STEPS - 1) * MAX_TOPK
+# What a request holds beside its window: rows being extended, or a growing tree.
+EXTRA_SLOTS = max(CHUNK_ROWS, MAX_SCRATCH_SLOTS)
+MIN_WINDOW = 16
 
 
 def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngine:
@@ -45,10 +49,7 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         dtype=dtype,
         num_positions=longest + MAX_NUM_STEPS + 1,
     )
-    window = min(config.window or model.max_position, model.max_position)
-    if window >= longest:
-        window = 0  # it never gets that far
-    held = (window or longest) + MAX_SCRATCH_SLOTS
+    window = min(config.window or model.max_position, model.max_position, longest)
     progress("allocating the KV pool", 0.8)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
@@ -61,10 +62,13 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         ),
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,
-        max_request_tokens=held,
+        max_request_tokens=window + EXTRA_SLOTS + config.page_size,
         memory_fraction=config.kv_memory_fraction,
         device=device,
     )
+    window = fit_window(window, num_pages, config.page_size)
+    if window >= longest:
+        window = 0  # no conversation gets that far
     pool = KVPool(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -98,3 +102,19 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,
     )
+
+
+def fit_window(window: int, num_pages: int, page_size: int) -> int:
+    """Return the largest window, at most the given one, with which one request alone always fits.
+
+    A conversation that outgrew the pool would be retracted and read again for ever.
+
+    Raises: ConfigError if hardly any token would be seen.
+    """
+    room = (num_pages - 1) * page_size - EXTRA_SLOTS - 2 * page_size  # partial pages at both ends
+    if room < MIN_WINDOW:
+        raise ConfigError(
+            f"a KV pool of {num_pages} pages of {page_size} tokens cannot hold a draft's chunk of "
+            f"{CHUNK_ROWS} rows and a window of {MIN_WINDOW} tokens; raise --num-pages"
+        )
+    return min(window, room)
