@@ -107,9 +107,13 @@ class Worker:
     is_lost: bool = False
     opening: set[str] = field(default_factory=set)
     on_load: Callable[[], None] = lambda: None
+    _num_others: int = 0
     _handlers: dict[str, Handler] = field(default_factory=dict)
     _outbox: list[Any] = field(default_factory=list)
     _has_outgoing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._note_load(self.load)
 
     def __str__(self) -> str:
         return f"{self.info.kind} {self.address}"
@@ -121,9 +125,8 @@ class Worker:
 
     @property
     def num_requests(self) -> int:
-        """Return the requests here: ours, or all that the worker reports if those are more."""
-        ours = len(self._handlers.keys() | self.opening)
-        return max(ours, self.load.num_running + self.load.num_waiting)
+        """Return the requests here: ours, and what others had here at the last report."""
+        return self.num_own_requests + self._num_others
 
     @property
     def num_own_requests(self) -> int:
@@ -184,7 +187,7 @@ class Worker:
         if batch.messages or (batch.load and batch.load.num_steps != self.load.num_steps):
             self.last_progress = asyncio.get_running_loop().time()
         if batch.load is not None:
-            self.load = batch.load
+            self._note_load(batch.load)
         self.on_load()
 
     def lose(self, *, is_clean: bool) -> None:
@@ -194,6 +197,11 @@ class Worker:
         handlers, self._handlers = self._handlers, {}
         for handler in handlers.values():
             handler.receive(WorkerLost(is_clean=is_clean or self.is_draining))
+
+    def _note_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        reported = load.num_running + load.num_waiting
+        self._num_others = max(0, reported - self.num_own_requests)
 
     def _deliver(self, request_id: str, message: Any) -> None:
         handler = self._handlers.get(request_id)

@@ -105,7 +105,7 @@ class InMemoryWorker:
                     self._after(delay, self._submit, message)
 
     def _after(self, delay: float, act: Callable[[Any], None], message: Any) -> None:
-        """Act after latency and delay; what is sent at one time arrives in order, as on a stream."""
+        """Act after latency and delay; what leaves at one time arrives in order."""
         self._num_sent += 1
         asyncio.get_running_loop().call_later(
             LATENCY_S + delay + self._num_sent * 1e-9, act, message

@@ -138,7 +138,7 @@ def test_matcher_finds_the_first_stop_whatever_the_pieces(
 @given(tokens=TOKENS, stops=STOPS, cuts=st.lists(st.integers(1, 24)), includes=st.booleans())
 @settings(max_examples=400)
 def test_output_is_cut_at_the_first_stop_and_nothing_is_taken_back(
-    tokens: list[int], stops: list[str], cuts: list[int], includes: bool
+    *, tokens: list[int], stops: list[str], cuts: list[int], includes: bool
 ) -> None:
     """Text, token ids, logprobs and usage follow one and the same cut."""
     output = make_output(stops, includes_stop=includes)
@@ -215,7 +215,7 @@ def test_held_tokens_leave_round_by_round() -> None:
 
 
 @pytest.mark.parametrize("includes", [False, True])
-def test_a_stop_token_is_cut_unless_asked_for(includes: bool) -> None:
+def test_a_stop_token_is_cut_unless_asked_for(*, includes: bool) -> None:
     """The path ends with it; usage and logprobs follow."""
     output = make_output([], includes_stop=includes)
     deltas = output.extend(path_of([1, 2], reason=FinishReason.STOP, stop_id=2))

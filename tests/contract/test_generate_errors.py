@@ -1,0 +1,367 @@
+"""Every declared error of Generate on the wire, and that the service goes on after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from coppice import (
+    AsyncClient,
+    CancelledError,
+    Client,
+    CoppiceError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from coppice.v1 import generation_pb2 as pb
+from coppice.v1 import generation_pb2_grpc as pb_grpc
+from tests.contract.serving import Serving, freed, serving, write_model
+from tests.fakes import (
+    FakeDraft,
+    FakeTarget,
+    FakeWorker,
+    eventually,
+    fake_draft,
+    fake_target,
+    generate,
+)
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint directory with a tokenizer of the fakes' vocabulary."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def ask(**fields: Any) -> pb.GenerateRequest:
+    """Return a small good request with some fields replaced."""
+    if "text" not in fields:
+        fields.setdefault("token_ids", pb.TokenIds(ids=PROMPT))
+    fields.setdefault("stopping", pb.StoppingCriteria(max_new_tokens=4))
+    return pb.GenerateRequest(**fields)
+
+
+async def refusal(address: str, request: pb.GenerateRequest) -> tuple[str, dict[str, Message]]:
+    """Send a request that must fail; return its code and its details by name."""
+    async with grpc.aio.insecure_channel(
+        address, options=[("grpc.max_send_message_length", -1)]
+    ) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(request):
+                pass
+    details: dict[str, Message] = {}
+    for key, value in caught.value.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(value)
+            assert status.code == caught.value.code().value[0]
+            for packed in status.details:
+                name = packed.TypeName().removeprefix("google.rpc.")
+                details[name] = getattr(error_details_pb2, name)()
+                packed.Unpack(details[name])
+    return caught.value.code().name, details
+
+
+async def check_serves(server: Serving) -> None:
+    """Check that a plain request still works."""
+    async with AsyncClient(server.address, max_retries=0) as client:
+        done = await client.generate(token_ids=PROMPT, max_new_tokens=8)
+    assert list(done.token_ids) == generate(PROMPT, 8)
+
+
+@contextlib.asynccontextmanager
+async def pair(model: Path, **fields: Any) -> AsyncIterator[tuple[Serving, FakeWorker, FakeWorker]]:
+    """Serve with one target and one draft."""
+    async with (
+        fake_target(FakeTarget(max_context_len=64)) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft], **fields) as server,
+    ):
+        yield server, target, draft
+
+
+BAD = {
+    "no prompt": (pb.GenerateRequest(), "prompt", "INVALID_ARGUMENT"),
+    "empty text": (ask(text=""), "text", "INVALID_ARGUMENT"),
+    "empty ids": (ask(token_ids=pb.TokenIds()), "token_ids", "INVALID_ARGUMENT"),
+    "id": (ask(token_ids=pb.TokenIds(ids=[512])), "token_ids", "TOKEN_OUT_OF_VOCABULARY"),
+    "NaN": (
+        ask(sampling=pb.SamplingParams(temperature=math.nan)),
+        "sampling.temperature",
+        "INVALID_ARGUMENT",
+    ),
+    "top_p": (ask(sampling=pb.SamplingParams(top_p=0)), "sampling.top_p", "INVALID_ARGUMENT"),
+    "enum": (
+        ask(speculation=pb.SpeculationOptions(mode=77)),  # type: ignore[arg-type]
+        "speculation.mode",
+        "INVALID_ARGUMENT",
+    ),
+    "tree": (
+        ask(speculation=pb.SpeculationOptions(num_steps=2, topk=2, num_draft_tokens=8)),
+        "speculation.num_draft_tokens",
+        "INVALID_TREE_SHAPE",
+    ),
+    "long prompt": (ask(token_ids=pb.TokenIds(ids=[1] * 64)), "token_ids", "PROMPT_TOO_LONG"),
+    "long text": (ask(text="x" * 100), "text", "PROMPT_TOO_LONG"),
+}
+
+
+async def test_bad_requests_name_the_field_in_bad_request(model: Path) -> None:
+    """INVALID_ARGUMENT with ErrorInfo and BadRequest; the workers never hear of it."""
+    async with pair(model) as (server, target, draft):
+        for name, (request, field, reason) in BAD.items():
+            code, details = await refusal(server.address, request)
+            assert code == "INVALID_ARGUMENT", name
+            info, bad = details["ErrorInfo"], details["BadRequest"]
+            assert isinstance(info, error_details_pb2.ErrorInfo)
+            assert isinstance(bad, error_details_pb2.BadRequest)
+            assert (info.domain, info.reason) == ("coppice", reason), name
+            assert [v.field for v in bad.field_violations] == [field], name
+            assert bad.field_violations[0].description
+        assert target.engine.received == draft.engine.received == []
+        await check_serves(server)
+
+
+async def test_a_100_mb_message_is_refused_and_the_server_goes_on(model: Path) -> None:
+    """gRPC itself refuses it; the client gives it a reason, and does not try again."""
+    async with pair(model) as (server, target, draft):
+        text = "x" * (100 * 1024 * 1024)
+        code, _ = await refusal(server.address, ask(text=text))
+        assert code == "RESOURCE_EXHAUSTED"
+
+        def send_too_much() -> None:
+            with Client(server.address) as client:
+                client.generate("x" * (17 * 1024 * 1024))
+
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await asyncio.to_thread(send_too_much)
+        assert caught.value.reason == "MESSAGE_TOO_LARGE"
+        await check_serves(server)
+        await freed(target, draft)
+
+
+async def test_a_running_request_id_cannot_be_used_twice(model: Path) -> None:
+    """It can once the first one has ended."""
+    async with pair(model) as (server, target, _), AsyncClient(server.address) as client:
+        target.handle.pause()
+        first = asyncio.create_task(
+            client.generate(token_ids=PROMPT, max_new_tokens=4, request_id="x")
+        )
+        await eventually(lambda: server.orchestrator._admission.num_requests == 1)
+        code, details = await refusal(server.address, ask(request_id="x"))
+        assert code == "INVALID_ARGUMENT"
+        assert details["ErrorInfo"].reason == "DUPLICATE_REQUEST_ID"  # type: ignore[attr-defined]
+        target.handle.resume()
+        await first
+        await client.generate(token_ids=PROMPT, max_new_tokens=4, request_id="x")
+
+
+async def test_too_many_requests_are_refused_with_a_delay(model: Path) -> None:
+    """RESOURCE_EXHAUSTED with RetryInfo; those that run go on running."""
+    async with pair(model, max_num_requests=2) as (server, target, _):
+        async with AsyncClient(server.address) as client:
+            target.handle.pause()
+            running = [
+                asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
+                for _ in range(2)
+            ]
+            await eventually(lambda: server.orchestrator._admission.num_requests == 2)
+            code, details = await refusal(server.address, ask())
+            assert code == "RESOURCE_EXHAUSTED"
+            assert details["ErrorInfo"].reason == "OVERLOADED"  # type: ignore[attr-defined]
+            retry = details["RetryInfo"]
+            assert isinstance(retry, error_details_pb2.RetryInfo)
+            assert 0 < retry.retry_delay.ToSeconds() + retry.retry_delay.nanos <= 30e9
+            with pytest.raises(ResourceExhaustedError) as caught:
+                await client.generate(token_ids=PROMPT)
+            assert caught.value.retry_after_s > 0
+            target.handle.resume()
+            for done in await asyncio.gather(*running):
+                assert list(done.token_ids) == generate(PROMPT, 4)
+
+
+async def test_without_a_target_it_is_unavailable(model: Path) -> None:
+    """NO_TARGET at once; the client gives up after its retries."""
+    async with serving(model, ["127.0.0.1:1"], waits=False) as server:
+        code, details = await refusal(server.address, ask())
+        assert code == "UNAVAILABLE"
+        assert details["ErrorInfo"].reason == "NO_TARGET"  # type: ignore[attr-defined]
+        async with AsyncClient(server.address, max_retries=1) as client:
+            with pytest.raises(UnavailableError) as caught:
+                await client.generate(token_ids=PROMPT)
+        assert caught.value.reason == "NO_TARGET"
+
+
+async def test_speculation_on_needs_a_draft_that_fits(model: Path) -> None:
+    """AUTO goes on without one; ON says what is wrong, and is not tried again."""
+    request = ask(speculation=pb.SpeculationOptions(mode=pb.SPECULATION_MODE_ON))
+    unfit = FakeDraft(incarnation="unfit")
+    unfit.width = 7
+    async with fake_target() as target, fake_draft(unfit) as draft:
+        async with serving(model, [target]) as server:
+            code, details = await refusal(server.address, request)
+            assert (code, details["ErrorInfo"].reason) == ("UNAVAILABLE", "NO_DRAFT")  # type: ignore[attr-defined]
+            async with AsyncClient(server.address) as client:
+                with pytest.raises(UnavailableError, match="no draft worker") as caught:
+                    await client.generate(token_ids=PROMPT, speculation=True)
+            assert caught.value.field == "speculation.mode"
+            await check_serves(server)
+        async with serving(model, [target], [draft]) as server:
+            async with AsyncClient(server.address) as client:
+                with pytest.raises(UnavailableError, match="7"):
+                    await client.generate(token_ids=PROMPT, speculation=True)
+    async with pair(model) as (server, _, _), AsyncClient(server.address) as client:
+        done = await client.generate(token_ids=PROMPT, max_new_tokens=8, speculation=True)
+        assert done.speculation.num_draft_tokens > 0
+
+
+async def test_a_model_without_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    """NO_TOKENIZER for text and stop strings."""
+    (tmp_path / "config.json").write_text("{}")
+    async with fake_target() as target, serving(tmp_path, [target]) as server:
+        for request, field in (
+            (ask(text="x"), "text"),
+            (ask(stopping=pb.StoppingCriteria(stop_strings=["x"])), "stopping.stop_strings"),
+        ):
+            code, details = await refusal(server.address, request)
+            assert code == "INVALID_ARGUMENT"
+            assert details["ErrorInfo"].reason == "NO_TOKENIZER"  # type: ignore[attr-defined]
+            bad = details["BadRequest"]
+            assert isinstance(bad, error_details_pb2.BadRequest)
+            assert bad.field_violations[0].field == field
+        await check_serves(server)
+
+
+async def test_a_draining_server_refuses_new_requests_and_ends_the_running_ones(
+    model: Path,
+) -> None:
+    """SIGTERM: health first, then no new requests, then the end."""
+    async with (
+        fake_target(step_s=0.005) as target,
+        serving(model, [target], drain_timeout_s=10.0) as server,
+        AsyncClient(server.address, max_retries=0) as client,
+    ):
+        serve = asyncio.create_task(server.orchestrator.serve_until_stopped())
+        running = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=60))
+        await eventually(lambda: bool(target.engine.requests))
+        server.orchestrator.request_stop()
+        await eventually(lambda: server.orchestrator._server.is_draining)
+        await asyncio.sleep(0.01)
+        code, details = await refusal(server.address, ask())
+        assert (code, details["ErrorInfo"].reason) == ("UNAVAILABLE", "DRAINING")  # type: ignore[attr-defined]
+        assert list((await running).token_ids) == generate(PROMPT, 60)
+        await asyncio.wait_for(serve, 10)
+
+
+async def test_a_deadline_frees_both_workers(model: Path) -> None:
+    """DEADLINE_EXCEEDED for the client; also while the request still waits."""
+    async with (
+        fake_target(step_s=0.005) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError) as caught:
+            await client.generate(token_ids=PROMPT, max_new_tokens=4000, timeout_s=0.3)
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert isinstance(caught.value, TimeoutError)
+        assert time.monotonic() - started < 3
+        await freed(target, draft)
+        target.handle.pause()
+        with pytest.raises(DeadlineExceededError):
+            await client.generate(token_ids=PROMPT, max_new_tokens=4000, timeout_s=0.2)
+        target.handle.resume()
+        await freed(target, draft)
+        await check_serves(server)
+
+
+async def test_cancelling_frees_both_workers(model: Path) -> None:
+    """Whether a task is cancelled, an iterator closed, or the connection goes away."""
+    async with (
+        fake_target(step_s=0.005) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+    ):
+        async with AsyncClient(server.address) as client:
+            task = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4000))
+            await eventually(lambda: bool(draft.engine.requests))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await freed(target, draft)
+
+            events = client.stream(token_ids=PROMPT, max_new_tokens=4000)
+            async for _ in events:
+                if draft.engine.requests:
+                    break
+            await events.aclose()  # type: ignore[attr-defined]
+            await freed(target, draft)
+
+        client = AsyncClient(server.address, max_retries=0)
+        task = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4000))
+        await eventually(lambda: bool(draft.engine.requests))
+        await client.close()
+        with pytest.raises((asyncio.CancelledError, CancelledError)):
+            await task
+        await freed(target, draft)
+        await check_serves(server)
+
+
+async def test_a_request_that_kills_two_targets_is_refused(model: Path) -> None:
+    """INTERNAL, not UNAVAILABLE: a client must not send it again."""
+    async with contextlib.AsyncExitStack() as stack:
+        targets = [
+            await stack.enter_async_context(
+                fake_target(FakeTarget(incarnation=f"t{index}"), step_s=0.005)
+            )
+            for index in range(3)
+        ]
+        server = await stack.enter_async_context(serving(model, targets))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        poison = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4000))
+        for _ in range(2):
+            await eventually(lambda: any(target.engine.requests for target in targets))
+            (victim,) = [target for target in targets if target.engine.requests]
+            await asyncio.sleep(0.05)
+            victim.handle.kill()
+            await asyncio.gather(victim.running, return_exceptions=True)
+            targets.remove(victim)
+        with pytest.raises(CoppiceError) as caught:
+            await poison
+        assert caught.value.reason == "REQUEST_KILLED_WORKERS"
+        assert targets[0].engine.received == []
+        await check_serves(server)
+
+
+async def test_the_client_refuses_what_no_message_can_hold() -> None:
+    """Before anything is sent: nobody listens at this address."""
+    async with AsyncClient("127.0.0.1:1") as client:
+        for keywords in (
+            {},
+            {"prompt": "x", "token_ids": [1]},
+            {"token_ids": [2**31]},
+            {"prompt": "x", "temperature": "hot"},
+            {"prompt": "x", "seed": -1},
+        ):
+            with pytest.raises(InvalidArgumentError):
+                await client.generate(**keywords)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="temprature"):
+            await client.generate("x", temprature=1.0)  # type: ignore[call-arg]

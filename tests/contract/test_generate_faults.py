@@ -1,0 +1,327 @@
+"""Workers and servers that die, hang, move or come late: clients see a pause, or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from coppice import AsyncClient, Client, Completion, TokenDelta
+from coppice.client import _Transcript
+from shared.generation import GenerateEvent
+from shared.types import TargetOpen
+from tests.contract.serving import closed, freed, serving, write_model
+from tests.fakes import (
+    FakeDraft,
+    FakeTarget,
+    FakeWorker,
+    eventually,
+    fake_draft,
+    fake_target,
+    generate,
+)
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio]
+
+PROMPT = [3, 1, 4, 1, 5]
+LONG = 400
+STEP_S = 0.003
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint directory with a tokenizer of the fakes' vocabulary."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def target(name: str = "t", *, port: int = 0) -> contextlib.AbstractAsyncContextManager[FakeWorker]:
+    return fake_target(FakeTarget(incarnation=name), step_s=STEP_S, port=port)
+
+
+def draft(name: str = "d", *, port: int = 0) -> contextlib.AbstractAsyncContextManager[FakeWorker]:
+    return fake_draft(FakeDraft(incarnation=name), port=port)
+
+
+class Long:
+    """A long request, and how much of it has come."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.num_tokens = 0
+        self._client = client
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> Completion:
+        transcript = _Transcript(None, {"token_ids": PROMPT, "max_new_tokens": LONG})
+        async for event in self._client._stream(transcript):
+            self.count(event)
+        return transcript.completion()
+
+    def count(self, event: GenerateEvent) -> None:
+        if isinstance(event, TokenDelta):
+            assert event.token_offset == self.num_tokens
+            self.num_tokens += len(event.token_ids)
+
+    async def reaches(self, num_tokens: int) -> None:
+        """Wait until so many tokens have come."""
+        await eventually(lambda: self.num_tokens >= num_tokens, timeout_s=20)
+
+    async def check(self) -> Completion:
+        """Wait for the end and check the output."""
+        done = await asyncio.wait_for(self.task, 60)
+        assert list(done.token_ids) == generate(PROMPT, LONG)
+        return done
+
+
+@contextlib.asynccontextmanager
+async def long_request(client: AsyncClient) -> AsyncIterator[Long]:
+    """Run a long request, and end it with the block."""
+    request = Long(client)
+    try:
+        yield request
+    finally:
+        await closed(request.task)
+
+
+async def kill(worker: FakeWorker) -> None:
+    """Die as a process does when its engine dies."""
+    worker.handle.kill()
+    await asyncio.gather(worker.running, return_exceptions=True)
+
+
+async def test_a_killed_draft_costs_rounds_and_its_successor_catches_up(model: Path) -> None:
+    """Same address, new incarnation, features replayed."""
+    async with contextlib.AsyncExitStack() as stack:
+        a_target = await stack.enter_async_context(target())
+        first = await stack.enter_async_context(draft("first"))
+        server = await stack.enter_async_context(serving(model, [a_target], [first]))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(60)
+        await kill(first)
+        port = int(first.address.rpartition(":")[2])
+        await request.reaches(100)
+        second = await stack.enter_async_context(draft("second", port=port))
+        done = await request.check()
+        assert done.retries >= 1
+        assert second.engine.received
+        stats = done.speculation
+        assert 0 < stats.num_root_only_rounds < stats.num_rounds
+        await freed(a_target, second)
+
+
+async def test_a_killed_target_costs_a_pause(model: Path) -> None:
+    """Another target takes over; no token is lost, repeated or changed."""
+    async with contextlib.AsyncExitStack() as stack:
+        targets = [await stack.enter_async_context(target(name)) for name in ("t0", "t1")]
+        a_draft = await stack.enter_async_context(draft())
+        server = await stack.enter_async_context(serving(model, targets, [a_draft]))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(60)
+        (used,) = [worker for worker in targets if worker.engine.requests]
+        (other,) = [worker for worker in targets if worker is not used]
+        await kill(used)
+        done = await request.check()
+        assert done.retries == 1
+        (opened,) = [m for m in other.engine.received if isinstance(m, TargetOpen)]
+        assert opened.target_epoch == 2 and len(opened.token_ids) >= 60
+        assert done.speculation.num_root_only_rounds <= 5
+        await freed(other, a_draft)
+
+
+async def test_a_killed_target_that_comes_back_is_enough(model: Path) -> None:
+    """With one target the request waits for its successor at the same address."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(target("first"))
+        server = await stack.enter_async_context(serving(model, [first], step_timeout_s=20.0))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(60)
+        await kill(first)
+        port = int(first.address.rpartition(":")[2])
+        await asyncio.sleep(0.5)
+        second = await stack.enter_async_context(target("second", port=port))
+        done = await request.check()
+        assert done.retries == 1
+        await freed(second)
+
+
+async def test_a_hung_target_is_given_up_after_the_step_timeout(model: Path) -> None:
+    """Its socket lives and its health is green: only time tells."""
+    async with contextlib.AsyncExitStack() as stack:
+        targets = [await stack.enter_async_context(target(name)) for name in ("t0", "t1")]
+        server = await stack.enter_async_context(serving(model, targets, step_timeout_s=0.5))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(60)
+        (used,) = [worker for worker in targets if worker.engine.requests]
+        used.handle.pause()
+        done = await request.check()
+        assert done.retries == 1
+        used.handle.resume()
+        await freed(*targets)
+
+
+async def test_a_hung_draft_costs_one_wait(model: Path) -> None:
+    """Rounds go on root-only, and the draft is used again once it answers."""
+    async with contextlib.AsyncExitStack() as stack:
+        a_target = await stack.enter_async_context(target())
+        a_draft = await stack.enter_async_context(draft())
+        server = await stack.enter_async_context(
+            serving(model, [a_target], [a_draft], draft_timeout_ms=50.0)
+        )
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(60)
+        a_draft.handle.pause()
+        await request.reaches(120)
+        a_draft.handle.resume()
+        done = await request.check()
+        stats = done.speculation
+        assert 10 < stats.num_root_only_rounds < stats.num_rounds
+        assert done.retries == 0
+        await freed(a_target, a_draft)
+
+
+async def test_retracted_requests_come_back(model: Path) -> None:
+    """By target and by draft: the client sees nothing."""
+    async with contextlib.AsyncExitStack() as stack:
+        a_target = await stack.enter_async_context(target())
+        a_draft = await stack.enter_async_context(draft())
+        server = await stack.enter_async_context(serving(model, [a_target], [a_draft]))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        request = await stack.enter_async_context(long_request(client))
+        for num_tokens, worker in ((50, a_target), (100, a_draft), (150, a_target)):
+            await request.reaches(num_tokens)
+            await eventually(lambda worker=worker: bool(worker.engine.requests))  # type: ignore[misc]
+            worker.engine.retract(next(iter(worker.engine.requests)))
+            worker.handle.wake()
+        done = await request.check()
+        assert done.retries == 3
+        await freed(a_target, a_draft)
+
+
+async def test_two_targets_and_two_drafts_share_the_load(model: Path) -> None:
+    """A pair per request, by load."""
+    async with contextlib.AsyncExitStack() as stack:
+        targets = [await stack.enter_async_context(target(name)) for name in ("t0", "t1")]
+        drafts = [await stack.enter_async_context(draft(name)) for name in ("d0", "d1")]
+        server = await stack.enter_async_context(serving(model, targets, drafts))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        completions = await asyncio.gather(
+            *(client.generate(token_ids=[i, 7], max_new_tokens=60) for i in range(8))
+        )
+        for i, done in enumerate(completions):
+            assert list(done.token_ids) == generate([i, 7], 60)
+            assert done.speculation.num_root_only_rounds == 0
+        for worker in (*targets, *drafts):
+            opened = {
+                message.request_id
+                for message in worker.engine.received
+                if type(message).__name__ in ("TargetOpen", "DraftOpen")
+            }
+            assert len(opened) == 4
+        await freed(*targets, *drafts)
+
+
+async def test_a_name_that_changes_its_addresses_is_followed(model: Path) -> None:
+    """Scale up, then down: `docker compose --scale` changes nothing but DNS."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(target("first"))
+        second = await stack.enter_async_context(target("second"))
+        addresses = {first.address}
+
+        async def lookup(host: str, port: int) -> set[str]:
+            assert (host, port) == ("target_service", 50061)
+            return set(addresses)
+
+        server = await stack.enter_async_context(
+            serving(model, ["target_service:50061"], lookup=lookup)
+        )
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        addresses.add(second.address)
+        await server.sees(targets=2, drafts=0)
+        await asyncio.gather(
+            *(client.generate(token_ids=PROMPT, max_new_tokens=30) for _ in range(4))
+        )
+        assert first.engine.received and second.engine.received
+
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(30)
+        (used,) = [worker for worker in (first, second) if worker.engine.requests]
+        other = second if used is first else first
+        addresses.remove(used.address)
+        num_before = len(used.engine.received)
+        await asyncio.sleep(0.3)
+        assert server.num_targets == 2  # a running request may end where it is
+        opens = len([m for m in used.engine.received if isinstance(m, TargetOpen)])
+        await client.generate(token_ids=PROMPT, max_new_tokens=10)
+        assert len([m for m in used.engine.received if isinstance(m, TargetOpen)]) == opens
+        assert len(used.engine.received) > num_before
+        done = await request.check()
+        assert done.retries == 0
+        await server.sees(targets=1, drafts=0)
+        assert server.orchestrator.pool._targets[0].address == other.address
+
+
+async def test_a_lost_orchestrator_is_resumed_by_both_clients(model: Path) -> None:
+    """The same seed and the tokens received: the output goes on exactly after them."""
+    sampled = {"token_ids": PROMPT, "max_new_tokens": LONG, "temperature": 1.0}
+    async with target() as a_target, draft() as a_draft:
+        async with contextlib.AsyncExitStack() as first_life:
+            server = await first_life.enter_async_context(serving(model, [a_target], [a_draft]))
+            num_tokens: list[int] = []
+            asynchronous = asyncio.create_task(collect(server.address, sampled, num_tokens.append))
+            blocking = asyncio.create_task(
+                asyncio.to_thread(collect_blocking, server.address, {**sampled, "request_id": "b"})
+            )
+            await eventually(lambda: sum(num_tokens) > 60, timeout_s=20)
+            port = server.port
+        async with serving(model, [a_target], [a_draft], port=port):
+            for done in (await asynchronous, await blocking):
+                assert len(done.token_ids) == LONG
+                assert done.usage.num_output_tokens == LONG
+                async with AsyncClient(f"127.0.0.1:{port}") as client:
+                    again = await client.generate(**sampled, seed=done.seed)  # type: ignore[arg-type]
+                assert again.token_ids == done.token_ids
+                assert again.text == done.text
+        await freed(a_target, a_draft)
+
+
+async def collect(
+    address: str, options: dict[str, object], on_tokens: Callable[[int], None]
+) -> Completion:
+    """Stream with the asyncio client, telling of tokens as they come."""
+    async with AsyncClient(address, max_retries=10) as client:
+        transcript = _Transcript(None, options)  # type: ignore[arg-type]
+        async for event in client._stream(transcript):
+            if isinstance(event, TokenDelta):
+                on_tokens(len(event.token_ids))
+        return transcript.completion()
+
+
+def collect_blocking(address: str, options: dict[str, object]) -> Completion:
+    """Generate with the blocking client."""
+    with Client(address, max_retries=10) as client:
+        return client.generate(**options)  # type: ignore[arg-type]
+
+
+async def test_a_draining_target_keeps_what_it_has_and_gets_nothing_new(model: Path) -> None:
+    """Health NOT_SERVING says so before its stream ends."""
+    async with contextlib.AsyncExitStack() as stack:
+        leaving = await stack.enter_async_context(
+            fake_target(FakeTarget(incarnation="t0"), step_s=STEP_S, drain_timeout_s=30.0)
+        )
+        server = await stack.enter_async_context(serving(model, [leaving]))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(30)
+        leaving.worker.server.request_stop()
+        await eventually(lambda: server.orchestrator.pool._targets[0].is_draining)
+        assert not server.orchestrator.pool.is_ready
+        done = await request.check()
+        assert done.retries == 0
+        await server.sees(targets=0, drafts=0)

@@ -1,0 +1,389 @@
+"""Who serves whom: load, priority, sessions, room, and which workers belong together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from orchestrator.endpoints import Endpoint, WorkerEndpoints, parse_endpoints
+from orchestrator.pairing import ModelIdentity, pair_problem
+from orchestrator.pool import Need, WorkerPool
+from orchestrator.workers import TARGET, Worker
+from shared.errors import ConfigError, UnavailableError
+from shared.types import FeatureSpec, WorkerInfo, WorkerLoad
+from tests.fakes.in_memory import run_virtual
+
+pytestmark = pytest.mark.timeout(30)
+
+TARGET_INFO = WorkerInfo(
+    incarnation="t",
+    model="m",
+    model_hash="hash",
+    tokenizer_hash="tokens",
+    vocab_size=512,
+    max_context_len=1000,
+    page_size=16,
+    dtype="float32",
+    device="cuda:0",
+    features=FeatureSpec(layer_ids=(1, 2, 3), width=96, dtype="float32"),
+    kind="target",
+)
+DRAFT_INFO = dataclasses.replace(
+    TARGET_INFO,
+    incarnation="d",
+    dtype="float16",
+    kind="eagle3",
+    features=FeatureSpec(layer_ids=(1, 2, 3), width=96),
+)
+
+
+class Ear:
+    """A request that only listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def receive(self, message: Any) -> None:
+        self.heard.append(message)
+
+
+def target(name: str, **fields: Any) -> Worker:
+    load = fields.pop("load", WorkerLoad(num_free_pages=50, num_pages=100))
+    info = dataclasses.replace(TARGET_INFO, incarnation=name, **fields)
+    return Worker(address=name, info=info, load=load)
+
+
+def draft(name: str, **fields: Any) -> Worker:
+    load = fields.pop("load", WorkerLoad(num_free_pages=50, num_pages=100))
+    return Worker(
+        address=name, info=dataclasses.replace(DRAFT_INFO, incarnation=name, **fields), load=load
+    )
+
+
+def need(name: str = "r", **fields: Any) -> Need:
+    return Need(**{"request_id": name, "num_tokens": 10, "context_len": 20, **fields})
+
+
+def test_requests_spread_over_targets_by_load() -> None:
+    """Ours count at once; what others put there counts as reported."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        a, b = target("a"), target("b", load=WorkerLoad(num_running=3))
+        assert pool.open_target(a) == pool.open_target(b) == ""
+        chosen = [await pool.acquire_target(need(f"r{i}"), patience_s=0) for i in range(8)]
+        assert [worker.address for worker in chosen].count("a") == 5
+        assert [worker.address for worker in chosen].count("b") == 3
+
+    run_virtual(main())
+
+
+def test_ties_go_to_the_emptier_pool() -> None:
+    """Equal request counts, more free pages."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        full, empty = (
+            target(name, load=WorkerLoad(num_free_pages=pages, num_pages=100))
+            for name, pages in (("full", 10), ("empty", 90))
+        )
+        pool.open_target(full)
+        pool.open_target(empty)
+        assert await pool.acquire_target(need(), patience_s=0) is empty
+
+    run_virtual(main())
+
+
+def test_a_session_stays_on_its_target_while_it_can() -> None:
+    """Affinity beats load, not availability."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        a, b = target("a"), target("b")
+        pool.open_target(a)
+        pool.open_target(b)
+        first = await pool.acquire_target(need("r0", session_id="s"), patience_s=0)
+        for i in range(1, 5):
+            assert await pool.acquire_target(need(f"r{i}", session_id="s"), patience_s=0) is first
+        first.is_draining = True
+        other = await pool.acquire_target(need("r9", session_id="s"), patience_s=0)
+        assert other is (b if first is a else a)
+
+    run_virtual(main())
+
+
+def test_waiting_requests_go_by_priority_then_arrival() -> None:
+    """A target takes a bounded number of requests that it has not admitted yet."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        only = target("a")
+        pool.open_target(only)
+        for i in range(16):
+            await pool.acquire_target(need(f"busy{i}"), patience_s=0)
+        order: list[str] = []
+
+        async def wait(name: str, **fields: Any) -> None:
+            await pool.acquire_target(need(name, **fields), patience_s=0)
+            order.append(name)
+
+        waiting = [
+            ("low", {"priority": -1}),
+            ("first", {}),
+            ("second", {}),
+            ("high", {"priority": 5}),
+            ("running", {"is_running": True}),
+        ]
+        tasks = [asyncio.create_task(wait(name, **fields)) for name, fields in waiting]
+        await asyncio.sleep(0.01)
+        assert order == []
+        for i in range(5):
+            only.detach(f"busy{i}", Ear())
+            await asyncio.sleep(0.01)
+        assert order == ["running", "high", "first", "second", "low"]
+        await asyncio.gather(*tasks)
+
+    run_virtual(main())
+
+
+def test_what_frees_up_is_kept_for_a_retracted_request() -> None:
+    """A newcomer that would fit must wait, or the retracted one never comes back."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        only = target("a", load=WorkerLoad(num_running=1, num_free_pages=2, num_pages=100))
+        ear = Ear()
+        pool.open_target(only)
+        only.attach("other", ear)
+        back = need("back", num_tokens=100, is_running=True, wants_room=True)
+        returning = asyncio.create_task(pool.acquire_target(back, patience_s=1))
+        await asyncio.sleep(0)
+        coming = asyncio.create_task(pool.acquire_target(need("new"), patience_s=1))
+        await asyncio.sleep(0.5)
+        assert not returning.done() and not coming.done()
+        only.load = dataclasses.replace(only.load, num_free_pages=20)
+        only.on_load()
+        assert await returning is only
+        assert await coming is only
+
+    run_virtual(main())
+
+
+def test_a_retracted_request_returns_to_an_idle_target_whatever_it_reports() -> None:
+    """An idle engine reports no load: waiting for its news would be for ever."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        pool.open_target(target("a", load=WorkerLoad(num_free_pages=0, num_pages=100)))
+        await pool.acquire_target(need(wants_room=True), patience_s=0)
+
+    run_virtual(main())
+
+
+def test_no_target_at_all_is_unavailable_after_patience() -> None:
+    """A new request has none; one that runs waits for a successor."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        loop = asyncio.get_running_loop()
+        for patience_s in (0.0, 3.0):
+            started = loop.time()
+            with pytest.raises(UnavailableError):
+                await pool.acquire_target(need(), patience_s=patience_s)
+            assert loop.time() - started == pytest.approx(patience_s, abs=0.3)
+        waiting = asyncio.create_task(pool.acquire_target(need(), patience_s=3.0))
+        await asyncio.sleep(2.0)
+        late = target("late")
+        pool.open_target(late)
+        assert await waiting is late
+
+    run_virtual(main())
+
+
+def test_a_request_moves_only_to_its_own_model_and_context() -> None:
+    """Another model, dtype or a shorter context could not go on exactly."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        pool.open_target(target("a", model_hash="new"))
+        running = need(identity=ModelIdentity.of(TARGET_INFO))
+        with pytest.raises(UnavailableError):
+            await pool.acquire_target(running, patience_s=0)
+        with pytest.raises(UnavailableError):
+            await pool.acquire_target(need(context_len=1001), patience_s=0)
+
+    run_virtual(main())
+
+
+def test_cancelling_a_wait_leaves_no_trace() -> None:
+    """Neither a waiter nor a reserved place."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        waiting = asyncio.create_task(pool.acquire_target(need(), patience_s=9.0))
+        await asyncio.sleep(0.1)
+        worker = target("a")
+        pool.open_target(worker)  # chosen, but not taken yet
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert worker.num_own_requests == 0
+        assert pool._waiters == []
+
+    run_virtual(main())
+
+
+def test_a_second_address_of_the_same_process_is_not_used_until_the_first_is_lost() -> None:
+    """localhost has two addresses; a worker must not count twice."""
+
+    async def main() -> None:
+        pool = WorkerPool()
+        first, second = target("127.0.0.1:1"), target("[::1]:1")
+        second.info = dataclasses.replace(second.info, incarnation=first.info.incarnation)
+        assert pool.open_target(first) == ""
+        assert "same process" in pool.open_target(second)
+        pool.lose(first)
+        assert await pool.acquire_target(need(), patience_s=0) is second
+
+    run_virtual(main())
+
+
+def test_targets_of_another_model_are_refused_while_the_first_serve() -> None:
+    """Requests could not move between them."""
+    pool = WorkerPool(tokenizer_hash="tokens")
+    old, new = target("old"), target("new", model_hash="other")
+    assert pool.open_target(old) == ""
+    assert "could not move" in pool.open_target(new)
+    assert "tokenizer" in pool.open_target(target("t", tokenizer_hash="other"))
+    assert "--targets" in pool.open_draft(target("x"))
+    assert "--drafts" in pool.open_target(draft("y"))
+    pool.lose(old)
+    assert pool.model is not None and pool.model.model_hash == "other"
+
+
+PAIR_PROBLEMS = {
+    "vocabulary": ({"vocab_size": 511}, "vocabulary"),
+    "tokenizer": ({"tokenizer_hash": "other"}, "tokenizer"),
+    "layers": ({"features": FeatureSpec(layer_ids=(1, 2, 4), width=96)}, "layers"),
+    "width": ({"features": FeatureSpec(layer_ids=(1, 2, 3), width=64)}, "64"),
+    "dtype": (
+        {"features": FeatureSpec(layer_ids=(1, 2, 3), width=96, dtype="bfloat16")},
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "word"), PAIR_PROBLEMS.values(), ids=PAIR_PROBLEMS.keys())
+def test_a_draft_that_does_not_fit_is_refused_with_the_reason(
+    fields: dict[str, Any], word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pair is refused, not the worker: another target may fit it."""
+    assert word in pair_problem(TARGET_INFO, dataclasses.replace(DRAFT_INFO, **fields))
+    pool = WorkerPool()
+    a_target = target("t")
+    pool.open_target(a_target)
+    assert pool.open_draft(draft("bad", **fields)) == ""
+    assert pool.pick_draft(a_target) is None
+    assert not pool.can_speculate
+    assert "bad" in caplog.text and word in caplog.text
+    good = draft("good")
+    pool.open_draft(good)
+    assert pool.pick_draft(a_target) is good
+    assert pool.can_speculate
+
+
+def test_a_draft_of_another_dtype_or_without_features_fits() -> None:
+    """The draft converts what it gets; a standalone draft gets nothing."""
+    assert pair_problem(TARGET_INFO, dataclasses.replace(DRAFT_INFO, dtype="bfloat16")) == ""
+    alone = dataclasses.replace(DRAFT_INFO, features=FeatureSpec(), kind="standalone")
+    assert pair_problem(TARGET_INFO, alone) == ""
+    bare = dataclasses.replace(TARGET_INFO, features=FeatureSpec())
+    assert pair_problem(bare, alone) == ""
+    assert "no features" in pair_problem(bare, DRAFT_INFO)
+
+
+def test_drafts_are_picked_by_load_and_full_ones_left_alone() -> None:
+    """A draft with a queue would be late from the first round on."""
+    pool = WorkerPool()
+    a_target = target("t")
+    pool.open_target(a_target)
+    busy = draft("busy", load=WorkerLoad(num_running=5))
+    full = draft("full", load=WorkerLoad(num_waiting=1))
+    idle = draft("idle")
+    for worker in (busy, full, idle):
+        pool.open_draft(worker)
+    assert pool.pick_draft(a_target) is idle
+    assert pool.pick_draft(a_target, frozenset({"idle"})) is busy
+
+
+def test_messages_leave_in_batches_and_reach_their_request_only() -> None:
+    """Whatever is queued when the stream is free is one message, within a bound."""
+
+    async def main() -> None:
+        worker = target("a")
+        for i in range(3):
+            worker.send(need(f"r{i}"))
+        assert [message.request_id for message in await worker.take_outgoing()] == [
+            "r0",
+            "r1",
+            "r2",
+        ]
+        ear = Ear()
+        worker.lose(is_clean=False)
+        worker.attach("late", ear)
+        assert len(ear.heard) == 1  # it came too late, and is told so
+        worker.send(need())
+        assert worker._outbox == []
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("value", ["host", "host:", ":1", "host:0", "host:70000", "host:x,b:1"])
+def test_bad_endpoints_name_the_option(value: str) -> None:
+    """Refuse to start."""
+    with pytest.raises(ConfigError, match="--targets"):
+        parse_endpoints(value, option="--targets")
+
+
+def test_endpoints_are_lists_of_names_and_addresses() -> None:
+    """IPv6 addresses stand in brackets."""
+    assert parse_endpoints(" a:1 , [::1]:2,", option="--targets") == (
+        Endpoint("a", 1),
+        Endpoint("::1", 2),
+    )
+
+
+def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
+    """New addresses are dialled, vanished ones let go, and an empty answer is no answer."""
+
+    async def main() -> None:
+        answers = [{"a:1"}, {"a:1", "b:1"}, set(), {"b:1"}, {"b:1", "c:1"}]
+        seen: list[set[str]] = []
+
+        async def lookup(host: str, port: int) -> set[str]:
+            seen.append(set(endpoints._sessions))
+            return answers[min(len(seen), len(answers)) - 1]
+
+        endpoints = WorkerEndpoints(
+            TARGET,
+            (Endpoint("name", 1),),
+            resolve_interval_s=1.0,
+            on_open=lambda worker: "",
+            on_lost=lambda worker: None,
+            lookup=lookup,
+        )
+
+        async def never(address: str) -> None:
+            await asyncio.Event().wait()
+
+        endpoints._maintain = never  # type: ignore[method-assign]
+        running = asyncio.create_task(endpoints.run())
+        await asyncio.sleep(4.5)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert seen == [set(), {"a:1"}, {"a:1", "b:1"}, {"a:1", "b:1"}, {"b:1"}]
+        assert set(endpoints._sessions) == {"b:1", "c:1"}
+
+    run_virtual(main())
