@@ -74,8 +74,12 @@ class DraftRequest:
     def accept_round(self, order: DraftRound) -> None:
         """Take new committed tokens; they supersede an unanswered round.
 
+        An order that is older than what is held came late, and changes nothing.
+
         Raises: StaleStateError if tokens are missing in between or differ from those held.
         """
+        if order.seq_len + 1 < len(self.tokens):
+            return
         offset = order.token_offset
         if offset > len(self.tokens):
             raise StaleStateError(

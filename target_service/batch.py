@@ -100,7 +100,8 @@ def build_batch(plan: StepPlan, pool: KVPool, *, window: int) -> StepBatch:
             )
         )
         row += len(ids)
-    for work in (*plan.prefills, *plan.replays):
+    works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
+    for work in works:
         request = work.request
         ids = np.array(request.tokens[work.start : work.stop], dtype=np.int64)
         blocks.append(

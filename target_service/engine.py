@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -184,23 +185,24 @@ class TargetEngine:
                     f"target_epoch {message.target_epoch} is not newer than the open one",
                     field="target_epoch",
                 )
-            self._drop(known)
-        ids = np.asarray(message.token_ids, dtype=np.int64)
-        if not 1 <= message.num_prompt_tokens <= len(ids):
+        num_tokens = len(message.token_ids)
+        if not 1 <= message.num_prompt_tokens <= num_tokens:
             raise InvalidArgumentError(
-                f"num_prompt_tokens is {message.num_prompt_tokens}, expected 1..{len(ids)}",
+                f"num_prompt_tokens is {message.num_prompt_tokens}, expected 1..{num_tokens}",
                 field="num_prompt_tokens",
             )
-        if ids.min() < 0 or ids.max() >= self.info.vocab_size:
+        self._check_ids(message.token_ids, "token_ids")
+        if num_tokens >= self._max_context_len:
             raise InvalidArgumentError(
-                f"token ids must lie in 0..{self.info.vocab_size - 1}", field="token_ids"
-            )
-        if len(ids) >= self._max_context_len:
-            raise InvalidArgumentError(
-                f"{len(ids)} tokens leave no room in a context of {self._max_context_len}",
+                f"{num_tokens} tokens leave no room in a context of {self._max_context_len}",
                 reason="PROMPT_TOO_LONG",
                 field="token_ids",
             )
+        self._check_ids(message.stopping.stop_token_ids, "stopping.stop_token_ids")
+        bias_ids = [token_id for token_id, _ in message.sampling.logit_bias]
+        self._check_ids(bias_ids, "sampling.logit_bias")
+        if known is not None:
+            self._drop(known)
         request = TargetRequest(
             open=message, order=next(self._order), tokens=list(message.token_ids)
         )
@@ -240,6 +242,7 @@ class TargetEngine:
                 vocab_size=self.info.vocab_size,
             )
         request.queued = message
+        request.queued_order = next(self._order)
 
     def _close(self, message: TargetClose) -> None:
         request = self._requests.get(message.request_id)
@@ -285,6 +288,12 @@ class TargetEngine:
         if request is None or request.open.target_epoch != message.target_epoch:
             return None
         return request.features
+
+    def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.info.vocab_size:
+            raise InvalidArgumentError(
+                f"{field} must lie in 0..{self.info.vocab_size - 1}", field=field
+            )
 
     def _find(self, request_id: str, target_epoch: int) -> TargetRequest:
         request = self._requests.get(request_id)

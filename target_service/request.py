@@ -33,6 +33,7 @@ class TargetRequest:
         round_idx: Last round answered; -1 before the prefill is.
         last_reply: Answer of that round, repeated when the round is.
         queued: The round to run next.
+        queued_order: Order in which it came; rounds that have waited longest run first.
         features: Rows kept for a draft; None when no draft wants any.
     """
 
@@ -45,6 +46,7 @@ class TargetRequest:
     round_idx: int = -1
     last_reply: AcceptedPath | None = None
     queued: VerifyRound | None = None
+    queued_order: int = 0
     features: FeatureLog | None = None
 
     @property

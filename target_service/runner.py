@@ -44,10 +44,10 @@ class PathOutputs:
     accept_index: NDArray[np.int64]
     accept_length: NDArray[np.int64]
     token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32] | None
-    top_ids: NDArray[np.int64] | None
-    top_logprobs: NDArray[np.float32] | None
-    features: NDArray[np.uint8] | None
+    logprobs: NDArray[np.float32] | None = None
+    top_ids: NDArray[np.int64] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
+    features: NDArray[np.uint8] | None = None
 
 
 class TargetRunner:
@@ -143,14 +143,11 @@ class TargetRunner:
         if "features" in gathered:
             gathered["features"] = _as_bytes(gathered["features"])
         host = {name: tensor.cpu().numpy() for name, tensor in gathered.items()}
+        # Whatever was registered has a field there, or this raises: nothing is dropped silently.
         return PathOutputs(
             accept_index=node.cpu().numpy(),
             accept_length=verified.walk.accept_length.cpu().numpy(),
-            token_ids=host["token_ids"],
-            logprobs=host.get("logprobs"),
-            top_ids=host.get("top_ids"),
-            top_logprobs=host.get("top_logprobs"),
-            features=host.get("features"),
+            **host,
         )
 
     def read_features(self, extended: ExtendOutput, first_row: int, count: int) -> NDArray:
@@ -172,11 +169,12 @@ class TargetRunner:
         logprobs = table.new_zeros(len(tokens))
         logprobs[rows] = table.gather(1, tokens[rows, None]).squeeze(1)
         outputs.register("logprobs", logprobs)
-        top_logprobs = table.new_zeros((len(tokens), inputs.num_top_logprobs))
+        # The most that anybody in the batch asked for: ties must not depend on it.
+        num_top = min(inputs.num_top_logprobs, table.shape[1])
+        top_logprobs = table.new_zeros((len(tokens), num_top))
         top_ids = torch.zeros_like(top_logprobs, dtype=torch.int64)
-        if inputs.num_top_logprobs:
-            # The most that anybody in the batch asked for: ties must not depend on it.
-            top_logprobs[rows], top_ids[rows] = stable_topk(table, inputs.num_top_logprobs)
+        if num_top:
+            top_logprobs[rows], top_ids[rows] = stable_topk(table, num_top)
         outputs.register("top_logprobs", top_logprobs)
         outputs.register("top_ids", top_ids)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
 from shared.kernels.sampling import sample
@@ -71,7 +72,7 @@ class Sampler:
         params = [tree.request.open.sampling for tree in trees]
 
         def per_row(name: str, dtype: type) -> torch.Tensor:
-            values = np.array([getattr(p, name) for p in params], dtype=dtype)
+            values: NDArray = np.array([getattr(p, name) for p in params], dtype=dtype)
             return to_device(np.repeat(values, num_nodes), self._device)
 
         seeds = np.array([p.seed for p in params], dtype=np.uint64).view(np.int64)

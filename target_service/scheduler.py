@@ -10,6 +10,9 @@ from shared.kv.pool import KVPool
 from shared.types import MAX_TREE_NODES
 from target_service.request import Phase, TargetRequest
 
+# Trees leave one row in so many to prefills and replays, if there are any.
+CHAIN_SHARE = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillWork:
@@ -54,7 +57,8 @@ class Scheduler:
     """Admission by KV pages, retraction of the newest as the last resort, a row budget per step.
 
     A running request is never failed for want of pages: each step reserves a whole round for each
-    of its requests first, oldest request first.
+    of its requests first. Nobody starves: the rounds that have waited longest come first, and leave
+    a share of the rows to prefills and replays.
     """
 
     def __init__(self, pool: KVPool, *, max_batch_rows: int, prefill_chunk_len: int) -> None:
@@ -75,7 +79,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return whether a step would compute or admit anything."""
-        return any(self._has_rows(request) for request in self._held.values()) or self._can_admit()
+        return (
+            any(r.queued is not None or _has_chain(r) for r in self._held.values())
+            or self._can_admit()
+        )
 
     def enqueue(self, request: TargetRequest) -> None:
         """Let a request wait for pages."""
@@ -99,16 +106,18 @@ class Scheduler:
         prefills: list[PrefillWork] = []
         replays: list[ReplayWork] = []
         retracted: list[TargetRequest] = []
-        for request in list(self._held.values()):
+        set_aside = budget // CHAIN_SHARE if any(map(_has_chain, self._held.values())) else 0
+        queued = [request for request in self._held.values() if request.queued is not None]
+        for request in sorted(queued, key=lambda request: request.queued_order):
             if request.request_id not in self._held:
                 continue  # retracted for an older one
-            if request.phase is Phase.RUNNING and request.queued is not None:
-                num_rows = len(request.queued.tree.token_ids) if request.queued.tree else 1
-                if num_rows > budget and verifies:
-                    continue
-                if self._reserve(request, request.seq_len + num_rows, retracted):
-                    verifies.append(request)
-                    budget -= num_rows
+            assert request.queued is not None
+            num_rows = len(request.queued.tree.token_ids) if request.queued.tree else 1
+            if num_rows > budget - set_aside and verifies:
+                continue
+            if self._reserve(request, request.seq_len + num_rows, retracted):
+                verifies.append(request)
+                budget -= num_rows
         for request in list(self._held.values()):
             if request.phase is Phase.PREFILL and budget > 0:
                 start = request.seq_len
@@ -130,11 +139,6 @@ class Scheduler:
             admitted=[r for r in admitted if r.request_id not in gone],
             retracted=retracted,
         )
-
-    def _has_rows(self, request: TargetRequest) -> bool:
-        if request.phase is Phase.PREFILL or request.queued is not None:
-            return True
-        return request.features is not None and request.features.gap is not None
 
     def _can_admit(self) -> bool:
         """Return whether the first waiting request fits: its tokens and a whole round."""
@@ -181,3 +185,10 @@ class Scheduler:
                     return False
             else:
                 return True
+
+
+def _has_chain(request: TargetRequest) -> bool:
+    """Return whether a prefill or a replay of the request is unfinished."""
+    if request.phase is Phase.PREFILL:
+        return True
+    return request.features is not None and request.features.gap is not None

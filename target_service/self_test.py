@@ -137,5 +137,5 @@ class _SelfTest:
 def _spread(values: list[torch.Tensor]) -> float:
     """Return the largest difference between the first value and the others; NaN counts as inf."""
     first = values[0].double()
-    worst = max(float((first - value.double()).abs().max()) for value in values[1:])
-    return worst if worst == worst else float("inf")
+    spread = torch.stack([(first - value.double()).abs().max() for value in values[1:]])
+    return float(spread.nan_to_num(nan=torch.inf).max())

@@ -1,0 +1,311 @@
+"""Admission, row budgets, fairness and retraction, without a model."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.kv.pool import KVPool
+from shared.types import (
+    MAX_TREE_NODES,
+    SamplingParams,
+    StoppingParams,
+    TargetOpen,
+    TokenTree,
+    VerifyRound,
+)
+from target_service.features import FeatureLog
+from target_service.request import Phase, TargetRequest
+from target_service.scheduler import CHAIN_SHARE, Scheduler, StepPlan
+
+
+class World:
+    """A scheduler, and an engine that commits at once whatever was planned."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 100,
+        page_size: int = 4,
+        max_num_requests: int = 8,
+        max_batch_rows: int = 64,
+        chunk_len: int = 16,
+    ) -> None:
+        self.pool = KVPool(
+            num_layers=1, num_kv_heads=1, head_dim=1, num_pages=num_pages, page_size=page_size,
+            max_num_requests=max_num_requests, max_pages_per_request=num_pages,
+            dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
+        self.max_batch_rows = max_batch_rows
+        self.chunk_len = chunk_len
+        self.scheduler = Scheduler(
+            self.pool, max_batch_rows=max_batch_rows, prefill_chunk_len=chunk_len
+        )
+        self.order = itertools.count()
+
+    def open(self, name: str, num_tokens: int, *, priority: int = 0) -> TargetRequest:
+        message = TargetOpen(
+            request_id=name, target_epoch=1, token_ids=tuple(range(num_tokens)),
+            num_prompt_tokens=num_tokens, sampling=SamplingParams(),
+            stopping=StoppingParams(max_new_tokens=10), priority=priority,
+        )  # fmt: skip
+        request = TargetRequest(
+            open=message, order=next(self.order), tokens=list(message.token_ids)
+        )
+        self.scheduler.enqueue(request)
+        return request
+
+    def queue(self, request: TargetRequest, num_nodes: int) -> None:
+        tree = TokenTree(
+            request_id=request.request_id, target_epoch=1, draft_epoch=1, round_idx=1,
+            seq_len=request.seq_len, token_ids=(0,) * num_nodes,
+            parent_index=(-1,) + (0,) * (num_nodes - 1),
+        )  # fmt: skip
+        request.queued = VerifyRound(
+            request_id=request.request_id, target_epoch=1, round_idx=1, seq_len=request.seq_len,
+            root_token_id=0, tree=tree if num_nodes > 1 else None,
+        )  # fmt: skip
+        request.queued_order = next(self.order)
+
+    def step(self, num_accepted: int = 1) -> StepPlan:
+        """Plan, check the plan, commit it."""
+        plan = self.scheduler.plan()
+        self.check(plan)
+        for work in plan.prefills:
+            work.request.seq_len = work.stop
+            if work.is_last:
+                work.request.phase = Phase.RUNNING
+                work.request.tokens.append(0)
+        for request in plan.verifies:
+            assert request.queued is not None
+            num_nodes = len(request.queued.tree.token_ids) if request.queued.tree else 1
+            count = min(num_accepted, num_nodes)
+            request.tokens.extend([0] * count)
+            request.seq_len += count
+            request.queued = None
+        for replay in plan.replays:
+            assert replay.request.features is not None
+            replay.request.features.next = replay.stop
+        return plan
+
+    def check(self, plan: StepPlan) -> None:
+        self.pool.check_integrity()
+        sizes = [
+            len(r.queued.tree.token_ids) if r.queued and r.queued.tree else 1 for r in plan.verifies
+        ]
+        chains = [w.stop - w.start for w in (*plan.prefills, *plan.replays)]
+        assert all(1 <= length <= self.chunk_len for length in chains)
+        total = sum(sizes) + sum(chains)
+        assert total <= max(self.max_batch_rows, sizes[0] if sizes else 0)
+        gone = {id(r) for r in plan.retracted}
+        for request, size in zip(plan.verifies, sizes, strict=True):
+            assert id(request) not in gone
+            assert self.num_reserved(request) >= request.seq_len + size
+        for work in plan.prefills:
+            assert id(work.request) not in gone
+            assert work.start == work.request.seq_len
+            assert self.num_reserved(work.request) >= work.stop
+        for request in plan.retracted:
+            assert request.req_idx == -1 and request.phase is Phase.WAITING
+
+    def num_reserved(self, request: TargetRequest) -> int:
+        return len(self.pool._pages[request.req_idx]) * self.pool.page_size
+
+
+def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int) -> int:
+    """Serve requests as an orchestrator would, re-opening what is retracted; count retractions."""
+    rng = random.Random(seed)
+    names = [f"r{i}" for i in range(len(lengths))]
+    goal = {name: length + num_tokens for name, length in zip(names, lengths, strict=True)}
+    live = {
+        name: world.open(name, length, priority=rng.randrange(2))
+        for name, length in zip(names, lengths, strict=True)
+    }
+    num_retracted = 0
+    for _ in range(5000):
+        if not live:
+            world.pool.check_integrity()
+            assert world.pool.num_free_pages == world.pool.num_pages
+            return num_retracted
+        for request in live.values():
+            if request.phase is Phase.RUNNING and request.queued is None and rng.random() < 0.8:
+                world.queue(request, rng.choice([1, 2, 8, 64]))
+        before = {name: len(request.tokens) for name, request in live.items()}
+        plan = world.step(rng.randrange(1, 7))
+        for request in plan.retracted:
+            num_retracted += 1
+            name = request.request_id
+            assert len(request.tokens) == before[name], "a retracted request lost or won tokens"
+            live[name] = world.open(name, len(request.tokens))
+        for name, request in list(live.items()):
+            if len(request.tokens) >= goal[name]:
+                world.scheduler.remove(request)
+                del live[name]
+    raise AssertionError(f"stuck: {live}")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    page_size=st.sampled_from([1, 3, 16]),
+    room=st.integers(0, 60),
+    max_batch_rows=st.sampled_from([1, 7, 64, 500]),
+    seed=st.integers(0, 1000),
+)
+def test_everyone_finishes_in_any_pool_that_holds_one(
+    lengths: list[int], page_size: int, room: int, max_batch_rows: int, seed: int
+) -> None:
+    num_tokens = 12
+    needed = max(lengths) + num_tokens + 7 + MAX_TREE_NODES
+    world = World(
+        num_pages=1 + -(-(needed + room) // page_size), page_size=page_size,
+        max_num_requests=3, max_batch_rows=max_batch_rows, chunk_len=16,
+    )  # fmt: skip
+    run_to_the_end(world, lengths, num_tokens, seed)
+
+
+def test_tight_pools_do_retract() -> None:
+    """The property above is about retraction: see that it happens, and in which order."""
+    world = World(num_pages=48, page_size=4, max_num_requests=4)
+    assert run_to_the_end(world, [20, 20, 20, 20], 60, seed=1) > 3
+
+
+def test_the_newest_is_retracted_for_an_older_one() -> None:
+    world = World(num_pages=47, page_size=4, max_batch_rows=128)
+    old, new = world.open("old", 20), world.open("new", 20)
+    plan = world.step()
+    assert plan.admitted == [old, new]
+    world.step()
+    world.queue(new, 64)
+    world.queue(old, 64)
+    assert world.step().verifies == [new, old]
+    old.tokens.extend([0] * 36)
+    old.seq_len += 36  # old needs 120 slots, new holds 84 of the 184
+    world.queue(new, 1)
+    world.queue(old, 64)
+    plan = world.step()
+    assert (plan.verifies, plan.retracted) == ([old], [new])
+    assert plan.prefills == []
+    assert world.scheduler.num_running == 1
+
+
+def test_admission_waits_for_a_prompt_and_a_whole_round() -> None:
+    world = World(num_pages=1 + (40 + 64 + 16 + 64) // 4, page_size=4)
+    first, second, third = world.open("1", 40), world.open("2", 17), world.open("3", 1)
+    plan = world.step()
+    assert plan.admitted == [first], "17 tokens and a round are one page too many; no overtaking"
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 2)
+    world.scheduler.remove(second)  # cancelled while it waits
+    assert world.step().admitted == [third]
+    world.scheduler.remove(first)
+    world.scheduler.remove(third)
+    assert world.pool.num_free_pages == world.pool.num_pages and not world.scheduler.has_work
+
+
+def test_rows_of_the_page_table_limit_admission() -> None:
+    world = World(max_num_requests=2)
+    requests = [world.open(str(i), 3) for i in range(3)]
+    assert world.step().admitted == requests[:2]
+    world.scheduler.remove(requests[0])
+    assert world.scheduler.has_work
+    assert world.step().admitted == [requests[2]]
+
+
+def test_priority_then_order() -> None:
+    world = World(max_num_requests=1)
+    names = {"a": 0, "b": 5, "c": 5, "d": -1, "e": 7}
+    requests = {name: world.open(name, 2, priority=p) for name, p in names.items()}
+    admitted = []
+    for _ in names:
+        [request] = world.step().admitted
+        admitted.append(request.request_id)
+        world.scheduler.remove(requests[request.request_id])
+    assert admitted == ["e", "b", "c", "a", "d"]
+
+
+def test_long_prompts_come_in_chunks() -> None:
+    world = World(max_batch_rows=20, chunk_len=16)
+    request = world.open("r", 37)
+    spans = []
+    while request.phase is not Phase.RUNNING:
+        [work] = world.step().prefills
+        spans.append((work.start, work.stop))
+    assert spans == [(0, 16), (16, 32), (32, 37)]
+    assert not world.scheduler.has_work
+
+
+def running(world: World, names: str, num_tokens: int = 4) -> list[TargetRequest]:
+    requests = [world.open(name, num_tokens) for name in names]
+    while any(request.phase is not Phase.RUNNING for request in requests):
+        world.step()
+    return requests
+
+
+def test_saturating_rounds_take_turns() -> None:
+    """More rows wait than a step takes; whoever is served asks again at once."""
+    world = World(num_pages=2000, max_batch_rows=64)
+    requests = running(world, "abcd")
+    num_rounds = dict.fromkeys("abcd", 0)
+    for _ in range(40):
+        for request in requests:
+            if request.queued is None:
+                world.queue(request, 40)
+        for request in world.step().verifies:
+            num_rounds[request.request_id] += 1
+    assert set(num_rounds.values()) == {10}
+
+
+def test_saturating_rounds_leave_rows_for_prefills_and_replays() -> None:
+    world = World(num_pages=2000, max_batch_rows=64, chunk_len=16)
+    requests = running(world, "abcd")
+    listener = requests[0]
+    listener.features = FeatureLog(row_bytes=1, retain_rows=0, start=4, end=4)
+
+    def saturate() -> StepPlan:
+        for request in requests:
+            if request.queued is None:
+                world.queue(request, 16)
+        return world.step()
+
+    assert len(saturate().verifies) == 4, "nobody else needs the rows"
+    late = world.open("late", 40)
+    num_steps = 0
+    while late.phase is not Phase.RUNNING:
+        assert len(saturate().verifies) == 3
+        num_steps += 1
+    assert num_steps == 3
+    listener.features.subscribe(0)
+    plan = saturate()
+    assert [(w.start, w.stop) for w in plan.replays] == [(0, 4)]
+    assert world.max_batch_rows // CHAIN_SHARE == 16
+
+
+def test_a_tree_larger_than_the_budget_runs_alone() -> None:
+    world = World(max_batch_rows=8)
+    first, second = running(world, "ab")
+    world.queue(first, 64)
+    world.queue(second, 1)
+    assert world.step().verifies == [first]
+    assert world.step().verifies == [second]
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefill", "running", "queued"])
+def test_removal_in_any_phase_frees_everything(phase: str) -> None:
+    world = World(max_batch_rows=16)
+    request = world.open("r", 40)
+    if phase != "waiting":
+        world.step()
+    if phase in ("running", "queued"):
+        while request.phase is not Phase.RUNNING:
+            world.step()
+    if phase == "queued":
+        world.queue(request, 64)
+    world.scheduler.remove(request)
+    assert not world.scheduler.has_work
+    assert world.step().is_empty
+    assert world.pool.num_free_pages == world.pool.num_pages
+    world.pool.check_integrity()
