@@ -20,6 +20,7 @@ from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.kernels.dispatch import launch_counts
 from shared.kv.allocator import OutOfPagesError
+from shared.tree import check_shape
 from shared.types import (
     DraftClose,
     DraftOpen,
@@ -45,7 +46,7 @@ class DraftEngine:
 
     Args:
         max_batch_rows: Rows per extend.
-        target_vocab_size: Ids that tokens may have.
+        max_context_len: Longest conversation, tokens.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class DraftEngine:
         request = self._requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return  # closed, retracted or re-opened meanwhile; the orchestrator was told
+        check_shape(message.shape, prefix="shape.")
         self._check_tokens(message.token_ids)
         if message.seq_len + 1 > self._max_context_len:
             raise InvalidArgumentError(
