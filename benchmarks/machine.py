@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -24,9 +26,10 @@ def describe_machine() -> dict[str, Any]:
             check=False,
         )
         gpus = listed.stdout.split("\n")[:-1]
+    script = Path(sys.argv[0]).stem
     return {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]]),
         "processor": _processor(),
         "gpus": gpus,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What the three training scripts share: optimizer, schedule, device, progress."""
+"""What the training scripts share: optimizer, schedule, device, progress."""
 
 from __future__ import annotations
 

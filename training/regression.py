@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def parse_arguments(description: str, *, output: Path) -> argparse.Namespace:
     """Read the options that both heads have."""
     parser = argparse.ArgumentParser(description=description)
-    add_arguments(parser, num_steps=2000, learning_rate=2e-3, tokens_per_step=16384)
+    add_arguments(parser, num_steps=1600, learning_rate=2e-3, tokens_per_step=16384)
     parser.add_argument("--target", type=Path, default=Path("coppice/bundled/target"))
     parser.add_argument("--output", type=Path, default=output)
     parser.add_argument("--num-test-steps", type=int, default=6)
