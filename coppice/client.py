@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Unpack, cast
@@ -113,7 +113,7 @@ class Client:
 
     def stream(
         self, prompt: str | None = None, **options: Unpack[RequestOptions]
-    ) -> Iterator[GenerateEvent]:
+    ) -> Generator[GenerateEvent, None, None]:
         """Yield PromptInfo, then TokenDelta as they come, then FinishInfo.
 
         Closing the iterator cancels the request.
@@ -137,7 +137,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def _stream(self, transcript: _Transcript) -> Iterator[GenerateEvent]:
+    def _stream(self, transcript: _Transcript) -> Generator[GenerateEvent, None, None]:
         for attempt in Retrying(**_retry_policy(self._max_retries)):
             with attempt:
                 request, timeout_s = transcript.next_attempt()
@@ -179,7 +179,7 @@ class AsyncClient:
 
     def stream(
         self, prompt: str | None = None, **options: Unpack[RequestOptions]
-    ) -> AsyncIterator[GenerateEvent]:
+    ) -> AsyncGenerator[GenerateEvent, None]:
         """Yield PromptInfo, then TokenDelta as they come, then FinishInfo.
 
         Closing the iterator cancels the request.
@@ -203,7 +203,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _stream(self, transcript: _Transcript) -> AsyncIterator[GenerateEvent]:
+    async def _stream(self, transcript: _Transcript) -> AsyncGenerator[GenerateEvent, None]:
         async for attempt in AsyncRetrying(**_retry_policy(self._max_retries)):
             with attempt:
                 request, timeout_s = transcript.next_attempt()

@@ -13,6 +13,7 @@ make it ABSENT. Nothing here can change the output of a request, or fail it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import math
 from collections.abc import Sequence
@@ -121,10 +122,9 @@ class DraftLink:
                 self.state = DraftState.LATE
                 return None
             self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), remaining)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(remaining):
+                    await self._news.wait()
 
     def order(self, *, round_idx: int, seq_len: int, tokens: Sequence[int]) -> None:
         """Tell the draft what was committed and order the tree of the next round.

@@ -68,7 +68,7 @@ class WorkerPool:
 
     Args:
         tokenizer_hash: Of the orchestrator's own tokenizer, "" if it has none.
-        on_change: Called when workers come, go or change their readiness.
+        on_change: Called when `is_ready` or `can_speculate` may have changed.
     """
 
     def __init__(
@@ -82,7 +82,11 @@ class WorkerPool:
         self._waiters: list[_Waiter] = []
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._order = itertools.count()
+        self._was_ready = False
+        self.can_speculate = False
+        """Whether some draft fits some target."""
         self.pair_problems: dict[tuple[str, str], str] = {}
+        """(target address, draft address) -> why they cannot work together."""
 
     def open_target(self, worker: Worker) -> str:
         """Take a target into use; return why it must not be, or ""."""
@@ -105,22 +109,14 @@ class WorkerPool:
         for refused in list(self._refused):
             self._refused.remove(refused)
             open_worker = self.open_target if refused.info.kind == "target" else self.open_draft
-            open_worker(refused)
+            if not open_worker(refused):
+                logger.info("%s is in use from now on", refused)
         self._workers_changed()
 
     @property
     def is_ready(self) -> bool:
         """Return whether any target takes requests."""
         return any(worker.is_available for worker in self._targets)
-
-    @property
-    def can_speculate(self) -> bool:
-        """Return whether some draft fits some target."""
-        return any(
-            not pair_problem(target.info, draft.info)
-            for target in self._targets
-            for draft in self._drafts
-        )
 
     @property
     def model(self) -> WorkerInfo | None:
@@ -202,14 +198,21 @@ class WorkerPool:
                     problem,
                 )
         self.pair_problems = pairs
+        self.can_speculate = len(pairs) < len(self._targets) * len(self._drafts)
         self._load_changed()
+        self._on_change()
 
     def _load_changed(self) -> None:
+        """Look again at who waits; called with every message of a worker, so it must be cheap."""
         self._dispatch()
-        self._on_change()
+        if self.is_ready != self._was_ready:
+            self._was_ready = self.is_ready
+            self._on_change()
 
     def _dispatch(self) -> None:
         """Send waiting requests to targets with room, first come first served within a priority."""
+        if not self._waiters:
+            return
         reserved: set[str] = set()
         for waiter in sorted(self._waiters, key=lambda waiter: waiter.rank):
             worker = self._choose(waiter.need, reserved)

@@ -64,7 +64,7 @@ class Reply:
             )
         )
 
-    def extend(self, path: AcceptedPath) -> None:
+    def emit(self, path: AcceptedPath) -> None:
         """Send what may leave of a committed path; a stop string may end the output here."""
         self._num_output += len(path.token_ids)
         if path.finish_reason in (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH):
@@ -77,22 +77,22 @@ class Reply:
             self.meter.sent()
             self.events.put_nowait(delta)
 
-    def finish(self, *, retries: int) -> None:
+    def finish(self, *, retries: int) -> FinishInfo:
         """Say how the request ended."""
-        self.events.put_nowait(
-            FinishInfo(
-                reason=self._output.finish_reason,
-                matched_stop=self._output.matched_stop,
-                usage=Usage(
-                    num_prompt_tokens=len(self._request.prompt_ids),
-                    num_output_tokens=self._output.num_output_tokens,
-                    num_cached_tokens=self._num_cached_tokens or 0,
-                ),
-                speculation=self.meter.speculation,
-                timings=self.meter.timings,
-                retries=retries,
-            )
+        finish = FinishInfo(
+            reason=self._output.finish_reason,
+            matched_stop=self._output.matched_stop,
+            usage=Usage(
+                num_prompt_tokens=len(self._request.prompt_ids),
+                num_output_tokens=self._output.num_output_tokens,
+                num_cached_tokens=self._num_cached_tokens or 0,
+            ),
+            speculation=self.meter.speculation,
+            timings=self.meter.timings,
+            retries=retries,
         )
+        self.events.put_nowait(finish)
+        return finish
 
     def close(self) -> None:
         """Mark the end of the events."""

@@ -112,7 +112,7 @@ class Generation:
                         await self._round()
                 except TargetGone as gone:
                     self._lose_target(gone)
-            self._reply.finish(retries=self._num_rebuilds + self._draft.num_reopened)
+            self._finish()
         finally:
             self._close()
             self._reply.close()
@@ -125,7 +125,7 @@ class Generation:
         with self._reply.meter.verify():
             path = await self._verify(tree)
         self._commit(path)
-        self._reply.extend(path)
+        self._reply.emit(path)
         self._order_next_tree()
 
     def _resume(self) -> None:
@@ -192,7 +192,7 @@ class Generation:
                 except TargetGone as gone:
                     self._lose_target(gone)  # raises when enough is enough
                     raise
-        self._reply.extend(path)
+        self._reply.emit(path)
         self._order_next_tree()
 
     async def _prefill(self) -> AcceptedPath:
@@ -251,6 +251,16 @@ class Generation:
                 f"the request was rebuilt {self._num_fruitless} times without a token: {gone}",
                 reason="NO_PROGRESS",
             ) from gone
+
+    def _finish(self) -> None:
+        finish = self._reply.finish(retries=self._num_rebuilds + self._draft.num_reopened)
+        self._log.info(
+            "finished by %s: %d tokens in %d rounds, accept_length %.2f",
+            finish.reason.name,
+            finish.usage.num_output_tokens,
+            finish.speculation.num_rounds,
+            finish.speculation.accept_length,
+        )
 
     def _close(self) -> None:
         """Free whatever both workers hold."""

@@ -110,8 +110,7 @@ class TargetLink:
                 self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
             case WorkerLost():
                 loss = Loss.MOVED if message.is_clean else Loss.LOST
-                is_kill = self._is_admitted and self._is_waiting and not message.is_clean
-                self._fail(TargetGone(loss, is_kill=is_kill))
+                self._fail(TargetGone(loss, is_kill=self._is_in_engine and not message.is_clean))
 
     async def _ask(
         self, message: TargetOpen | VerifyRound, *, round_idx: int, counts_progress: bool
@@ -144,8 +143,13 @@ class TargetLink:
             )
 
     @property
-    def _is_waiting(self) -> bool:
-        return self._reply is not None and not self._reply.done()
+    def _is_in_engine(self) -> bool:
+        """Return whether the engine works on this request, as far as one can know.
+
+        It says that it has admitted a request only after the first step with it.
+        """
+        is_waiting = self._reply is not None and not self._reply.done()
+        return is_waiting and (self._is_admitted or not self.worker.load.num_waiting)
 
     def _settle(self, reply: AcceptedPath | Exception) -> None:
         if self._reply is not None and not self._reply.done():

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -225,8 +224,7 @@ async def test_the_blocking_client_is_the_same(model: Path) -> None:
                 events = client.stream(token_ids=PROMPT, max_new_tokens=3000)
                 assert isinstance(next(events), PromptInfo)
                 assert isinstance(next(events), TokenDelta)
-                assert isinstance(events, Iterator)
-                events.close()  # type: ignore[attr-defined]
+                events.close()
 
         await asyncio.gather(asyncio.to_thread(use), asyncio.to_thread(use))
         await freed(target, draft)

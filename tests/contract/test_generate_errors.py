@@ -312,7 +312,7 @@ async def test_cancelling_frees_both_workers(model: Path) -> None:
             async for _ in events:
                 if draft.engine.requests:
                     break
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
             await freed(target, draft)
 
         client = AsyncClient(server.address, max_retries=0)

@@ -136,7 +136,7 @@ def test_matcher_finds_the_first_stop_whatever_the_pieces(
 
 
 @given(tokens=TOKENS, stops=STOPS, cuts=st.lists(st.integers(1, 24)), includes=st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_output_is_cut_at_the_first_stop_and_nothing_is_taken_back(
     *, tokens: list[int], stops: list[str], cuts: list[int], includes: bool
 ) -> None:
@@ -163,7 +163,7 @@ def test_output_is_cut_at_the_first_stop_and_nothing_is_taken_back(
 
 
 @given(tokens=TOKENS, stops=STOPS, cuts=st.lists(st.integers(1, 24)), data=st.data())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_a_resumed_output_goes_on_exactly_after_what_was_received(
     tokens: list[int], stops: list[str], cuts: list[int], data: st.DataObject
 ) -> None:

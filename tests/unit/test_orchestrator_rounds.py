@@ -563,6 +563,49 @@ def test_a_request_that_kills_two_workers_is_refused() -> None:
     run_virtual(main())
 
 
+def test_a_prompt_that_kills_in_its_first_step_is_refused_too() -> None:
+    """The engine never got to say that it had admitted the request."""
+
+    async def main() -> None:
+        scene = Scene()
+
+        def kill(message: Any) -> list[tuple[float, Any]]:
+            if isinstance(message, TargetOpen):
+                victim = next(t for t in scene.targets if t.worker.num_own_requests)
+                asyncio.get_running_loop().call_soon(victim.lose)
+                return []
+            return pass_on(message)
+
+        for _ in range(3):
+            scene.add_target(on_request=kill)
+        with pytest.raises(InternalError) as caught:
+            await scene.serve()
+        assert caught.value.reason == "REQUEST_KILLED_WORKERS"
+        assert sum(target.worker.is_lost for target in scene.targets) == 2
+
+    run_virtual(main())
+
+
+def test_every_record_of_a_request_says_which_request_and_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As fields for machines, and in the message for people."""
+    caplog.set_level("INFO", logger="orchestrator")
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        scene.add_draft(on_reply=scripted(iter([pass_on, delayed(0.05)]), only=TokenTree))
+        await scene.serve("mine")
+
+    run_virtual(main())
+    records = [record for record in caplog.records if hasattr(record, "request_id")]
+    assert {record.request_id for record in records} == {"mine"}
+    late, finished = records
+    assert late.round_idx == 2 and "[mine round 2] the draft is late" in late.getMessage()
+    assert finished.round_idx > 2 and "finished by LENGTH: 40 tokens" in finished.getMessage()
+
+
 def test_draining_targets_are_no_kills() -> None:
     """A rolling restart moves a request any number of times."""
 
@@ -786,7 +829,7 @@ KILLS = st.none() | st.tuples(
     num_drafts=st.integers(0, 2),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_fault_changes_the_output(
     draft_faults: list[str],
     target_faults: list[str],
