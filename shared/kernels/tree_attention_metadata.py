@@ -1,0 +1,43 @@
+"""What the rows of one step attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeAttentionMetadata:
+    """Which K/V every row of a step sees; one object per forward, shared by its layers.
+
+    Logical slot s of a request: page_table[req_idx, s // page_size] * page_size + s % page_size.
+    A row sees the prefix (logical slots [0, prefix_len), KV index = slot) and its own path: path
+    token m at KV index prefix_len + m, logical slot prefix_len + offset of m.
+
+    Args:
+        page_table: [max_reqs, max_pages_per_req] i32 page ids.
+        req_idx: [R] i32. Row of page_table.
+        prefix_len: [R] i32. Committed tokens that all rows of the request see.
+        row_indptr: [R + 1] i32. Rows of a request are contiguous; rows past the last are padding.
+        path_len: [T] i32. Tokens of this block on the row's own path, itself included, >= 1.
+        path_offset: [T, D] i32. Offset from prefix_len of path token m < path_len, in position
+            order, the row itself last. Not read for chains, where the offset of m is m.
+        is_chain: [R] bool.
+        page_size: Slots per page.
+        window: 0 = none; a row at KV index i sees j with i - j < window.
+        plans: What a CPU derived from all this at the first layer, for the next ones; whoever
+            changes a tensor above needs a new object.
+    """
+
+    page_table: torch.Tensor
+    req_idx: torch.Tensor
+    prefix_len: torch.Tensor
+    row_indptr: torch.Tensor
+    path_len: torch.Tensor
+    path_offset: torch.Tensor
+    is_chain: torch.Tensor
+    page_size: int
+    window: int = 0
+    plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

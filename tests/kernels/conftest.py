@@ -1,0 +1,23 @@
+"""Every test of this folder runs three ways: plain CPU, TRITON_INTERPRET=1, compiled on a GPU.
+
+Triton reads TRITON_INTERPRET when a kernel is decorated, so a pytest process is one of the three.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.kernels.dispatch import reset_launch_counts
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Return where the operands live."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    torch.manual_seed(0)
+    reset_launch_counts()

@@ -1,0 +1,125 @@
+"""Tree attention against a row-by-row oracle: layouts, pages, head shapes, dtypes, windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.kernels.dispatch import launch_counts, use_triton
+from shared.kernels.tree_attention import tree_attention, tree_attention_ref
+from tests.kernels.attention_cases import oracle, pack, random_block
+
+BUSHY = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 7)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def mixed_blocks(page_size: int, **heads: int):
+    """Return chains and trees behind prefixes at the edges of pages and of tiles."""
+    return [
+        random_block(0, 1, **heads),
+        random_block(page_size - 1, BUSHY, **heads),
+        random_block(page_size, (-1,), **heads),
+        random_block(63, (-1, 0, 1, 1, 0), **heads),
+        random_block(64, 3, **heads),
+        random_block(0, (-1, -1, 0, 1), **heads),
+        random_block(1, 5, **heads),
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_mixed_batch_matches_the_oracle_over_poisoned_permuted_pages(device, page_size):
+    blocks = mixed_blocks(page_size)
+    batch = pack(blocks, page_size=page_size, device=device, num_padding_rows=3)
+    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    torch.testing.assert_close(
+        out[:-3].double().cpu(), oracle(blocks, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
+    )
+    assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
+    reference = tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    torch.testing.assert_close(out, reference, rtol=0, atol=TOLERANCE[torch.float32])
+    assert launch_counts().get("tree_attention", 0) == int(use_triton(batch.q))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(1, 1, 64), (8, 1, 80), (7, 1, 96), (32, 2, 20), (4, 2, 128), (2, 2, 256), (3, 3, 17)],
+)
+def test_head_shapes_and_dtypes(device, num_heads, num_kv_heads, head_dim, dtype):
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    blocks = [random_block(61, (-1, 0, 0, 2, 1), **heads), random_block(2, 4, **heads)]
+    batch = pack(blocks, page_size=4, device=device, dtype=dtype)
+    scale = head_dim**-0.5
+    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale)
+    assert out.dtype == dtype
+    expected = oracle(blocks, scale, dtype=dtype)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 70])
+def test_window_hides_old_tokens_and_pages_given_back(device, window):
+    blocks = [
+        random_block(140, BUSHY),
+        random_block(66, 7),
+        random_block(3, (-1, 0)),
+        random_block(129, 1),
+    ]
+    batch = pack(blocks, page_size=4, device=device, window=window)
+    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    expected = oracle(blocks, 0.25, window=window)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
+
+
+def test_every_row_count_up_to_a_full_tree(device):
+    for num_rows in (1, 2, 17, 64):
+        parents = tuple((row - 1) // 3 if row else -1 for row in range(num_rows))
+        blocks = [random_block(5, parents), random_block(0, num_rows)]
+        batch = pack(blocks, page_size=16, device=device)
+        out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+        expected = oracle(blocks, 0.25)
+        torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
+
+
+def test_a_step_without_rows(device):
+    batch = pack([random_block(3, 2)], page_size=4, device=device)
+    metadata = batch.metadata
+    empty = type(metadata)(
+        page_table=metadata.page_table,
+        req_idx=metadata.req_idx[:0],
+        prefix_len=metadata.prefix_len[:0],
+        row_indptr=metadata.row_indptr[:1],
+        path_len=metadata.path_len[:0],
+        path_offset=metadata.path_offset[:0],
+        is_chain=metadata.is_chain[:0],
+        page_size=metadata.page_size,
+    )
+    out = tree_attention(batch.q[:0], batch.k_cache, batch.v_cache, empty, 0.25)
+    assert out.shape == (0, 2, 16)
+
+
+def test_requests_without_rows_among_others(device):
+    blocks = [random_block(3, 2), random_block(70, (-1, 0, 0))]
+    batch = pack(blocks, page_size=4, device=device)
+    metadata = batch.metadata
+    where = torch.tensor([0, 0, 1, 1, 1]).to(device)
+    padded = type(metadata)(
+        page_table=metadata.page_table,
+        req_idx=metadata.req_idx[where],
+        prefix_len=metadata.prefix_len[where],
+        row_indptr=torch.tensor([0, 0, 2, 2, 5, 5]).int().to(device),
+        path_len=metadata.path_len,
+        path_offset=metadata.path_offset,
+        is_chain=metadata.is_chain[where],
+        page_size=metadata.page_size,
+    )
+    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, padded, 0.25)
+    torch.testing.assert_close(out.double().cpu(), oracle(blocks, 0.25), rtol=0, atol=2e-5)
+
+
+def test_many_requests_and_long_chunks_are_cut_into_slices(device):
+    """More tiles than one slice of the CPU path holds; ragged lengths from 1 to 4 tiles."""
+    blocks = [random_block(17 * index % 230, (-1,)) for index in range(60)]
+    blocks += [random_block(40, 150), random_block(130, BUSHY)]
+    batch = pack(blocks, page_size=16, device=device)
+    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    torch.testing.assert_close(out.double().cpu(), oracle(blocks, 0.25), rtol=0, atol=2e-5)

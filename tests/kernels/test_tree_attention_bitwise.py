@@ -1,0 +1,121 @@
+"""The output of a row is bitwise a function of its q and its K/V in KV-index order.
+
+One and the same path of tokens is attended to in every form it can take in service: plain
+decoding, prefill chunks of several lengths, a chain or a bushy tree at scattered node indices,
+alone and among others, over several page sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+from shared.kernels.tree_attention import tree_attention
+from tests.kernels.attention_cases import Block, pack, random_block
+
+SCALE = 0.3
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HEADS = [{"num_heads": 4, "num_kv_heads": 1, "head_dim": 32}]
+if not IS_INTERPRETED:
+    HEADS += [
+        {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128},
+        {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64},
+        {"num_heads": 7, "num_kv_heads": 1, "head_dim": 80},
+        {"num_heads": 2, "num_kv_heads": 2, "head_dim": 17},
+    ]
+LENGTHS = (1, 2, 63, 64, 65, 129) if IS_INTERPRETED else (1, 2, *range(60, 70), *range(126, 132))
+
+
+def attend(blocks, row, *, page_size, device, dtype, window=0):
+    """Return one row of the output."""
+    batch = pack(blocks, page_size=page_size, device=device, dtype=dtype, window=window)
+    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE)
+    return out[row]
+
+
+def chain_block(path: Block, prefix_len: int) -> Block:
+    """Return the path as a chain that starts after `prefix_len` tokens."""
+    return Block(q=path.q[prefix_len:], k=path.k, v=path.v, prefix_len=prefix_len)
+
+
+def tree_block(path: Block, prefix_len: int, num_others: int, seed: int) -> tuple[Block, int]:
+    """Return the path inside a bushy tree at scattered node indices, and its last node."""
+    rng = random.Random(seed)
+    length = len(path.q)
+    own = list(range(prefix_len, length))
+    kinds = ["own"] * (len(own) - 1) + ["other"] * num_others
+    rng.shuffle(kinds)
+    kinds.insert(0, "own")  # the root
+    heads = {"num_heads": path.q.shape[1], "num_kv_heads": path.k.shape[1]}
+    noise = random_block(prefix_len, len(kinds), head_dim=path.q.shape[2], **heads)
+    noise.k[:prefix_len], noise.v[:prefix_len] = path.k[:prefix_len], path.v[:prefix_len]
+    parents, last = [], -1
+    for node, kind in enumerate(kinds):
+        if kind == "own":
+            token = own.pop(0)
+            parents.append(last)
+            last = node
+            noise.q[node] = path.q[token]
+            noise.k[prefix_len + node] = path.k[token]
+            noise.v[prefix_len + node] = path.v[token]
+        else:
+            parents.append(rng.randrange(node))
+    block = Block(q=noise.q, k=noise.k, v=noise.v, prefix_len=prefix_len, parents=tuple(parents))
+    return block, last
+
+
+def dtypes(device: torch.device) -> list[torch.dtype]:
+    return [torch.float32] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads.values())))
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_row_has_the_same_bits_in_every_form(device, length, heads, window):
+    path = random_block(0, length, **heads)
+    others = [random_block(70, (-1, 0, 0, 1), **heads), random_block(3, 6, **heads)]
+    for dtype in dtypes(device):
+        where = {"device": device, "dtype": dtype, "window": window}
+        plain = attend([chain_block(path, length - 1)], -1, page_size=16, **where)
+        root = Block(
+            q=path.q[-1:], k=path.k, v=path.v, prefix_len=length - 1, parents=(-1,)
+        )  # a tree of one node
+        forms = {
+            "root": attend([root], 0, page_size=4, **where),
+            "root among others": attend([others[1], root, others[0]], 6, page_size=1, **where),
+            "prefill from 0": attend([chain_block(path, 0)], -1, page_size=64, **where),
+        }
+        for split in {max(0, length - 2), max(0, length - 5), length // 2}:
+            chunk = chain_block(path, split)
+            forms[f"chunk from {split}"] = attend([others[0], chunk], -1, page_size=4, **where)
+            if len(chunk.q) <= 64:
+                linear = Block(
+                    q=chunk.q,
+                    k=path.k,
+                    v=path.v,
+                    prefix_len=split,
+                    parents=tuple(range(-1, len(chunk.q) - 1)),
+                )
+                forms[f"tree chain from {split}"] = attend([linear], -1, page_size=2, **where)
+        for seed, num_others in enumerate((1, 7, 25)):
+            prefix_len = max(0, length - 1 - 2 * seed)
+            tree, node = tree_block(path, prefix_len, num_others, seed)
+            forms[f"tree {seed}"] = attend([tree, others[0]], node, page_size=16, **where)
+            forms[f"tree {seed} last"] = attend([*others, tree], 10 + node, page_size=1, **where)
+        different = [name for name, out in forms.items() if not torch.equal(out, plain)]
+        assert not different, f"{dtype}: bits differ from plain decoding in {different}"
+
+
+def test_bits_do_depend_on_what_a_row_sees(device):
+    """The comparison above can fail: one changed value of K or V changes the row."""
+    path = random_block(0, 65, num_heads=4)
+    plain = attend([chain_block(path, 64)], -1, page_size=16, device=device, dtype=torch.float32)
+    for values in (path.k, path.v):
+        values[64, 0, 3] += 0.01
+        other = attend(
+            [chain_block(path, 64)], -1, page_size=16, device=device, dtype=torch.float32
+        )
+        assert not torch.equal(plain, other)
