@@ -1,0 +1,107 @@
+"""pyproject.toml, constraints.txt, Makefile and .ci/run agree with each other and with the tree."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_BUNDLED_BYTES = 40_000_000
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: dict[str, Any] = document["project"]
+    return found
+
+
+def requirements(project: dict[str, Any]) -> list[Requirement]:
+    texts = project["dependencies"] + project["optional-dependencies"]["dev"]
+    return [Requirement(text) for text in texts]
+
+
+def pins() -> dict[str, str]:
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            found[canonicalize_name(name)] = version
+    return found
+
+
+def test_every_dependency_is_pinned_within_its_range(project: dict[str, Any]) -> None:
+    for requirement in requirements(project):
+        version = pins()[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} is pinned to {version}"
+
+
+def test_what_is_installed_fits_the_ranges(project: dict[str, Any]) -> None:
+    for requirement in requirements(project):
+        if requirement.marker is None or requirement.marker.evaluate():
+            version = metadata.version(requirement.name)
+            assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_torch_is_pinned_without_a_build_tag() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pins()["torch"])
+
+
+def test_the_stubs_need_no_newer_runtime_than_the_ranges_allow(project: dict[str, Any]) -> None:
+    stub = (ROOT / "coppice" / "v1" / "generation_pb2.py").read_text()
+    grpc_stub = (ROOT / "coppice" / "v1" / "generation_pb2_grpc.py").read_text()
+    versions = {
+        "protobuf": re.search(r"^# Protobuf Python Version: (\S+)$", stub, re.MULTILINE),
+        "grpcio": re.search(r"^GRPC_GENERATED_VERSION = '(\S+)'$", grpc_stub, re.MULTILINE),
+    }
+    for requirement in requirements(project):
+        if requirement.name in versions:
+            found = versions[requirement.name]
+            assert found is not None
+            floors = [s.version for s in requirement.specifier if s.operator == ">="]
+            assert floors == [found[1]], requirement.name
+
+
+def test_the_console_script_exists(project: dict[str, Any]) -> None:
+    module, _, function = project["scripts"]["coppice"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_bundled_models_are_package_data_and_small() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "bundled/**/*" in document["tool"]["setuptools"]["package-data"]["coppice"]
+    bundled = ROOT / "coppice" / "bundled"
+    for name in ("target", "eagle3", "standalone"):
+        assert (bundled / name / "config.json").is_file()
+    size = sum(path.stat().st_size for path in bundled.rglob("*") if path.is_file())
+    assert size < MAX_BUNDLED_BYTES
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "format", "protos"])
+def test_every_make_target_sets_up_the_environment(target: str, tmp_path: Path) -> None:
+    """In a folder without .venv, make would install before anything else."""
+    command = ["make", "--dry-run", "--file", str(ROOT / "Makefile"), target]
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text("")
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = result.stdout.splitlines()
+    installs = [i for i, line in enumerate(lines) if "--editable '.[dev]'" in line]
+    uses = [i for i, line in enumerate(lines) if line.startswith(".venv/bin/")]
+    assert len(installs) == 1
+    assert installs[0] < min(i for i in uses if i != installs[0])

@@ -1,0 +1,100 @@
+"""How a stack spreads GPUs, ports and configuration over its processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coppice.cli.main import build_parser
+from coppice.cli.options import load_service_config
+from coppice.cli.serve import ROLES
+from coppice.stack import Stack, StackConfig
+from coppice.stack import stack as stack_module
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.errors import ConfigError
+
+GPUS = ["GPU-a", "GPU-b", "GPU-c"]
+
+
+def built(config: StackConfig) -> Stack:
+    """Return a stack whose commands are made but not started."""
+    stack = Stack(config)
+    stack._build()
+    return stack
+
+
+def config_of(stack: Stack, name: str) -> TargetConfig | DraftConfig | OrchestratorConfig:
+    """Parse a service's command line as the service will."""
+    _, _, module, *argv = stack.services[name].command
+    assert module == "coppice"
+    arguments, extras = build_parser().parse_known_args(argv)
+    assert extras == [] and arguments.exit_with_parent
+    config_type, _ = ROLES[arguments.role]
+    loaded = load_service_config(arguments, config_type, section=arguments.role)
+    assert isinstance(loaded, TargetConfig | DraftConfig | OrchestratorConfig)
+    return loaded
+
+
+def gpus_of(config: StackConfig, monkeypatch: pytest.MonkeyPatch, found: list[str]) -> list[str]:
+    monkeypatch.setattr(stack_module, "list_machine_gpus", lambda: found)
+    stack = built(config)
+    workers = [name for name in stack.services if name != "orchestrator"]
+    return [getattr(config_of(stack, name), "gpus") for name in workers]  # noqa: B009
+
+
+def test_every_process_has_a_name_a_port_and_its_configuration() -> None:
+    config = StackConfig(
+        target=TargetConfig(model="/t", page_size=4, self_test=False, device="cpu"),
+        draft=DraftConfig(model="/d", target_model="/t", dtype="float16", device="cpu"),
+        orchestrator=OrchestratorConfig(
+            model="/t", num_steps=3, topk=2, num_draft_tokens=6, port=0
+        ),
+        num_targets=2,
+        num_drafts=2,
+    )
+    stack = built(config)
+    names = ["target-0", "target-1", "draft-0", "draft-1", "orchestrator"]
+    assert list(stack.services) == names
+    addresses = [service.address for service in stack.services.values()]
+    assert len(set(addresses)) == 5 and all(a.startswith("127.0.0.1:") for a in addresses)
+    port = int(addresses[1].rpartition(":")[2])
+    expected = replace(config.target, host="127.0.0.1", port=port)
+    assert config_of(stack, "target-1") == expected
+    front = config_of(stack, "orchestrator")
+    assert isinstance(front, OrchestratorConfig)
+    assert front.targets.split(",") == stack.target_addresses == addresses[:2]
+    assert front.drafts.split(",") == stack.draft_addresses == addresses[2:4]
+    assert stack.address == addresses[4]
+
+
+def test_children_ignore_variables_meant_for_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COPPICE_PAGE_SIZE", "3")
+    monkeypatch.setenv("OTHER", "x")
+    environ = built(StackConfig()).services["target-0"]._environ
+    assert environ["OTHER"] == "x"
+    assert [name for name in environ if name.startswith("COPPICE_")] == []
+
+
+def test_workers_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = StackConfig(num_targets=2, num_drafts=2)
+    assert gpus_of(config, monkeypatch, GPUS) == ["GPU-a", "GPU-b", "GPU-c", "GPU-a"]
+    assert gpus_of(config, monkeypatch, GPUS[:1]) == ["GPU-a"] * 4
+    assert gpus_of(config, monkeypatch, []) == [""] * 4
+
+
+def test_chosen_gpus_are_taken_in_turn_and_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = StackConfig(num_targets=2, num_drafts=2, target_gpus=("0", "1"), draft_gpus=("1",))
+    assert gpus_of(config, monkeypatch, GPUS) == ["0", "1", "1", "1"]
+
+
+def test_a_cpu_worker_and_a_lease_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = StackConfig(
+        target=TargetConfig(device="cpu"), draft=DraftConfig(gpus="1,2", gpu_lease_dir="/leases")
+    )
+    assert gpus_of(config, monkeypatch, GPUS) == ["", "1,2"]
+
+
+def test_a_configuration_that_cannot_work_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="--page-size is 0"):
+        Stack(StackConfig(draft=DraftConfig(page_size=0)))
