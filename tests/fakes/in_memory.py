@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrator.pool import WorkerPool
 from orchestrator.workers import Worker
 from shared.rpc.batches import Batch
+from shared.types import RequestFailure
 from tests.fakes.draft import FakeDraft
 from tests.fakes.target import FakeTarget
 
@@ -21,6 +23,13 @@ Fault = Callable[[Any], list[tuple[float, Any]]]
 """Message -> [(delay in seconds, message that arrives instead)]."""
 
 LATENCY_S = 0.001
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """What arrives when a reply does not survive its conversion."""
+
+    failure: RequestFailure
 
 
 def pass_on(message: Any) -> list[tuple[float, Any]]:
@@ -117,5 +126,10 @@ class InMemoryWorker:
             self.step()
 
     def _deliver(self, message: Any) -> None:
-        if not self.worker.is_lost:
-            self.worker.receive(Batch(messages=[message], load=self.engine.load))
+        if self.worker.is_lost:
+            return
+        if isinstance(message, Unreadable):
+            batch: Batch[Any] = Batch(messages=[], rejected=[message.failure])
+        else:
+            batch = Batch(messages=[message], load=self.engine.load)
+        self.worker.receive(batch)

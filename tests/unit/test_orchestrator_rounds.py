@@ -37,7 +37,7 @@ from shared.types import (
     VerifyRound,
 )
 from tests.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, generate
-from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
+from tests.fakes.in_memory import Fault, InMemoryWorker, Unreadable, pass_on, run_virtual
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -348,6 +348,36 @@ def test_a_tree_that_only_the_target_finds_wrong() -> None:
         assert requests[2] == dataclasses.replace(requests[1], tree=None)
         opens = [m for m in draft.engine.received if isinstance(m, DraftOpen)]
         assert [m.draft_epoch for m in opens] == [1, 2]
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def unreadable(message: Any) -> list[tuple[float, Any]]:
+    ((_, failure),) = failed(StatusCode.INVALID_ARGUMENT)(message)
+    return [(0.0, Unreadable(failure))]
+
+
+def test_replies_that_cannot_be_read_count_as_wrong() -> None:
+    """A garbled tree replaces the draft, a garbled path moves the request."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        draft = scene.add_draft(on_reply=scripted(iter([unreadable]), only=TokenTree))
+        finish = check_stream(await scene.serve(max_new_tokens=200), generate(PROMPT, 200))
+        assert finish.retries == 1
+        epochs = [m.draft_epoch for m in draft.engine.received if isinstance(m, DraftOpen)]
+        assert epochs == [1, 2]
+        await scene.check_free()
+
+        scene = Scene()
+        scene.add_target(on_reply=scripted(iter([pass_on, unreadable]), only=AcceptedPath))
+        other = scene.add_target()
+        finish = check_stream(await scene.serve(max_new_tokens=200), generate(PROMPT, 200))
+        assert finish.retries == 1
+        opens = [m for m in other.engine.received if isinstance(m, TargetOpen)]
+        assert [m.target_epoch for m in opens] == [2]
         await scene.check_free()
 
     run_virtual(main())
