@@ -119,13 +119,7 @@ class DraftEngine:
             output = self._runner.extend(inputs)
             self._commit_extend(works, output.last_hidden)
             self._num_rows += sum(work.num_rows for work in works)
-        growing = [request for request in self._requests.values() if request.can_grow]
-        growing = [
-            request
-            for request in growing
-            if self._reserve(request, self._runner.num_scratch_slots(request))
-        ]
-        growing = [request for request in growing if request.request_id in self._requests]
+        growing = self._plan_growth()
         if growing:
             self._outbox.extend(self._runner.grow(growing))
             for request in growing:
@@ -246,6 +240,15 @@ class DraftEngine:
                 works.append(ExtendWork(request=request, num_rows=count))
                 budget -= count
         return [work for work in works if work.request.request_id in self._requests]
+
+    def _plan_growth(self) -> list[DraftRequest]:
+        """Reserve slots for every tree that can grow; whoever was retracted meanwhile is out."""
+        growing = []
+        for request in list(self._requests.values()):
+            if request.can_grow and request.request_id in self._requests:
+                if self._reserve(request, self._runner.num_scratch_slots(request)):
+                    growing.append(request)
+        return [request for request in growing if request.request_id in self._requests]
 
     def _commit_extend(self, works: list[ExtendWork], last_hidden: torch.Tensor) -> None:
         for work, hidden in zip(works, last_hidden, strict=True):

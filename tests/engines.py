@@ -137,15 +137,20 @@ def random_tokens(
     return [rng.randrange(vocab_size) for _ in range(count)]
 
 
-def graft(tree: TokenTree, continuation: Sequence[int], rng: random.Random) -> TokenTree:
+def graft(
+    tree: TokenTree, continuation: Sequence[int], rng: random.Random, *, doubt: float = 0.1
+) -> TokenTree:
     """Return the tree with what the target will really say written along one of its branches.
 
     A stand-in for a well-trained draft: paths of any length through any node indices are accepted.
+
+    Args:
+        doubt: Chance at each node that the truth ends there.
     """
     tokens, node = list(tree.token_ids), 0
     for token_id in continuation:
         children = [i for i, parent in enumerate(tree.parent_index) if parent == node]
-        if not children or rng.random() < 0.1:
+        if not children or rng.random() < doubt:
             break
         known = [child for child in children if tokens[child] == token_id]
         node = known[0] if known else rng.choice(children)
