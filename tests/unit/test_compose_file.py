@@ -178,3 +178,9 @@ def test_the_image_has_every_package_of_the_distribution() -> None:
     for name in shipped:
         assert f"COPY {name} {name}\n" in dockerfile
     assert (ROOT / "coppice" / "bundled").is_dir()
+
+
+def test_compose_up_alone_means_the_gpu_profile() -> None:
+    # Compose reads .env beside the file; a --profile flag takes the place of COMPOSE_PROFILES.
+    lines = (COMPOSE_FILE.parent / ".env").read_text().splitlines()
+    assert "COMPOSE_PROFILES=gpu" in lines
