@@ -1,0 +1,131 @@
+"""RMS norm against a row-by-row computation in float64, and the bits of a row in any company."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+from shared.kernels.dispatch import launch_counts, use_triton
+from shared.kernels.rms_norm import rms_norm
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Two roundings to the dtype, before the weight and after it. Triton's interpreter truncates to
+# bfloat16.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-6}
+
+
+def oracle(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the rows of [T, h] normalised one by one in Python floats."""
+    rows = []
+    for row in x.double().cpu().tolist():
+        scale = 1 / math.sqrt(math.fsum(value * value for value in row) / len(row) + eps)
+        factors = weight.double().cpu().tolist()
+        rows.append([value * scale * factor for value, factor in zip(row, factors, strict=True)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def check(out: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(
+        out.double().cpu(), expected, rtol=TOLERANCE[out.dtype], atol=TOLERANCE[out.dtype] / 100
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (5, 7), (2, 64), (3, 100), (4, 129)])
+def test_odd_sizes_and_dtypes(
+    device: torch.device, num_rows: int, width: int, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(num_rows, width) * 3).to(device, dtype)
+    weight = torch.randn(width).to(device, dtype)
+    out = rms_norm(x, weight, 1e-5)
+    assert out.dtype == dtype and out.shape == x.shape
+    check(out, oracle(x, weight, 1e-5))
+    assert launch_counts().get("rms_norm", 0) == int(use_triton(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_beyond_the_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """60000 squared overflows float16 and 1e-6 squared vanishes in it: float32 inside."""
+    rows = torch.tensor([[60000.0, -30000.0, 1.0], [1e-6, -2e-6, 3e-6], [0.0, 0.0, 0.0]])
+    x = rows.to(device, dtype)
+    weight = torch.tensor([1.0, 0.5, -2.0]).to(device, dtype)
+    out = rms_norm(x, weight, 1e-12)
+    check(out, oracle(x, weight, 1e-12))
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
+
+
+def test_eps_is_inside_the_root(device: torch.device) -> None:
+    x = torch.tensor([[0.5, -0.5]]).to(device)
+    weight = torch.ones(2).to(device)
+    check(rms_norm(x, weight, 0.75), torch.tensor([[0.5, -0.5]], dtype=torch.float64))
+
+
+def test_heads_are_rows(device: torch.device) -> None:
+    x = torch.randn(3, 2, 20).to(device)
+    weight = torch.randn(20).to(device)
+    out = rms_norm(x, weight, 1e-6)
+    assert out.shape == x.shape
+    check(out.flatten(0, 1), oracle(x.flatten(0, 1), weight, 1e-6))
+
+
+def test_no_rows(device: torch.device) -> None:
+    weight = torch.ones(8).to(device, torch.float16)
+    for shape in ((0, 8), (0, 3, 8), (3, 0, 8)):
+        out = rms_norm(torch.empty(shape, dtype=torch.float16, device=device), weight, 1e-6)
+        assert out.shape == shape and out.dtype == torch.float16
+    assert launch_counts() == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layout_does_not_change_the_bits(device: torch.device, dtype: torch.dtype) -> None:
+    dense = torch.randn(6, 100).to(device, dtype)
+    weight = torch.randn(100).to(device, dtype)
+    expected = rms_norm(dense, weight, 1e-6)
+    fused = torch.randn(6, 260).to(device, dtype)
+    fused[:, 3:103] = dense
+    spread = torch.randn(6, 200).to(device, dtype)
+    spread[:, ::2] = dense
+    layouts = {
+        "columns of a fused projection": fused[:, 3:103],
+        "every other column": spread[:, ::2],
+        "transposed": dense.T.contiguous().T,
+    }
+    different = [
+        name for name, x in layouts.items() if not torch.equal(rms_norm(x, weight, 1e-6), expected)
+    ]
+    assert not different
+
+
+# numpy, which interprets the kernel, warns of inf * 0 in the neighbours.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [12, 133, 256])
+def test_bits_of_a_row_do_not_depend_on_the_batch(
+    device: torch.device, width: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(200, width).to(device, dtype)
+    weight = torch.randn(width).to(device, dtype)
+    full = rms_norm(x[:40] if IS_INTERPRETED else x, weight, 1e-6)
+    for row in (0, 1, 5, 39) if IS_INTERPRETED else range(200):
+        alone = rms_norm(x[row : row + 1], weight, 1e-6)
+        assert torch.equal(alone[0], full[row]), f"row {row}"
+    for count in (2, 17) if IS_INTERPRETED else range(2, 200, 5):
+        assert torch.equal(rms_norm(x[:count], weight, 1e-6), full[:count]), f"{count} rows"
+    for poison in (torch.nan, torch.inf, 3e4):
+        others = torch.full((9, width), poison).to(device, dtype)
+        others[4] = x[3]
+        assert torch.equal(rms_norm(others, weight, 1e-6)[4], full[3]), f"among {poison}"
+
+
+def test_bits_do_depend_on_the_row_itself(device: torch.device) -> None:
+    """The comparisons above can fail: one changed value changes its row and no other."""
+    x = torch.randn(5, 133).to(device)
+    weight = torch.ones(133).to(device)
+    before = rms_norm(x, weight, 1e-6)
+    x[2, 132] += 0.01
+    is_changed = (rms_norm(x, weight, 1e-6) != before).any(dim=1)
+    assert is_changed.tolist() == [row == 2 for row in range(5)]
