@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test check format protos install
+.PHONY: demo test check lint types fast-tests format protos install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -31,9 +31,16 @@ test: $(STAMP)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 check: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types fast-tests
+
+lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
+
+types: $(STAMP)
 	@$(BIN)/mypy
+
+fast-tests: $(STAMP)
 	@$(BIN)/python -m pytest -q -m "not slow" tests/unit
 
 format: $(STAMP)

@@ -22,6 +22,8 @@ from tests.engines import (
 )
 from tests.local_pair import LocalRequest
 
+pytestmark = pytest.mark.slow
+
 Trees = dict[tuple[str, int], tuple[object, ...]]
 
 

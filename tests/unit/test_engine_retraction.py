@@ -21,6 +21,8 @@ from tests.engines import (
 )
 from tests.local_pair import LocalRequest
 
+pytestmark = pytest.mark.slow
+
 
 def requests_of(seed: int) -> list[LocalRequest]:
     rng = random.Random(seed)

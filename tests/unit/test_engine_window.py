@@ -27,6 +27,8 @@ from tests.engines import (
 )
 from tests.local_pair import LocalPair, LocalRequest
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 24
 
 

@@ -19,6 +19,8 @@ from tests.paged import PagedKV
 from tests.reference.causal_lm import ReferenceLM
 from tests.reference.drafts import ReferenceEagle3
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 PROMPT = "def fibonacci(n: int) -> int:\n    if n < 2:\n        return"
 
