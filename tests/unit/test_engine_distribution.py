@@ -18,6 +18,8 @@ from tests.engines import Models, Pairing, make_draft, make_target
 from tests.local_pair import LocalPair, LocalRequest
 from tests.reference.causal_lm import ReferenceLM
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 9
 PROMPT = [3, 1, 4]
 NUM_SAMPLES = 2000
