@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from coppice.cli import bench, demo, generate, health, serve, up
 from shared.config_loader import suggestion
 from shared.errors import ConfigError, CoppiceError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-
-COMMANDS = (up, serve, generate, bench, demo, health)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,8 +22,11 @@ def build_parser() -> argparse.ArgumentParser:
         description="Tree speculative decoding with draft and target as separate services.",
         allow_abbrev=False,
     )
+    # After main() has set what gRPC reads from the environment when it is imported.
+    from coppice.cli import bench, demo, generate, health, serve, up
+
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for command in (up, serve, generate, bench, demo, health):
         command.add_parser(commands)
     return parser
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None = the process's.
     Returns: the exit code: 0, 1 = it failed, 2 = it was asked something impossible.
     """
+    # gRPC's own log of every lost connection; its errors reach us as exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     arguments, extras = build_parser().parse_known_args(argv)
     if extras:
         _refuse(arguments.parser, extras[0])
@@ -46,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"coppice: {error}\n")
         return EXIT_USAGE
     except CoppiceError as error:
+        names = dict.fromkeys((error.code.name, error.reason))  # often the same
         where = f" ({error.field})" if error.field else ""
-        sys.stderr.write(f"coppice: {error.code.name} {error.reason}{where}: {error.message}\n")
+        sys.stderr.write(f"coppice: {' '.join(names)}{where}: {error.message}\n")
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
