@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from coppice import Client, PromptInfo, TokenDelta
 from coppice.stack import ServiceFailedError, ServiceState, Stack, StackConfig
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from tests.processes import is_alive, members_of, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -45,33 +45,9 @@ def expected(stack: Stack) -> tuple[int, ...]:
         return client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).token_ids
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
-def stat_of(pid: int) -> tuple[str, int]:
-    """Return state and process group; ("X", 0) if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    state, _, group = stat.rpartition(") ")[2].split(maxsplit=3)[:3]
-    return state, int(group)
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie, which only its own parent could reap, counts as ended."""
-    return stat_of(pid)[0] not in "ZX"
-
-
 def processes_of(stack: Stack) -> set[int]:
     """Return every process of the stack's groups, engines included."""
-    groups = {service.pid for service in stack.services.values()} - {None}
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return {pid for pid in pids if stat_of(pid)[1] in groups and is_alive(pid)}
+    return members_of({service.pid for service in stack.services.values() if service.pid})
 
 
 @pytest.mark.parametrize("victim", ["draft-0", "target-0"])

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from coppice.stack.process import ServiceProcess, ServiceState
 from coppice.stack.stack import _free_ports
+from tests.processes import is_alive, wait_for
 
 # A service with a child in its group, as a worker has an engine. It writes the child's pid.
 SERVICE = textwrap.dedent(
@@ -80,25 +80,9 @@ def make_service(tmp_path: Path) -> Iterator[MakeService]:
         service.join(0.0)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
-
-
 def child_pid(service: ServiceProcess) -> int:
     lines = [line for line in service.log_tail().splitlines() if line.startswith("child ")]
     return int(lines[-1].split()[1])
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie, which only its own parent could reap, counts as ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def test_it_becomes_ready_and_ends_in_order(make_service: MakeService) -> None:

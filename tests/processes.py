@@ -1,0 +1,35 @@
+"""Look at processes of this machine, and wait for what they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until a condition holds; it fails the test if that takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie, which only its parent could reap, has ended."""
+    return _stat(pid)[0] not in "ZX"
+
+
+def members_of(groups: set[int]) -> set[int]:
+    """Return the running processes of these process groups."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {pid for pid in pids if int(_stat(pid)[2]) in groups and is_alive(pid)}
+
+
+def _stat(pid: int) -> list[str]:
+    """Return state, parent and process group; those of nobody if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0", "0"]
+    return stat.rpartition(") ")[2].split(maxsplit=3)[:3]
