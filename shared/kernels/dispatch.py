@@ -7,6 +7,16 @@ from collections import Counter
 from functools import cache
 
 import torch
+import triton.language as tl
+
+# Options of every launch. Fused multiply-adds would be the compiler's choice at each place.
+LAUNCH_OPTIONS = {"enable_fp_fusion": False}
+
+_DOT_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
@@ -16,6 +26,25 @@ def use_triton(tensor: torch.Tensor) -> bool:
         tensor: Any operand; on a CPU the kernel runs only when TRITON_INTERPRET=1.
     """
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def dot_dtype(tensor: torch.Tensor) -> tl.dtype:
+    """Return the dtype of the operands of a kernel's products.
+
+    Triton's interpreter multiplies the bit patterns of bfloat16 as integers; it gets float32.
+    """
+    if not tensor.is_cuda and tensor.dtype == torch.bfloat16:
+        return tl.float32
+    return _DOT_DTYPES[tensor.dtype]
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, dense and at a multiple of 16 bytes.
+
+    A kernel is compiled anew for pointers that are not, and might then add in another order.
+    """
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 @cache

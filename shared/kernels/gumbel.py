@@ -2,7 +2,7 @@
 
 key  = mix64(seed ^ mix64(position + GOLDEN))
 bits = mix64(key + (id + 1) * GOLDEN)           mix64 is SplitMix64's finalizer
-u    = ((bits >> 11) + 0.5) * 2^-53             in float64, never 0 or 1
+u    = (min(bits >> 11, 2^53 - 2) + 0.5) * 2^-53   in float64; 2^53 - 0.5 would round u to 1
 G    = -log(-log(u))                            in float64, rounded to float32
 """
 
@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.vector_math import settle_vector_math
 
 # SplitMix64's constants as signed 64-bit bit patterns.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -42,8 +43,9 @@ def gumbel_block(seed, position, ids):
     inner = _mix64_block(zero + position.to(tl.uint64) + golden)
     key = _mix64_block((zero + seed.to(tl.uint64)) ^ inner)
     bits = _mix64_block(key + (ids + 1).to(tl.uint64) * golden)
+    bits = tl.minimum(bits >> 11, 0x1FFFFFFFFFFFFE)
     # 2^-53
-    uniform = ((bits >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    uniform = (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
@@ -79,7 +81,7 @@ def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) 
     if not use_triton(seed):
         return gumbel_noise_ref(seed, position, ids)
     num_rows, width = seed.shape[0], ids.shape[-1]
-    ids = ids.contiguous()
+    seed, position, ids = seed.contiguous(), position.contiguous(), ids.contiguous()
     out = torch.empty((num_rows, width), dtype=torch.float32, device=seed.device)
     if out.numel() == 0:
         return out
@@ -87,16 +89,18 @@ def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) 
     ids_stride = 0 if ids.dim() == 1 else width
     count_launch("gumbel_noise")
     _gumbel_noise_kernel[(num_rows, triton.cdiv(width, block))](
-        seed, position, ids, out, width, ids_stride, BLOCK=block, num_warps=4
+        seed, position, ids, out, width, ids_stride, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
     )
     return out
 
 
 def gumbel_noise_ref(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Do what `gumbel_noise` does in plain torch."""
+    settle_vector_math()
     key = _mix64(seed ^ _mix64(position + _GOLDEN))  # [R]
     bits = _mix64(key.unsqueeze(-1) + (ids + 1) * _GOLDEN)
-    uniform = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64)
+    bits = (bits >> 11).bitwise_and_((1 << 53) - 1).clamp_(max=(1 << 53) - 2)
+    uniform = bits.to(torch.float64)
     uniform.add_(0.5).mul_(2.0**-53)
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
 
 # Rows of one CPU product. BLAS picks another order of accumulation for another height.
 CPU_ROW_TILE = 8
@@ -21,7 +21,7 @@ CPU_ROW_TILE = 8
 _BLOCKS = {4: (64, 32, 32), 2: (64, 64, 64)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,  # [T, K]
     weight_ptr,  # [N, K]
@@ -32,6 +32,7 @@ def _linear_kernel(
     width_k,
     x_stride,
     weight_stride,
+    DOT_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -55,7 +56,7 @@ def _linear_kernel(
             mask=in_t[None, :] & in_k[:, None],
             other=0.0,
         )  # [BLOCK_K, BLOCK_T]
-        acc = tl.dot(weight, x, acc, input_precision="ieee")
+        acc = tl.dot(weight.to(DOT_DTYPE), x.to(DOT_DTYPE), acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     tl.store(
@@ -95,18 +96,20 @@ def linear(
     _linear_kernel[grid](
         x,
         weight,
-        weight if bias is None else bias,
+        weight if bias is None else bias.contiguous(),
         out,
         num_rows,
         width_n,
         x.shape[1],
         x.stride(0),
         weight.stride(0),
+        DOT_DTYPE=dot_dtype(x),
         HAS_BIAS=bias is not None,
         BLOCK_N=block_n,
         BLOCK_T=block_t,
         BLOCK_K=block_k,
         num_warps=4,
+        **LAUNCH_OPTIONS,
     )
     return out
 
@@ -120,7 +123,8 @@ def linear_ref(
 ) -> torch.Tensor:
     """Do what `linear` does, in tiles of CPU_ROW_TILE zero-padded rows."""
     dtype = out_dtype or x.dtype
-    x, weight = x.float(), weight.float()
+    # BLAS adds in another order for transposed operands.
+    x, weight = x.float().contiguous(), weight.float()
     bias = None if bias is None else bias.float()
     num_rows = x.shape[0]
     padding = -num_rows % CPU_ROW_TILE

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 
 
 @triton.jit
@@ -72,13 +72,18 @@ def move_kv(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor
         assert cache.is_contiguous() and cache.shape == first.shape and cache.dtype == first.dtype
     addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64)
     addresses = addresses.to(first.device)
+    src, dst = src.contiguous(), dst.contiguous()
     grid = (len(caches), src.shape[0])
     moving = torch.empty((*grid, *first.shape[1:]), dtype=first.dtype, device=first.device)
     row = first.shape[1] * first.shape[2]
     block = triton.next_power_of_2(row)
     count_launch("move_kv")
-    _gather_kv_kernel[grid](addresses, src, moving, ROW=row, BLOCK=block, num_warps=4)
-    _scatter_kv_kernel[grid](addresses, dst, moving, ROW=row, BLOCK=block, num_warps=4)
+    _gather_kv_kernel[grid](
+        addresses, src, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
+    )
+    _scatter_kv_kernel[grid](
+        addresses, dst, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
+    )
 
 
 def move_kv_ref(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:

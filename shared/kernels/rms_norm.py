@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, aligned, count_launch, use_triton
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not use_triton(x):
         return rms_norm_ref(x, weight, eps)
     assert x.dtype == weight.dtype and weight.is_contiguous()
-    x = x.contiguous()
+    x = aligned(x)
     out = torch.empty_like(x)
     width = x.shape[-1]
     num_rows = x.numel() // width
@@ -50,13 +50,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return out
     count_launch("rms_norm")
     _rms_norm_kernel[(num_rows,)](
-        x, weight, out, eps, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4
+        x,
+        weight,
+        out,
+        eps,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+        **LAUNCH_OPTIONS,
     )
     return out
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Do what `rms_norm` does in plain torch."""
-    wide = x.float()
+    wide = x.float().contiguous()  # a mean over strided rows adds in another order
     mean_square = (wide * wide).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)

@@ -11,11 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 from shared.kernels.gumbel import gumbel_block, gumbel_noise_ref
+from shared.kernels.vector_math import settle_vector_math
 
 # The largest probability of a row, in fixed point: 2^40. 2^23 tokens cannot overflow 63 bits.
 _MASS_ONE = 2.0**40
+
+# Comparisons of a token with a candidate key that a pass makes at once. Blocks of fewer tokens
+# leave room for more candidates, so that fewer passes find the key.
+_NUM_COMPARED = 8192
 
 
 @triton.jit
@@ -37,8 +42,9 @@ def _order_key(x, column):
 @triton.jit
 def _mass(x, largest):
     """Return exp(x - largest) in fixed point, i64; `largest` itself has 2^40."""
-    difference = x.to(tl.float64) - largest.to(tl.float64)
-    difference = tl.where(x == largest, 0.0, difference)
+    is_largest = x == largest  # infinity less infinity is not a number
+    wide = tl.where(is_largest, 0.0, x.to(tl.float64))
+    difference = wide - tl.where(is_largest, 0.0, largest.to(tl.float64))
     return (tl.exp(difference) * 1099511627776.0 + 0.5).to(tl.int64)
 
 
@@ -252,20 +258,22 @@ def sample(
     if num_rows == 0:
         return out
     count_launch("sample")
+    block = min(1024, triton.next_power_of_2(width))
     _sample_kernel[(num_rows,)](
         logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        position,
+        temperature.contiguous(),
+        top_k.contiguous(),
+        top_p.contiguous(),
+        min_p.contiguous(),
+        seed.contiguous(),
+        position.contiguous(),
         out,
         width,
         HAS_FILTERS=has_filters,
-        BLOCK=min(1024, triton.next_power_of_2(width)),
-        LANES=8,
+        BLOCK=block,
+        LANES=_NUM_COMPARED // block,
         num_warps=8,
+        **LAUNCH_OPTIONS,
     )
     return out
 
@@ -282,6 +290,7 @@ def sample_ref(
     has_filters: bool = True,
 ) -> torch.Tensor:
     """Do what `sample` does in plain torch, with a sort."""
+    settle_vector_math()
     logits = torch.where(logits.isnan(), -torch.inf, logits)
     greedy = logits.argmax(-1)
     if not bool((temperature > 0).any()):

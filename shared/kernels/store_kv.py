@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 
 
 @triton.jit
@@ -65,12 +65,13 @@ def store_kv(
         v,
         k_cache,
         v_cache,
-        slot_mapping,
+        slot_mapping.contiguous(),
         k.stride(0),
         v.stride(0),
         ROW=row,
         BLOCK=triton.next_power_of_2(row),
         num_warps=4,
+        **LAUNCH_OPTIONS,
     )
 
 

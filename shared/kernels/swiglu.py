@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shared.kernels.vector_math import settle_vector_math
+
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, computed in float32.
@@ -16,5 +18,6 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         up: [T, h].
     Returns: [T, h] in the dtype of gate.
     """
+    settle_vector_math()
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide)) * up.float()).to(gate.dtype)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_ref import tree_attention_ref
 
@@ -18,7 +18,7 @@ TRITON_KV_TILE = 64
 _COLUMNS = {4: 32, 2: 64}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "page_table_stride", "path_offset_stride", "window"])
 def _tree_attention_kernel(
     q_ptr,  # [T, Hq, d]
     k_cache_ptr,  # [num_slots, Hkv, d]
@@ -37,6 +37,7 @@ def _tree_attention_kernel(
     path_offset_stride,
     window,
     scale,
+    DOT_DTYPE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -78,7 +79,7 @@ def _tree_attention_kernel(
             q_ptr + q_offset[None, :] + dim[:, None],
             mask=is_live[None, :] & in_dim[:, None],
             other=0.0,
-        )  # [DIM_BLOCK, COLUMNS]
+        ).to(DOT_DTYPE)  # [DIM_BLOCK, COLUMNS]
         kv_len = prefix_len + tl.load(path_len_ptr + row, mask=row < row_end, other=0)
         kv_start = tl.where(window > 0, tl.maximum(kv_len - window, 0), 0)
         longest = tl.max(tl.where(row < row_end, kv_len, 0), axis=0)
@@ -121,8 +122,8 @@ def _tree_attention_kernel(
             slot = page * PAGE_SIZE + logical % PAGE_SIZE
             kv_offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
             kv_mask = is_read[:, None] & in_dim[None, :]
-            k = tl.load(k_cache_ptr + kv_offset, mask=kv_mask, other=0.0)  # [TILE, DIM_BLOCK]
-            v = tl.load(v_cache_ptr + kv_offset, mask=kv_mask, other=0.0)
+            k = tl.load(k_cache_ptr + kv_offset, mask=kv_mask, other=0.0).to(DOT_DTYPE)
+            v = tl.load(v_cache_ptr + kv_offset, mask=kv_mask, other=0.0).to(DOT_DTYPE)
 
             scores = tl.dot(k, q, input_precision="ieee") * scale  # [TILE, COLUMNS]
             active_begin = tl.where(is_shared, 0, own_row)
@@ -137,7 +138,7 @@ def _tree_attention_kernel(
             weights = tl.exp(scores - shift[None, :])
             decay = tl.exp(largest - shift)
             total = tl.where(is_active, total * decay + tl.sum(weights, axis=0), total)
-            product = tl.dot(tl.trans(v), weights.to(v.dtype), input_precision="ieee")
+            product = tl.dot(tl.trans(v), weights.to(DOT_DTYPE), input_precision="ieee")
             acc = tl.where(is_active[None, :], acc * decay[None, :] + product, acc)
             largest = new_largest
 
@@ -208,6 +209,7 @@ def tree_attention(
         metadata.path_offset.stride(0),
         metadata.window,
         scale,
+        DOT_DTYPE=dot_dtype(q),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_BLOCK=group_block,
@@ -218,5 +220,6 @@ def tree_attention(
         TILE=TRITON_KV_TILE,
         REQ_BLOCK=triton.next_power_of_2(num_reqs),
         num_warps=4,
+        **LAUNCH_OPTIONS,
     )
     return out

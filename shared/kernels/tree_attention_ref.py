@@ -15,6 +15,7 @@ import torch
 
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice, TreeAttentionPlan, plan_rows
+from shared.kernels.vector_math import settle_vector_math
 
 
 def tree_attention_ref(
@@ -25,6 +26,7 @@ def tree_attention_ref(
     scale: float,
 ) -> torch.Tensor:
     """Do what `tree_attention` does in plain torch."""
+    settle_vector_math()
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     key = (num_heads, num_kv_heads, head_dim, q.device)

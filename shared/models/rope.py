@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from shared.kernels.vector_math import settle_vector_math
 from shared.models.config import ModelConfig
 from shared.models.rope_config import RopeConfig, RopeKind
 
@@ -21,6 +22,7 @@ def rope_cos_sin(
         num_positions: P, positions 0..P-1; may exceed max_position_embeddings.
     Returns: cos, sin: [P, head_dim / 2] f32 on the device.
     """
+    settle_vector_math()
     frequencies = rope_frequencies(config.rope, config.head_dim)
     positions = torch.arange(num_positions, dtype=torch.float64)
     angles = positions[:, None] * frequencies  # [P, d / 2]

@@ -18,7 +18,7 @@ from tests.kernels.attention_cases import Block, pack, random_block
 
 SCALE = 0.3
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HEADS = [{"num_heads": 4, "num_kv_heads": 1, "head_dim": 32}]
+HEADS = [{"num_heads": 4, "num_kv_heads": 1, "head_dim": 16}]
 if not IS_INTERPRETED:
     HEADS += [
         {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128},
@@ -26,7 +26,9 @@ if not IS_INTERPRETED:
         {"num_heads": 7, "num_kv_heads": 1, "head_dim": 80},
         {"num_heads": 2, "num_kv_heads": 2, "head_dim": 17},
     ]
-LENGTHS = (1, 2, 63, 64, 65, 129) if IS_INTERPRETED else (1, 2, *range(60, 70), *range(126, 132))
+# Every length around a tile edge.
+LENGTHS = (1, 63, 64, 65, 129) if IS_INTERPRETED else (1, 2, *range(62, 68), *range(127, 131))
+NUM_OTHERS = (1, 7) if IS_INTERPRETED else (1, 7, 25)
 
 
 def attend(blocks, row, *, page_size, device, dtype, window=0):
@@ -71,7 +73,7 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.float32] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [0] if IS_INTERPRETED else [0, 40])
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads.values())))
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_row_has_the_same_bits_in_every_form(device, length, heads, window):
@@ -100,7 +102,7 @@ def test_a_row_has_the_same_bits_in_every_form(device, length, heads, window):
                     parents=tuple(range(-1, len(chunk.q) - 1)),
                 )
                 forms[f"tree chain from {split}"] = attend([linear], -1, page_size=2, **where)
-        for seed, num_others in enumerate((1, 7, 25)):
+        for seed, num_others in enumerate(NUM_OTHERS):
             prefix_len = max(0, length - 1 - 2 * seed)
             tree, node = tree_block(path, prefix_len, num_others, seed)
             forms[f"tree {seed}"] = attend([tree, others[0]], node, page_size=16, **where)

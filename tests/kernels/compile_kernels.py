@@ -1,0 +1,85 @@
+"""Compile every kernel to GPU machine code, without a GPU. Run as a process of its own.
+
+Prints one line per binary: kernel, compute capability, dtype, whether tensor cores are used.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shared.kernels import gumbel, linear, move_kv, rms_norm, sampling, store_kv, tree_attention
+from shared.kernels.dispatch import LAUNCH_OPTIONS
+
+DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
+
+
+def kernels(dtype: str):
+    """Yield (kernel, types of the arguments in order, constexprs)."""
+    values = f"*{dtype}"
+    dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
+    row = {"ROW": 1000, "BLOCK": 1024}
+    yield (
+        tree_attention._tree_attention_kernel,
+        [values] * 4 + ["*i32"] * 6 + ["*i1"] + ["i32"] * 5 + ["fp32"],
+        {
+            **dot,
+            "NUM_KV_HEADS": 8,
+            "GROUP": 7,
+            "GROUP_BLOCK": 8,
+            "HEAD_DIM": 80,
+            "DIM_BLOCK": 128,
+            "PAGE_SIZE": 16,
+            "ROWS": 8,
+            "TILE": tree_attention.TRITON_KV_TILE,
+            "REQ_BLOCK": 8,
+        },
+    )
+    block_n, block_t, block_k = linear._BLOCKS[4 if dtype == "fp32" else 2]
+    yield (
+        linear._linear_kernel,
+        [values] * 4 + ["i32"] * 5,
+        {**dot, "HAS_BIAS": True, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK_K": block_k},
+    )
+    yield rms_norm._rms_norm_kernel, [values] * 3 + ["fp32"], {"WIDTH": 1000, "BLOCK": 1024}
+    yield store_kv._store_kv_kernel, [values] * 4 + ["*i32", "i32", "i32"], row
+    yield move_kv._gather_kv_kernel, ["*i64", "*i32", values], row
+    yield move_kv._scatter_kv_kernel, ["*i64", "*i32", values], row
+    if dtype == "fp32":
+        yield (
+            gumbel._gumbel_noise_kernel,
+            ["*i64", "*i64", "*i64", "*fp32", "i32", "i32"],
+            {"BLOCK": 1024},
+        )
+        for has_filters in (True, False):
+            yield (
+                sampling._sample_kernel,
+                ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*i64", "*i64", "*i32", "i32"],
+                {"HAS_FILTERS": has_filters, "BLOCK": 1024, "LANES": 8},
+            )
+
+
+def main() -> None:
+    """Compile for the capabilities named on the command line."""
+    for capability in map(int, sys.argv[1:]):
+        for dtype in DOT_DTYPES:
+            for kernel, types, constexprs in kernels(dtype):
+                names = [name for name in kernel.arg_names if name not in constexprs]
+                signature = dict(zip(names, types, strict=True))
+                signature |= dict.fromkeys(constexprs, "constexpr")
+                indices = {(kernel.arg_names.index(name),): v for name, v in constexprs.items()}
+                source = ASTSource(fn=kernel, signature=signature, constexprs=indices)
+                target = GPUTarget("cuda", capability, 32)
+                binary = triton.compile(source, target=target, options=dict(LAUNCH_OPTIONS))
+                assert binary.asm["cubin"]
+                ptx = binary.asm["ptx"]
+                uses_tensor_cores = "wgmma" in ptx or "mma.sync" in ptx
+                sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {uses_tensor_cores}\n")
+
+
+if __name__ == "__main__":
+    main()
