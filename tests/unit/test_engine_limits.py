@@ -53,7 +53,11 @@ def speculate(
         for request in requests
     ]  # fmt: skip
     LocalPair(target).run(endless)
-    truth = {request.request_id: request.output for request in endless}
+    truth = {
+        # What follows a stop, so that paths run past it; but first, what the request will say.
+        longer.request_id: [*request.output, *longer.output[len(request.output) :]]
+        for longer, request in zip(endless, plain, strict=True)
+    }
     pair = Prophet(target, make_draft(pairing), truth=truth)
     pair.run(requests)
     for got, want in zip(requests, plain, strict=True):
@@ -128,26 +132,25 @@ def test_stop_ids_cut_a_path_wherever_they_stand(models: Models) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_new_tokens_holds_stops_back_and_masks_them(models: Models, temperature: float) -> None:
-    target = make_target(models.pairing("standalone"))
-    prompt = random_tokens(random.Random(2), 3)
-    sampling = SamplingParams(temperature=temperature, seed=3)
-    [whole] = run_plain(target, [LocalRequest(prompt=prompt, max_new_tokens=12, sampling=sampling)])
-    stops = tuple(set(whole.output))
+    """Every other id is a stop, so that one is wanted right before and right after the minimum."""
+    stops = tuple(range(0, 262, 2))
+    rng = random.Random(2)
     requests = [
         LocalRequest(
-            prompt=prompt, max_new_tokens=40, shape=FULL_CHAIN, sampling=sampling,
+            prompt=random_tokens(rng, 3), max_new_tokens=40, shape=FULL_CHAIN,
+            sampling=SamplingParams(temperature=temperature, seed=minimum),
             min_new_tokens=minimum, stop_token_ids=stops,
         )
-        for minimum in range(0, 14)
+        for minimum in range(0, 24)
     ]  # fmt: skip
     speculate(models, requests)
-    assert len(requests[0].output) == 1
     for minimum, request in enumerate(requests):
         assert not set(request.output[:minimum]) & set(stops), "a stop id came too early"
         assert len(request.output) > minimum
         if request.finish_reason == FinishReason.STOP:
             assert request.output[-1] in stops and not set(request.output[:-1]) & set(stops)
-    assert sum(r.finish_reason == FinishReason.STOP for r in requests) > 3
+    ends = [len(r.output) - 1 - minimum for minimum, r in enumerate(requests)]
+    assert ends.count(0) > 5, "no stop was wanted as soon as it was allowed"
 
 
 @pytest.mark.parametrize("max_new_tokens", range(4, 12))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from shared.types import (
     FeatureUnsubscribe,
     TargetClose,
 )
+from target_service.batch import StepBatch, build_batch
 from target_service.engine import TargetEngine
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
+from target_service.scheduler import ReplayWork
 from tests.engines import SHAPES, Models, make_target, random_tokens
 from tests.local_pair import LocalPair, LocalRequest
 
@@ -68,7 +71,10 @@ class FeatureLogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
         assert self.wanted is not None
-        self.log.acknowledge(data.draw(st.integers(0, min(self.wanted, self.end))))
+        position = data.draw(st.integers(0, min(self.wanted, self.end)))
+        before = self.log.start
+        self.log.acknowledge(position)
+        assert before <= self.log.start <= max(before, position), "more than was acknowledged"
 
     @precondition(lambda self: self.log.gap is not None)
     @rule(data=st.data())
@@ -104,6 +110,16 @@ def test_rows_out_of_order_are_our_bug() -> None:
     log.append(0, rows_at(0, 2))
     with pytest.raises(AssertionError, match="row 3 appended at 2"):
         log.append(3, rows_at(3, 1))
+
+
+@pytest.mark.parametrize("position", range(11))
+def test_acknowledging_drops_whole_blocks_below_the_position(position: int) -> None:
+    log = FeatureLog(row_bytes=4, retain_rows=99)
+    for start, stop in ((0, 3), (3, 5), (5, 6), (6, 10)):
+        log.append(start, rows_at(start, stop - start))
+    log.acknowledge(position)
+    assert log.start == max(edge for edge in (0, 3, 5, 6, 10) if edge <= position)
+    assert sum(map(len, log._blocks)) == 10 - log.start
 
 
 def open_request(target: TargetEngine, *, prompt_len: int = 60) -> tuple[LocalPair, LocalRequest]:
@@ -146,6 +162,32 @@ def test_a_late_subscriber_catches_up_while_rounds_go_on(models: Models, retain_
     assert len(request.output) == 26, "rounds went on meanwhile"
     target.submit(TargetClose(request_id="r1", target_epoch=1))
     pair.check_idle()
+
+
+def test_replays_write_no_kv(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(models.pairing("eagle3"), feature_retain_rows=0, prefill_chunk_len=20)
+    pair, _ = open_request(target)
+    batches: list[StepBatch] = []
+
+    def build_and_note(*args: Any, **options: Any) -> StepBatch:
+        batches.append(build_batch(*args, **options))
+        return batches[-1]
+
+    monkeypatch.setattr("target_service.engine.build_batch", build_and_note)
+    target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=0))
+    for _ in range(4):
+        pair.step()
+    spans = []
+    for batch in batches:
+        slots = batch.extend.rows.slot_mapping
+        assert slots[0] >= target.info.page_size, "the row of the verify writes"
+        for chain in batch.chains:
+            assert isinstance(chain.work, ReplayWork)
+            spans.append((chain.work.start, chain.work.stop))
+            count = chain.work.stop - chain.work.start
+            assert (slots[chain.first_row : chain.first_row + count] == 0).all()
+    assert spans == [(0, 20), (20, 40), (40, 60), (60, 63)]
+    target.submit(TargetClose(request_id="r1", target_epoch=1))
 
 
 def test_acknowledged_rows_are_dropped_and_unsubscribed_ones_not_sent(models: Models) -> None:
