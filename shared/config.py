@@ -76,7 +76,9 @@ class WorkerConfig:
     max_batch_rows: int = option(
         0, "rows (tokens) per engine step; 0 = 512 on a CPU, 4096 on a GPU", minimum=0
     )
-    cpu_threads: int = option(0, "torch threads of the engine; 0 = half of the cores, at most 8", minimum=0)
+    cpu_threads: int = option(
+        0, "torch threads of the engine; 0 = half of the cores, at most 8", minimum=0
+    )
     gpus: str = option("", "GPU pool to lease from, e.g. 0,1; empty = all visible ones")
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")
     drain_timeout_s: float = option(
