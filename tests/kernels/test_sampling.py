@@ -1,172 +1,196 @@
-"""sample against a plain-Python oracle, row by row; the sort and the bisection keep the same."""
+"""Sampling of mixed rows against the oracle, row by row, and in distribution."""
 
 from __future__ import annotations
 
 import math
 import os
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.sampling import sample, sample_ref
-from tests.kernels.sampling_oracle import kept_ids, sample_row
+from shared.kernels.sampling import sample
+from tests.kernels.noise_seeds import int64, lucky_seed
+from tests.kernels.sampling_oracle import Row, arguments, check_rows
 
-INF = math.inf
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INF, NAN = math.inf, math.nan
+
+# numpy, which interprets the kernel, warns of quotients beyond float32.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
-def params(rows, device):
-    """Return the tensors of rows of (temperature, top_k, top_p, min_p, seed, position)."""
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
-    return [
-        torch.tensor(column, dtype=dtype, device=device)
-        for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
-    ]
+def random_row(rng: random.Random, width: int) -> Row:
+    logits = [rng.gauss(0, rng.choice((0.3, 2, 9))) for _ in range(width)]
+    kind = rng.randrange(6)
+    if kind == 0:
+        logits = [float(rng.randint(-2, 2)) for _ in logits]
+    elif kind == 1:
+        logits = [rng.choice((value, -INF, NAN)) for value in logits]
+    elif kind == 2:
+        logits = [rng.choice((0.0, -0.0, 1e-45, -1e-45)) for _ in logits]
+    elif kind == 3:
+        logits = [value * 1e37 for value in logits]
+    return Row(
+        logits=logits,
+        temperature=rng.choice((0.0, 0.01, 0.7, 1.0, 1.0, 3.0)),
+        top_k=rng.choice((0, 0, 1, 2, width - 1, width, width + 7)),
+        top_p=rng.choice((1.0, 1.0, 0.95, 0.5, 1e-4, 0.0)),
+        min_p=rng.choice((0.0, 0.0, 0.05, 0.6, 1.0)),
+        seed=rng.getrandbits(64),
+        position=rng.choice((0, rng.getrandbits(10), 2**31 + rng.getrandbits(20))),
+    )
 
 
-def check(logits: torch.Tensor, rows, device) -> None:
-    """Compare op, reference and oracle."""
-    args = params(rows, device)
-    out = sample(logits.to(device), *args)
-    assert out.dtype == torch.int32
-    # The oracle reads the float32 values that the op was given.
-    columns = [column.tolist() for column in args]
-    expected = [
-        sample_row(row, *values)
-        for row, values in zip(logits.tolist(), zip(*columns, strict=True), strict=True)
-    ]
-    assert out.tolist() == expected
-    assert sample_ref(logits.to(device), *args).tolist() == expected
+@pytest.mark.parametrize("width", [1, 2, 23, 1100])
+def test_mixed_random_rows(device: torch.device, width: int) -> None:
+    rng = random.Random(width)
+    plain_count = 25 if width > 100 else 150
+    count = 5 if IS_INTERPRETED else plain_count
+    check_rows([random_row(rng, width) for _ in range(count)], device)
 
 
-@pytest.mark.parametrize("width", [1, 2, 37, 1500])
-@pytest.mark.parametrize("spread", [0.5, 6.0])
-def test_random_rows_match_the_oracle(device, width, spread):
-    generator = torch.Generator().manual_seed(width)
+def test_nan_and_infinity(device: torch.device) -> None:
     rows = [
-        (temperature, top_k, top_p, min_p, seed, position)
-        for position, (temperature, top_k, top_p, min_p, seed) in enumerate(
-            [
-                (0.0, 0, 1.0, 0.0, 1),
-                (0.0, 3, 0.4, 0.2, 1),
-                (1.0, 0, 1.0, 0.0, 2),
-                (0.7, 5, 1.0, 0.0, -3),
-                (1.3, 0, 0.9, 0.0, 4),
-                (1.0, 0, 1.0, 0.1, 5),
-                (0.9, 40, 0.8, 0.05, 2**62),
-                (2.0, 10**6, 0.9999999, 0.0, 7),
-                (1e-3, 0, 0.5, 0.0, 8),
-                (50.0, 0, 0.3, 0.0, 9),
-            ]
+        Row(logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, seed=5, position=9)
+        for logits in (
+            [NAN, 1.0, NAN, 2.0, -INF],
+            [NAN, -INF, NAN, -3.0, -INF],
+            [INF, 0.0, INF, 1.0, NAN],
+            [3e38, -3e38, 0.0, 3e38, NAN],
         )
+        for temperature in (0.0, 0.5)
+        for top_k, top_p in ((0, 1.0), (2, 0.9))
     ]
-    check(torch.randn(len(rows), width, generator=generator) * spread, rows, device)
+    check_rows(rows, device)
 
 
-@pytest.mark.parametrize("top_k", [0, 1, 2, 7, 30, 64])
-@pytest.mark.parametrize("top_p", [1.0, 0.35])
-def test_ties_go_to_the_lower_id(device, top_k, top_p):
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randint(-1, 2, (4, 64), generator=generator).float()
-    logits[1] = 0.0
-    logits[2, ::2] = -0.0  # equal to +0
-    logits[2, 1::2] = 0.0
-    check(logits, [(1.0, top_k, top_p, 0.0, 11, row) for row in range(4)], device)
-    check(logits, [(0.0, top_k, top_p, 0.0, 11, row) for row in range(4)], device)
-
-
-# numpy, which interprets the kernel, warns of logits / T beyond float32.
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_nan_and_infinity(device):
-    nan = math.nan
-    logits = torch.tensor(
-        [
-            [nan, 1.0, nan, 2.0, -INF],
-            [nan, nan, nan, nan, nan],
-            [-INF, -INF, -INF, -INF, -INF],
-            [nan, -INF, nan, -3.0, -INF],
-            [INF, 0.0, INF, 1.0, nan],
-            [3e38, -3e38, 0.0, 3e38, nan],
+def test_hopeless_rows(device: torch.device) -> None:
+    """Where every token is forbidden the lowest id comes out, whatever is filtered."""
+    for width in (1, 5):
+        rows = [
+            Row(logits=[bad] * width, temperature=temperature, top_k=top_k, top_p=top_p)
+            for bad in (NAN, -INF)
+            for temperature in (0.0, 0.8)
+            for top_k, top_p in ((0, 1.0), (2, 0.5))
         ]
-    )
-    for row in ((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.5, 2, 0.9, 0.1), (1e-4, 0, 0.7, 0.0)):
-        check(logits, [(*row, 3, position) for position in range(len(logits))], device)
+        assert [row.token() for row in rows] == [0] * len(rows)
+        check_rows(rows, device)
 
 
-def observed(logits, device, *, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
-    """Return which ids are ever sampled, by the reference; the op must agree wherever it is run."""
-    rows = [(temperature, top_k, top_p, min_p, 99, position) for position in range(48)]
-    args = params(rows, device)
-    values = torch.tensor([logits] * len(rows)).to(device)
-    out = sample_ref(values, *args).tolist()
-    count = 2 if IS_INTERPRETED else len(rows)
-    assert sample(values[:count], *(column[:count] for column in args)).tolist() == out[:count]
-    return set(out)
+@pytest.mark.parametrize("has_filters", ["filters", ""])
+def test_a_forbidden_token_is_not_sampled_even_with_the_largest_noise(
+    device: torch.device, has_filters: str
+) -> None:
+    """A client may choose the seed: noise must not lift what a mask has ruled out."""
+    for forbidden in (-INF, NAN):
+        logits = [0.5, forbidden, 0.25, forbidden, -3.0]
+        rows = [Row(logits=logits, seed=lucky_seed(token), top_p=0.99) for token in range(5)]
+        if not has_filters:
+            rows = [replace(row, top_p=1.0) for row in rows]
+        out = sample(*arguments(rows, device), has_filters=bool(has_filters)).tolist()
+        assert out == [row.token() for row in rows]
+        assert [out[0], out[2], out[4]] == [0, 2, 4]
 
 
-def test_filters_keep_exactly_what_they_should(device):
-    # probabilities 1/4, 1/2, 1/8, 1/8
-    logits = [math.log(2), math.log(4), 0.0, 0.0]
-    assert observed(logits, device) == {0, 1, 2, 3}
-    assert observed(logits, device, top_k=1) == {1}
-    assert observed(logits, device, top_k=2) == {0, 1}
-    assert observed(logits, device, top_k=3) == {0, 1, 2}
-    assert observed(logits, device, top_k=4) == {0, 1, 2, 3}
-    assert observed(logits, device, top_p=0.49) == {1}
-    assert observed(logits, device, top_p=0.51) == {0, 1}
-    assert observed(logits, device, top_p=0.76) == {0, 1, 2}
-    assert observed(logits, device, top_p=0.88) == {0, 1, 2, 3}
-    # renormalised over the survivors of top-k: 1/3, 2/3
-    assert observed(logits, device, top_k=2, top_p=0.66) == {1}
-    assert observed(logits, device, top_k=2, top_p=0.67) == {0, 1}
-    assert observed(logits, device, min_p=0.24) == {0, 1, 2, 3}
-    assert observed(logits, device, min_p=0.26) == {0, 1}
-    assert observed(logits, device, min_p=1.0) == {1}
-    # relative to the tempered distribution: T = 2 gives 1, sqrt(2), ...
-    assert observed(logits, device, min_p=0.26, temperature=2.0) == {0, 1, 2, 3}
+def test_temperatures_that_overflow(device: torch.device) -> None:
+    rows = [
+        Row(logits=[100.0, 300.0, 200.0, -1.0], temperature=temperature, top_p=top_p, seed=seed)
+        for temperature in (1e-37, 1e-30, 1e30)
+        for top_p in (1.0, 0.9)
+        for seed in (0, 1)
+    ]
+    assert rows[0].token() == 0  # all three positive quotients are infinite
+    check_rows(rows, device)
 
 
-def test_the_prefix_ends_where_its_mass_reaches_top_p(device):
-    """Equal logits have exactly representable masses: the boundary itself is tested."""
-    assert observed([0.0] * 4, device, top_p=0.5) == {0, 1}
-    assert observed([0.0] * 4, device, top_p=0.5000001) == {0, 1, 2}
-    assert observed([0.0] * 4, device, top_p=0.4999999) == {0, 1}
-    assert observed([0.0] * 4, device, top_p=1e-9) == {0}
-    assert kept_ids([1.0, 1.0, 0.0], 2, 1.0, 0.0) == [0, 1]
+@pytest.mark.parametrize("width", [1, 37, 2500])
+def test_no_filters_promised_is_no_filters_given(device: torch.device, width: int) -> None:
+    rng = random.Random(width)
+    rows = [
+        replace(random_row(rng, width), top_k=0, top_p=1.0, min_p=0.0)
+        for _ in range(6 if IS_INTERPRETED else 60)
+    ]
+    args = arguments(rows, device)
+    promised = sample(*args, has_filters=False)
+    assert torch.equal(promised, sample(*args, has_filters=True))
+    assert launch_counts().get("sample", 0) == 2 * int(use_triton(promised))
+    if width < 100:
+        assert promised.tolist() == [row.token() for row in rows]
 
 
-def test_rows_do_not_know_each_other_and_flags_do_not_matter(device):
-    logits = torch.randn(9, 300).to(device)
-    rows = [(1.0 if row % 3 else 0.0, 0, 1.0, 0.0, row // 2, row) for row in range(9)]
-    args = params(rows, device)
-    together = sample(logits, *args)
-    alone = [sample(logits[i : i + 1], *(a[i : i + 1] for a in args)).item() for i in range(9)]
-    assert together.tolist() == alone
-    assert sample(logits, *args, has_filters=False).tolist() == alone
-    greedy = params([(0.0, *row[1:]) for row in rows], device)
-    assert torch.equal(sample(logits, *greedy).long(), logits.argmax(-1))
-    assert sample(logits[:0], *(a[:0] for a in args)).shape == (0,)
-    assert launch_counts().get("sample", 0) == 12 * int(use_triton(logits))
+def test_ties_across_blocks_and_the_tail_of_the_vocabulary(device: torch.device) -> None:
+    width = 4999 if IS_INTERPRETED else 128256
+    logits = torch.full((5, width), -3.0)
+    logits[0, [2300, 4100]] = 2.0
+    logits[1, width - 1] = 2.0
+    logits[2] = -INF
+    logits[2, width - 1] = -50.0
+    greedy, hot = torch.zeros(5), torch.ones(5)
+    seed = int64([0, 0, 0, lucky_seed(width - 1), lucky_seed(1024)], device)
+    rest = (torch.zeros(5, dtype=torch.int32), torch.ones(5), torch.zeros(5))
+    args = [argument.to(device) for argument in rest]
+    position = torch.zeros(5, dtype=torch.int64, device=device)
+    logits = logits.to(device)
+    out = sample(logits, greedy.to(device), *args, seed, position)
+    assert out.tolist() == [2300, width - 1, width - 1, 0, 0]
+    for has_filters in (True, False):
+        out = sample(logits, hot.to(device), *args, seed, position, has_filters=has_filters)
+        assert out.tolist()[2:] == [width - 1, width - 1, 1024]
 
 
-@pytest.mark.parametrize("has_filters", [False, True])
-def test_samples_follow_the_distribution(device, has_filters):
-    logits = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -2.0, 0.9, 1.4])
-    count, temperature = (150 if IS_INTERPRETED else 3000), 0.8
-    probabilities = torch.softmax(logits.double() / temperature, -1)
-    top_k = 0
-    if has_filters:
-        top_k = 5
-        probabilities[probabilities.argsort(descending=True)[5:]] = 0
-        probabilities /= probabilities.sum()
-    rows = [(temperature, top_k, 1.0, 0.0, 42, position) for position in range(count)]
-    out = sample(
-        logits.expand(count, -1).to(device), *params(rows, device), has_filters=has_filters
-    )
-    counts = torch.bincount(out.long().cpu(), minlength=8)
-    is_possible = probabilities > 0
-    assert counts[~is_possible].sum() == 0
-    expected = probabilities[is_possible] * count
-    statistic = ((counts[is_possible] - expected) ** 2 / expected).sum().item()
-    assert statistic < 30  # 7 or 4 degrees of freedom: p < 1e-4
+def test_layouts_of_the_arguments(device: torch.device) -> None:
+    rng = random.Random(8)
+    rows = [replace(random_row(rng, 11), top_p=0.8, top_k=6) for _ in range(4)]
+    logits, *columns = arguments(rows, device)
+    expected = [row.token() for row in rows]
+    wide = torch.full((4, 20), 50.0).to(device)
+    wide[:, 3:14] = logits
+    doubled = [column.repeat_interleave(2)[::2] for column in columns]
+    for layout in (wide[:, 3:14], logits.T.contiguous().T):
+        assert sample(layout, *doubled).tolist() == expected
+    one_seed = replace(rows[0], temperature=0.9)
+    repeated = [column[:1].expand(4) for column in arguments([one_seed], device)[1:]]
+    tokens = [replace(one_seed, logits=row.logits).token() for row in rows]
+    assert sample(logits[:1].expand(4, -1), *repeated).tolist() == [one_seed.token()] * 4
+    assert sample(logits, *repeated).tolist() == tokens
+
+
+def test_no_rows(device: torch.device) -> None:
+    args = [argument[:0] for argument in arguments([Row(logits=[0.0, 1.0])], device)]
+    for has_filters in (True, False):
+        out = sample(*args, has_filters=has_filters)
+        assert out.shape == (0,) and out.dtype == torch.int32
+
+
+FLAT = [0.3, -0.5, 1.0, 0.0, 0.6, -0.2, 0.9, 0.5]
+# The 0.001 quantile of chi-square for 7, 4 and 2 degrees of freedom.
+CRITICAL = {8: 24.3, 5: 18.5, 3: 13.8}
+
+
+@pytest.mark.parametrize("axis", ["positions", "seeds"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(logits=FLAT, temperature=0.8),
+        Row(logits=FLAT, temperature=1.3, top_k=5),
+        Row(logits=FLAT, temperature=1.0, top_k=7, top_p=0.7, min_p=0.65),
+    ],
+    ids=["all", "top_k", "together"],
+)
+def test_samples_follow_the_distribution(device: torch.device, row: Row, axis: str) -> None:
+    kept = row.kept()
+    is_filtered = len(kept) < len(FLAT)
+    interpreted_count = 60 if is_filtered else 250
+    count = interpreted_count if IS_INTERPRETED else 20_000
+    one, fixed = arguments([row], device), torch.full((count,), 77, device=device)
+    logits, *filters = (column.expand(count, *column.shape[1:]) for column in one[:-2])
+    many = torch.arange(count).to(device)
+    noise = (fixed, many) if axis == "positions" else (many, fixed)
+    out = sample(logits, *filters, *noise, has_filters=is_filtered)
+    counts = torch.bincount(out.long().cpu(), minlength=len(FLAT)).double()
+    assert counts[kept].sum() == count
+    expected = (torch.tensor(row.scaled()).double()[kept]).softmax(0) * count
+    assert ((counts[kept] - expected) ** 2 / expected).sum() < CRITICAL[len(kept)]

@@ -16,7 +16,7 @@ def gumbel(seed: int, position: int, token_id: int) -> float:
     """
     key = _mix64((seed & _MASK) ^ _mix64((position + _GOLDEN) & _MASK))
     bits = _mix64((key + (token_id + 1) * _GOLDEN) & _MASK)
-    uniform = ((bits >> 11) + 0.5) * 2.0**-53
+    uniform = (min(bits >> 11, (1 << 53) - 2) + 0.5) * 2.0**-53
     noise = -math.log(-math.log(uniform))
     return struct.unpack("f", struct.pack("f", noise))[0]
 
