@@ -1,0 +1,46 @@
+"""What holds after every test: no page is held, no process is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import serving
+from tests.e2e.serving import Server, running, stack_config
+
+
+@pytest.fixture(autouse=True)
+def _nothing_held() -> Iterator[None]:
+    """After each test every worker of every running stack is alive and holds nothing."""
+    yield
+    for server in serving.STARTED:
+        server.check_idle()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _no_process_left() -> Iterator[None]:
+    """After the last test nothing that it started still runs."""
+    before = serving.children()
+    yield
+    serving.eventually(
+        lambda: serving.children() <= before, 10.0, lambda: serving.children() - before
+    )
+
+
+@pytest.fixture(scope="package")
+def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where tiny checkpoints are written, once."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="package")
+def pair() -> Iterator[Server]:
+    """Return a target and its EAGLE-3 draft, the bundled ones, for tests that leave them intact."""
+    patient = {"stall_timeout_s": 300.0}
+    config = stack_config(
+        target=patient, draft=patient, orchestrator={"draft_timeout_ms": 1500.0}
+    )
+    with running(config) as server:
+        yield server

@@ -1,0 +1,227 @@
+"""Stacks of real processes for tests: start, look inside, harm, and check that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from coppice import Client, Completion
+from coppice.health import SPECULATION_SERVICE, health_probe
+from coppice.stack import ServiceState, Stack, StackConfig
+from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+
+READY_TIMEOUT_S = 180.0
+# What a worker still holds a moment after its last request has ended is a leak.
+FREE_TIMEOUT_S = 30.0
+STARTED: list[Server] = []
+"""Every server that runs now; the fixtures check them after each test."""
+
+
+class Server(Stack):
+    """A stack, what its services wrote, and how busy its workers are."""
+
+    def __init__(self, config: StackConfig) -> None:
+        self.log: list[str] = []
+        super().__init__(config, on_log=lambda name, line: self.log.append(f"{name}: {line}"))
+
+    def logged(self, text: str, *, service: str = "") -> int:
+        """Return how many lines of a service (default: of any) hold this text."""
+        return sum(text in line and line.startswith(service) for line in list(self.log))
+
+    def info(self, name: str) -> tree_pb2.WorkerInfo:
+        """Ask a worker who it is and how busy."""
+        address = self.services[name].address
+        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            if name.startswith("target"):
+                target = target_pb2_grpc.TargetServiceStub(channel)
+                return target.GetInfo(target_pb2.TargetServiceGetInfoRequest(), timeout=20).info
+            draft = draft_pb2_grpc.DraftServiceStub(channel)
+            return draft.GetInfo(draft_pb2.DraftServiceGetInfoRequest(), timeout=20).info
+
+    @property
+    def workers(self) -> list[str]:
+        """Return the names of all workers that are meant to run."""
+        return [
+            name
+            for name, service in self.services.items()
+            if name != "orchestrator" and service.state is not ServiceState.STOPPED
+        ]
+
+    def wait_paired(self) -> None:
+        """Wait until everything that is meant to run is ready, and a draft fits a target."""
+        names = [n for n, s in self.services.items() if s.state is not ServiceState.STOPPED]
+        self.wait_ready(*names, timeout_s=READY_TIMEOUT_S)
+        if self.config.num_drafts:
+            with health_probe(self.address) as probe:
+                eventually(lambda: probe.status(SPECULATION_SERVICE) == "SERVING", READY_TIMEOUT_S)
+
+    def check_idle(self) -> None:
+        """Check that no worker holds a page or a request, once the last ones have left."""
+        self.wait_ready(*self.workers, timeout_s=READY_TIMEOUT_S)
+        for name in self.workers:
+
+            def is_free(name: str = name) -> bool:
+                load = self.info(name).load
+                is_empty = load.num_running == load.num_waiting == 0
+                return is_empty and load.num_free_pages == load.num_pages > 0
+
+            eventually(is_free, FREE_TIMEOUT_S, lambda name=name: f"{name}: {self.info(name)}")
+
+    def processes(self) -> set[int]:
+        """Return every process of the services, engines included."""
+        groups = {service.pid for service in self.services.values()} - {None}
+        return {pid for pid in all_processes() if process_group(pid) in groups}
+
+    def engine(self, name: str) -> int:
+        """Return the process that runs the model of a worker."""
+        front = self.services[name].pid
+        (engine,) = [
+            pid
+            for pid in all_processes()
+            if process_group(pid) == front and pid != front and is_engine(pid)
+        ]
+        return engine
+
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """Stop the engine of a worker for the length of the block; its front goes on answering."""
+        engine = self.engine(name)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(engine, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def running(config: StackConfig) -> Iterator[Server]:
+    """Run a stack for the length of the block; not one process outlives it."""
+    server = Server(config)
+    with server:
+        STARTED.append(server)
+        try:
+            yield server
+        finally:
+            STARTED.remove(server)
+            processes = server.processes()
+    eventually(lambda: not any(is_alive(pid) for pid in processes), 10.0)
+
+
+def stack_config(
+    *,
+    target: dict[str, Any] | None = None,
+    draft: dict[str, Any] | None = None,
+    orchestrator: dict[str, Any] | None = None,
+    **stack: Any,
+) -> StackConfig:
+    """Return a configuration for one core: bundled models, and a draft that is never late."""
+    common = {"device": "cpu", "cpu_threads": 1}
+    config = StackConfig(
+        orchestrator=OrchestratorConfig(
+            **{
+                "host": "127.0.0.1",
+                "port": 0,
+                "draft_timeout_ms": 60_000.0,
+                "draft_open_timeout_ms": 60_000.0,
+                "step_timeout_s": 120.0,
+                **(orchestrator or {}),
+            }
+        ),
+        target=TargetConfig(**{**common, **(target or {})}),
+        draft=DraftConfig(**{**common, **(draft or {})}),
+        start_timeout_s=READY_TIMEOUT_S,
+    )
+    return replace(config, **stack)
+
+
+def checkpoint_config(
+    target_dir: Path, draft_dir: Path, algorithm: str, **parts: Any
+) -> StackConfig:
+    """Return the configuration for a pair of checkpoints; `parts` as in `stack_config`."""
+    target, draft = str(target_dir), str(draft_dir)
+    given = {
+        "target": {"model": target, "draft_model": draft, "algorithm": algorithm},
+        "draft": {"model": draft, "target_model": target, "algorithm": algorithm},
+        "orchestrator": {"model": target},
+    }
+    for name, fields in given.items():
+        parts[name] = {**fields, **parts.get(name, {})}
+    return stack_config(**parts)
+
+
+def generate_all(address: str, requests: list[dict[str, Any]]) -> list[Completion]:
+    """Send requests all at once; return their completions in order."""
+    with Client(address) as client, ThreadPoolExecutor(len(requests)) as threads:
+        return list(threads.map(lambda request: client.generate(**request), requests))
+
+
+def generate_alone(
+    address: str, requests: list[dict[str, Any]], **changes: Any
+) -> list[Completion]:
+    """Send requests one after the other, without speculation; return their completions."""
+    with Client(address) as client:
+        return [
+            client.generate(**{**request, "speculation": False, **changes}) for request in requests
+        ]
+
+
+def eventually(
+    condition: Callable[[], bool],
+    timeout_s: float = 60.0,
+    describe: Callable[[], object] = lambda: "it never happened",
+) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.02)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def all_processes() -> list[int]:
+    """Return the id of every process of this machine."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _stat(pid: int) -> list[str]:
+    """Return state, parent and process group; those of nobody if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0", "0"]
+    return stat.rpartition(") ")[2].split(maxsplit=3)[:3]
+
+
+def process_group(pid: int) -> int:
+    """Return the process group, 0 if there is no such process."""
+    return int(_stat(pid)[2])
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie has ended."""
+    return _stat(pid)[0] not in "ZX"
+
+
+def is_engine(pid: int) -> bool:
+    """Return whether a process is one that multiprocessing spawned to run an engine."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"spawn_main" in command
+    return False
+
+
+def children() -> set[int]:
+    """Return the processes that this one has started and that still run."""
+    return {pid for pid in all_processes() if int(_stat(pid)[1]) == os.getpid() and is_alive(pid)}

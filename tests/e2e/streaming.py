@@ -1,0 +1,89 @@
+"""A request that runs in a thread, and what has come of it so far."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from coppice import Client, FinishInfo, TokenDelta
+from tests.e2e.serving import eventually
+
+TOKENS_TIMEOUT_S = 120.0
+
+
+class Stream:
+    """A streamed request; deltas are checked to be gapless as they come.
+
+    Args:
+        options: Keywords of `Client.stream`.
+    """
+
+    def __init__(self, client: Client, options: dict[str, Any]) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.finish: FinishInfo | None = None
+        self._error: BaseException | None = None
+        self._offset = 0
+        self._events = client.stream(**options)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the output so far."""
+        return tuple(token_id for delta in list(self.deltas) for token_id in delta.token_ids)
+
+    def reaches(self, num_tokens: int) -> None:
+        """Wait until so many tokens have come."""
+        eventually(
+            lambda: len(self.token_ids) >= num_tokens or not self._thread.is_alive(),
+            TOKENS_TIMEOUT_S,
+            lambda: f"only {len(self.token_ids)} tokens came",
+        )
+        if self._error is not None:
+            raise self._error
+        assert len(self.token_ids) >= num_tokens
+
+    def goes_on(self, num_tokens: int) -> None:
+        """Wait for so many more tokens."""
+        self.reaches(len(self.token_ids) + num_tokens)
+
+    def result(self) -> FinishInfo:
+        """Wait for the end."""
+        self._thread.join(TOKENS_TIMEOUT_S)
+        assert not self._thread.is_alive(), f"stuck after {len(self.token_ids)} tokens"
+        if self._error is not None:
+            raise self._error
+        assert self.finish is not None
+        return self.finish
+
+    def accept_length(self, *, last: int) -> float:
+        """Return the mean tokens per round over the last tokens."""
+        lengths: list[int] = []
+        for delta in reversed(self.deltas):
+            if sum(lengths) >= last:
+                break
+            lengths.append(len(delta.token_ids))
+        return sum(lengths) / len(lengths)
+
+    def _run(self) -> None:
+        try:
+            for event in self._events:
+                if isinstance(event, TokenDelta):
+                    assert event.token_offset == self._offset, "tokens were lost or repeated"
+                    self._offset += len(event.token_ids)
+                    self.deltas.append(event)
+                elif isinstance(event, FinishInfo):
+                    self.finish = event
+        except BaseException as error:
+            self._error = error
+
+
+@contextlib.contextmanager
+def streams(
+    address: str, requests: list[dict[str, Any]], *, max_retries: int = 0
+) -> Iterator[list[Stream]]:
+    """Stream requests all at once; whatever still runs when the block ends is cancelled."""
+    with Client(address, max_retries=max_retries) as client:
+        yield [Stream(client, request) for request in requests]

@@ -1,0 +1,304 @@
+"""Speculation over the wire: every output equals its solo plain run, whatever the pages and trees.
+
+One server per page size and draft kind; in each, 16 requests at once mix tree shapes, ways to
+sample and prompt lengths around the edges of a page. What the rounds were like is compared, request
+by request, with the same engines driven in this process: a cell that did not speculate as it
+should cannot pass by falling back to plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from coppice import Completion, SpeculationStats
+from coppice.v1 import tree_pb2
+from shared.models.checkpoint import resolve_model
+from shared.types import SamplingParams, TreeShape
+from tests.e2e.serving import (
+    Server,
+    checkpoint_config,
+    generate_all,
+    generate_alone,
+    running,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PAGE_SIZES = {1: 4, 2: 16, 4: 1, 16: 2, 64: 16}
+"""page_size of the target -> of the draft: never the same."""
+KINDS = ("eagle3", "standalone")
+ACCEPT_LENGTHS = {
+    (3, 1, 4): 2.5,
+    (3, 2, 2): 1.7,
+    (3, 2, 6): 2.5,
+    (5, 4, 16): 3.8,
+    (5, 8, 32): 3.5,
+    (6, 8, 64): 4.1,
+    (5, 16, 64): 4.0,
+}
+"""num_steps, topk, num_draft_tokens -> about what the bundled drafts reach here."""
+ACCEPT_TOLERANCE = 0.3
+SHAPES = {
+    TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
+    for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
+}
+NUM_ROUNDS = 10
+"""About how long each request runs, so that all of them run at once to the end."""
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+    },
+    {"temperature": 1.0, "min_p": 0.05},
+]
+# Around the edges of pages of every size, and shorter than the larger ones.
+PROMPT_LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129)
+NUM_REQUESTS = len(PROMPT_LENGTHS)
+SOURCE = '''import json
+import os
+from collections import defaultdict
+
+
+class Inventory:
+    """Items of a shop, by name."""
+
+    def __init__(self, path):
+        self.path = path
+        self.items = defaultdict(int)
+
+    def load(self):
+        if not os.path.exists(self.path):
+            return
+        with open(self.path) as stream:
+            for name, count in json.load(stream).items():
+                self.items[name] += count
+
+    def save(self):
+        with open(self.path, "w") as stream:
+            json.dump(self.items, stream, indent=4)
+
+    def add(self, name, count=1):
+        if count < 1:
+            raise ValueError("count must be positive")
+        self.items[name] += count
+'''
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A request's rounds as the engines run them in one process."""
+
+    token_ids: tuple[int, ...]
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_drafts: int
+    num_moved_rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What one server differs in."""
+
+    kind: str
+    page_size: int
+
+    @property
+    def draft_page_size(self) -> int:
+        return PAGE_SIZES[self.page_size]
+
+    def __str__(self) -> str:
+        return f"{self.kind}-page{self.page_size}"
+
+
+CELLS = [Cell(kind=kind, page_size=page_size) for kind in KINDS for page_size in PAGE_SIZES]
+
+
+@cache
+def make_requests() -> list[dict[str, Any]]:
+    """Return one request for each prompt length; neighbours share neither shape nor sampling."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(resolve_model("demo", "target") / "tokenizer.json"))
+    source = tokenizer.encode(SOURCE).ids
+    assert len(source) >= NUM_REQUESTS + max(PROMPT_LENGTHS)
+    requests = []
+    for index, length in enumerate(PROMPT_LENGTHS):
+        shape, accept_length = list(SHAPES.items())[index % len(SHAPES)]
+        requests.append(
+            {
+                "token_ids": source[index : index + length],
+                "max_new_tokens": round(NUM_ROUNDS * accept_length),
+                "ignore_eos": True,
+                "seed": 1000 + index,
+                "num_steps": shape.num_steps,
+                "topk": shape.topk,
+                "num_draft_tokens": shape.num_draft_tokens,
+                **SAMPLINGS[(index + index // 4) % len(SAMPLINGS)],
+            }
+        )
+    return requests
+
+
+@cache
+def run_locally(kind: str) -> list[Expected]:
+    """Run the requests on a pair of engines in this process; page sizes do not matter."""
+    import torch
+
+    from tests.engines import Pairing, make_draft, make_target
+    from tests.local_pair import LocalPair, LocalRequest
+
+    target, draft = (resolve_model("demo", role) for role in ("target", kind))
+    pairing = Pairing(target=target, draft=draft, algorithm=kind)
+    local = [
+        LocalRequest(
+            prompt=request["token_ids"],
+            max_new_tokens=request["max_new_tokens"],
+            sampling=SamplingParams(
+                **{k: v for k, v in request.items() if k in SamplingParams.__annotations__}
+            ),
+            shape=shape_of(request),
+        )
+        for request in make_requests()
+    ]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        LocalPair(make_target(pairing), make_draft(pairing)).run(local)
+    finally:
+        torch.set_num_threads(num_threads)
+    return [
+        Expected(
+            token_ids=tuple(request.output),
+            num_rounds=len(request.paths) - 1,
+            num_draft_tokens=sum(path.num_draft_tokens - 1 for path in request.paths[1:]),
+            num_accepted_drafts=sum(path.num_accepted_drafts for path in request.paths[1:]),
+            num_moved_rounds=sum(is_moved(path.accept_index) for path in request.paths[1:]),
+        )
+        for request in local
+    ]
+
+
+@pytest.fixture(scope="module", params=CELLS, ids=str)
+def cell(request: pytest.FixtureRequest) -> Cell:
+    assert isinstance(request.param, Cell)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(cell: Cell) -> Iterator[Server]:
+    config = checkpoint_config(
+        resolve_model("demo", "target"),
+        resolve_model("demo", cell.kind),
+        cell.kind,
+        target={"page_size": cell.page_size, "self_test": False},
+        draft={"page_size": cell.draft_page_size},
+    )
+    with running(config) as server:
+        yield server
+
+
+PLAIN: list[Completion] = []
+"""Solo plain runs, made once on the first server: they hold on all of them."""
+
+
+@pytest.fixture(scope="module")
+def plain(server: Server) -> list[Completion]:
+    if not PLAIN:
+        PLAIN.extend(generate_alone(server.address, make_requests()))
+    return PLAIN
+
+
+def shape_of(request: dict[str, Any]) -> TreeShape:
+    return TreeShape(
+        num_steps=request["num_steps"],
+        topk=request["topk"],
+        num_draft_tokens=request["num_draft_tokens"],
+    )
+
+
+def is_moved(accept_index: Sequence[int]) -> bool:
+    return tuple(accept_index) != tuple(range(len(accept_index)))
+
+
+def load(server: Server) -> tree_pb2.WorkerLoad:
+    return server.info("target-0").load
+
+
+def test_the_mix_covers_what_it_should() -> None:
+    """Each shape, each sampling; for every page size each kind of prompt length."""
+    requests = make_requests()
+    assert {shape_of(request) for request in requests} == SHAPES.keys()
+    names = set().union(*SAMPLINGS)
+    used = [{name: r[name] for name in names if name in r} for r in requests]
+    assert all(used.count(sampling) == NUM_REQUESTS // len(SAMPLINGS) for sampling in SAMPLINGS)
+    lengths = [len(request["token_ids"]) for request in requests]
+    for page_size, draft_page_size in PAGE_SIZES.items():
+        assert page_size != draft_page_size
+        residues = {length % page_size for length in lengths if length >= page_size}
+        assert {0, 1 % page_size, page_size - 1} <= residues
+        assert page_size == 1 or min(lengths) < page_size
+
+
+def test_outputs_equal_solo_plain_runs(
+    cell: Cell, server: Server, plain: list[Completion]
+) -> None:
+    """All at once and with trees; the rounds are those of the engines in one process."""
+    requests, expected = make_requests(), run_locally(cell.kind)
+    before = load(server)
+    completions = generate_all(server.address, requests)
+    after = load(server)
+
+    for request, completion, alone in zip(requests, completions, plain, strict=True):
+        assert completion.token_ids == alone.token_ids, request
+        assert completion.text == alone.text
+        assert len(completion.token_ids) == request["max_new_tokens"]
+        assert alone.speculation.num_draft_tokens == 0
+
+    stats = [completion.speculation for completion in completions]
+    for request, completion, local in zip(requests, completions, expected, strict=True):
+        found = completion.speculation
+        assert found.num_root_only_rounds == 0, request
+        assert local == Expected(
+            token_ids=completion.token_ids,
+            num_rounds=found.num_rounds,
+            num_draft_tokens=found.num_draft_tokens,
+            num_accepted_drafts=found.num_accepted_drafts,
+            num_moved_rounds=found.num_moved_rounds,
+        ), request
+    check_usefulness(stats)
+    assert after.num_moved_rounds - before.num_moved_rounds == sum(s.num_moved_rounds for s in stats)
+    num_steps = after.num_steps - before.num_steps
+    print("RATIO", (after.num_request_steps - before.num_request_steps) / num_steps)
+    assert (after.num_request_steps - before.num_request_steps) / num_steps > 4
+
+
+def check_usefulness(stats: list[SpeculationStats]) -> None:
+    """Check that trees of every shape were accepted, and that the bushy ones moved KV."""
+    requests = make_requests()
+    for shape, usual in SHAPES.items():
+        of_shape = [s for r, s in zip(requests, stats, strict=True) if shape_of(r) == shape]
+        num_rounds = sum(s.num_rounds for s in of_shape)
+        accept_length = 1 + sum(s.num_accepted_drafts for s in of_shape) / num_rounds
+        print("ACC", shape, accept_length, usual)
+        assert abs(accept_length / usual - 1) < ACCEPT_TOLERANCE, (shape, accept_length)
+        # With one draft node there is nothing to move.
+        is_bushy = shape.topk > 1 and shape.num_draft_tokens > 2
+        assert (sum(s.num_moved_rounds for s in of_shape) > 0) == is_bushy, shape
+
+
+def test_plain_runs_are_the_same_on_every_server(server: Server, plain: list[Completion]) -> None:
+    """Page size, draft and company change nothing without speculation either."""
+    requests = [{**request, "speculation": False} for request in make_requests()]
+    again = generate_all(server.address, requests)
+    assert [c.token_ids for c in again] == [c.token_ids for c in plain]
+    assert [c.speculation.num_draft_tokens for c in again] == [0] * NUM_REQUESTS

@@ -1,0 +1,204 @@
+"""Workers that die, hang, come late or share the load: clients see a pause, or nothing at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from coppice import Client, Completion, DeadlineExceededError, FinishInfo, TokenLogprob
+from tests.e2e.serving import Server, eventually, generate_alone, running, stack_config
+from tests.e2e.streaming import Stream, streams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_TOKENS = 400
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "def read_config(path):\n", "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+    {
+        "prompt": "class Queue:\n",
+        "max_new_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "presence_penalty": 0.1,
+        "seed": 11,
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+]
+TAIL = 100
+"""Tokens at the end, over which a draft that came back must be as good as ever."""
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Server) -> list[Completion]:
+    """Return the outputs without speculation."""
+    return generate_alone(pair.address, REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: Server) -> list[float]:
+    """Return the accept_length at the end of each output when nothing happens."""
+    with streams(pair.address, REQUESTS) as undisturbed:
+        for stream in undisturbed:
+            stream.result()
+        return [stream.accept_length(last=TAIL) for stream in undisturbed]
+
+
+def check_outputs(running: list[Stream], plain: list[Completion]) -> list[FinishInfo]:
+    """Wait for the ends; nothing may differ from the plain runs, logprobs included."""
+    finishes = [stream.result() for stream in running]
+    for stream, alone in zip(running, plain, strict=True):
+        assert stream.token_ids == alone.token_ids
+        assert "".join(delta.text for delta in stream.deltas) == alone.text
+        logprobs: list[TokenLogprob] = []
+        for delta in stream.deltas:
+            logprobs += delta.logprobs
+        assert tuple(logprobs) == alone.logprobs
+    return finishes
+
+
+def check_recovered(running: list[Stream], undisturbed: list[float]) -> None:
+    """Check that the draft was of use again in the end."""
+    for stream, usual in zip(running, undisturbed, strict=True):
+        assert usual > 1.8
+        assert stream.accept_length(last=TAIL) > 0.8 * usual
+
+
+def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
+    pair: Server, plain: list[Completion], undisturbed: list[float]
+) -> None:
+    """The stream goes on at once, without a draft; the restarted one replays what it missed."""
+    with streams(pair.address, REQUESTS) as running:
+        for stream in running:
+            stream.reaches(30)
+        pair.kill("draft-0")
+        for stream in running:
+            stream.goes_on(10)
+        with pair.frozen("target-0"):  # so that the outputs do not end before the draft is back
+            eventually(lambda: pair.services["draft-0"].num_restarts > 0)
+            pair.wait_paired()
+        finishes = check_outputs(running, plain)
+        check_recovered(running, undisturbed)
+    for finish in finishes:
+        assert finish.retries >= 1
+        assert 0 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
+
+
+def test_a_hung_draft_costs_one_wait_and_catches_up(
+    pair: Server, plain: list[Completion], undisturbed: list[float]
+) -> None:
+    """Its rounds are late, the next ones do not wait for it; nothing is opened anew."""
+    with streams(pair.address, REQUESTS) as running:
+        for stream in running:
+            stream.reaches(30)
+        pair.kill("draft-0", signal.SIGSTOP)
+        for stream in running:
+            stream.goes_on(20)
+        pair.kill("draft-0", signal.SIGCONT)
+        finishes = check_outputs(running, plain)
+        check_recovered(running, undisturbed)
+    for finish in finishes:
+        assert finish.retries == 0
+        assert 10 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
+
+
+def test_a_draft_that_comes_late_catches_up(
+    pair: Server, plain: list[Completion], undisturbed: list[float]
+) -> None:
+    """It has seen neither the prompt nor the first tokens: both are replayed for it."""
+    pair.stop_service("draft-0")
+    with streams(pair.address, REQUESTS) as running:
+        for stream in running:
+            stream.reaches(30)
+        with pair.frozen("target-0"):
+            pair.start_service("draft-0")
+            pair.wait_paired()
+        finishes = check_outputs(running, plain)
+        check_recovered(running, undisturbed)
+    for finish in finishes:
+        assert finish.retries == 0
+        assert 29 <= finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
+
+
+def test_a_target_whose_engine_is_killed_costs_a_pause(
+    pair: Server, plain: list[Completion], undisturbed: list[float]
+) -> None:
+    """No token is lost, repeated or changed, and speculation goes on on the restarted one."""
+    num_restarts = pair.services["target-0"].num_restarts
+    with streams(pair.address, REQUESTS) as running:
+        for stream in running:
+            stream.reaches(30)
+        os.kill(pair.engine("target-0"), signal.SIGKILL)
+        finishes = check_outputs(running, plain)
+        check_recovered(running, undisturbed)
+    assert pair.services["target-0"].num_restarts == num_restarts + 1
+    assert [finish.retries for finish in finishes] == [1, 1]
+
+
+def test_a_killed_orchestrator_is_resumed_by_the_client(
+    pair: Server, plain: list[Completion]
+) -> None:
+    """The workers free what its streams held; the clients go on exactly where they were."""
+    with streams(pair.address, REQUESTS, max_retries=100) as running:
+        for stream in running:
+            stream.reaches(30)
+        pair.kill("orchestrator")
+        check_outputs(running, plain)
+    pair.wait_paired()
+
+
+def test_a_cancelled_request_frees_both_workers(pair: Server) -> None:
+    """So does a client that hangs up."""
+    for hangs_up in (False, True):
+        with Client(pair.address) as client:
+            events = [client.stream(**request) for request in REQUESTS]
+            for stream in events:
+                for _ in range(5):
+                    next(stream)
+            for name in pair.workers:
+                eventually(lambda name=name: pair.info(name).load.num_running == len(REQUESTS))
+            if not hangs_up:
+                for stream in events:
+                    stream.close()
+                pair.check_idle()
+        pair.check_idle()
+
+
+def test_a_deadline_frees_both_workers(pair: Server) -> None:
+    """The client gets its error in time."""
+    with Client(pair.address) as client:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            client.generate("import os\n", max_new_tokens=1800, ignore_eos=True, timeout_s=0.7)
+        assert time.monotonic() - started < 10
+    pair.check_idle()
+
+
+@pytest.fixture(scope="module")
+def quartet() -> Iterator[Server]:
+    with running(stack_config(num_targets=2, num_drafts=2)) as server:
+        for address in (*server.target_addresses, *server.draft_addresses):
+            eventually(lambda address=address: server.logged(f"{address} serves") > 0)
+        yield server
+
+
+def test_one_of_two_targets_and_one_of_two_drafts_die(
+    quartet: Server, plain: list[Completion]
+) -> None:
+    """Requests spread over both pairs and move to what is left."""
+    with streams(quartet.address, REQUESTS * 3) as running:
+        for stream in running:
+            stream.reaches(20)
+        for name in quartet.workers:
+            assert quartet.info(name).load.num_running > 0, f"{name} has nothing to do"
+        quartet.kill("target-1")
+        quartet.kill("draft-0")
+        finishes = check_outputs(running, plain * 3)
+    assert sum(finish.retries > 0 for finish in finishes) >= 3
+    quartet.wait_paired()

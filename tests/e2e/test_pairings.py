@@ -1,0 +1,140 @@
+"""Targets and drafts that differ: in dtype, in context length, in room. None changes the output."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice import Completion
+from tests.e2e.serving import (
+    Server,
+    checkpoint_config,
+    generate_all,
+    generate_alone,
+    running,
+)
+from tests.e2e.streaming import streams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+VOCAB_SIZE = 262
+TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "min_p": 0.02}]
+
+
+def make_requests(
+    *, count: int, prompt_len: int, max_new_tokens: int, seed: int
+) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [
+        {
+            "token_ids": [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len + index)],
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": True,
+            "seed": index,
+            **TREE,
+            **SAMPLINGS[index % len(SAMPLINGS)],
+        }
+        for index in range(count)
+    ]
+
+
+@contextlib.contextmanager
+def serving(directory: Path, kind: str, *, window: int = 512, **parts: Any) -> Iterator[Server]:
+    """Serve a tiny target and a draft that agrees with it more often than not.
+
+    Args:
+        kind: "eagle" or "mtp".
+        window: The draft's max_position_embeddings.
+        parts: As in `stack_config`.
+    """
+    from tests.checkpoints import write_agreeable_target, write_eagle, write_mimo
+
+    if kind == "mtp":
+        target = draft = write_mimo(directory / "mimo", branch_scale=0.3)
+    else:
+        target = write_agreeable_target(directory / "agreeable")
+        draft = write_eagle(
+            directory / f"eagle-{window}",
+            target,
+            branch_scale=0.3,
+            max_position_embeddings=window,
+        )
+    with running(checkpoint_config(target, draft, kind, **parts)) as server:
+        yield server
+
+
+def check(server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
+    """Check that outputs equal solo plain runs, all at once and with trees."""
+    plain = generate_alone(server.address, requests)
+    completions = generate_all(server.address, requests)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
+    assert all(len(c.token_ids) == r["max_new_tokens"] for c, r in zip(completions, requests))
+    return completions
+
+
+def accept_length(completions: list[Completion]) -> float:
+    rounds = sum(completion.speculation.num_rounds for completion in completions)
+    return 1 + sum(c.speculation.num_accepted_drafts for c in completions) / rounds
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "draft_dtype"),
+    [
+        ("eagle", "float32", "bfloat16"),
+        ("mtp", "bfloat16", "float32"),
+        ("eagle", "float16", "bfloat16"),
+    ],
+)
+def test_draft_and_target_may_differ_in_dtype(
+    checkpoint_dir: Path, kind: str, dtype: str, draft_dtype: str
+) -> None:
+    """Features arrive in the target's dtype; either way the rounds are exact."""
+    with serving(
+        checkpoint_dir, kind, target={"dtype": dtype}, draft={"dtype": draft_dtype}
+    ) as server:
+        assert (server.info("target-0").dtype, server.info("draft-0").dtype) == (dtype, draft_dtype)
+        requests = make_requests(count=6, prompt_len=9, max_new_tokens=40, seed=1)
+        completions = check(server, requests)
+        assert sum(c.speculation.num_root_only_rounds for c in completions) == 0
+        print(kind, dtype, accept_length(completions))
+        assert accept_length(completions) > 1.5
+
+
+def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
+    """Its context is a tenth of the conversation's, and it drops pages as it goes."""
+    window = 40
+    with serving(checkpoint_dir, "eagle", window=window, draft={"page_size": 4}) as server:
+        assert server.info("draft-0").draft_window == window
+        assert server.info("draft-0").max_context_len >= 10 * window
+        requests = make_requests(count=4, prompt_len=60, max_new_tokens=340, seed=2)
+        plain = generate_alone(server.address, requests)
+        with streams(server.address, requests) as running:
+            for stream, alone in zip(running, plain, strict=True):
+                finish = stream.result()
+                assert stream.token_ids == alone.token_ids
+                assert finish.speculation.num_root_only_rounds == 0
+                print(finish.speculation.accept_length, stream.accept_length(last=150))
+                assert stream.accept_length(last=150) > 1.5
+
+
+def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
+    """Each worker holds a few of the requests at most; what it drops comes back."""
+    with serving(
+        checkpoint_dir,
+        "eagle",
+        target={"page_size": 4, "num_pages": 150},
+        draft={"page_size": 2, "num_pages": 200},
+    ) as server:
+        requests = make_requests(count=10, prompt_len=24, max_new_tokens=80, seed=3)
+        completions = check(server, requests)
+        print(accept_length(completions), [c.retries for c in completions])
+        assert server.logged("the worker needed the room", service="orchestrator")
+        assert server.logged("its worker needed the room", service="orchestrator")
+        assert sum(completion.retries for completion in completions) > 1
+        assert accept_length(completions) > 1.3
