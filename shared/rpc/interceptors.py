@@ -1,4 +1,7 @@
-"""Server interceptor: what a handler raises becomes a gRPC status with google.rpc details."""
+"""Server interceptor: what a handler raises becomes a gRPC status with google.rpc details.
+
+So does a message that cannot be read: gRPC alone would call that UNKNOWN.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from shared.errors import CoppiceError, InternalError
+from shared.errors import CoppiceError, InternalError, InvalidArgumentError
 from shared.rpc.status import abort
 
 logger = logging.getLogger(__name__)
@@ -36,11 +40,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         wrap = _wrap_streaming if handler.response_streaming else _wrap_unary
         kind = f"{_word(handler.request_streaming)}_{_word(handler.response_streaming)}"
-        behavior = wrap(getattr(handler, kind), method)
+        check = _readable_stream if handler.request_streaming else _readable
+        behavior = wrap(getattr(handler, kind), check, method)
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
         return make_handler(
             behavior,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -49,10 +54,12 @@ def _word(is_streaming: bool) -> str:  # noqa: FBT001 - a fact about the handler
     return "stream" if is_streaming else "unary"
 
 
-def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _wrap_unary(
+    behavior: Callable[..., Any], check: Callable[[Any], Any], method: str
+) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(check(request), context)
         except _PASS:
             raise
         except Exception as error:
@@ -61,10 +68,12 @@ def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]
     return call
 
 
-def _wrap_streaming(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _wrap_streaming(
+    behavior: Callable[..., Any], check: Callable[[Any], Any], method: str
+) -> Callable[..., Any]:
     async def write(request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
-            await behavior(request, context)
+            await behavior(check(request), context)
         except _PASS:
             raise
         except Exception as error:
@@ -72,7 +81,7 @@ def _wrap_streaming(behavior: Callable[..., Any], method: str) -> Callable[..., 
 
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            async for response in behavior(request, context):
+            async for response in behavior(check(request), context):
                 yield response
         except _PASS:
             raise
@@ -80,6 +89,38 @@ def _wrap_streaming(behavior: Callable[..., Any], method: str) -> Callable[..., 
             await abort(context, _known(error, method))
 
     return generate if inspect.isasyncgenfunction(behavior) else write
+
+
+class _Unreadable:
+    """Stands for a message between its deserializer, which must not raise, and its handler."""
+
+    def __init__(self, cause: DecodeError) -> None:
+        self.cause = cause
+
+
+def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Unreadable(error)
+
+    return read
+
+
+def _readable(request: Any) -> Any:
+    if isinstance(request, _Unreadable):
+        raise InvalidArgumentError(
+            f"these bytes are no message of this method: {request.cause}; "
+            "make them from its .proto file",
+            reason="MALFORMED_MESSAGE",
+        )
+    return request
+
+
+async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
 
 
 def _known(error: Exception, method: str) -> CoppiceError:

@@ -56,6 +56,24 @@ class Failing(target_pb2_grpc.TargetServiceServicer, generation_pb2_grpc.Generat
         raise self.error
 
 
+class Reading(target_pb2_grpc.TargetServiceServicer, generation_pb2_grpc.GenerationServiceServicer):
+    """Notes every message that reaches a handler."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+
+    async def GetInfo(self, request: Any, context: Any) -> Any:
+        self.received.append(request)
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        async for request in request_iterator:
+            self.received.append(request)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.received.append(request)
+        yield generation_pb2.GenerateResponse()
+
+
 @pytest_asyncio.fixture
 async def failing() -> AsyncIterator[tuple[Failing, dict[str, Any]]]:
     server = RpcServer(services=[], host="127.0.0.1", port=0)
@@ -174,3 +192,35 @@ async def test_error_survives_as_a_request_failure(error: errors.CoppiceError) -
 async def test_reason_of_a_tree_makes_a_tree_error() -> None:
     assert isinstance(make_error(3, "m", reason="INVALID_TREE"), errors.InvalidTreeError)
     assert not isinstance(make_error(3, "m", reason="OTHER"), errors.InvalidTreeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("TargetService/GetInfo", b"\xff\xff\xff\xff"),
+        ("TargetService/Session", b"\xff\xff\xff\xff"),
+        ("GenerationService/Generate", b"\xff\xff\xff\xff"),
+        ("GenerationService/Generate", b"\x12\x02\xff\xfe"),  # text that is not UTF-8
+    ],
+)
+async def test_unreadable_bytes_are_the_senders_fault(
+    name: str, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without this gRPC says UNKNOWN, and the server's log fills with tracebacks."""
+    server = RpcServer(services=[], host="127.0.0.1", port=0)
+    servicer = Reading()
+    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc_server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc_server)
+    await server.start()
+    async with open_channel(server.address) as channel:
+        raw = channel.stream_stream(f"/coppice.v1.{name}")
+
+        async def send() -> None:
+            async for _ in raw(iter([data])):
+                pass
+
+        caught = await call(send)
+    await server.stop(grace_s=0)
+    assert caught.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert from_rpc_error(caught).reason == "MALFORMED_MESSAGE"
+    assert not servicer.received and not caplog.records
