@@ -19,7 +19,7 @@ from shared.types import MAX_TREE_NODES, FeatureSpec, WorkerInfo
 from target_service.engine import TargetEngine
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
-from target_service.self_test import run_self_test
+from target_service.self_test import NUM_SLOTS, run_self_test
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         head_dim=model_config.head_dim,
         num_pages=num_pages,
         page_size=config.page_size,
-        max_num_requests=max(config.max_num_requests, 3),
+        max_num_requests=config.max_num_requests,
         max_pages_per_request=-(-(context_len + MAX_TREE_NODES) // config.page_size) + 1,
         dtype=dtype,
         device=device,
@@ -91,17 +91,17 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         dtype=dtype_name(dtype) if features.width else "",
     )
     sampler = Sampler(
-        max_num_requests=max(config.max_num_requests, 3),
+        max_num_requests=config.max_num_requests,
         vocab_size=model_config.vocab_size,
         device=device,
     )
     runner = TargetRunner(model, pool, sampler, spec)
     if config.self_test:
         progress("proving exactness", 0.9)
-        if pool.num_pages * config.page_size >= 512 and context_len >= 128:
+        if context_len >= NUM_SLOTS:
             run_self_test(runner, model_config.vocab_size, model_config.sliding_window)
         else:
-            logger.warning("the KV pool is too small for the self-test; exactness is unproven")
+            logger.warning("the context is too short for the self-test; exactness is unproven")
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,

@@ -27,6 +27,7 @@ PATH_LEN = 5
 # A bushy tree whose true path is nodes 0, 2, 5, 7, 8: node index != depth from depth 1 on.
 TREE_PARENTS = np.array([-1, 0, 0, 1, 2, 2, 4, 5, 7, 7, 3], dtype=np.int32)
 TREE_PATH = np.array([0, 2, 5, 7, 8])
+NUM_SLOTS = PREFIX_LEN + len(TREE_PARENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,24 +53,33 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
     """
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab_size, PREFIX_LEN + PATH_LEN)
-    rows = [runner.pool.acquire() for _ in range(3)]
-    try:
-        for row in rows:
-            runner.pool.reserve(row, PREFIX_LEN + len(TREE_PARENTS))
-        test = _SelfTest(runner, window)
-        at_once = test.chain(rows[0], tokens, 0, len(tokens))[-PATH_LEN:]
+    filler = rng.integers(0, vocab_size, len(TREE_PARENTS))
+
+    def at_once(test: _SelfTest) -> torch.Tensor:
+        return test.chain(tokens, 0, len(tokens))[-PATH_LEN:]
+
+    def decoded(test: _SelfTest) -> torch.Tensor:
         for start in range(0, PREFIX_LEN, 13):
-            test.chain(rows[1], tokens, start, min(start + 13, PREFIX_LEN))
-        decoded = torch.cat(
-            [test.chain(rows[1], tokens, p, p + 1) for p in range(PREFIX_LEN, len(tokens))]
-        )
-        test.chain(rows[2], tokens, 0, PREFIX_LEN)
-        in_tree = test.tree(rows[2], tokens, rng.integers(0, vocab_size, len(TREE_PARENTS)))
-        kv = [test.committed_kv(row, len(tokens)) for row in rows]
-    finally:
-        for row in rows:
+            test.chain(tokens, start, min(start + 13, PREFIX_LEN))
+        steps = [test.chain(tokens, p, p + 1) for p in range(PREFIX_LEN, len(tokens))]
+        return torch.cat(steps)
+
+    def in_tree(test: _SelfTest) -> torch.Tensor:
+        test.chain(tokens, 0, PREFIX_LEN)
+        return test.tree(tokens, filler)
+
+    outcomes, kv = [], []
+    for way in (at_once, decoded, in_tree):
+        row = runner.pool.acquire()
+        try:
+            runner.pool.reserve(row, NUM_SLOTS)
+            test = _SelfTest(runner, row, window)
+            test.clear()  # the pages are those of the way before, and its KV must not help
+            outcomes.append(way(test))
+            kv.append(test.committed_kv(len(tokens)))
+        finally:
             runner.pool.release(row)
-    logits = _spread([at_once, decoded, in_tree])
+    logits = _spread(outcomes)
     committed = _spread(kv)
     result = SelfTestResult(
         is_exact=logits == 0.0 and committed == 0.0,
@@ -89,22 +99,27 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
 
 
 class _SelfTest:
-    def __init__(self, runner: TargetRunner, window: int) -> None:
+    """Forwards of one row of the page table."""
+
+    def __init__(self, runner: TargetRunner, row: int, window: int) -> None:
         self._runner = runner
+        self._row = row
         self._window = window
 
-    def chain(self, row: int, tokens: NDArray, start: int, stop: int) -> torch.Tensor:
+    def chain(self, tokens: NDArray, start: int, stop: int) -> torch.Tensor:
         """Extend tokens [start, stop) as a chain; return their logits."""
-        block = RowBlock(req_idx=row, prefix_len=start, num_rows=stop - start, first_slot=start)
+        block = RowBlock(
+            req_idx=self._row, prefix_len=start, num_rows=stop - start, first_slot=start
+        )
         return self._extend(block, tokens[start:stop], np.arange(start, stop))
 
-    def tree(self, row: int, tokens: NDArray, filler: NDArray) -> torch.Tensor:
+    def tree(self, tokens: NDArray, filler: NDArray) -> torch.Tensor:
         """Extend the bushy tree, move the path's KV to the front; return the path's logits."""
         depth, path = tree_paths(TREE_PARENTS)
         node_tokens = filler.copy()
         node_tokens[TREE_PATH] = tokens[PREFIX_LEN:]
         block = RowBlock(
-            req_idx=row,
+            req_idx=self._row,
             prefix_len=PREFIX_LEN,
             num_rows=len(TREE_PARENTS),
             first_slot=PREFIX_LEN,
@@ -113,15 +128,22 @@ class _SelfTest:
         )
         logits = self._extend(block, node_tokens, PREFIX_LEN + depth.astype(np.int64))
         pool = self._runner.pool
-        src = pool.slots(row, PREFIX_LEN + TREE_PATH)
-        dst = pool.slots(row, PREFIX_LEN + np.arange(PATH_LEN))
+        src = pool.slots(self._row, PREFIX_LEN + TREE_PATH)
+        dst = pool.slots(self._row, PREFIX_LEN + np.arange(PATH_LEN))
         move_kv([*pool.k, *pool.v], to_device(src, pool.device), to_device(dst, pool.device))
         return logits[to_device(TREE_PATH, pool.device)]
 
-    def committed_kv(self, row: int, count: int) -> torch.Tensor:
+    def clear(self) -> None:
+        """Zero the row's slots."""
+        pool = self._runner.pool
+        slots = to_device(pool.slots(self._row, np.arange(NUM_SLOTS)).astype(np.int64), pool.device)
+        for cache in (*pool.k, *pool.v):
+            cache[slots] = 0
+
+    def committed_kv(self, count: int) -> torch.Tensor:
         """Return K and V of the first `count` slots, all layers, flat."""
         pool = self._runner.pool
-        slots = to_device(pool.slots(row, np.arange(count)).astype(np.int64), pool.device)
+        slots = to_device(pool.slots(self._row, np.arange(count)).astype(np.int64), pool.device)
         return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
 
     def _extend(self, block: RowBlock, tokens: NDArray, positions: NDArray) -> torch.Tensor:

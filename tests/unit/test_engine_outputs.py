@@ -15,7 +15,7 @@ from shared.kernels.store_kv import store_kv
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
 from shared.types import AcceptedPath, FeatureChunk, TokenTree
 from target_service.phases import NodeOutputs
-from target_service.self_test import _spread, run_self_test
+from target_service.self_test import NUM_SLOTS, _spread, run_self_test
 from tests import checkpoints
 from tests.engines import (
     SHAPES,
@@ -181,7 +181,11 @@ def test_it_runs_at_start_up(models: Models, caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO)
     self_test_target(models, self_test=True)
     assert "prefill, decoding and trees agree bit for bit" in caplog.text
-    self_test_target(models, self_test=True, num_pages=20)
+    caplog.clear()
+    smallest = 1 + (NUM_SLOTS + 64) // 4
+    self_test_target(models, self_test=True, page_size=4, num_pages=smallest, max_num_requests=1)
+    assert "agree bit for bit" in caplog.text
+    self_test_target(models, self_test=True, page_size=4, num_pages=smallest - 1)
     assert "exactness is unproven" in caplog.text
 
 
@@ -243,6 +247,23 @@ def test_a_move_to_the_wrong_slot_is_noticed(
     monkeypatch.setattr("target_service.self_test.move_kv", lambda *_: None)
     result = run(target)
     assert not result.is_exact and result.max_logit_difference == 0.0
+
+
+def test_kv_that_was_never_written_is_noticed(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ways use the same pages one after the other: none may live on another's KV."""
+    target = self_test_target(models)
+    num_stores = 0
+
+    def store_at_first(*args: Any) -> None:
+        nonlocal num_stores
+        num_stores += 1
+        if num_stores <= 3:  # the prefill at once, 3 layers
+            store_kv(*args)
+
+    monkeypatch.setattr("shared.models.decoder.store_kv", store_at_first)
+    assert not run(target).is_exact
 
 
 def test_spread_counts_nan_wherever_it_is() -> None:
