@@ -39,8 +39,6 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair() -> Iterator[Server]:
     """Return a target and its EAGLE-3 draft, the bundled ones, for tests that leave them intact."""
     patient = {"stall_timeout_s": 300.0}
-    config = stack_config(
-        target=patient, draft=patient, orchestrator={"draft_timeout_ms": 1500.0}
-    )
+    config = stack_config(target=patient, draft=patient, orchestrator={"draft_timeout_ms": 1500.0})
     with running(config) as server:
         yield server

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +19,10 @@ import grpc
 from coppice import Client, Completion
 from coppice.health import SPECULATION_SERVICE, health_probe
 from coppice.stack import ServiceState, Stack, StackConfig
+from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config_loader import to_arguments
 
 READY_TIMEOUT_S = 180.0
 # What a worker still holds a moment after its last request has ended is a leak.
@@ -115,6 +119,32 @@ def running(config: StackConfig) -> Iterator[Server]:
             STARTED.remove(server)
             processes = server.processes()
     eventually(lambda: not any(is_alive(pid) for pid in processes), 10.0)
+
+
+@contextlib.contextmanager
+def orchestrator_process(server: Server, **fields: Any) -> Iterator[ServiceProcess]:
+    """Run one more orchestrator, like that of a server but for some fields of its configuration."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    config = replace(server.config.orchestrator, port=port, **fields)
+    process = ServiceProcess(
+        "extra",
+        [sys.executable, "-m", "coppice", "serve", "orchestrator", *to_arguments(config)],
+        address=f"127.0.0.1:{port}",
+        health_service=SPECULATION_SERVICE,
+        environ=os.environ,
+        on_log=lambda name, line: server.log.append(f"{name}: {line}"),
+        on_state=lambda *_: None,
+        is_restarted=False,
+    )
+    process.start()
+    try:
+        eventually(lambda: process.state is ServiceState.READY, READY_TIMEOUT_S, process.log_tail)
+        yield process
+    finally:
+        process.request_stop()
+        process.join(30.0)
 
 
 def stack_config(

@@ -249,9 +249,7 @@ def test_the_mix_covers_what_it_should() -> None:
         assert page_size == 1 or min(lengths) < page_size
 
 
-def test_outputs_equal_solo_plain_runs(
-    cell: Cell, server: Server, plain: list[Completion]
-) -> None:
+def test_outputs_equal_solo_plain_runs(cell: Cell, server: Server, plain: list[Completion]) -> None:
     """All at once and with trees; the rounds are those of the engines in one process."""
     requests, expected = make_requests(), run_locally(cell.kind)
     before = load(server)
@@ -276,9 +274,10 @@ def test_outputs_equal_solo_plain_runs(
             num_moved_rounds=found.num_moved_rounds,
         ), request
     check_usefulness(stats)
-    assert after.num_moved_rounds - before.num_moved_rounds == sum(s.num_moved_rounds for s in stats)
+    assert after.num_moved_rounds - before.num_moved_rounds == sum(
+        s.num_moved_rounds for s in stats
+    )
     num_steps = after.num_steps - before.num_steps
-    print("RATIO", (after.num_request_steps - before.num_request_steps) / num_steps)
     assert (after.num_request_steps - before.num_request_steps) / num_steps > 4
 
 
@@ -289,7 +288,6 @@ def check_usefulness(stats: list[SpeculationStats]) -> None:
         of_shape = [s for r, s in zip(requests, stats, strict=True) if shape_of(r) == shape]
         num_rounds = sum(s.num_rounds for s in of_shape)
         accept_length = 1 + sum(s.num_accepted_drafts for s in of_shape) / num_rounds
-        print("ACC", shape, accept_length, usual)
         assert abs(accept_length / usual - 1) < ACCEPT_TOLERANCE, (shape, accept_length)
         # With one draft node there is nothing to move.
         is_bushy = shape.topk > 1 and shape.num_draft_tokens > 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coppice import Completion
+from shared.types import FinishReason
 from tests.e2e.serving import (
     Server,
     checkpoint_config,
@@ -23,6 +24,7 @@ from tests.e2e.streaming import streams
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 VOCAB_SIZE = 262
+CONTEXT_LEN = 512
 TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "min_p": 0.02}]
 
@@ -45,7 +47,9 @@ def make_requests(
 
 
 @contextlib.contextmanager
-def serving(directory: Path, kind: str, *, window: int = 512, **parts: Any) -> Iterator[Server]:
+def serving(
+    directory: Path, kind: str, *, window: int = CONTEXT_LEN, **parts: Any
+) -> Iterator[Server]:
     """Serve a tiny target and a draft that agrees with it more often than not.
 
     Args:
@@ -74,7 +78,7 @@ def check(server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
     plain = generate_alone(server.address, requests)
     completions = generate_all(server.address, requests)
     assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
-    assert all(len(c.token_ids) == r["max_new_tokens"] for c, r in zip(completions, requests))
+    assert [c.finish_reason for c in completions] == [c.finish_reason for c in plain]
     return completions
 
 
@@ -102,7 +106,6 @@ def test_draft_and_target_may_differ_in_dtype(
         requests = make_requests(count=6, prompt_len=9, max_new_tokens=40, seed=1)
         completions = check(server, requests)
         assert sum(c.speculation.num_root_only_rounds for c in completions) == 0
-        print(kind, dtype, accept_length(completions))
         assert accept_length(completions) > 1.5
 
 
@@ -119,8 +122,13 @@ def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
                 finish = stream.result()
                 assert stream.token_ids == alone.token_ids
                 assert finish.speculation.num_root_only_rounds == 0
-                print(finish.speculation.accept_length, stream.accept_length(last=150))
                 assert stream.accept_length(last=150) > 1.5
+        # To the very end of the context; the prompt is prefilled in chunks.
+        to_the_end = make_requests(count=2, prompt_len=480, max_new_tokens=500, seed=4)
+        for request, completion in zip(to_the_end, check(server, to_the_end), strict=True):
+            assert completion.finish_reason is FinishReason.CONTEXT_LENGTH
+            assert len(completion.token_ids) == CONTEXT_LEN - len(request["token_ids"])
+            assert completion.speculation.accept_length > 1.5
 
 
 def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
@@ -133,7 +141,6 @@ def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
     ) as server:
         requests = make_requests(count=10, prompt_len=24, max_new_tokens=80, seed=3)
         completions = check(server, requests)
-        print(accept_length(completions), [c.retries for c in completions])
         assert server.logged("the worker needed the room", service="orchestrator")
         assert server.logged("its worker needed the room", service="orchestrator")
         assert sum(completion.retries for completion in completions) > 1
