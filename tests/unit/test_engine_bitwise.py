@@ -152,7 +152,13 @@ class Rig:
         return torch.from_numpy(self.pool.slots(req_idx, logical).astype(np.int64))
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+FAST = {"llama-8:1x64", "mistral-4:2x16-window-over-tiles"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in TARGETS],
+)
 def rig(request: pytest.FixtureRequest, models: Models) -> Rig:
     path = models.get(f"bitwise-{request.param}", TARGETS[request.param])
     pairing = Pairing(target=path, draft=path, algorithm="none")

@@ -23,6 +23,8 @@ from tests.engines import (
 )
 from tests.local_pair import LocalRequest
 
+pytestmark = pytest.mark.slow
+
 
 def requests_of(rng: random.Random) -> list[LocalRequest]:
     return [

@@ -99,7 +99,10 @@ def serve(
     pair.run(requests)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+KINDS_ONE_FAST = ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS_ONE_FAST)
 def test_trees_equal_the_reference(models: Models, kind: str) -> None:
     pairing = models.pairing(kind)
     rng = random.Random(5)
@@ -126,6 +129,7 @@ def test_trees_equal_the_reference(models: Models, kind: str) -> None:
     assert num_compared > 0.7 * num_trees, "too many trees were too close to call"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -166,6 +170,7 @@ def test_variants_of_heads_equal_the_reference(models: Models, kind: str) -> Non
     assert sum(results) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
 def test_trees_in_a_sliding_window_equal_the_reference(models: Models, kind: str) -> None:
     pairing = models.pairing(kind)
@@ -281,6 +286,7 @@ def test_nan_in_the_draft_costs_speculation_and_nothing_else(models: Models, sha
                 assert all(token >= 5 for token in tree.token_ids[1:])
 
 
+@pytest.mark.slow
 def test_two_shapes_in_one_batch_do_not_mix(models: Models) -> None:
     """A request's trees do not depend on who else is grown with it."""
     pairing = models.pairing("eagle")

@@ -69,8 +69,15 @@ def requests_of(page_size: int, seed: int) -> list[LocalRequest]:
     return requests
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+FAST = {("eagle3", 16), ("standalone", 4)}
+CELLS = [
+    pytest.param(kind, page_size, marks=[] if (kind, page_size) in FAST else pytest.mark.slow)
+    for kind in KINDS
+    for page_size in PAGE_SIZES
+]
+
+
+@pytest.mark.parametrize(("kind", "page_size"), CELLS)
 def test_output_equals_the_solo_plain_run(models: Models, kind: str, page_size: int) -> None:
     pairing = models.pairing(kind)
     target = make_target(pairing, page_size=page_size)

@@ -69,7 +69,10 @@ def draft_kv(engine: DraftEngine, request_id: str) -> torch.Tensor:
     return committed_kv(engine, request_id, engine._requests[request_id].kv_len)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+KINDS_ONE_FAST = ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS_ONE_FAST)
 def test_kv_and_features_equal_those_of_a_fresh_prefill(models: Models, kind: str) -> None:
     pairing = models.pairing(kind)
     target = make_target(pairing, page_size=4, prefill_chunk_len=20)

@@ -86,7 +86,10 @@ def check_paths(request: LocalRequest) -> None:
             assert len(path.token_ids) == path.num_accepted_drafts + 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+KINDS_ONE_FAST = ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS_ONE_FAST)
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
 def test_a_few_tokens_from_tiny_prompts(models: Models, kind: str, max_new_tokens: int) -> None:
     rng = random.Random(max_new_tokens)
@@ -163,7 +166,7 @@ def test_max_new_tokens_cuts_inside_a_path(models: Models, max_new_tokens: int) 
     assert request.finish_reason == FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_ONE_FAST)
 def test_the_context_ends(models: Models, kind: str) -> None:
     """Trees may reach past the end of the context; output may not."""
     rng = random.Random(3)

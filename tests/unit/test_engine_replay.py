@@ -24,6 +24,8 @@ from tests.local_pair import LocalRequest
 
 pytestmark = pytest.mark.slow
 
+pytestmark = pytest.mark.slow
+
 Trees = dict[tuple[str, int], tuple[object, ...]]
 
 

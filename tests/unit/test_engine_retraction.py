@@ -24,6 +24,9 @@ from tests.local_pair import LocalRequest
 pytestmark = pytest.mark.slow
 
 
+pytestmark = pytest.mark.slow
+
+
 def requests_of(seed: int) -> list[LocalRequest]:
     rng = random.Random(seed)
     samplings = [
