@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,75 +15,36 @@ from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 # KV indices of one tile; tiles are cut at multiples of it, whatever the batch.
 CPU_KV_TILE = 64
 
-# Limits of one slice of rows, so that its temporaries stay in the cache: rows of one request, and
-# values of K and of the scores.
-_MAX_SEGMENT_ROWS = 64
-_MAX_K_VALUES = 1 << 19
-_MAX_SCORES = 1 << 19
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTiles:
-    """Tiles [tile, tile + num_tiles) that rows [row_begin, row_end) share.
-
-    Their items begin at `item`: all rows of the first tile, then all rows of the second.
-    """
-
-    row_begin: int
-    row_end: int
-    item: int
-    tile: int
-    num_tiles: int
+# Limits of one slice of rows, so that its temporaries stay in the cache: rows, values of K that
+# belong to single rows, scores.
+_MAX_ROWS = 64
+_MAX_OWN_VALUES = 1 << 20
+_MAX_SCORES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """Rows [row_begin, row_end) and their items, one per (row, tile): shared tiles, then own ones.
+    """Rows with equally many tiles each: first those that all of them share, then their own.
 
     Args:
-        index: [num_tiles * Hkv * TILE] i64 rows of a cache viewed as [num_slots * Hkv, d].
-        own_item: First item whose tile belongs to one row.
-        own_tile: First such tile.
-        own_row: [num_items - own_item] i64. Row of each.
-        own_ranks: (begin, end, rows) of own items counted from own_item: the lowest own tile of
-            every row, then the second lowest, and so on.
-        masked_item: First item that may hold an invisible KV index.
-        mask: [num_items - masked_item, 1, TILE] f32, 0 or -inf.
-        item_row: [num_items] i64, relative to row_begin.
-        row_items: [num_rows * most tiles] i64. Items of each row by tile, padded with num_items.
+        where: Its rows of the step.
+        num_rows: How many.
+        num_shared: Tiles that all rows share.
+        num_own: Tiles that each row has for itself, after the shared ones.
+        index: [(num_shared + num_own * num_rows) * Hkv * TILE] i64 rows of a cache viewed as
+            [num_slots * Hkv, d]; own tiles lie as [num_own, num_rows]. What a row may not see is
+            replaced by something that it does see: finite, and given a weight of exactly 0.
+        masked_tile: First tile, shared or own, with a KV index that some row may not see.
+        mask: [num_shared + num_own - masked_tile, num_rows, 1, TILE] f32, 0 or -inf.
     """
 
-    row_begin: int
-    row_end: int
-    num_items: int
+    where: slice | torch.Tensor
+    num_rows: int
+    num_shared: int
+    num_own: int
     index: torch.Tensor
-    shared: tuple[SharedTiles, ...]
-    own_item: int
-    own_tile: int
-    own_row: torch.Tensor
-    own_ranks: tuple[tuple[int, int, slice | torch.Tensor], ...]
-    masked_item: int
+    masked_tile: int
     mask: torch.Tensor
-    item_row: torch.Tensor
-    row_items: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeAttentionPlan:
-    """The slices of a step, and buffers that its layers use one after the other.
-
-    Args:
-        k: [most tiles * Hkv * TILE, d] f32.
-        v: as k.
-        scores: [most items, Hkv, group, TILE] f32.
-        products: [most own items, Hkv, group, d] f32.
-    """
-
-    slices: tuple[RowSlice, ...]
-    k: torch.Tensor
-    v: torch.Tensor
-    scores: torch.Tensor
-    products: torch.Tensor
 
 
 def plan_rows(
@@ -92,218 +53,181 @@ def plan_rows(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device,
-) -> TreeAttentionPlan:
+) -> tuple[RowSlice, ...]:
     """Work out what to gather and to multiply for every row of a step.
 
     Args:
-        device: Where the tensors of the plan go.
+        device: Where the tensors of the slices go.
     """
-    step = _Step(metadata)
-    max_tiles = max(1, _MAX_K_VALUES // (num_kv_heads * CPU_KV_TILE * head_dim))
-    max_items = max(1, _MAX_SCORES // (num_heads * CPU_KV_TILE))
-    slices = tuple(
-        _plan_slice(step, segments, num_kv_heads, device)
-        for segments in _cut(step, max_tiles, max_items)
-    )
-    group = num_heads // num_kv_heads
-    most_rows = max((len(rows.index) for rows in slices), default=0)
-    most_items = max((rows.num_items for rows in slices), default=0)
-    most_own = max((rows.num_items - rows.own_item for rows in slices), default=0)
-    return TreeAttentionPlan(
-        slices=slices,
-        k=torch.empty((most_rows, head_dim), device=device),
-        v=torch.empty((most_rows, head_dim), device=device),
-        scores=torch.empty((most_items, num_kv_heads, group, CPU_KV_TILE), device=device),
-        products=torch.empty((most_own, num_kv_heads, group, head_dim), device=device),
-    )
+    step = _Step(metadata, num_kv_heads, device)
+    most_own_tiles = max(1, _MAX_OWN_VALUES // (num_kv_heads * CPU_KV_TILE * head_dim))
+    most_items = max(1, _MAX_SCORES // (num_heads * CPU_KV_TILE))
+    slices: list[RowSlice] = []
+    singles: list[int] = []
+    for request, (request_begin, request_end) in enumerate(itertools.pairwise(step.row_indptr)):
+        if request_end - request_begin == 1:
+            singles.append(request)
+            continue
+        begin = request_begin
+        while begin < request_end:
+            end = min(begin + _MAX_ROWS, request_end)
+            first, shared_end, last = step.tiles(request, begin, end)
+            most_rows = min(
+                most_items // (last - first), most_own_tiles // max(1, last - shared_end)
+            )
+            end = min(end, begin + max(1, most_rows))
+            slices.append(_plan_segment(step, request, begin, end))
+            begin = end
+    for requests in _buckets(step, singles, min(most_own_tiles, most_items)):
+        slices.append(_plan_singles(step, requests))
+    return tuple(slices)
 
 
 class _Step:
-    """The metadata on the host and what follows from it for every live row, [num_live] each."""
+    """The metadata on the host."""
 
-    def __init__(self, metadata: TreeAttentionMetadata) -> None:
+    def __init__(
+        self, metadata: TreeAttentionMetadata, num_kv_heads: int, device: torch.device
+    ) -> None:
         self.page_table = metadata.page_table.cpu().numpy()
         self.page_size = metadata.page_size
+        self.window = metadata.window
+        self.path_len = metadata.path_len.cpu().numpy().astype(np.int64)
         self.path_offset = metadata.path_offset.cpu().numpy()
-        self.row_indptr = metadata.row_indptr.cpu().numpy()
-        request = np.repeat(np.arange(len(self.row_indptr) - 1), np.diff(self.row_indptr))
-        self.req_idx = metadata.req_idx.cpu().numpy()[request]
-        self.is_chain = metadata.is_chain.cpu().numpy()[request]
-        self.prefix = metadata.prefix_len.cpu().numpy()[request].astype(np.int64)
-        path_len = metadata.path_len.cpu().numpy()[: len(request)]
-        # A row sees KV indices [start, end).
-        self.end = self.prefix + path_len
-        self.start = np.zeros_like(self.end)
-        if metadata.window:
-            self.start = np.maximum(self.end - metadata.window, 0)
-        self.start_tile = self.start // CPU_KV_TILE
-        self.end_tile = -(-self.end // CPU_KV_TILE)
-        # Logical slot of the row itself. What a row may not see is read from there instead: that
-        # is finite, and gets a weight of exactly 0.
-        self.own_logical = self.end - 1
-        rows = np.flatnonzero(~self.is_chain)
-        self.own_logical[rows] = self.prefix[rows] + self.path_offset[rows, path_len[rows] - 1]
+        self.row_indptr: list[int] = metadata.row_indptr.tolist()
+        self.req_idx: list[int] = metadata.req_idx.tolist()
+        self.prefix: list[int] = metadata.prefix_len.tolist()
+        self.is_chain: list[bool] = metadata.is_chain.tolist()
+        self._num_kv_heads = num_kv_heads
+        self.device = device
 
-    def slots(self, req_idx: NDArray, logical: NDArray) -> NDArray:
-        """Return slots of logical slots; the arguments broadcast."""
-        pages = self.page_table[req_idx, logical // self.page_size].astype(np.int64)
-        return pages * self.page_size + logical % self.page_size
+    def start(self, end: int) -> int:
+        """Return the first KV index that a row with KV indices up to `end` sees."""
+        return max(0, end - self.window) if self.window else 0
 
-    def mask(self, rows: NDArray, index: NDArray) -> NDArray:
-        """Return what to add to the scores of rows [n] at KV indices [n or 1, TILE]."""
-        is_visible = (index < self.end[rows, None]) & (index >= self.start[rows, None])
-        return np.where(is_visible, np.float32(0), np.float32(-np.inf))
+    def tiles(self, request: int, begin: int, end: int) -> tuple[int, int, int]:
+        """Return the first tile of rows of a request, the end of the shared ones, the end."""
+        path_len = self.path_len[begin:end]
+        prefix = self.prefix[request]
+        first = self.start(prefix + int(path_len.min())) // CPU_KV_TILE
+        last = -(-(prefix + int(path_len.max())) // CPU_KV_TILE)
+        if self.is_chain[request]:
+            return first, last, last
+        return first, max(first, prefix // CPU_KV_TILE), last
 
+    def cache_rows(self, pages: NDArray, logical: NDArray) -> torch.Tensor:
+        """Return where the logical slots of tiles lie in a cache, head by head.
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Rows [begin, end) of one request, and the tiles [first, last) that they share."""
+        Args:
+            pages: Page of each logical slot.
+            logical: [tiles * TILE].
+        Returns: [tiles * Hkv * TILE].
+        """
+        slots = pages.astype(np.int64) * self.page_size + logical % self.page_size
+        if self._num_kv_heads > 1:
+            tiles = slots.reshape(-1, 1, CPU_KV_TILE) * self._num_kv_heads
+            slots = (tiles + np.arange(self._num_kv_heads)[:, None]).reshape(-1)
+        return torch.from_numpy(slots).to(self.device)
 
-    begin: int
-    end: int
-    first: int
-    last: int
-
-
-def _cut(step: _Step, max_tiles: int, max_items: int) -> Iterator[list[_Segment]]:
-    """Yield the segments of one slice after another."""
-    segments: list[_Segment] = []
-    num_tiles = num_items = 0
-    for request_begin, request_end in itertools.pairwise(step.row_indptr.tolist()):
-        for begin in range(request_begin, request_end, _MAX_SEGMENT_ROWS):
-            segment = _segment(step, begin, min(begin + _MAX_SEGMENT_ROWS, request_end))
-            rows = slice(segment.begin, segment.end)
-            own_first = np.maximum(step.start_tile[rows], segment.last)
-            num_own = int(np.maximum(step.end_tile[rows] - own_first, 0).sum())
-            num_shared = segment.last - segment.first
-            tiles = num_shared + num_own
-            items = num_shared * (segment.end - segment.begin) + num_own
-            if segments and (num_tiles + tiles > max_tiles or num_items + items > max_items):
-                yield segments
-                segments, num_tiles, num_items = [], 0, 0
-            segments.append(segment)
-            num_tiles += tiles
-            num_items += items
-    if segments:
-        yield segments
+    def mask(self, is_visible: NDArray) -> torch.Tensor:
+        """Return [tiles, n, 1, TILE] to be added to scores, from [n, tiles * TILE]."""
+        mask = np.where(is_visible, np.float32(0), np.float32(-np.inf))
+        mask = mask.reshape(len(mask), -1, 1, CPU_KV_TILE).transpose(1, 0, 2, 3)
+        return torch.from_numpy(mask).to(self.device)
 
 
-def _segment(step: _Step, begin: int, end: int) -> _Segment:
-    first = int(step.start_tile[begin:end].min())
-    if end - begin == 1:
-        return _Segment(begin, end, first, first)
-    if step.is_chain[begin]:
-        return _Segment(begin, end, first, int(step.end_tile[begin:end].max()))
-    return _Segment(begin, end, first, max(first, int(step.prefix[begin]) // CPU_KV_TILE))
+def _plan_segment(step: _Step, request: int, begin: int, end: int) -> RowSlice:
+    """Plan rows [begin, end) of one request."""
+    first, shared_end, last = step.tiles(request, begin, end)
+    num_shared = shared_end - first
+    prefix = step.prefix[request]
+    row_end = prefix + step.path_len[begin:end]  # [n], a row sees KV indices [start, end)
+    least_end, most_end = int(row_end.min()), int(row_end.max())
+    index = np.arange(first * CPU_KV_TILE, last * CPU_KV_TILE)
 
+    masked_tile = min(num_shared, least_end // CPU_KV_TILE - first)
+    row_start = np.maximum(row_end - step.window, 0) if step.window else np.zeros_like(row_end)
+    if row_start.max() > index[0]:
+        masked_tile = 0
+    masked_index = index[masked_tile * CPU_KV_TILE :]
+    seen = np.clip(masked_index, row_start[:, None], row_end[:, None] - 1)  # [n, masked]
 
-def _plan_slice(
-    step: _Step, segments: list[_Segment], num_kv_heads: int, device: torch.device
-) -> RowSlice:
-    row_begin, row_end = segments[0].begin, segments[-1].end
-    slots: list[NDArray] = []  # [tiles, TILE] each
-    item_rows: list[NDArray] = []
-    masks: list[NDArray] = []
-    shared: list[SharedTiles] = []
-    masked_item: int | None = None
-    num_items = num_tiles = 0
-    own_first = step.start_tile[row_begin:row_end].copy()
-    for segment in segments:
-        num_shared = segment.last - segment.first
-        if num_shared == 0:
-            continue
-        rows = np.arange(segment.begin, segment.end)
-        own_first[rows - row_begin] = np.maximum(own_first[rows - row_begin], segment.last)
-        slots.append(_shared_slots(step, segment))
-        shared.append(SharedTiles(segment.begin, segment.end, num_items, num_tiles, num_shared))
-        seen_by_all = (int(step.start[rows].max()), int(step.end[rows].min()))
-        for tile in range(segment.first, segment.last):
-            index = tile * CPU_KV_TILE + np.arange(CPU_KV_TILE)
-            is_masked = index[0] < seen_by_all[0] or index[-1] >= seen_by_all[1]
-            if is_masked and masked_item is None:
-                masked_item = num_items
-            if masked_item is not None:
-                masks.append(step.mask(rows, index[None]))
-            num_items += len(rows)
-        item_rows.append(np.tile(rows, num_shared))
-        num_tiles += num_shared
-
-    rows = np.arange(row_begin, row_end)
-    num_own = np.maximum(step.end_tile[rows] - own_first, 0)
-    has_rank = np.arange(num_own.max())[:, None] < num_own  # [ranks, rows]
-    rank, own = np.nonzero(has_rank)
-    own_row = own + row_begin
-    index = ((own_first[own] + rank) * CPU_KV_TILE)[:, None] + np.arange(CPU_KV_TILE)
-    own_mask = step.mask(own_row, index)
-    slots.append(_own_slots(step, own_row, index, own_mask == 0))
-    masks.append(own_mask)
-    item_rows.append(own_row)
-
-    row_of_item = np.concatenate(item_rows) - row_begin
-    counts = np.bincount(row_of_item, minlength=len(rows))
-    by_row = np.argsort(row_of_item, kind="stable")
-    row_items = np.full((len(rows), counts.max()), len(row_of_item))
-    row_items[np.arange(counts.max()) < counts[:, None]] = by_row
-
-    # [tiles, Hkv, TILE]
-    index = np.concatenate(slots)[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]
+    logical = index[: num_shared * CPU_KV_TILE]
+    if step.is_chain[request] or step.window:
+        logical = np.clip(logical, step.start(least_end), most_end - 1)
+    if last > shared_end:
+        own = seen[:, (num_shared - masked_tile) * CPU_KV_TILE :]
+        path = own - prefix
+        rows = np.arange(begin, end)[:, None]
+        own = np.where(path < 0, own, prefix + step.path_offset[rows, np.maximum(path, 0)])
+        own = own.reshape(end - begin, -1, CPU_KV_TILE).swapaxes(0, 1)
+        logical = np.concatenate((logical, own.reshape(-1)))
+    pages = step.page_table[step.req_idx[request]][logical // step.page_size]
     return RowSlice(
-        row_begin=row_begin,
-        row_end=row_end,
-        num_items=len(row_of_item),
-        index=torch.from_numpy(index.reshape(-1)).to(device),
-        shared=tuple(shared),
-        own_item=num_items,
-        own_tile=num_tiles,
-        own_row=torch.from_numpy(own_row).to(device),
-        own_ranks=tuple(_ranks(has_rank, row_begin, device)),
-        masked_item=num_items if masked_item is None else masked_item,
-        mask=torch.from_numpy(np.concatenate(masks)[:, None]).to(device),
-        item_row=torch.from_numpy(row_of_item).to(device),
-        row_items=torch.from_numpy(row_items.reshape(-1)).to(device),
+        where=slice(begin, end),
+        num_rows=end - begin,
+        num_shared=num_shared,
+        num_own=last - shared_end,
+        index=step.cache_rows(pages, logical),
+        masked_tile=masked_tile,
+        mask=step.mask(seen == masked_index),
     )
 
 
-def _shared_slots(step: _Step, segment: _Segment) -> NDArray:
-    """Return the slots of the tiles that a segment shares. [tiles, TILE]."""
-    rows = slice(segment.begin, segment.end)
-    longest = segment.begin + int(step.end[rows].argmax())
-    logical = np.arange(segment.first * CPU_KV_TILE, segment.last * CPU_KV_TILE)
-    is_seen = (logical >= step.start[rows].min()) & (logical < step.end[longest])
-    logical = np.where(is_seen, logical, step.own_logical[longest])
-    return step.slots(step.req_idx[longest], logical).reshape(-1, CPU_KV_TILE)
+def _buckets(step: _Step, singles: Sequence[int], most_tiles: int) -> Iterator[list[int]]:
+    """Yield requests of one row each, about equally many tiles long."""
+    num_tiles = {}
+    for request in singles:
+        row = step.row_indptr[request]
+        first, _, last = step.tiles(request, row, row + 1)
+        num_tiles[request] = last - first
+    bucket: list[int] = []
+    for request in sorted(singles, key=num_tiles.__getitem__):
+        tiles = num_tiles[request]
+        is_longer = bucket and 3 * tiles > 4 * num_tiles[bucket[0]] + 3
+        if bucket and (is_longer or tiles * (len(bucket) + 1) > most_tiles):
+            yield bucket
+            bucket = []
+        bucket.append(request)
+    if bucket:
+        yield bucket
 
 
-def _own_slots(step: _Step, rows: NDArray, index: NDArray, is_visible: NDArray) -> NDArray:
-    """Return the slots of KV indices along the rows' own paths.
+def _plan_singles(step: _Step, requests: Sequence[int]) -> RowSlice:
+    """Plan requests of one row each; shorter ones get tiles of which they see nothing."""
+    rows = np.array([step.row_indptr[request] for request in requests])
+    prefix = np.array([step.prefix[request] for request in requests])[:, None]
+    row_end = prefix + step.path_len[rows, None]  # [n, 1]
+    row_start = np.maximum(row_end - step.window, 0) if step.window else np.zeros_like(row_end)
+    first = row_start // CPU_KV_TILE
+    num_tiles = int((-(-row_end // CPU_KV_TILE) - first).max())
+    index = first * CPU_KV_TILE + np.arange(num_tiles * CPU_KV_TILE)  # [n, tiles * TILE]
 
-    Args:
-        rows: [n].
-        index: [n, TILE].
-        is_visible: [n, TILE].
-    """
-    logical = index
-    path_index = index - step.prefix[rows, None]
-    is_path = is_visible & (path_index >= 0) & ~step.is_chain[rows, None]
-    item, lane = np.nonzero(is_path)
-    if len(item):
-        row = rows[item]
-        logical = logical.copy()
-        logical[item, lane] = step.prefix[row] + step.path_offset[row, path_index[item, lane]]
-    logical = np.where(is_visible, logical, step.own_logical[rows, None])
-    return step.slots(step.req_idx[rows, None], logical)
-
-
-def _ranks(
-    has_rank: NDArray, row_begin: int, device: torch.device
-) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
-    """Yield the items and the rows of every rank; a run of rows is a slice."""
-    begin = 0
-    for is_member in has_rank:
-        rows = np.flatnonzero(is_member) + row_begin
-        end = begin + len(rows)
-        if rows[-1] - rows[0] + 1 == len(rows):
-            yield begin, end, slice(int(rows[0]), int(rows[-1]) + 1)
-        else:
-            yield begin, end, torch.from_numpy(rows).to(device)
-        begin = end
+    seen = np.clip(index, row_start, row_end - 1)
+    logical = seen
+    is_tree = np.array([not step.is_chain[request] for request in requests])[:, None]
+    if is_tree.any():
+        path = seen - prefix
+        is_path = is_tree & (path >= 0)
+        offset = step.path_offset[rows[:, None], np.where(is_path, path, 0)]
+        logical = np.where(is_path, prefix + offset, seen)
+    req_idx = np.array([step.req_idx[request] for request in requests])[:, None]
+    pages = step.page_table[req_idx, logical // step.page_size]
+    by_tile = [
+        part.reshape(len(rows), -1, CPU_KV_TILE).swapaxes(0, 1).reshape(-1)
+        for part in (pages, logical)
+    ]
+    masked_tile = 0 if step.window else int(row_end.min()) // CPU_KV_TILE
+    masked = slice(masked_tile * CPU_KV_TILE, None)
+    is_run = bool((np.diff(rows) == 1).all())
+    return RowSlice(
+        where=slice(int(rows[0]), int(rows[-1]) + 1)
+        if is_run
+        else torch.from_numpy(rows).to(step.device),
+        num_rows=len(rows),
+        num_shared=0,
+        num_own=num_tiles,
+        index=step.cache_rows(*by_tile),
+        masked_tile=masked_tile,
+        mask=step.mask(seen[:, masked] == index[:, masked]),
+    )

@@ -9,13 +9,16 @@ hold a row's own path once per row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import torch
 
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
-from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice, TreeAttentionPlan, plan_rows
+from shared.kernels.tree_attention_plan import plan_rows
+from shared.kernels.tree_attention_workspace import Workspace, make_workspaces
 from shared.kernels.vector_math import settle_vector_math
+
+_LOG2_E = math.log2(math.e)
 
 
 def tree_attention_ref(
@@ -29,119 +32,88 @@ def tree_attention_ref(
     settle_vector_math()
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
-    key = (num_heads, num_kv_heads, head_dim, q.device)
-    plan = metadata.plans.get(key)
-    if plan is None:
-        plan = plan_rows(metadata, num_heads, num_kv_heads, head_dim, q.device)
-        metadata.plans[key] = plan
-    scaled = (q.float() * scale).view(num_rows, num_kv_heads, -1, head_dim) if num_rows else q
+    shape = (num_kv_heads, num_heads // num_kv_heads, head_dim)
+    key = (shape, q.device)
+    spaces = metadata.plans.get(key)
+    if spaces is None:
+        slices = plan_rows(metadata, num_heads, num_kv_heads, head_dim, q.device)
+        metadata.plans[key] = spaces = make_workspaces(slices, shape, q.device)
+    # Weights are powers of 2: exp is several times slower where the result vanishes.
+    scaled = (q.float() * (scale * _LOG2_E)).view(num_rows, *shape)
     out = torch.zeros_like(scaled)
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    for rows in plan.slices:
-        _attend(scaled, keys, values, rows, plan, out)
-    return out.view(num_rows, num_heads, head_dim).to(q.dtype)
+    for space in spaces:
+        where = space.rows.where
+        acc = out[where]  # a view of adjacent rows, else a copy
+        _attend(scaled[where], keys, values, space, acc)
+        if isinstance(where, torch.Tensor):
+            out.index_copy_(0, where, acc)
+    return out.view(q.shape).to(q.dtype)
 
 
 def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    rows: RowSlice,
-    plan: TreeAttentionPlan,
-    out: torch.Tensor,
+    space: Workspace,
+    acc: torch.Tensor,
 ) -> None:
-    """Attend from a slice of rows.
+    """Attend from the rows of a slice.
 
     Args:
-        q: [T, Hkv, group, d], scaled.
+        q: [n, Hkv, group, d], scaled.
         keys: [num_slots * Hkv, d].
         values: [num_slots * Hkv, d].
-        out: [T, Hkv, group, d], 0 in these rows.
-    Mutates: the slice's rows of `out`; the buffers of `plan`.
+        acc: [n, Hkv, group, d] of 0.
+    Mutates: `acc`; the workspace.
     """
-    _, num_kv_heads, group, head_dim = q.shape
-    num_heads = num_kv_heads * group
-    tiles = (-1, num_kv_heads, CPU_KV_TILE, head_dim)
-    k = _gather(keys, rows.index, plan.k).view(tiles)
-    v = _gather(values, rows.index, plan.v).view(tiles)
-    scores = plan.scores[: rows.num_items]  # [items, Hkv, group, TILE]
-    has_own = rows.own_item < rows.num_items
+    num_own = space.rows.num_own
+    _gather(keys, space.rows.index, space.k)
+    _gather(values, space.rows.index, space.v)
 
-    for item_q, item_scores, item_k in _shared_items(rows, q, scores, k.transpose(2, 3)):
-        for score, key in zip(item_scores, item_k, strict=True):
-            torch.bmm(item_q, key, out=score)
-    if has_own:
-        own_q = q.index_select(0, rows.own_row).view(-1, group, head_dim)
-        own_k = k[rows.own_tile :].view(-1, CPU_KV_TILE, head_dim)
-        own_scores = scores[rows.own_item :].view(-1, group, CPU_KV_TILE)
-        torch.bmm(own_q, own_k.transpose(1, 2), out=own_scores)
+    for head, tiles in enumerate(space.shared):
+        head_q = q[:, head]
+        for tile in tiles:
+            torch.bmm(head_q, tile.k, out=tile.scores)
+    if num_own:
+        own_q = q.expand(num_own, *q.shape).reshape(-1, *q.shape[2:])
+        torch.bmm(own_q, space.own_k, out=space.own_scores)
 
-    totals = _softmax(scores.view(-1, num_heads, CPU_KV_TILE), rows)
+    totals = _softmax(space)
 
-    for acc, item_weights, item_v in _shared_items(rows, out, scores, v):
-        for weight, value in zip(item_weights, item_v, strict=True):
-            acc += torch.bmm(weight, value)
-    if has_own:
-        own_weights = scores[rows.own_item :].view(-1, group, CPU_KV_TILE)
-        own_v = v[rows.own_tile :].view(-1, CPU_KV_TILE, head_dim)
-        products = plan.products[: rows.num_items - rows.own_item]
-        torch.bmm(own_weights, own_v, out=products.view(-1, group, head_dim))
-        for begin, end, own_rows in rows.own_ranks:
-            if isinstance(own_rows, slice):
-                out[own_rows] += products[begin:end]
-            else:
-                out.index_add_(0, own_rows, products[begin:end])
-    out[rows.row_begin : rows.row_end] /= totals.view(-1, num_kv_heads, group, 1)
+    for head, tiles in enumerate(space.shared):
+        head_acc = acc[:, head]
+        for tile in tiles:
+            head_acc += torch.bmm(tile.scores, tile.v, out=space.product)
+    if num_own:
+        torch.bmm(space.own_scores, space.own_v, out=space.own_products)
+        for product in space.own_product_tiles:
+            acc += product
+    acc /= totals.view(*acc.shape[:3], 1)
 
 
-def _gather(cache: torch.Tensor, index: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Return the rows `index` of a cache in float32, in a buffer."""
-    gathered = buffer[: len(index)]
-    if cache.dtype == buffer.dtype:
-        return torch.index_select(cache, 0, index, out=gathered)
-    return gathered.copy_(cache.index_select(0, index))
+def _gather(cache: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy the rows `index` of a cache to `out`, in float32."""
+    if cache.dtype == out.dtype:
+        torch.index_select(cache, 0, index, out=out)
+    else:
+        out.copy_(cache.index_select(0, index))
 
 
-def _shared_items(
-    rows: RowSlice, by_row: torch.Tensor, by_item: torch.Tensor, by_tile: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-    """Yield, for every segment of rows and KV head, the rows and their operands tile by tile.
+def _softmax(space: Workspace) -> torch.Tensor:
+    """Turn scores into weights and return their sums per row, [n, H], tiles added in order.
 
-    Args:
-        by_row: [T, Hkv, ...].
-        by_item: [items, Hkv, ...].
-        by_tile: [tiles, Hkv, ...].
+    torch computes 2^x by vectors and the rest of a range by a scalar function of other bits. There
+    is never a rest: tiles are wider than vectors, and chunks too short to be cut for threads.
+
+    Mutates: the scores of the workspace.
     """
-    for segment in rows.shared:
-        count = segment.row_end - segment.row_begin
-        last_item = segment.item + count * segment.num_tiles
-        items = by_item[segment.item : last_item].unflatten(0, (segment.num_tiles, count))
-        tiles = by_tile[segment.tile : segment.tile + segment.num_tiles].unsqueeze(1)
-        tiles = tiles.expand(-1, count, -1, -1, -1)
-        for head in range(by_row.shape[1]):
-            yield (
-                by_row[segment.row_begin : segment.row_end, head],
-                items[:, :, head].unbind(0),
-                tiles[:, :, head].unbind(0),
-            )
-
-
-def _softmax(scores: torch.Tensor, rows: RowSlice) -> torch.Tensor:
-    """Turn scores into weights and return their sum per row, [rows, H], tiles added in order.
-
-    Args:
-        scores: [items, H, TILE].
-    Mutates: `scores`.
-    """
-    scores[rows.masked_item :].add_(rows.mask)
-    # One more item stands for the tiles that a row does not have.
-    stats = scores.new_empty((rows.num_items + 1, scores.shape[1]))
-    per_row = (rows.row_end - rows.row_begin, -1, scores.shape[1])
-    torch.amax(scores, -1, out=stats[:-1])
-    stats[-1] = -torch.inf
-    largest = stats.index_select(0, rows.row_items).view(per_row).amax(1)
-    scores.sub_(largest.index_select(0, rows.item_row).unsqueeze(-1)).exp_()
-    torch.sum(scores, -1, out=stats[:-1])
-    stats[-1] = 0
-    sums = stats.index_select(0, rows.row_items).view(per_row)
-    return sums.cumsum(1, dtype=torch.float64)[:, -1].to(scores.dtype)
+    if len(space.masked_scores):
+        space.masked_scores.add_(space.rows.mask)
+    scores = space.scores
+    largest = scores.amax(-1)  # [tiles, n, H]
+    scores.sub_(largest.amax(0).unsqueeze(-1))
+    for chunk in space.score_chunks:
+        chunk.exp2_()
+    sums = scores.sum(-1)
+    return sums.cumsum(0, dtype=torch.float64)[-1].to(sums.dtype)
