@@ -31,3 +31,11 @@ def test_a_wide_row_of_equals(width: int) -> None:
     """torch.topk alone gives these columns in no order at all."""
     _, index = stable_topk(torch.zeros(3, width), 20)
     assert index.tolist() == [list(range(20))] * 3
+
+
+def test_ties_above_the_last_one_in() -> None:
+    """No tie decides who is in, only who comes first."""
+    row = [0.0, 5.0, 1.0, 5.0, 4.0, 5.0, 4.0]
+    value, index = stable_topk(torch.tensor([row]), 5)
+    assert index.tolist() == [[1, 3, 5, 4, 6]]
+    assert value.tolist() == [[5.0, 5.0, 5.0, 4.0, 4.0]]
