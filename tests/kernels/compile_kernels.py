@@ -42,7 +42,7 @@ def kernels(dtype: str):
     block_n, block_t, block_k = linear._BLOCKS[4 if dtype == "fp32" else 2]
     yield (
         linear._linear_kernel,
-        [values] * 4 + ["i32"] * 5,
+        [values] * 4 + ["i32"] * 6,
         {**dot, "HAS_BIAS": True, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK_K": block_k},
     )
     yield rms_norm._rms_norm_kernel, [values] * 3 + ["fp32"], {"WIDTH": 1000, "BLOCK": 1024}
