@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shared.kernels.linear import linear, pack_weight
+from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.rope import apply_rope
 from shared.kernels.store_kv import store_kv
@@ -90,13 +90,12 @@ class Attention:
         kv_width = config.num_kv_heads * config.head_dim
         self._widths = [q_width, kv_width, kv_width]
         names = [f"{prefix}.{name}_proj" for name in "qkv"]
-        qkv = torch.cat(
+        self._qkv = torch.cat(
             [
                 reader.load(f"{name}.weight", (width, input_width))
                 for name, width in zip(names, self._widths, strict=True)
             ]
         )
-        self._qkv = pack_weight(qkv)
         self._qkv_bias = None
         if config.has_qkv_bias:
             self._qkv_bias = torch.cat(
@@ -105,8 +104,7 @@ class Attention:
                     for name, width in zip(names, self._widths, strict=True)
                 ]
             )
-        o_weight = reader.load(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
-        self._o = pack_weight(o_weight)
+        self._o = reader.load(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
         self._o_bias = None
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
@@ -148,9 +146,8 @@ class MLP:
     def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
-        gate_up = torch.cat([reader.load(f"{n}.weight", (inner, hidden)) for n in names])
-        self._gate_up = pack_weight(gate_up)
-        self._down = pack_weight(reader.load(f"{prefix}.down_proj.weight", (hidden, inner)))
+        self._gate_up = torch.cat([reader.load(f"{n}.weight", (inner, hidden)) for n in names])
+        self._down = reader.load(f"{prefix}.down_proj.weight", (hidden, inner))
         self._gate_up_bias = self._down_bias = None
         if config.has_mlp_bias:
             self._gate_up_bias = torch.cat([reader.load(f"{n}.bias", (inner,)) for n in names])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shared.kernels.linear import linear, pack_weight
+from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
@@ -59,7 +59,7 @@ class EagleDraft(Head):
             num_positions=num_positions,
         )
         hidden = decoder.hidden_size
-        self._fc = pack_weight(reader.load("fc.weight", (hidden, 2 * hidden)))
+        self._fc = reader.load("fc.weight", (hidden, 2 * hidden))
         has_bias = config.has_fc_bias
         if has_bias is None:
             has_bias = "fc.bias" in reader.names
@@ -68,7 +68,7 @@ class EagleDraft(Head):
             DecoderLayer(reader, f"layers.{i}", decoder, has_input_norm=i > 0)
             for i in range(decoder.num_layers)
         ]
-        self._head = pack_weight(target_head)
+        self._head = target_head
         self.vocab_size = target_head.shape[0]
 
     @classmethod

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shared.errors import CheckpointError
-from shared.kernels.linear import linear, pack_weight
+from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
@@ -64,7 +64,7 @@ class Eagle3Draft(Head):
         )
         hidden = decoder.hidden_size
         self._feeds_back_norm = config.feeds_back_norm
-        self._fc = pack_weight(reader.load("fc.weight", (hidden, feature_spec.width)))
+        self._fc = reader.load("fc.weight", (hidden, feature_spec.width))
         self._fc_bias = reader.load("fc.bias", (hidden,)) if config.has_fc_bias else None
         self._input_norm = reader.load("midlayer.input_layernorm.weight", (hidden,))
         self._hidden_norm = reader.load("midlayer.hidden_norm.weight", (hidden,))
@@ -74,8 +74,9 @@ class Eagle3Draft(Head):
         self._norm = reader.load("norm.weight", (hidden,))
         if target_head is None:
             size = config.draft_vocab_size or decoder.vocab_size
-            target_head = reader.load(_HEAD, (size, hidden))
-        self._head = pack_weight(target_head)
+            self._head = reader.load(_HEAD, (size, hidden))
+        else:
+            self._head = target_head
         self.vocab_size = self._head.shape[0]
         self._target_ids = self._load_target_ids(reader, decoder.vocab_size)
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from shared.errors import CheckpointError
-from shared.kernels.linear import linear, pack_weight
+from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
@@ -54,7 +54,7 @@ class CausalLM:
             DecoderLayer(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
         ]
         self._norm = reader.load("model.norm.weight", (config.hidden_size,))
-        self._head = pack_weight(load_head(reader, config, self._embedding))
+        self._head = load_head(reader, config, self._embedding)
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
         self._rope = RopeTable(config, num_positions or config.max_position_embeddings, self.device)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shared.kernels.linear import linear, pack_weight
+from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
@@ -63,11 +63,10 @@ class MTPDraft(Head):
         hidden = config.hidden_size
         self._token_norm = reader.load(f"{_PREFIX}.token_layernorm.weight", (hidden,))
         self._hidden_norm = reader.load(f"{_PREFIX}.hidden_layernorm.weight", (hidden,))
-        input_proj = reader.load(f"{_PREFIX}.input_proj.weight", (hidden, 2 * hidden))
-        self._input_proj = pack_weight(input_proj)
+        self._input_proj = reader.load(f"{_PREFIX}.input_proj.weight", (hidden, 2 * hidden))
         self._layer = DecoderLayer(reader, _PREFIX, config)
         self._final_norm = reader.load(f"{_PREFIX}.final_layernorm.weight", (hidden,))
-        self._head = pack_weight(load_head(reader, config, embedding))
+        self._head = load_head(reader, config, embedding)
         self.vocab_size = config.vocab_size
 
     @classmethod

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.linear import linear, pack_weight
+from shared.kernels.linear import linear
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -155,16 +155,3 @@ def test_bits_do_depend_on_the_row_itself(device: torch.device) -> None:
     x[4, 132] += 0.01
     is_changed = (linear(x, weight) != before).any(dim=1)
     assert is_changed.tolist() == [row == 4 for row in range(9)]
-
-
-@pytest.mark.parametrize("num_rows", [1, 8, 21])
-def test_packed_weights(device: torch.device, num_rows: int) -> None:
-    x, weight, bias = torch.randn(num_rows, 100), torch.randn(33, 100), torch.randn(33)
-    x, weight, bias = (tensor.to(device) for tensor in (x, weight, bias))
-    packed = pack_weight(weight)
-    assert torch.equal(packed, weight)
-    for some_bias in (None, bias):
-        out = linear(x, packed, some_bias)
-        check(out, oracle(x, weight, some_bias))
-        for row in range(num_rows):
-            assert torch.equal(linear(x[row : row + 1], packed, some_bias)[0], out[row])
