@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import shared.kernels
-from coppice import Completion
 from tests.e2e.serving import Server, checkpoint_config, generate_all, generate_alone, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
