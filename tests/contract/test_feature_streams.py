@@ -162,6 +162,7 @@ async def test_subscription_outlives_a_closed_request_without_harm() -> None:
         await features.send(FeatureAck(request_id="a", target_epoch=1, position=40))
         await features.send(FeatureUnsubscribe(request_id="a", target_epoch=1))
         await eventually(lambda: target.worker.servicer.features.num_subscriptions == 0)
+        assert target.engine.requests == {}
 
 
 @pytest.mark.parametrize("field", ["command", "request_id", "from_position"])
