@@ -128,3 +128,17 @@ def test_many_requests_and_long_chunks_are_cut_into_slices(device):
     batch = pack(blocks, page_size=16, device=device)
     out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
     torch.testing.assert_close(out.double().cpu(), oracle(blocks, 0.25), rtol=0, atol=2e-5)
+
+
+def test_buffers_of_a_served_step_serve_outside_of_inference_mode(device):
+    # Larger than any other test's step, so that the first call makes the buffers anew.
+    with torch.inference_mode():
+        blocks = [random_block(600, 40, num_heads=8, num_kv_heads=2, head_dim=64)]
+        batch = pack(blocks, page_size=16, device=device)
+        tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.125)
+    blocks = [random_block(61, BUSHY)]
+    batch = pack(blocks, page_size=4, device=device)
+    out = tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    torch.testing.assert_close(
+        out.double().cpu(), oracle(blocks, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
+    )
