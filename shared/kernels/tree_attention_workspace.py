@@ -109,7 +109,7 @@ def _buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     for index, size in enumerate(sizes):
         if (index, device) not in held or len(held[index, device]) < size:
             # They outlive this call: a tensor made in inference mode could not be written outside.
-            with torch.inference_mode(False):
+            with torch.inference_mode(mode=False):
                 held[index, device] = torch.empty(size + size // 2, device=device)
     return [held[index, device] for index in range(len(sizes))]
 
