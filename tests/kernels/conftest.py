@@ -5,10 +5,15 @@ Triton reads TRITON_INTERPRET when a kernel is decorated, so a pytest process is
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from shared.kernels.dispatch import reset_launch_counts
+
+# Compiles in a process that does not interpret, so its place is the plain run.
+collect_ignore = ["test_compile.py"] if os.environ.get("TRITON_INTERPRET") == "1" else []
 
 
 @pytest.fixture
