@@ -195,14 +195,15 @@ def generate_all(address: str, requests: list[dict[str, Any]]) -> list[Completio
         return list(threads.map(lambda request: client.generate(**request), requests))
 
 
-def generate_alone(
-    address: str, requests: list[dict[str, Any]], **changes: Any
-) -> list[Completion]:
+def generate_plain(address: str, requests: list[dict[str, Any]]) -> list[Completion]:
+    """Send requests all at once, without speculation; return their completions in order."""
+    return generate_all(address, [{**request, "speculation": False} for request in requests])
+
+
+def generate_alone(address: str, requests: list[dict[str, Any]]) -> list[Completion]:
     """Send requests one after the other, without speculation; return their completions."""
     with Client(address) as client:
-        return [
-            client.generate(**{**request, "speculation": False, **changes}) for request in requests
-        ]
+        return [client.generate(**{**request, "speculation": False}) for request in requests]
 
 
 def eventually(

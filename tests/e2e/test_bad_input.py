@@ -15,7 +15,7 @@ from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import target_pb2, target_pb2_grpc, tree_pb2
 from shared.rpc.status import from_rpc_error
 from tests.e2e.proxy import Spoil, spoiling_proxy
-from tests.e2e.serving import Server, generate_alone, orchestrator_process
+from tests.e2e.serving import Server, generate_plain, orchestrator_process
 from tests.e2e.streaming import streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -129,8 +129,7 @@ def _still_serves(pair: Server, served: Completion) -> Iterator[None]:
     with Client(pair.address) as client:
         again = client.generate(token_ids=PROMPT, max_new_tokens=24, ignore_eos=True)
     assert again.token_ids == served.token_ids
-    assert again.speculation.num_root_only_rounds == 0
-    assert again.speculation.accept_length == served.speculation.accept_length > 1
+    assert again.speculation.accept_length > 1
 
 
 def send(address: str, method: str, messages: Sequence[bytes]) -> CoppiceError:
@@ -300,7 +299,7 @@ def test_malformed_trees_from_a_draft(pair: Server) -> None:
         {"token_ids": PROMPT, "max_new_tokens": 240, "ignore_eos": True, "seed": 7, **sampling}
         for sampling in ({}, {"temperature": 0.5}, {"temperature": 0.8})
     ]
-    plain = generate_alone(pair.address, requests)
+    plain = generate_plain(pair.address, requests)
     with (
         spoiling_proxy(pair.draft_addresses[0], spoils()) as (proxy, address),
         orchestrator_process(

@@ -24,6 +24,7 @@ from tests.e2e.serving import (
     checkpoint_config,
     generate_all,
     generate_alone,
+    generate_plain,
     running,
 )
 
@@ -296,7 +297,6 @@ def check_usefulness(stats: list[SpeculationStats]) -> None:
 
 def test_plain_runs_are_the_same_on_every_server(server: Server, plain: list[Completion]) -> None:
     """Page size, draft and company change nothing without speculation either."""
-    requests = [{**request, "speculation": False} for request in make_requests()]
-    again = generate_all(server.address, requests)
+    again = generate_plain(server.address, make_requests())
     assert [c.token_ids for c in again] == [c.token_ids for c in plain]
     assert [c.speculation.num_draft_tokens for c in again] == [0] * NUM_REQUESTS

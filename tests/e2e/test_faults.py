@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from coppice import Client, Completion, DeadlineExceededError, FinishInfo, TokenLogprob
-from tests.e2e.serving import Server, eventually, generate_alone, running, stack_config
+from tests.e2e.serving import Server, eventually, generate_plain, running, stack_config
 from tests.e2e.streaming import Stream, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-NUM_TOKENS = 400
+NUM_TOKENS = 320
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "def read_config(path):\n", "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
     {
@@ -38,7 +38,7 @@ TAIL = 100
 @pytest.fixture(scope="module")
 def plain(pair: Server) -> list[Completion]:
     """Return the outputs without speculation."""
-    return generate_alone(pair.address, REQUESTS)
+    return generate_plain(pair.address, REQUESTS)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_a_target_whose_engine_is_killed_costs_a_pause(
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
     assert pair.services["target-0"].num_restarts == num_restarts + 1
-    assert [finish.retries for finish in finishes] == [1, 1]
+    assert all(finish.retries >= 1 for finish in finishes)
 
 
 def test_a_killed_orchestrator_is_resumed_by_the_client(
@@ -192,13 +192,28 @@ def test_one_of_two_targets_and_one_of_two_drafts_die(
     quartet: Server, plain: list[Completion]
 ) -> None:
     """Requests spread over both pairs and move to what is left."""
-    with streams(quartet.address, REQUESTS * 3) as running:
+    with streams(quartet.address, REQUESTS * 2) as running:
         for stream in running:
             stream.reaches(20)
         for name in quartet.workers:
             assert quartet.info(name).load.num_running > 0, f"{name} has nothing to do"
         quartet.kill("target-1")
         quartet.kill("draft-0")
-        finishes = check_outputs(running, plain * 3)
-    assert sum(finish.retries > 0 for finish in finishes) >= 3
+        finishes = check_outputs(running, plain * 2)
+    assert sum(finish.retries > 0 for finish in finishes) >= 2
+    quartet.wait_paired()
+
+
+def test_workers_that_are_told_to_stop_end_in_order(
+    quartet: Server, plain: list[Completion]
+) -> None:
+    """As in a rolling restart: what they hold ends there or moves, and new requests go elsewhere."""
+    with streams(quartet.address, REQUESTS * 2) as running:
+        for stream in running:
+            stream.reaches(20)
+        for name in ("target-0", "draft-1"):
+            quartet.stop_service(name)
+        check_outputs(running, plain * 2)
+    for name in ("target-0", "draft-1"):
+        quartet.start_service(name)
     quartet.wait_paired()

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from coppice import Client, Completion
 from shared.models.checkpoint import resolve_model
 from shared.types import FinishReason
-from tests.e2e.serving import Server, generate_all, generate_alone
+from tests.e2e.serving import Server, generate_all, generate_plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -21,8 +21,8 @@ EOS_ID = 0
 
 
 def both_ways(server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
-    """Run requests alone and plain, then at once with trees; return the equal completions."""
-    plain = generate_alone(server.address, requests)
+    """Run requests plain, then with trees; return the completions, which must be equal."""
+    plain = generate_plain(server.address, requests)
     completions = generate_all(server.address, [{**TREE, **request} for request in requests])
     for request, completion, alone in zip(requests, completions, plain, strict=True):
         assert completion.token_ids == alone.token_ids, request
