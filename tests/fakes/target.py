@@ -108,6 +108,9 @@ class FakeTarget:
 
     def submit(self, message: Any) -> None:
         self.received.append(message)
+        self._handle(message)
+
+    def _handle(self, message: Any) -> None:
         try:
             match message:
                 case TargetOpen():
@@ -182,7 +185,7 @@ class FakeTarget:
         self._queue.append((request, message))
         early = self._early.pop(message.request_id, None)
         if early is not None:
-            self.submit(early)
+            self._handle(early)
 
     def _queue_round(self, message: VerifyRound) -> None:
         request = self.requests.get(message.request_id)
