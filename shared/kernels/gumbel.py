@@ -20,6 +20,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
+# Values that a CPU works on at once: its temporaries stay in the cache.
+_CPU_CHUNK = 1 << 15
+
 
 @triton.jit
 def _mix64_block(value):
@@ -98,11 +101,17 @@ def gumbel_noise_ref(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tens
     """Do what `gumbel_noise` does in plain torch."""
     settle_vector_math()
     key = _mix64(seed ^ _mix64(position + _GOLDEN))  # [R]
-    bits = _mix64(key.unsqueeze(-1) + (ids + 1) * _GOLDEN)
-    bits = (bits >> 11).bitwise_and_((1 << 53) - 1).clamp_(max=(1 << 53) - 2)
-    uniform = bits.to(torch.float64)
-    uniform.add_(0.5).mul_(2.0**-53)
-    return uniform.log_().neg_().log_().neg_().to(torch.float32)
+    out = torch.empty((len(key), ids.shape[-1]), dtype=torch.float32, device=key.device)
+    ids = ids.expand(out.shape)
+    num_rows = max(1, _CPU_CHUNK // max(1, out.shape[1]))
+    for begin in range(0, len(key), num_rows):
+        rows = slice(begin, begin + num_rows)
+        bits = _mix64(key[rows].unsqueeze(-1) + (ids[rows] + 1) * _GOLDEN)
+        bits = (bits >> 11).bitwise_and_((1 << 53) - 1).clamp_(max=(1 << 53) - 2)
+        uniform = bits.to(torch.float64)
+        uniform.add_(0.5).mul_(2.0**-53)
+        out[rows] = uniform.log_().neg_().log_().neg_()
+    return out
 
 
 def _mix64(value: torch.Tensor) -> torch.Tensor:

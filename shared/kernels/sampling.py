@@ -7,6 +7,7 @@ on the order and a sort (the reference) and a bisection keep exactly the same to
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -291,33 +292,61 @@ def sample_ref(
 ) -> torch.Tensor:
     """Do what `sample` does in plain torch, with a sort."""
     settle_vector_math()
-    logits = torch.where(logits.isnan(), -torch.inf, logits)
-    greedy = logits.argmax(-1)
-    if not bool((temperature > 0).any()):
-        return greedy.int()
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    best = logits.argmax(-1)
+    if bool(logits.gather(1, best.unsqueeze(1)).isnan().any()):  # argmax prefers NaN
+        logits = torch.where(logits.isnan(), -torch.inf, logits)
+        best = logits.argmax(-1)
+    is_random = temperature > 0
+    if not bool(is_random.any()):
+        return best.int()
+    scaled = logits / torch.where(is_random, temperature, 1.0).unsqueeze(1)
     if has_filters:
-        scaled = _filter(scaled, top_k, top_p, min_p)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    noisy = scaled + gumbel_noise_ref(seed, position, ids)
-    return torch.where(temperature > 0, noisy.argmax(-1), greedy).int()
+        noisy = _add_noise(scaled, _kept(scaled, top_k, top_p, min_p), seed, position)
+    else:
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        noisy = gumbel_noise_ref(seed, position, ids).add_(scaled)
+    return torch.where(is_random, noisy.argmax(-1), best).int()
 
 
-def _filter(
+def _kept(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Set what top-k, top-p and min-p drop to -inf; [R, V]."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
-    limit = torch.where(top_k > 0, top_k, scaled.shape[1]).unsqueeze(1)
-    is_kept = rank < limit
+    """Return what top-k, top-p and min-p leave, [R, V] bool.
+
+    Each filter keeps a prefix of the order (descending logit, lower id), so the shortest decides.
+    """
+    width = scaled.shape[1]
+    # numpy sorts values 20 times faster than torch.
+    ascending = torch.from_numpy(np.sort(scaled.cpu().numpy(), axis=-1)).to(scaled.device)
+    ordered = ascending.flip(-1)
+    limit = torch.where(top_k > 0, top_k.clamp(max=width), width).long()
     largest = ordered[:, :1]
     difference = torch.where(ordered == largest, 0.0, ordered.double() - largest.double())
-    mass = (difference.exp() * _MASS_ONE + 0.5).long().masked_fill(~is_kept, 0)
-    mass_before = mass.cumsum(-1) - mass
-    target = top_p.double().unsqueeze(1) * mass.sum(-1, keepdim=True).double()
+    # Below -64 the mass is 0 anyhow, and exp is slow.
+    mass = (difference.clamp_(min=-64.0).exp_() * _MASS_ONE + 0.5).long()
+    by_min_p = (mass >= (min_p.double().unsqueeze(1) * _MASS_ONE + 0.5).long()).sum(-1)
+
+    mass.masked_fill_(torch.arange(width, device=scaled.device) >= limit.unsqueeze(1), 0)
+    mass_up_to = mass.cumsum(-1)
+    target = top_p.double().unsqueeze(1) * mass_up_to[:, -1:].double()
     needed = target.ceil().long().clamp(min=1)
-    is_kept &= (mass_before < needed) | (top_p.unsqueeze(1) >= 1)
-    is_kept &= mass >= (min_p.double().unsqueeze(1) * _MASS_ONE + 0.5).long()
-    is_kept_by_id = torch.zeros_like(is_kept).scatter_(1, order, is_kept)
-    return scaled.masked_fill(~is_kept_by_id, -torch.inf)
+    by_top_p = torch.where(top_p < 1, (mass_up_to - mass < needed).sum(-1), width)
+
+    count = torch.minimum(torch.minimum(limit, by_top_p), by_min_p).clamp(min=1)
+    threshold = ordered.gather(1, count.unsqueeze(1) - 1)
+    is_above, is_tie = scaled > threshold, scaled == threshold
+    num_ties = count - is_above.sum(-1)
+    if bool((is_tie.sum(-1) > num_ties).any()):
+        is_tie &= is_tie.cumsum(-1) <= num_ties.unsqueeze(1)
+    return is_above | is_tie
+
+
+def _add_noise(
+    scaled: torch.Tensor, is_kept: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """Return logits plus noise where kept, else -inf; noise is dear, so only for those."""
+    row, token_id = is_kept.nonzero(as_tuple=True)
+    noise = gumbel_noise_ref(seed[row], position[row], token_id.unsqueeze(1)).squeeze(1)
+    noisy = torch.full_like(scaled, -torch.inf)
+    noisy[row, token_id] = scaled[row, token_id] + noise
+    return noisy
