@@ -207,12 +207,13 @@ def test_one_of_two_targets_and_one_of_two_drafts_die(
 def test_workers_that_are_told_to_stop_end_in_order(
     quartet: Server, plain: list[Completion]
 ) -> None:
-    """As in a rolling restart: what they hold ends there or moves, and new requests go elsewhere."""
+    """As in a rolling restart: what they hold ends there or moves, well before they are killed."""
     with streams(quartet.address, REQUESTS * 2) as running:
         for stream in running:
             stream.reaches(20)
         for name in ("target-0", "draft-1"):
             quartet.stop_service(name)
+            assert not quartet.logged("requests still run", service=name)
         check_outputs(running, plain * 2)
     for name in ("target-0", "draft-1"):
         quartet.start_service(name)
