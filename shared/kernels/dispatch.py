@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -58,6 +59,14 @@ def count_launch(name: str) -> None:
     Mutates: the counters of this process.
     """
     _launches()[name] += 1
+
+
+def add_launches(counts: Mapping[str, int]) -> None:
+    """Count launches that happened together, as those of a captured graph do.
+
+    Mutates: the counters of this process.
+    """
+    _launches().update(counts)
 
 
 def launch_counts() -> dict[str, int]:

@@ -1,0 +1,80 @@
+"""Capture a computation of fixed shapes as a CUDA graph once, replay it from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.kernels.dispatch import add_launches, launch_counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+    addresses: tuple[tuple[int, torch.dtype, torch.Size], ...]
+    launches: dict[str, int]
+
+
+class GraphCache:
+    """The captured computations of one device, which share their intermediate memory.
+
+    On a CPU every call just computes.
+
+    Args:
+        is_enabled: False: compute without capturing, on any device.
+    """
+
+    def __init__(self, device: torch.device, *, is_enabled: bool = True) -> None:
+        self.is_capturing = is_enabled and device.type == "cuda"
+        self._device = device
+        self._pool: Any = None
+        self._captured: dict[Hashable, _Captured] = {}
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, key: Hashable, compute: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Any:
+        """Compute, by replaying the graph of `key` once there is one.
+
+        Args:
+            key: Everything that shapes the computation. Another computation needs another key.
+            compute: Reads `inputs` and tensors that never move; launches only, no reading back. Run
+                twice the first time, so it must not depend on what it wrote.
+            inputs: What differs from call to call, at the same addresses every time.
+        Returns: What `compute` returns; valid until the next run of the same key.
+        Raises: AssertionError when an input is elsewhere, or of another shape, than at capture.
+        """
+        if not self.is_capturing:
+            return compute()
+        addresses = tuple((t.data_ptr(), t.dtype, t.shape) for t in inputs)
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = self._capture(compute, addresses)
+        assert captured.addresses == addresses, f"the inputs of graph {key} moved"
+        captured.graph.replay()
+        add_launches(captured.launches)
+        return captured.outputs
+
+    def _capture(
+        self,
+        compute: Callable[[], Any],
+        addresses: tuple[tuple[int, torch.dtype, torch.Size], ...],
+    ) -> _Captured:
+        compute()  # compiles what is not compiled yet, which a capture could not
+        before = launch_counts()
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = compute()
+        launches = {
+            name: count - before.get(name, 0)
+            for name, count in launch_counts().items()
+            if count > before.get(name, 0)
+        }
+        add_launches({name: -count for name, count in launches.items()})  # captured, not launched
+        return _Captured(graph=graph, outputs=outputs, addresses=addresses, launches=launches)
