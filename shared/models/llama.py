@@ -10,11 +10,10 @@ from torch.nn import functional
 
 from shared.errors import CheckpointError
 from shared.kernels.linear import linear
-from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.decoder import DecoderLayer, KVCaches, RopeTable
+from shared.models.decoder import DecoderLayer, KVCaches, Product, RopeTable, add_and_norm
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -108,13 +107,17 @@ class CausalLM:
         """
         rows = self._rope.rows(position_ids, attention, slot_mapping)
         x = self.embed(token_ids)
+        pending: Product | None = None
         captured = {}
         for layer_id, layer in enumerate(self._layers):
-            x = layer.forward(x, rows, kv.k[layer_id], kv.v[layer_id])
-            if layer_id in capture_layers:
-                captured[layer_id] = x
+            x, normed = layer.enter(x, pending)
+            if layer_id - 1 in capture_layers:
+                captured[layer_id - 1] = x
+            x, pending = layer.forward(x, normed, rows, kv.k[layer_id], kv.v[layer_id])
+        x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
+        captured[len(self._layers) - 1] = x
         return ForwardOutput(
-            hidden=rms_norm(x, self._norm, self.config.rms_norm_eps),
+            hidden=hidden,
             captured=torch.cat([captured[i] for i in capture_layers], dim=-1)
             if capture_layers
             else None,
