@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, aligned, count_launch, dot_dtype, use_triton
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
 
 # Rows of one CPU product. BLAS picks another order of accumulation for another height.
 CPU_ROW_TILE = 8
@@ -78,55 +79,42 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
     return Tiles(128, 128, 64, 8, 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
-    x_ptr,  # [T, K]
-    weight_ptr,  # [N, K]
+    x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
+    weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N], or [splits, T, N] f32 if IS_SPLIT; mutated
     num_rows,
     width_n,
     width_k,
-    x_stride,
-    weight_stride,
     DOT_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    IS_EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last one, and are not stored.
-    weight_row = tl.minimum(n, width_n - 1).to(tl.int64)
-    x_row = tl.minimum(t, num_rows - 1).to(tl.int64)
-    weight_ptrs = weight_ptr + weight_row[:, None] * weight_stride + k[None, :]
-    x_ptrs = x_ptr + x_row[None, :] * x_stride + k[:, None]
+    first_t = tl.program_id(0) * BLOCK_T
+    first_n = tl.program_id(1) * BLOCK_N
     first_split = tl.program_id(2)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for split in range(0, 1 if IS_SPLIT else NUM_SPLITS):
         begin = (first_split + split) * SPLIT_K
         end = tl.minimum(begin + SPLIT_K, width_k)
         acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            if IS_EVEN_K:
-                weight = tl.load(weight_ptrs + start, eviction_policy="evict_first")
-                x = tl.load(x_ptrs + start)
-            else:
-                in_k = start + k < end
-                weight = tl.load(weight_ptrs + start, mask=in_k[None, :], other=0.0)
-                x = tl.load(x_ptrs + start, mask=in_k[:, None], other=0.0)
-            acc = tl.dot(weight.to(DOT_DTYPE), x.to(DOT_DTYPE), acc, input_precision="ieee")
+        for k in range(begin, end, BLOCK_K):
+            weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)
+            x = x_desc.load([first_t, k]).to(DOT_DTYPE)
+            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
         if NUM_SPLITS == 1 or IS_SPLIT:
             total = acc
         else:
             total += acc
-    in_out = (t < num_rows)[None, :] & (n < width_n)[:, None]
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < width_n, other=0.0).to(tl.float32)[:, None]
     row = t.to(tl.int64)
@@ -135,7 +123,7 @@ def _linear_kernel(
     tl.store(
         out_ptr + row[None, :] * width_n + n[:, None],
         total.to(out_ptr.dtype.element_ty),
-        mask=in_out,
+        mask=(t < num_rows)[None, :] & (n < width_n)[:, None],
     )
 
 
@@ -263,12 +251,8 @@ def _multiply(
 ) -> None:
     """Launch the product. Mutates: `out`, all of it."""
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
-    assert weight.stride(1) == 1, "a weight's rows are dense"
-    if x.stride(1) != 1 or x.data_ptr() % 16:
-        x = aligned(x)
     num_rows, (width_n, width_k) = x.shape[0], weight.shape
     splits = num_splits(width_n, width_k)
-    split_k = split_width(width_k, splits)
     tiles = choose_tiles(num_rows, x.element_size()) if x.is_cuda else INTERPRETED_TILES
     grid = (
         triton.cdiv(num_rows, tiles.block_t),
@@ -277,21 +261,18 @@ def _multiply(
     )
     count_launch("linear")
     _linear_kernel[grid](
-        x,
-        weight,
+        blocks_of(x, tiles.block_t, tiles.block_k),
+        blocks_of(weight, tiles.block_n, tiles.block_k),
         weight if bias is None else bias.contiguous(),
         out,
         num_rows,
         width_n,
         width_k,
-        x.stride(0),
-        weight.stride(0),
         DOT_DTYPE=dot_dtype(x),
         HAS_BIAS=bias is not None,
         IS_SPLIT=is_split,
         NUM_SPLITS=splits,
-        SPLIT_K=split_k,
-        IS_EVEN_K=width_k % _SPLIT_MULTIPLE == 0,
+        SPLIT_K=split_width(width_k, splits),
         BLOCK_N=tiles.block_n,
         BLOCK_T=tiles.block_t,
         BLOCK_K=tiles.block_k,
@@ -299,6 +280,23 @@ def _multiply(
         num_stages=tiles.num_stages,
         **LAUNCH_OPTIONS,
     )
+
+
+def blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
+    """Describe a matrix to the unit that copies blocks; what is outside of the matrix reads as 0.
+
+    The unit wants rows that begin at multiples of 16 bytes. Those of every model do; others are
+    copied, with zeros at their ends.
+
+    Args:
+        matrix: [M, K].
+        num_rows, num_columns: Of a block.
+    """
+    unit = 16 // matrix.element_size()
+    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) % unit == 0
+    if not is_aligned or matrix.stride(1) != 1 or matrix.shape[1] % unit:
+        matrix = functional.pad(matrix, (0, -matrix.shape[1] % unit)).contiguous()
+    return TensorDescriptor.from_tensor(matrix, [num_rows, num_columns])
 
 
 def sum_addends_ref(

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, aligned, count_launch, dot_dtype, use_triton
-from shared.kernels.linear import INTERPRETED_TILES, Tiles, linear_ref
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
+from shared.kernels.linear import INTERPRETED_TILES, Tiles, blocks_of, linear_ref
 from shared.kernels.swiglu import swiglu
 
 
@@ -28,47 +28,33 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
     return Tiles(64, 128, 64, 4, 3) if num_rows <= 128 else Tiles(128, 128, 64, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_swiglu_kernel(
-    x_ptr,  # [T, K]
-    weight_ptr,  # [2 F, K], gate above up
+    x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
+    weight_desc,  # [2 F, K] in blocks [BLOCK_N, BLOCK_K], gate above up
     bias_ptr,  # [2 F], unread unless HAS_BIAS
     out_ptr,  # [T, F] mutated
     num_rows,
     width_f,
     width_k,
-    x_stride,
-    weight_stride,
     DOT_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last one, and are not stored.
-    weight_row = tl.minimum(n, width_f - 1).to(tl.int64)
-    x_row = tl.minimum(t, num_rows - 1).to(tl.int64)
-    gate_ptrs = weight_ptr + weight_row[:, None] * weight_stride + k[None, :]
-    up_ptrs = weight_ptr + (weight_row + width_f)[:, None] * weight_stride + k[None, :]
-    x_ptrs = x_ptr + x_row[None, :] * x_stride + k[:, None]
+    first_t = tl.program_id(0) * BLOCK_T
+    first_n = tl.program_id(1) * BLOCK_N
     gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for start in range(0, width_k, BLOCK_K):
-        if IS_EVEN_K:
-            gate_weight = tl.load(gate_ptrs + start, eviction_policy="evict_first")
-            up_weight = tl.load(up_ptrs + start, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + start).to(DOT_DTYPE)
-        else:
-            in_k = start + k < width_k
-            gate_weight = tl.load(gate_ptrs + start, mask=in_k[None, :], other=0.0)
-            up_weight = tl.load(up_ptrs + start, mask=in_k[None, :], other=0.0)
-            x = tl.load(x_ptrs + start, mask=in_k[:, None], other=0.0).to(DOT_DTYPE)
-        gate = tl.dot(gate_weight.to(DOT_DTYPE), x, gate, input_precision="ieee")
-        up = tl.dot(up_weight.to(DOT_DTYPE), x, up, input_precision="ieee")
+    for k in range(0, width_k, BLOCK_K):
+        x = x_desc.load([first_t, k]).to(DOT_DTYPE)
+        gate_weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)
+        up_weight = weight_desc.load([first_n + width_f, k]).to(DOT_DTYPE)
+        gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
+        up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
     in_n = n < width_f
     if HAS_BIAS:
         gate += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
@@ -93,9 +79,7 @@ def linear_swiglu(
     """
     if not use_triton(x):
         return linear_swiglu_ref(x, weight, bias)
-    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1] and weight.stride(1) == 1
-    if x.stride(1) != 1 or x.data_ptr() % 16:
-        x = aligned(x)
+    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
     num_rows, width_f, width_k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     out = torch.empty((num_rows, width_f), dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -105,18 +89,15 @@ def linear_swiglu(
     _linear_swiglu_kernel[
         (triton.cdiv(num_rows, tiles.block_t), triton.cdiv(width_f, tiles.block_n))
     ](
-        x,
-        weight,
+        blocks_of(x, tiles.block_t, tiles.block_k),
+        blocks_of(weight, tiles.block_n, tiles.block_k),
         weight if bias is None else bias.contiguous(),
         out,
         num_rows,
         width_f,
         width_k,
-        x.stride(0),
-        weight.stride(0),
         DOT_DTYPE=dot_dtype(x),
         HAS_BIAS=bias is not None,
-        IS_EVEN_K=width_k % 64 == 0,
         BLOCK_N=tiles.block_n,
         BLOCK_T=tiles.block_t,
         BLOCK_K=tiles.block_k,

@@ -32,6 +32,14 @@ def blocks(tiles: linear.Tiles) -> dict[str, int]:
     return {"BLOCK_N": tiles.block_n, "BLOCK_T": tiles.block_t, "BLOCK_K": tiles.block_k}
 
 
+def descriptors(dtype: str, tiles: linear.Tiles) -> list[str]:
+    """Return the types of the descriptors of x and the weight."""
+    return [
+        f"tensordesc<{dtype}[{height}, {tiles.block_k}]>"
+        for height in (tiles.block_t, tiles.block_n)
+    ]
+
+
 def kernels(dtype: str):
     """Yield (kernel, types of the arguments in order, constexprs[, tiles of a product])."""
     values = f"*{dtype}"
@@ -57,7 +65,7 @@ def kernels(dtype: str):
         tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear._linear_kernel,
-            [values] * 3 + ["*fp32"] + ["i32"] * 5,
+            [*descriptors(dtype, tiles), values, "*fp32", "i32", "i32", "i32"],
             {
                 **dot,
                 **blocks(tiles),
@@ -65,15 +73,14 @@ def kernels(dtype: str):
                 "IS_SPLIT": num_rows <= linear.MAX_SPLIT_ROWS,
                 "NUM_SPLITS": 4,
                 "SPLIT_K": 1024,
-                "IS_EVEN_K": True,
             },
             tiles,
         )
         tiles = linear_swiglu.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear_swiglu._linear_swiglu_kernel,
-            [values] * 4 + ["i32"] * 5,
-            {**dot, **blocks(tiles), "HAS_BIAS": True, "IS_EVEN_K": True},
+            [*descriptors(dtype, tiles), values, values, "i32", "i32", "i32"],
+            {**dot, **blocks(tiles), "HAS_BIAS": True},
             tiles,
         )
     yield (
