@@ -154,7 +154,13 @@ class TargetEngine:
                 )
             )
         if not plan.is_empty:
-            batch = build_batch(plan, self._pool, window=self._window)
+            batch = build_batch(
+                plan,
+                self._pool,
+                self._runner.staging,
+                window=self._window,
+                pads_rows=self._runner.pads_rows,
+            )
             extended = self._runner.extend(batch.extend)
             self._commit_chains(batch, extended)
             if batch.verify is not None:

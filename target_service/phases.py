@@ -23,11 +23,13 @@ class ExtendInput:
         token_ids: [T] i64.
         position_ids: [T] i64, seq_len + depth for a tree node.
         rows: Where their KV goes and what they see.
+        bucket: T, if the rows were padded up to it (see buckets.py); else None.
     """
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
     rows: PackedRows
+    bucket: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
