@@ -80,10 +80,11 @@ def build_batch(
     chains: list[ChainRows] = []
     row = 0
     for request in plan.verifies:
-        queued = request.queued
-        assert queued is not None
-        sent = queued.tree
-        ids = np.array(sent.token_ids if sent else (queued.root_token_id,), dtype=np.int64)
+        sent = request.queued.tree if request.queued else None
+        # A root that is still being computed is named by the row where the device keeps it.
+        root = -1 - request.req_idx if request.num_in_flight else request.tokens[-1]
+        ids = np.array(sent.token_ids if sent else (root,), dtype=np.int64)
+        seq_len = request.next_seq_len
         parents = np.array(sent.parent_index, dtype=np.int32) if sent else ROOT_ONLY
         depth, path = tree_paths(parents)
         tree = SampledTree(
@@ -92,20 +93,20 @@ def build_batch(
             token_ids=ids,
             parent_index=parents,
             depth=depth,
-            seq_len=request.seq_len,
+            seq_len=seq_len,
         )
         blocks.append(
             RowBlock(
                 req_idx=request.req_idx,
-                prefix_len=request.seq_len,
+                prefix_len=seq_len,
                 num_rows=len(ids),
-                first_slot=request.seq_len,
+                first_slot=seq_len,
                 depth=None if tree.is_chain else depth,
                 path=None if tree.is_chain else path,
             )
         )
         tokens.append(ids)
-        positions.append(request.seq_len + depth.astype(np.int64))
+        positions.append(seq_len + depth.astype(np.int64))
         trees.append(tree)
         row += len(ids)
     works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
@@ -168,6 +169,7 @@ def _build_verify(trees: Sequence[SampledTree], staging: Staging) -> VerifyInput
             num_top = max(num_top, tree.request.open.top_logprobs)
         row += count
     return VerifyInput(
+        req_idx=staging.add(np.array([tree.request.req_idx for tree in trees], dtype=np.int64)),
         logit_rows=staging.add(np.concatenate(logit_rows)),
         node_rows=staging.add(node_rows),
         token_ids=staging.add(token_ids),

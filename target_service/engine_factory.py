@@ -128,6 +128,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         prefill_chunk_len=config.prefill_chunk_len,
         max_context_len=context_len,
         feature_retain_rows=config.feature_retain_rows,
+        runs_ahead=device.type == "cuda",
         window=model_config.sliding_window,
     )
 

@@ -50,6 +50,7 @@ class VerifyInput:
     """The trees to sample and walk.
 
     Args:
+        req_idx: [B] i64, rows of the page table.
         logit_rows: [L] i64, rows of the extend.
         node_rows: [B, N] i64, logit row of each node; padding nodes point at row 0.
         token_ids: [B, N] i64, root included.
@@ -60,6 +61,7 @@ class VerifyInput:
         num_top_logprobs: Alternatives per row.
     """
 
+    req_idx: torch.Tensor
     logit_rows: torch.Tensor
     node_rows: torch.Tensor
     token_ids: torch.Tensor

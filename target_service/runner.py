@@ -78,6 +78,8 @@ class TargetRunner:
         self.sampler = sampler
         self.features = features
         self.staging = Staging(pool.device, STAGING_BYTES)
+        # The newest token of every request, by row of the page table.
+        self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
         self._graphs = GraphCache(pool.device)
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
 
@@ -120,6 +122,7 @@ class TargetRunner:
             inputs.rows.attention,
             inputs.rows.slot_mapping,
             capture_layers=self.features.layer_ids,
+            roots=self._roots,
         )
         features = output.captured
         if self.features.width and not self.features.layer_ids:
@@ -130,7 +133,7 @@ class TargetRunner:
     def verify(
         self, inputs: VerifyInput, extended: ExtendOutput, trees: Sequence[SampledTree]
     ) -> VerifyOutput:
-        """Sample at every node and walk each tree. Mutates: nothing."""
+        """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
         logits = self.model.logits(extended.hidden[inputs.logit_rows])  # [L, V]
         tokens = self.sampler.sample(logits, trees, inputs.position)  # [L]
         outputs = NodeOutputs(len(tokens))
@@ -142,6 +145,9 @@ class TargetRunner:
         walk = accept_walk(
             inputs.token_ids, inputs.parent_index, tokens[inputs.node_rows], inputs.max_depth
         )
+        last_node = walk.accept_index.gather(1, walk.accept_length[:, None] - 1)
+        last_row = inputs.node_rows.gather(1, last_node).squeeze(1)
+        self._roots.index_copy_(0, inputs.req_idx, tokens[last_row])
         return VerifyOutput(node_outputs=outputs, walk=walk)
 
     @torch.inference_mode()

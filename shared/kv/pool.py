@@ -77,6 +77,11 @@ class KVPool:
         return self._allocator.num_pages - 1
 
     @property
+    def max_num_requests(self) -> int:
+        """Return the rows of the page table."""
+        return self._table.shape[0]
+
+    @property
     def has_free_row(self) -> bool:
         """Return whether another request fits into the page table."""
         return bool(self._free_rows)

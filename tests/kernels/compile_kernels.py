@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shared.kernels import (
+    embedding,
     gumbel,
     linear,
     linear_swiglu,
@@ -88,6 +89,7 @@ def kernels(dtype: str):
         ["*fp32", values, values, "i32", "i32"],
         {"HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK": 1024},
     )
+    yield embedding._embed_kernel, ["*i64", "*i64", values, values], {"WIDTH": 1000, "BLOCK": 1024}
     yield rms_norm._rms_norm_kernel, [values] * 3 + ["fp32"], {"WIDTH": 1000, "BLOCK": 1024}
     yield (
         rms_norm._add_rms_norm_kernel,

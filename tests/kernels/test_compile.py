@@ -27,6 +27,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
     assert names == {
         "_tree_attention_kernel",
         "_linear_kernel",
+        "_embed_kernel",
         "_linear_swiglu_kernel",
         "_sum_addends_kernel",
         "_rms_norm_kernel",
