@@ -37,14 +37,13 @@ def gumbel_block(seed, position, ids):
     """Return the noise of a block of ids, f32; device function.
 
     Args:
-        seed: i64 block or scalar, broadcastable to ids.
-        position: i64, as seed.
-        ids: i64 block.
+        seed: i64 scalar.
+        position: i64 scalar.
+        ids: [N] i64.
     """
-    golden = tl.full(ids.shape, 0x9E3779B97F4A7C15, dtype=tl.uint64)
-    zero = tl.zeros(ids.shape, dtype=tl.uint64)
-    inner = _mix64_block(zero + position.to(tl.uint64) + golden)
-    key = _mix64_block((zero + seed.to(tl.uint64)) ^ inner)
+    golden = tl.full((1,), 0x9E3779B97F4A7C15, dtype=tl.uint64)
+    inner = _mix64_block(golden + position.to(tl.uint64))
+    key = _mix64_block(inner ^ seed.to(tl.uint64))
     bits = _mix64_block(key + (ids + 1).to(tl.uint64) * golden)
     bits = tl.minimum(bits >> 11, 0x1FFFFFFFFFFFFE)
     # 2^-53

@@ -1,8 +1,9 @@
 """Choose a token per row: temperature, top-k, top-p, min-p, then argmax of logit + Gumbel noise.
 
-Grid: (num_rows,). The kernel never sorts: it bisects over a total order of (logit, lower id), and
-probabilities are fixed-point integers relative to the largest one, so that their sums do not depend
-on the order and a sort (the reference) and a bisection keep exactly the same tokens.
+Two kernels: the best token of each chunk of the vocabulary, on the grid (num_rows, num_chunks),
+then the best of a row's chunks, on (num_rows,). Between them, and only if some row has filters,
+run those of sampling_filters.py; the last kernel then searches what they have listed. Nothing is
+sorted, and no row's result depends on the other rows.
 """
 
 from __future__ import annotations
@@ -14,91 +15,151 @@ import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 from shared.kernels.gumbel import gumbel_block, gumbel_noise_ref
+from shared.kernels.sampling_filters import (
+    LANES,
+    is_filtered,
+    key_column,
+    key_value,
+    largest_of,
+    least_mass_of,
+    load_scaled,
+    mass_of,
+    needed_mass,
+    order_key,
+    shortlist,
+)
 from shared.kernels.vector_math import settle_vector_math
 
-# The largest probability of a row, in fixed point: 2^40. 2^23 tokens cannot overflow 63 bits.
+# The largest probability of a row, in fixed point: 2^40.
 _MASS_ONE = 2.0**40
 
-# Comparisons of a token with a candidate key that a pass makes at once. Blocks of fewer tokens
-# leave room for more candidates, so that fewer passes find the key.
-_NUM_COMPARED = 8192
+# Columns of one program of the first kernel.
+BLOCK = 1024
+# Listed keys compared with LANES candidates at once: one per thread of the last kernel.
+STEP = 256
 
 
 @triton.jit
-def _load_logits(logits_ptr, row, column, width, temperature):
-    """Return a block of a row's logits / T; NaN and columns past the end are -inf, -0 is +0."""
-    x = tl.load(logits_ptr + row * width + column, mask=column < width, other=-float("inf"))
-    x = tl.div_rn(tl.where(x == x, x, -float("inf")), temperature)
-    return tl.where(x == 0.0, 0.0, x)
+def _best_of_chunk_kernel(
+    logits_ptr,  # [R, V] f32
+    temperature_ptr,  # [R] f32
+    top_k_ptr,  # [R] i32
+    top_p_ptr,  # [R] f32
+    min_p_ptr,  # [R] f32
+    seed_ptr,  # [R] i64
+    position_ptr,  # [R] i64
+    value_ptr,  # [R, C] f32 mutated
+    id_ptr,  # [R, C] i32 mutated
+    width,
+    HAS_FILTERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1).to(tl.int64)
+    num_chunks = tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = load_scaled(logits_ptr, row, column, width, tl.where(temperature > 0.0, temperature, 1.0))
+    is_noisy = temperature > 0.0
+    if HAS_FILTERS:  # filtered rows get noise where it is known what they keep
+        top_k = tl.load(top_k_ptr + row)
+        top_p = tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        is_noisy = is_noisy & (not is_filtered(temperature, top_k, top_p, min_p, width))
+    if is_noisy:
+        x += gumbel_block(tl.load(seed_ptr + row), tl.load(position_ptr + row), column)
+    best = tl.max(x, axis=0)
+    best_id = tl.min(tl.where(x == best, column, 0x7FFFFFFF), axis=0)
+    tl.store(value_ptr + row * num_chunks + chunk, best)
+    tl.store(id_ptr + row * num_chunks + chunk, best_id.to(tl.int32))
 
 
 @triton.jit
-def _order_key(x, column):
-    """Return i64 keys that ascend with x, ties with the lower column; differences fit 63 bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return (ordered << 31) + (0x7FFFFFFF - column)
-
-
-@triton.jit
-def _mass(x, largest):
-    """Return exp(x - largest) in fixed point, i64; `largest` itself has 2^40."""
-    is_largest = x == largest  # infinity less infinity is not a number
-    wide = tl.where(is_largest, 0.0, x.to(tl.float64))
-    difference = wide - tl.where(is_largest, 0.0, largest.to(tl.float64))
-    return (tl.exp(difference) * 1099511627776.0 + 0.5).to(tl.int64)
+def _load_keys(
+    logits_ptr, key_ptr, row, start, num_keys, is_list, width, temperature, CAPACITY, STEP
+):
+    """Return STEP keys of a row's list, or of the row where it has none; -inf past the end."""
+    index = (start + tl.arange(0, STEP)).to(tl.int64)
+    if is_list:
+        nothing = order_key(tl.full((), -float("inf"), dtype=tl.float32), index * 0)
+        keys = tl.load(key_ptr + row * CAPACITY + index, mask=index < num_keys, other=nothing)
+    else:
+        keys = order_key(load_scaled(logits_ptr, row, index, width, temperature), index)
+    return keys
 
 
 @triton.jit
 def _weight_from(
     logits_ptr,
+    key_ptr,
     row,
+    num_keys,
+    is_list,
     width,
     temperature,
     largest,
     least,
     IS_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """Return the number, or the mass, of the tokens of a row whose key is at least each `least`.
+    """Return the number, or the mass, of a row's keys that are at least each `least`.
 
     Args:
         least: [LANES] i64.
     """
-    total = tl.zeros_like(least)
-    for start in range(0, width, BLOCK):
-        column = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        x = _load_logits(logits_ptr, row, column, width, temperature)
-        weight = tl.full((BLOCK,), 1, dtype=tl.int64)
+    weight = tl.zeros((least.shape[0], STEP), dtype=tl.int64)
+    for start in range(0, num_keys, STEP):
+        key = _load_keys(
+            logits_ptr, key_ptr, row, start, num_keys, is_list, width, temperature, CAPACITY, STEP
+        )
+        is_counted = (key[None, :] >= least[:, None]) & (start + tl.arange(0, STEP) < num_keys)[
+            None, :
+        ]
         if IS_MASS:
-            weight = _mass(x, largest)
-        weight = tl.where(column < width, weight, 0)
-        is_counted = _order_key(x, column)[None, :] >= least[:, None]
-        total += tl.sum(tl.where(is_counted, weight[None, :], 0), axis=1)
-    return total
+            mass = mass_of(key_value(key), largest)
+            weight += tl.where(is_counted, mass[None, :], 0)
+        else:
+            weight += is_counted.to(tl.int64)
+    return tl.sum(weight, axis=1)
 
 
 @triton.jit
 def _largest_key(
     logits_ptr,
+    key_ptr,
     row,
+    num_keys,
+    is_list,
     width,
     temperature,
     largest,
     needed,
     low,
     IS_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STEP: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the largest key such that the tokens from it on weigh `needed`; from `low` on do."""
-    high = _order_key(largest, tl.zeros_like(low)) + 1  # from here on nothing is left
+    """Return the largest key such that the keys from it on weigh `needed`; from `low` on do."""
+    high = order_key(largest, tl.zeros_like(low)) + 1  # from here on nothing is left
     lane = tl.arange(0, LANES).to(tl.int64)
     while low + 1 < high:
         stride = tl.maximum((high - low) // LANES, 1)
         least = low + lane * stride
         weight = _weight_from(
-            logits_ptr, row, width, temperature, largest, least, IS_MASS=IS_MASS, BLOCK=BLOCK
+            logits_ptr,
+            key_ptr,
+            row,
+            num_keys,
+            is_list,
+            width,
+            temperature,
+            largest,
+            least,
+            IS_MASS=IS_MASS,
+            CAPACITY=CAPACITY,
+            STEP=STEP,
         )
         # Lane 0 is `low` itself; weights fall from lane to lane.
         last = tl.sum((weight >= needed).to(tl.int64), axis=0) - 1
@@ -109,58 +170,98 @@ def _largest_key(
 
 
 @triton.jit
-def _filter_keys(
+def _filtered_token(
     logits_ptr,
+    key_ptr,
     row,
+    num_listed,
+    level,
+    total_mass,
+    largest,
     width,
     temperature,
-    largest,
     top_k,
     top_p,
-    BLOCK: tl.constexpr,
+    min_p,
+    seed,
+    position,
+    CAPACITY: tl.constexpr,
+    STEP: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the least key that top-k and top-p keep, i64."""
-    lowest = tl.full((), -float("inf"), dtype=tl.float32)
-    least = _order_key(lowest, tl.full((), 0x7FFFFFFF, dtype=tl.int64))
+    """Return the token with the largest noisy logit among those that the filters keep, i64."""
+    is_list = num_listed <= CAPACITY
+    num_keys = tl.where(is_list, num_listed, width)
+    least = order_key(level, tl.full((), 0x7FFFFFFF, dtype=tl.int64))
     if (top_k > 0) & (top_k < width):
         least = _largest_key(
             logits_ptr,
+            key_ptr,
             row,
+            num_keys,
+            is_list,
             width,
             temperature,
             largest,
             top_k.to(tl.int64),
             least,
             IS_MASS=False,
-            BLOCK=BLOCK,
+            CAPACITY=CAPACITY,
+            STEP=STEP,
             LANES=LANES,
         )
+        if top_p < 1.0:
+            total = _weight_from(
+                logits_ptr,
+                key_ptr,
+                row,
+                num_keys,
+                is_list,
+                width,
+                temperature,
+                largest,
+                least + tl.zeros((1,), dtype=tl.int64),
+                IS_MASS=True,
+                CAPACITY=CAPACITY,
+                STEP=STEP,
+            )
+            total_mass = tl.sum(total, axis=0)
     if top_p < 1.0:
-        lane = least + tl.zeros((1,), dtype=tl.int64)
-        total = _weight_from(
-            logits_ptr, row, width, temperature, largest, lane, IS_MASS=True, BLOCK=BLOCK
-        )
-        target = top_p.to(tl.float64) * tl.sum(total, axis=0).to(tl.float64)
-        needed = target.to(tl.int64)
-        needed += (needed.to(tl.float64) < target).to(tl.int64)  # ceil
         least = _largest_key(
             logits_ptr,
+            key_ptr,
             row,
+            num_keys,
+            is_list,
             width,
             temperature,
             largest,
-            tl.maximum(needed, 1),
+            needed_mass(top_p, total_mass),
             least,
             IS_MASS=True,
-            BLOCK=BLOCK,
+            CAPACITY=CAPACITY,
+            STEP=STEP,
             LANES=LANES,
         )
-    return least
+    least_mass = least_mass_of(min_p)
+    best = tl.full((STEP,), -float("inf"), dtype=tl.float32)
+    best_id = tl.zeros((STEP,), dtype=tl.int64)
+    for start in range(0, num_keys, STEP):
+        key = _load_keys(
+            logits_ptr, key_ptr, row, start, num_keys, is_list, width, temperature, CAPACITY, STEP
+        )
+        x = key_value(key)
+        column = key_column(key)
+        is_kept = (key >= least) & (mass_of(x, largest) >= least_mass)
+        is_kept = is_kept & (start + tl.arange(0, STEP) < num_keys)
+        noisy = tl.where(is_kept, x + gumbel_block(seed, position, column), -float("inf"))
+        best_id = tl.where(noisy > best, column, best_id)  # columns ascend: the lower one stays
+        best = tl.maximum(best, noisy)
+    return tl.min(tl.where(best == tl.max(best, axis=0), best_id, 0x7FFFFFFF), axis=0)
 
 
 @triton.jit
-def _sample_kernel(
+def _best_of_row_kernel(
     logits_ptr,  # [R, V] f32
     temperature_ptr,  # [R] f32
     top_k_ptr,  # [R] i32
@@ -168,59 +269,54 @@ def _sample_kernel(
     min_p_ptr,  # [R] f32
     seed_ptr,  # [R] i64
     position_ptr,  # [R] i64
+    value_ptr,  # [R, C] f32
+    id_ptr,  # [R, C] i32
+    key_ptr,  # [R, CAPACITY] i64; this and the next three are read for filtered rows only
+    num_listed_ptr,  # [R] i32
+    level_ptr,  # [R] f32
+    total_mass_ptr,  # [R] i64
     out_ptr,  # [R] i32 mutated
     width,
     HAS_FILTERS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STEP: tl.constexpr,
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    divisor = tl.where(temperature > 0.0, temperature, 1.0)
-    largest = tl.full((), -float("inf"), dtype=tl.float32)
-    best_id = tl.zeros((), dtype=tl.int64)
-    for start in range(0, width, BLOCK):
-        column = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        x = _load_logits(logits_ptr, row, column, width, divisor)
-        block_best = tl.max(x, axis=0)
-        block_id = tl.min(tl.where(x == block_best, column, 0x7FFFFFFF), axis=0)
-        best_id = tl.where(block_best > largest, block_id, best_id)
-        largest = tl.maximum(largest, block_best)
-    if temperature > 0.0:
-        least = tl.zeros((), dtype=tl.int64)
-        least_mass = tl.zeros((), dtype=tl.int64)
-        if HAS_FILTERS:
-            top_k = tl.load(top_k_ptr + row)
-            top_p = tl.load(top_p_ptr + row)
-            min_p = tl.load(min_p_ptr + row)
-            least = _filter_keys(
+    chunk = tl.arange(0, CHUNKS)
+    at = row * NUM_CHUNKS + chunk
+    largest = largest_of(value_ptr, row, NUM_CHUNKS, CHUNKS)
+    value = tl.load(value_ptr + at, mask=chunk < NUM_CHUNKS, other=-float("inf"))
+    best_id = tl.load(id_ptr + at, mask=chunk < NUM_CHUNKS, other=0x7FFFFFFF)
+    token = tl.min(tl.where(value == largest, best_id, 0x7FFFFFFF), axis=0).to(tl.int64)
+    if HAS_FILTERS:
+        temperature = tl.load(temperature_ptr + row)
+        top_k = tl.load(top_k_ptr + row)
+        top_p = tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        if is_filtered(temperature, top_k, top_p, min_p, width):
+            token = _filtered_token(
                 logits_ptr,
+                key_ptr,
                 row,
-                width,
-                divisor,
+                tl.load(num_listed_ptr + row),
+                tl.load(level_ptr + row),
+                tl.load(total_mass_ptr + row),
                 largest,
+                width,
+                temperature,
                 top_k,
                 top_p,
-                BLOCK=BLOCK,
+                min_p,
+                tl.load(seed_ptr + row),
+                tl.load(position_ptr + row),
+                CAPACITY=CAPACITY,
+                STEP=STEP,
                 LANES=LANES,
             )
-            least_mass = (min_p.to(tl.float64) * 1099511627776.0 + 0.5).to(tl.int64)
-        seed = tl.load(seed_ptr + row)
-        position = tl.load(position_ptr + row)
-        best = tl.full((), -float("inf"), dtype=tl.float32)
-        best_id = tl.zeros((), dtype=tl.int64)
-        for start in range(0, width, BLOCK):
-            column = (start + tl.arange(0, BLOCK)).to(tl.int64)
-            x = _load_logits(logits_ptr, row, column, width, divisor)
-            noisy = x + gumbel_block(seed, position, column)
-            if HAS_FILTERS:
-                is_kept = (_order_key(x, column) >= least) & (_mass(x, largest) >= least_mass)
-                noisy = tl.where(is_kept, noisy, -float("inf"))
-            block_best = tl.max(noisy, axis=0)
-            block_id = tl.min(tl.where(noisy == block_best, column, 0x7FFFFFFF), axis=0)
-            best_id = tl.where(block_best > best, block_id, best_id)
-            best = tl.maximum(best, block_best)
-    tl.store(out_ptr + row, best_id.to(tl.int32))
+    tl.store(out_ptr + row, token.to(tl.int32))
 
 
 def sample(
@@ -258,22 +354,45 @@ def sample(
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
         return out
+    filters = tuple(column.contiguous() for column in (temperature, top_k, top_p, min_p))
+    noise = seed.contiguous(), position.contiguous()
+    block = min(BLOCK, triton.next_power_of_2(width))
+    num_chunks = triton.cdiv(width, block)
+    value = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     count_launch("sample")
-    block = min(1024, triton.next_power_of_2(width))
-    _sample_kernel[(num_rows,)](
+    _best_of_chunk_kernel[(num_rows, num_chunks)](
         logits,
-        temperature.contiguous(),
-        top_k.contiguous(),
-        top_p.contiguous(),
-        min_p.contiguous(),
-        seed.contiguous(),
-        position.contiguous(),
-        out,
+        *filters,
+        *noise,
+        value,
+        best_id,
         width,
         HAS_FILTERS=has_filters,
         BLOCK=block,
-        LANES=_NUM_COMPARED // block,
-        num_warps=8,
+        num_warps=4,
+        **LAUNCH_OPTIONS,
+    )
+    listed = shortlist(logits, filters, value, block=block) if has_filters else None
+    _best_of_row_kernel[(num_rows,)](
+        logits,
+        *filters,
+        *noise,
+        value,
+        best_id,
+        listed.keys if listed else best_id,
+        listed.num_listed if listed else best_id,
+        listed.level if listed else value,
+        listed.total_mass if listed else best_id,
+        out,
+        width,
+        HAS_FILTERS=has_filters,
+        NUM_CHUNKS=num_chunks,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        CAPACITY=listed.keys.shape[1] if listed else 0,
+        STEP=STEP,
+        LANES=LANES,
+        num_warps=STEP // 32 if has_filters else 1,
         **LAUNCH_OPTIONS,
     )
     return out

@@ -6,6 +6,7 @@ Prints one line per binary: kernel, compute capability, dtype, whether tensor co
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,11 +22,19 @@ from shared.kernels import (
     rms_norm,
     rope_store,
     sampling,
+    sampling_filters,
     tree_attention,
 )
 from shared.kernels.dispatch import LAUNCH_OPTIONS
 
 DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
+
+
+class Warps(NamedTuple):
+    """Launch options of a kernel that has no tiles."""
+
+    num_warps: int
+    num_stages: int = 3
 
 
 def blocks(tiles: linear.Tiles) -> dict[str, int]:
@@ -42,7 +51,7 @@ def descriptors(dtype: str, tiles: linear.Tiles) -> list[str]:
 
 
 def kernels(dtype: str):
-    """Yield (kernel, types of the arguments in order, constexprs[, tiles of a product])."""
+    """Yield (kernel, types of the arguments in order, constexprs[, launch options])."""
     values = f"*{dtype}"
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
@@ -117,12 +126,45 @@ def kernels(dtype: str):
             ["*i64", "*i64", "*i64", "*fp32", "i32", "i32"],
             {"BLOCK": 1024},
         )
-        for has_filters in (True, False):
-            yield (
-                sampling._sample_kernel,
-                ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*i64", "*i64", "*i32", "i32"],
-                {"HAS_FILTERS": has_filters, "BLOCK": 1024, "LANES": 8},
-            )
+        yield from sampling_kernels()
+
+
+def sampling_kernels():
+    """Yield what chooses tokens, as `kernels` does; for a vocabulary of 128256."""
+    filters = ["*fp32", "*i32", "*fp32", "*fp32"]
+    noise = ["*i64", "*i64"]
+    chunks = {"NUM_CHUNKS": 126, "CHUNKS": 128}
+    lanes = {"LANES": sampling_filters.LANES}
+    listed = {"CAPACITY": sampling_filters.CAPACITY}
+    for has_filters in (True, False):
+        yield (
+            sampling._best_of_chunk_kernel,
+            ["*fp32", *filters, *noise, "*fp32", "*i32", "i32"],
+            {"HAS_FILTERS": has_filters, "BLOCK": sampling.BLOCK},
+        )
+        yield (
+            sampling._best_of_row_kernel,
+            ["*fp32", *filters, *noise, "*fp32", "*i32", "*i64", "*i32", "*fp32", "*i64", "*i32"]
+            + ["i32"],
+            {"HAS_FILTERS": has_filters, **chunks, **listed, "STEP": sampling.STEP, **lanes},
+            Warps(sampling.STEP // 32 if has_filters else 1),
+        )
+    yield (
+        sampling_filters._tabulate_kernel,
+        ["*fp32", *filters, "*fp32", "*i32", "*i64", "i32"],
+        {**chunks, "BLOCK": sampling.BLOCK, "STEP": 128, **lanes},
+    )
+    yield (
+        sampling_filters._choose_kernel,
+        [*filters, "*fp32", "*i32", "*i64", "*fp32", "*i64", "*i32", "*i32", "i32"],
+        {**chunks, **lanes},
+        Warps(8),
+    )
+    yield (
+        sampling_filters._list_kernel,
+        ["*fp32", *filters, "*fp32", "*i32", "*i32", "*i64", "i32"],
+        {"NUM_CHUNKS": 126, **listed, "BLOCK": sampling.BLOCK},
+    )
 
 
 def main() -> None:

@@ -36,7 +36,11 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_gather_kv_kernel",
         "_scatter_kv_kernel",
         "_gumbel_noise_kernel",
-        "_sample_kernel",
+        "_best_of_chunk_kernel",
+        "_best_of_row_kernel",
+        "_tabulate_kernel",
+        "_choose_kernel",
+        "_list_kernel",
     }
     for name, _, dtype, uses_tensor_cores in lines:
         has_products = name in ("_tree_attention_kernel", "_linear_kernel", "_linear_swiglu_kernel")

@@ -148,3 +148,66 @@ def test_filters_apply_in_order(device: torch.device) -> None:
     ]
     assert [len(case.kept()) for case in cases] == [1, 2, 2, 3, 2, 1]
     check_boundaries(cases, device)
+
+
+def wide_cases() -> list[Row]:
+    """Return rows of several chunks, the last one not full, that keep few tokens or most."""
+    rng = random.Random(11)
+    width = 2300 if IS_INTERPRETED else 20_011
+    normal = [rng.gauss(0, 2.5) for _ in range(width)]
+    # Ties on both sides of the borders between chunks of 1024 tokens.
+    tied = [1.0 if 1000 <= i < 1050 or 2040 <= i < 2060 else -1.0 for i in range(width)]
+    return [
+        Row(logits=normal, top_k=50),
+        Row(logits=normal, top_p=0.9),
+        Row(logits=normal, top_k=40, top_p=0.8),
+        Row(logits=normal, min_p=0.02),
+        Row(logits=normal, temperature=0.2, top_k=300),
+        Row(logits=normal, temperature=2.0, top_p=0.999),
+        Row(logits=tied, top_k=25),
+        Row(logits=tied, top_k=60),
+        Row(logits=tied, top_k=1500),
+        Row(logits=[0.25] * width, top_p=0.5),
+    ]
+
+
+@pytest.mark.parametrize("case", wide_cases(), ids=range(10))
+def test_boundaries_in_rows_of_several_chunks(device: torch.device, case: Row) -> None:
+    check_boundaries([case], device)
+
+
+def test_rows_that_keep_more_than_a_list_holds(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They search the whole vocabulary, to the same end."""
+    monkeypatch.setattr("shared.kernels.sampling_filters.CAPACITY", 32)
+    cases = wide_cases()
+    check_boundaries([cases[i] for i in (0, 6, 7)], device)
+    check_boundaries([cases[i] for i in (1, 2)], device)
+
+
+def test_rows_whose_filters_reach_where_nothing_has_probability(device: torch.device) -> None:
+    rng = random.Random(12)
+    normal = [rng.gauss(0, 2.5) for _ in range(1500)]
+    rows = [
+        Row(logits=normal, temperature=0.01, top_k=900, seed=1),
+        Row(logits=normal, temperature=0.01, top_k=900, top_p=0.9999999, seed=2),
+        Row(logits=normal, min_p=1e-30, seed=3),
+        Row(logits=[*normal, INF], top_k=2, top_p=0.9, seed=4),
+        Row(logits=[value * 1e37 for value in normal], top_k=1100, seed=5),
+        Row(logits=[-INF] * 1490 + [0.0, NAN, -1.0], top_k=1040, seed=lucky_seed(1039)),
+    ]
+    check_rows(rows, device)
+
+
+def test_a_filtered_row_among_rows_without_filters(device: torch.device) -> None:
+    rng = random.Random(5)
+    logits = [rng.gauss(0, 2) for _ in range(1300)]
+    rows = [
+        Row(logits=logits, temperature=0.0, top_k=3),
+        Row(logits=logits, temperature=0.9, seed=3),
+        Row(logits=logits, temperature=0.9, seed=3, top_p=0.6),
+        Row(logits=logits, temperature=0.9, seed=3, top_k=1300),
+        Row(logits=[-INF] * 1300, top_k=7, top_p=0.5),
+    ]
+    check_rows(rows, device)
