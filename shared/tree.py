@@ -1,7 +1,7 @@
 """Token-tree algebra: checks, paths, masks. Node 0 is the root; parents come first.
 
 Host side, numpy only: the orchestrator validates trees with the same functions. The accept walk, on
-the device, is in accept.py.
+the device, is in kernels/accept_walk.py.
 """
 
 from __future__ import annotations

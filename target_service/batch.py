@@ -170,6 +170,7 @@ def _build_verify(trees: Sequence[SampledTree], staging: Staging) -> VerifyInput
         row += count
     return VerifyInput(
         req_idx=staging.add(np.array([tree.request.req_idx for tree in trees], dtype=np.int64)),
+        seq_len=staging.add(np.array([tree.seq_len for tree in trees], dtype=np.int64)),
         logit_rows=staging.add(np.concatenate(logit_rows)),
         node_rows=staging.add(node_rows),
         token_ids=staging.add(token_ids),

@@ -43,9 +43,9 @@ from shared.types import (
 from target_service.batch import StepBatch, build_batch
 from target_service.commit import commit_path
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
-from target_service.phases import ExtendOutput, VerifyOutput
+from target_service.read_back import PendingRead
 from target_service.request import Phase, TargetRequest
-from target_service.runner import PathOutputs, TargetRunner
+from target_service.runner import PathOutputs, StepOutputs, TargetRunner
 from target_service.scheduler import PrefillWork, Scheduler, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,7 @@ class _Launched:
     """A step that the device works on."""
 
     batch: StepBatch
-    extended: ExtendOutput
-    verified: VerifyOutput | None
+    read: PendingRead
 
 
 class TargetEngine:
@@ -213,6 +212,8 @@ class TargetEngine:
         if batch.verify is not None:
             verified = self._runner.verify(batch.verify, extended, batch.trees)
             self._runner.commit_kv(batch, verified)
+        # Before the next step is launched: that one overwrites what this one computes.
+        read = self._runner.start_read(batch, extended, verified)
         for chain in batch.chains:
             if isinstance(chain.work, PrefillWork):
                 chain.work.request.seq_len = chain.work.stop
@@ -227,14 +228,14 @@ class TargetEngine:
         self._num_steps += 1
         self._num_rows += batch.num_rows
         self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
-        return _Launched(batch=batch, extended=extended, verified=verified)
+        return _Launched(batch=batch, read=read)
 
     def _finish(self, launched: _Launched) -> None:
         """Wait for a launched step, commit and answer it."""
-        batch = launched.batch
-        self._commit_chains(batch, launched.extended)
-        if launched.verified is not None:
-            self._commit_paths(batch, self._runner.read_paths(batch, launched.verified))
+        outputs = self._runner.finish_read(launched.batch, launched.read)
+        self._commit_chains(launched.batch, outputs)
+        if outputs.paths is not None:
+            self._commit_paths(launched.batch, outputs.paths)
 
     def _is_held(self, request: TargetRequest) -> bool:
         """Return whether a request is still there; it may have gone while a step was in flight."""
@@ -388,23 +389,23 @@ class TargetEngine:
     def _row_bytes(self) -> int:
         return self._runner.features.width * self._runner.model.dtype.itemsize
 
-    def _commit_chains(self, batch: StepBatch, extended: Any) -> None:
+    def _commit_chains(self, batch: StepBatch, outputs: StepOutputs) -> None:
         """Commit prefill chunks; hand replayed features to their subscriber."""
-        for chain in batch.chains:
+        for chain, rows in zip(batch.chains, outputs.chain_features, strict=True):
             work = chain.work
             request = work.request
-            count = work.stop - work.start
             request.is_replaying = False
             if request.features is None or not self._is_held(request):
                 continue
-            rows = self._runner.read_features(extended, chain.first_row, count)
+            assert rows is not None
             if isinstance(work, PrefillWork):
-                request.features.append(work.start, rows)
+                request.features.append(work.start, rows.copy())
             elif request.features.next == work.start:  # else somebody subscribed anew meanwhile
                 self._emit_features(request, work.start, rows)
                 request.features.next = work.stop
 
     def _commit_paths(self, batch: StepBatch, paths: PathOutputs) -> None:
+        committed = []
         for row, tree in enumerate(batch.trees):
             request = tree.request
             if not self._is_held(request):
@@ -416,11 +417,12 @@ class TargetEngine:
             if reply.finish_reason is not FinishReason.NONE:
                 self._drop(request)
                 continue
-            self._runner.sampler.count(request, reply.token_ids)
+            committed.append((request, reply.token_ids))
             if request.features is not None and not is_prefill:
                 assert paths.features is not None
                 rows = paths.features[row, : len(reply.token_ids)]
-                request.features.append(tree.seq_len, rows)
+                request.features.append(tree.seq_len, rows.copy())
+        self._runner.sampler.count(committed)
 
     def _send_features(self, request: TargetRequest) -> None:
         if request.features is not None:

@@ -6,13 +6,13 @@ each with up to N nodes. A prefill's last row is a tree of one node. Nothing her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from shared.accept import AcceptWalk
+from shared.kernels.accept_walk import AcceptWalk
 from shared.packing import PackedRows
+from target_service.read_back import ReadBack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class VerifyInput:
 
     Args:
         req_idx: [B] i64, rows of the page table.
+        seq_len: [B] i64, logical slot of each root.
         logit_rows: [L] i64, rows of the extend.
         node_rows: [B, N] i64, logit row of each node; padding nodes point at row 0.
         token_ids: [B, N] i64, root included.
@@ -62,6 +63,7 @@ class VerifyInput:
     """
 
     req_idx: torch.Tensor
+    seq_len: torch.Tensor
     logit_rows: torch.Tensor
     node_rows: torch.Tensor
     token_ids: torch.Tensor
@@ -70,6 +72,70 @@ class VerifyInput:
     max_depth: int
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasInput:
+    """Single logits to add to: `rows`, `token_ids` [M] i64 and `values` [M] f32."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForbiddenInput:
+    """Tokens that may not be sampled yet: `rows` and `token_ids`, [M] i64 each."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenaltyInput:
+    """Rows with penalties.
+
+    Args:
+        rows: [P] i64, logit rows.
+        req_idx: [P] i64, rows of the tables of tokens.
+        path_token_ids: [P, D] i64, tokens of the row's own path below the root, padded with -1.
+        repetition, presence, frequency: [P] f32.
+    """
+
+    rows: torch.Tensor
+    req_idx: torch.Tensor
+    path_token_ids: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingInput:
+    """How each logit row is sampled.
+
+    Args:
+        temperature, top_p, min_p: [L] f32.
+        top_k: [L] i32.
+        seed: [L] i64 bit pattern of the unsigned seed.
+        has_filters: Whether some row's filters may drop a token.
+        bias, penalties, forbidden: None where no row has any.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    has_filters: bool
+    bias: BiasInput | None
+    penalties: PenaltyInput | None
+    forbidden: ForbiddenInput | None
+
+    @property
+    def edits_logits(self) -> bool:
+        """Return whether sampling changes logits in place."""
+        return not (self.bias is self.penalties is self.forbidden is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +154,7 @@ class VerifyOutput:
 class NodeOutputs:
     """The one place where node-indexed outputs are registered, so that none escapes the commit.
 
-    Every tensor is [L, ...]; `gather` reorders all of them by the same accepted rows.
+    Every tensor is [L, ...]; `read` takes the same rows of all of them.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -104,6 +170,7 @@ class NodeOutputs:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    def gather(self, rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return every registered tensor at `rows` [P] i64, as [P, ...]."""
-        return {name: tensor.index_select(0, rows) for name, tensor in self._tensors.items()}
+    def read(self, into: ReadBack, rows: torch.Tensor) -> None:
+        """Read every registered tensor at `rows` [...] i64, as [..., *rest]."""
+        for name, tensor in self._tensors.items():
+            into.add(name, tensor, rows)

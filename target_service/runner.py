@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.accept import accept_walk
 from shared.buckets import ROW_BUCKETS
 from shared.graphs import GraphCache
+from shared.kernels.accept_walk import accept_walk
+from shared.kernels.logprobs import chosen_logprobs
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM
-from shared.packing import pack_rows, to_device
+from shared.packing import pack_rows
 from shared.staging import Staging
-from shared.topk import stable_topk
 from shared.types import FeatureSpec
 from target_service.batch import SampledTree, StepBatch
 from target_service.phases import (
@@ -27,16 +27,18 @@ from target_service.phases import (
     VerifyInput,
     VerifyOutput,
 )
+from target_service.read_back import PendingRead, ReadBack
 from target_service.sampler import Sampler
 
 # Far more than a step of trees takes; longer steps go round it.
 STAGING_BYTES = 8 << 20
+PARAMETER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOutputs:
     """What each request's accepted path carries, on the host. [B, D + 1, ...] each; padding past
-    it.
+    it. Copy what outlives the step.
 
     Args:
         accept_index: Nodes of the path, root first, -1 padded.
@@ -49,11 +51,25 @@ class PathOutputs:
 
     accept_index: NDArray[np.int64]
     accept_length: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None = None
     top_ids: NDArray[np.int64] | None = None
     top_logprobs: NDArray[np.float32] | None = None
     features: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """What a step computed, on the host.
+
+    Args:
+        paths: None when nothing was sampled.
+        chain_features: For each prefill chunk and replay its feature rows, [n, row_bytes] u8; None
+            where nobody keeps them. Copy what outlives the step.
+    """
+
+    paths: PathOutputs | None
+    chain_features: Sequence[NDArray[np.uint8] | None]
 
 
 class TargetRunner:
@@ -78,6 +94,7 @@ class TargetRunner:
         self.sampler = sampler
         self.features = features
         self.staging = Staging(pool.device, STAGING_BYTES)
+        self._parameters = Staging(pool.device, PARAMETER_BYTES)
         # The newest token of every request, by row of the page table.
         self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
         self._graphs = GraphCache(pool.device)
@@ -134,20 +151,44 @@ class TargetRunner:
         self, inputs: VerifyInput, extended: ExtendOutput, trees: Sequence[SampledTree]
     ) -> VerifyOutput:
         """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
+        self._parameters.begin()
+        sampling = self.sampler.prepare(trees, self._parameters)
+        self._parameters.flush()
         logits = self.model.logits(extended.hidden[inputs.logit_rows])  # [L, V]
-        tokens = self.sampler.sample(logits, trees, inputs.position)  # [L]
+        raw, raw_rows = logits, inputs.logprob_rows
+        if raw_rows is not None and sampling.edits_logits:
+            raw = logits[raw_rows]
+            raw_rows = torch.arange(len(raw), device=raw.device)
+        tokens = self.sampler.sample(logits, sampling, inputs.position)  # [L]
         outputs = NodeOutputs(len(tokens))
         outputs.register("token_ids", tokens)
         if extended.features is not None:
             outputs.register("features", extended.features[inputs.logit_rows])
         if inputs.logprob_rows is not None:
-            self._register_logprobs(outputs, logits, tokens, inputs)
+            assert raw_rows is not None
+            found = chosen_logprobs(
+                raw, raw_rows, tokens[inputs.logprob_rows], num_top=inputs.num_top_logprobs
+            )
+            # Rows that did not ask have 0.
+            for name, values in (
+                ("logprobs", found.chosen),
+                ("top_logprobs", found.top),
+                ("top_ids", found.top_ids),
+            ):
+                table = values.new_zeros((len(tokens), *values.shape[1:]))
+                outputs.register(name, table.index_copy_(0, inputs.logprob_rows, values))
         walk = accept_walk(
-            inputs.token_ids, inputs.parent_index, tokens[inputs.node_rows], inputs.max_depth
+            inputs.token_ids,
+            inputs.parent_index,
+            inputs.node_rows,
+            tokens,
+            inputs.seq_len,
+            inputs.req_idx,
+            self.pool.page_table,
+            self._roots,
+            page_size=self.pool.page_size,
+            max_depth=inputs.max_depth,
         )
-        last_node = walk.accept_index.gather(1, walk.accept_length[:, None] - 1)
-        last_row = inputs.node_rows.gather(1, last_node).squeeze(1)
-        self._roots.index_copy_(0, inputs.req_idx, tokens[last_row])
         return VerifyOutput(node_outputs=outputs, walk=walk)
 
     @torch.inference_mode()
@@ -158,79 +199,44 @@ class TargetRunner:
         """
         if all(tree.is_chain for tree in batch.trees):
             return  # every path is in place
-        pool, page_size = self.pool, self.pool.page_size
-        node = verified.walk.accept_index  # [B, D + 1]
-        seq_len = to_device(
-            np.array([[tree.seq_len] for tree in batch.trees], dtype=np.int64), pool.device
+        walk, pool = verified.walk, self.pool
+        move_kv(
+            pool.caches,
+            walk.move_src.flatten(),
+            walk.move_dst.flatten(),
+            addresses=pool.cache_addresses,
         )
-        req_idx = to_device(
-            np.array([tree.request.req_idx for tree in batch.trees], dtype=np.int64), pool.device
-        )
-        table = pool.page_table[req_idx].long()  # [B, max_pages_per_req]
-        step = torch.arange(node.shape[1], device=pool.device).expand_as(node)
-        is_moved = node > step
-
-        def slot(logical: torch.Tensor) -> torch.Tensor:
-            page = table.gather(1, logical // page_size)
-            slots = page * page_size + logical % page_size
-            return torch.where(is_moved, slots, 0).flatten().to(torch.int32)
-
-        src = slot(torch.where(is_moved, seq_len + node, 0))
-        dst = slot(torch.where(is_moved, seq_len + step, 0))
-        move_kv([*pool.k, *pool.v], src, dst)
 
     @torch.inference_mode()
-    def read_paths(self, batch: StepBatch, verified: VerifyOutput) -> PathOutputs:
-        """Gather every node-indexed output along the accepted paths and bring it to the host.
-
-        The one read of a step's result: shapes are fixed, so nothing else waits for the device.
+    def start_read(
+        self, batch: StepBatch, extended: ExtendOutput, verified: VerifyOutput | None
+    ) -> PendingRead:
+        """Start to bring a step's result to the host: the accepted paths, and the features of its
+        chains. The one read of a step: shapes are fixed, so nothing else waits for the device.
         """
-        assert batch.verify is not None
-        node = verified.walk.accept_index
-        rows = batch.verify.node_rows.gather(1, node.clamp(min=0))  # [B, D + 1]
-        gathered = {
-            name: tensor.view(*rows.shape, *tensor.shape[1:])
-            for name, tensor in verified.node_outputs.gather(rows.flatten()).items()
-        }
-        if "features" in gathered:
-            gathered["features"] = _as_bytes(gathered["features"])
-        host = {name: tensor.cpu().numpy() for name, tensor in gathered.items()}
+        read = ReadBack(self.pool.device)
+        if verified is not None:
+            walk = verified.walk
+            read.add("accept_index", walk.accept_index)
+            read.add("accept_length", walk.accept_length)
+            verified.node_outputs.read(read, walk.path_rows)
+        for i, chain in enumerate(batch.chains):
+            if chain.work.request.features is not None:
+                assert extended.features is not None
+                count = chain.work.stop - chain.work.start
+                rows = extended.features[chain.first_row : chain.first_row + count]
+                read.add(f"chain {i}", rows)
+        return read.start()
+
+    def finish_read(self, batch: StepBatch, pending: PendingRead) -> StepOutputs:
+        """Wait for what `start_read` started."""
+        arrays = pending.wait()
+        chain_features = [
+            arrays.pop(name).view(np.uint8) if name in arrays else None
+            for name in (f"chain {i}" for i in range(len(batch.chains)))
+        ]
+        if "features" in arrays:
+            arrays["features"] = arrays["features"].view(np.uint8)
         # Whatever was registered has a field there, or this raises: nothing is dropped silently.
-        return PathOutputs(
-            accept_index=node.cpu().numpy(),
-            accept_length=verified.walk.accept_length.cpu().numpy(),
-            **host,
-        )
-
-    def read_features(self, extended: ExtendOutput, first_row: int, count: int) -> NDArray:
-        """Return feature rows [first_row, first_row + count) as bytes, [count, row_bytes] u8."""
-        assert extended.features is not None
-        return _as_bytes(extended.features[first_row : first_row + count]).cpu().numpy()
-
-    def _register_logprobs(
-        self,
-        outputs: NodeOutputs,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        inputs: VerifyInput,
-    ) -> None:
-        """Register the raw-logit logprobs of the rows that asked; others stay 0."""
-        rows = inputs.logprob_rows
-        assert rows is not None
-        table = torch.log_softmax(logits[rows], dim=-1)  # [P, V]
-        logprobs = table.new_zeros(len(tokens))
-        logprobs[rows] = table.gather(1, tokens[rows, None]).squeeze(1)
-        outputs.register("logprobs", logprobs)
-        # The most that anybody in the batch asked for: ties must not depend on it.
-        num_top = min(inputs.num_top_logprobs, table.shape[1])
-        top_logprobs = table.new_zeros((len(tokens), num_top))
-        top_ids = torch.zeros_like(top_logprobs, dtype=torch.int64)
-        if num_top:
-            top_logprobs[rows], top_ids[rows] = stable_topk(table, num_top)
-        outputs.register("top_logprobs", top_logprobs)
-        outputs.register("top_ids", top_ids)
-
-
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """View the last dimension as bytes."""
-    return rows.contiguous().view(torch.uint8)
+        paths = PathOutputs(**arrays) if arrays else None
+        return StepOutputs(paths=paths, chain_features=chain_features)

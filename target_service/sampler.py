@@ -1,12 +1,12 @@
 """Sample the target's token at every node, by the node's own path.
 
 Order: logit bias, penalties, min_new_tokens mask; then temperature, filters and Gumbel noise in the
-sampling kernel. The result is a function of (logits, parameters, seed, absolute position) alone.
+sampling kernels. The result is a function of (logits, parameters, seed, absolute position) alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,27 +15,66 @@ from numpy.typing import NDArray
 from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
 from shared.kernels.sampling import sample
 from shared.packing import to_device
+from shared.staging import Staging
 from shared.tree import tree_paths
 from target_service.batch import SampledTree
+from target_service.phases import BiasInput, ForbiddenInput, PenaltyInput, SamplingInput
 from target_service.request import TargetRequest
+
+# What stays the same from round to round of a request.
+_PARAMETERS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.int64),  # bit pattern of the unsigned seed
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("has_filters", np.bool_),
+        ("has_penalties", np.bool_),
+        ("has_bias", np.bool_),
+        ("may_end_at", np.int64),  # first position at which a stop id may be sampled
+    ]
+)
 
 
 class Sampler:
     """Sampling state of the requests that hold a row of the page table.
 
     Args:
-        max_num_requests: Rows of the penalty tables, which are indexed by req_idx.
+        max_num_requests: Rows of the tables, which are indexed by req_idx.
     """
 
     def __init__(self, *, max_num_requests: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_num_requests, vocab_size)
         self._device = device
+        self._parameters = np.zeros(max_num_requests, dtype=_PARAMETERS)
         self._prompt_mask: torch.Tensor | None = None  # [max_num_requests, V] bool
         self._output_counts: torch.Tensor | None = None  # [max_num_requests, V] i32
 
     def start(self, request: TargetRequest) -> None:
-        """Count the tokens of a request that was just admitted."""
-        if not request.open.sampling.has_penalties:
+        """Note the parameters, and count the tokens, of a request that was just admitted."""
+        sampling, stopping = request.open.sampling, request.open.stopping
+        self._parameters[request.req_idx] = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            np.uint64(sampling.seed).view(np.int64),
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.temperature > 0
+            and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0),
+            sampling.has_penalties,
+            bool(sampling.logit_bias),
+            request.open.num_prompt_tokens + stopping.min_new_tokens
+            if stopping.stop_token_ids
+            else 0,
+        )
+        if not sampling.has_penalties:
             return
         if self._prompt_mask is None:
             self._prompt_mask = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
@@ -46,66 +85,77 @@ class Sampler:
         self._prompt_mask[request.req_idx, to_device(prompt, self._device)] = True
         assert self._output_counts is not None
         self._output_counts[request.req_idx] = 0
-        self.count(request, tokens[request.open.num_prompt_tokens :].tolist())
+        self.count([(request, request.tokens[request.open.num_prompt_tokens :])])
 
-    def count(self, request: TargetRequest, token_ids: Sequence[int]) -> None:
-        """Count committed output tokens, the bonus included."""
-        if not request.open.sampling.has_penalties or not token_ids:
+    def count(self, committed: Iterable[tuple[TargetRequest, Sequence[int]]]) -> None:
+        """Count committed output tokens, the bonus included, of requests with penalties."""
+        cells = [
+            request.req_idx * self._shape[1] + np.array(token_ids, dtype=np.int64)
+            for request, token_ids in committed
+            if request.open.sampling.has_penalties and token_ids
+        ]
+        if not cells:
             return
         assert self._output_counts is not None
-        ids = to_device(np.array(token_ids, dtype=np.int64), self._device)
-        row = self._output_counts[request.req_idx]
-        row.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        index = to_device(np.concatenate(cells), self._device)
+        ones = torch.ones_like(index, dtype=torch.int32)
+        self._output_counts.view(-1).index_add_(0, index, ones)
+
+    def prepare(self, trees: Sequence[SampledTree], staging: Staging) -> SamplingInput:
+        """Lay out what the sampling of these trees needs; host work only.
+
+        Args:
+            staging: Between its `begin` and its `flush`.
+        """
+        num_nodes = np.array([len(tree.token_ids) for tree in trees])
+        req_idx = np.array([tree.request.req_idx for tree in trees])
+        per_tree = self._parameters[req_idx]
+        per_row = np.repeat(per_tree, num_nodes)
+        return SamplingInput(
+            temperature=staging.add(per_row["temperature"].copy()),
+            top_k=staging.add(per_row["top_k"].copy()),
+            top_p=staging.add(per_row["top_p"].copy()),
+            min_p=staging.add(per_row["min_p"].copy()),
+            seed=staging.add(per_row["seed"].copy()),
+            has_filters=bool(per_tree["has_filters"].any()),
+            bias=self._biases(trees, per_row, staging),
+            penalties=self._penalties(trees, per_row, staging),
+            forbidden=self._forbidden(trees, per_row, staging),
+        )
 
     def sample(
-        self, logits: torch.Tensor, trees: Sequence[SampledTree], position: torch.Tensor
+        self, logits: torch.Tensor, inputs: SamplingInput, position: torch.Tensor
     ) -> torch.Tensor:
         """Return the target's token at each row.
 
         Args:
-            logits: [L, V] f32, raw; rows of the trees in order. Not modified.
+            logits: [L, V] f32, raw; rows of the trees in order.
             position: [L] i64, absolute position of the token being sampled.
-        Returns: [L] i64.
+        Returns: [L] i32.
+        Mutates: rows of `logits` with a bias, penalties, or tokens that are still forbidden.
         """
-        processed = self._process(logits, trees)
-        num_nodes = [len(tree.token_ids) for tree in trees]
-        params = [tree.request.open.sampling for tree in trees]
-
-        def per_row(name: str, dtype: type) -> torch.Tensor:
-            values: NDArray = np.array([getattr(p, name) for p in params], dtype=dtype)
-            return to_device(np.repeat(values, num_nodes), self._device)
-
-        seeds = np.array([p.seed for p in params], dtype=np.uint64).view(np.int64)
+        if inputs.bias is not None:
+            apply_logit_bias(logits, inputs.bias.rows, inputs.bias.token_ids, inputs.bias.values)
+        if inputs.penalties is not None:
+            self._penalise(logits, inputs.penalties)
+        if inputs.forbidden is not None:
+            apply_min_new_tokens(logits, inputs.forbidden.rows, inputs.forbidden.token_ids)
         return sample(
-            processed,
-            per_row("temperature", np.float32),
-            per_row("top_k", np.int32),
-            per_row("top_p", np.float32),
-            per_row("min_p", np.float32),
-            to_device(np.repeat(seeds, num_nodes), self._device),
+            logits,
+            inputs.temperature,
+            inputs.top_k,
+            inputs.top_p,
+            inputs.min_p,
+            inputs.seed,
             position,
-            has_filters=any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params),
-        ).long()
+            has_filters=inputs.has_filters,
+        )
 
-    def _process(self, logits: torch.Tensor, trees: Sequence[SampledTree]) -> torch.Tensor:
-        """Apply bias, penalties and the min_new_tokens mask to a copy, if anyone asked for them."""
-        biases = self._logit_biases(trees)
-        forbidden = self._forbidden(trees)
-        penalised = any(tree.request.open.sampling.has_penalties for tree in trees)
-        if biases is None and forbidden is None and not penalised:
-            return logits
-        logits = logits.clone()
-        if biases is not None:
-            apply_logit_bias(logits, *biases)
-        if penalised:
-            self._penalise(logits, trees)
-        if forbidden is not None:
-            apply_min_new_tokens(logits, *forbidden)
-        return logits
-
-    def _logit_biases(
-        self, trees: Sequence[SampledTree]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def _biases(
+        self, trees: Sequence[SampledTree], per_row: NDArray, staging: Staging
+    ) -> BiasInput | None:
+        if not per_row["has_bias"].any():
+            return None
         rows, ids, values, row = [], [], [], 0
         for tree in trees:
             count, bias = len(tree.token_ids), tree.request.open.sampling.logit_bias
@@ -114,66 +164,71 @@ class Sampler:
                 ids.append(np.tile([token_id for token_id, _ in bias], count))
                 values.append(np.tile([value for _, value in bias], count))
             row += count
-        if not rows:
-            return None
-        return (
-            to_device(np.concatenate(rows).astype(np.int64), self._device),
-            to_device(np.concatenate(ids).astype(np.int64), self._device),
-            to_device(np.concatenate(values).astype(np.float32), self._device),
+        return BiasInput(
+            rows=staging.add(np.concatenate(rows).astype(np.int64)),
+            token_ids=staging.add(np.concatenate(ids).astype(np.int64)),
+            values=staging.add(np.concatenate(values).astype(np.float32)),
         )
 
-    def _forbidden(self, trees: Sequence[SampledTree]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _forbidden(
+        self, trees: Sequence[SampledTree], per_row: NDArray, staging: Staging
+    ) -> ForbiddenInput | None:
         """Return (row, stop id) pairs of the nodes whose output may not end yet."""
+        position = np.concatenate([tree.seq_len + 1 + tree.depth for tree in trees])
+        is_early = position < per_row["may_end_at"]
+        if not is_early.any():
+            return None
         rows, ids, row = [], [], 0
         for tree in trees:
-            stopping = tree.request.open.stopping
-            sampled = tree.seq_len + 1 + tree.depth - tree.request.open.num_prompt_tokens
-            early = row + np.flatnonzero(sampled < stopping.min_new_tokens)
-            rows.append(np.repeat(early, len(stopping.stop_token_ids)))
-            ids.append(np.tile(stopping.stop_token_ids, len(early)))
-            row += len(tree.token_ids)
-        pairs = np.concatenate(rows).astype(np.int64)
-        if not len(pairs):
-            return None
-        return (
-            to_device(pairs, self._device),
-            to_device(np.concatenate(ids).astype(np.int64), self._device),
+            stop_ids, count = tree.request.open.stopping.stop_token_ids, len(tree.token_ids)
+            early = row + np.flatnonzero(is_early[row : row + count])
+            rows.append(np.repeat(early, len(stop_ids)))
+            ids.append(np.tile(np.array(stop_ids, dtype=np.int64), len(early)))
+            row += count
+        return ForbiddenInput(
+            rows=staging.add(np.concatenate(rows).astype(np.int64)),
+            token_ids=staging.add(np.concatenate(ids)),
         )
 
-    def _penalise(self, logits: torch.Tensor, trees: Sequence[SampledTree]) -> None:
-        """Penalise the rows of the requests that ask for it; the tables hold node 0 already."""
-        assert self._prompt_mask is not None and self._output_counts is not None
-        chosen, rows, paths, row = [], [], [], 0
-        for tree in trees:
-            count = len(tree.token_ids)
-            if tree.request.open.sampling.has_penalties:
-                _, path = tree_paths(tree.parent_index)
-                is_on_path = np.arange(path.shape[1]) <= tree.depth[:, None]
-                tokens = np.where(is_on_path, tree.token_ids[path], -1)[:, 1:]
-                chosen.append(tree)
-                paths.append(tokens)
-                rows.append(np.arange(row, row + count))
-            row += count
+    def _penalties(
+        self, trees: Sequence[SampledTree], per_row: NDArray, staging: Staging
+    ) -> PenaltyInput | None:
+        """Return the rows of the requests that ask for it; the tables hold node 0 already."""
+        rows = np.flatnonzero(per_row["has_penalties"])
+        if not len(rows):
+            return None
+        chosen = [tree for tree in trees if tree.request.open.sampling.has_penalties]
+        paths = []
+        for tree in chosen:
+            _, path = tree_paths(tree.parent_index)
+            is_on_path = np.arange(path.shape[1]) <= tree.depth[:, None]
+            paths.append(np.where(is_on_path, tree.token_ids[path], -1)[:, 1:])
         width = max(path.shape[1] for path in paths)
         padded = [
             np.pad(path, ((0, 0), (0, width - path.shape[1])), constant_values=-1) for path in paths
         ]
-        counts = [len(tree.token_ids) for tree in chosen]
+        req_idx = np.repeat(
+            [tree.request.req_idx for tree in chosen], [len(tree.token_ids) for tree in chosen]
+        )
+        return PenaltyInput(
+            rows=staging.add(rows),
+            req_idx=staging.add(req_idx.astype(np.int64)),
+            path_token_ids=staging.add(np.concatenate(padded).astype(np.int64)),
+            repetition=staging.add(per_row["repetition"][rows]),
+            presence=staging.add(per_row["presence"][rows]),
+            frequency=staging.add(per_row["frequency"][rows]),
+        )
 
-        def per_row(values: list[float], dtype: type) -> torch.Tensor:
-            return to_device(np.repeat(np.array(values, dtype=dtype), counts), self._device)
-
-        params = [tree.request.open.sampling for tree in chosen]
-        index = to_device(np.concatenate(rows).astype(np.int64), self._device)
-        selected = logits[index]
+    def _penalise(self, logits: torch.Tensor, inputs: PenaltyInput) -> None:
+        assert self._prompt_mask is not None and self._output_counts is not None
         apply_penalties(
-            selected,
-            request_index=per_row([tree.request.req_idx for tree in chosen], np.int64),
+            logits,
+            row_index=inputs.rows,
+            request_index=inputs.req_idx,
             prompt_mask=self._prompt_mask,
             output_counts=self._output_counts,
-            path_token_ids=to_device(np.concatenate(padded).astype(np.int64), self._device),
-            repetition=per_row([p.repetition_penalty for p in params], np.float32),
-            presence=per_row([p.presence_penalty for p in params], np.float32),
-            frequency=per_row([p.frequency_penalty for p in params], np.float32),
+            path_token_ids=inputs.path_token_ids,
+            repetition=inputs.repetition,
+            presence=inputs.presence,
+            frequency=inputs.frequency,
         )
-        logits[index] = selected

@@ -1,7 +1,7 @@
 """Move K/V rows between slots of every layer; sources and destinations may overlap.
 
 Two kernels, each on the grid (num_caches, num_moves): everything is gathered into a temporary
-before anything is scattered.
+before anything is scattered. Rows that stay where they are, padding included, cost no traffic.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 def _gather_kv_kernel(
     cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]
     src_ptr,  # [M] i32
+    dst_ptr,  # [M] i32
     moving_ptr,  # [num_caches, M, Hkv, d] mutated
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -26,17 +27,20 @@ def _gather_kv_kernel(
     cache = tl.program_id(0).to(tl.int64)
     move = tl.program_id(1).to(tl.int64)
     num_moves = tl.num_programs(1)
-    column = tl.arange(0, BLOCK)
-    in_row = column < ROW
-    cache_ptr = tl.load(cache_address_ptr + cache).to(tl.pointer_type(moving_ptr.dtype.element_ty))
-    slot = tl.load(src_ptr + move).to(tl.int64)
-    row = tl.load(cache_ptr + slot * ROW + column, mask=in_row, other=0.0)
-    tl.store(moving_ptr + (cache * num_moves + move) * ROW + column, row, mask=in_row)
+    src = tl.load(src_ptr + move).to(tl.int64)
+    if src != tl.load(dst_ptr + move):
+        column = tl.arange(0, BLOCK)
+        in_row = column < ROW
+        cache_ptr = tl.load(cache_address_ptr + cache)
+        cache_ptr = cache_ptr.to(tl.pointer_type(moving_ptr.dtype.element_ty))
+        row = tl.load(cache_ptr + src * ROW + column, mask=in_row, other=0.0)
+        tl.store(moving_ptr + (cache * num_moves + move) * ROW + column, row, mask=in_row)
 
 
 @triton.jit
 def _scatter_kv_kernel(
     cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]; those are mutated
+    src_ptr,  # [M] i32
     dst_ptr,  # [M] i32
     moving_ptr,  # [num_caches, M, Hkv, d]
     ROW: tl.constexpr,
@@ -45,21 +49,43 @@ def _scatter_kv_kernel(
     cache = tl.program_id(0).to(tl.int64)
     move = tl.program_id(1).to(tl.int64)
     num_moves = tl.num_programs(1)
-    column = tl.arange(0, BLOCK)
-    in_row = column < ROW
-    cache_ptr = tl.load(cache_address_ptr + cache).to(tl.pointer_type(moving_ptr.dtype.element_ty))
-    slot = tl.load(dst_ptr + move).to(tl.int64)
-    row = tl.load(moving_ptr + (cache * num_moves + move) * ROW + column, mask=in_row, other=0.0)
-    tl.store(cache_ptr + slot * ROW + column, row, mask=in_row)
+    dst = tl.load(dst_ptr + move).to(tl.int64)
+    if dst != tl.load(src_ptr + move):
+        column = tl.arange(0, BLOCK)
+        in_row = column < ROW
+        cache_ptr = tl.load(cache_address_ptr + cache)
+        cache_ptr = cache_ptr.to(tl.pointer_type(moving_ptr.dtype.element_ty))
+        moving_row_ptr = moving_ptr + (cache * num_moves + move) * ROW
+        row = tl.load(moving_row_ptr + column, mask=in_row, other=0.0)
+        tl.store(cache_ptr + dst * ROW + column, row, mask=in_row)
 
 
-def move_kv(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:
+def cache_addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return where the caches lie, [num_caches] i64 on their device, for `move_kv`.
+
+    Args:
+        caches: Each [num_slots, Hkv, d], dense, of one shape, dtype and device.
+    """
+    first = caches[0]
+    for cache in caches:
+        assert cache.is_contiguous() and cache.shape == first.shape and cache.dtype == first.dtype
+    return torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64).to(first.device)
+
+
+def move_kv(
+    caches: Sequence[torch.Tensor],
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    *,
+    addresses: torch.Tensor | None = None,
+) -> None:
     """Copy slot src[m] to slot dst[m] in every cache, as if all were read before any is written.
 
     Args:
         caches: Each [num_slots, Hkv, d], of one shape and dtype; K and V of every layer.
         src: [M] i32.
         dst: [M] i32; padding is (0, 0), the sink; every other slot occurs once.
+        addresses: What `cache_addresses` said of these caches; None: find out, which waits.
     Mutates: rows of every cache named by `dst`.
     """
     if not caches or src.shape[0] == 0:
@@ -68,10 +94,9 @@ def move_kv(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor
     if not use_triton(first):
         move_kv_ref(caches, src, dst)
         return
-    for cache in caches:
-        assert cache.is_contiguous() and cache.shape == first.shape and cache.dtype == first.dtype
-    addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64)
-    addresses = addresses.to(first.device)
+    if addresses is None:
+        addresses = cache_addresses(caches)
+    assert len(addresses) == len(caches)
     src, dst = src.contiguous(), dst.contiguous()
     grid = (len(caches), src.shape[0])
     moving = torch.empty((*grid, *first.shape[1:]), dtype=first.dtype, device=first.device)
@@ -79,10 +104,10 @@ def move_kv(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor
     block = triton.next_power_of_2(row)
     count_launch("move_kv")
     _gather_kv_kernel[grid](
-        addresses, src, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
+        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
     )
     _scatter_kv_kernel[grid](
-        addresses, dst, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
+        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
     )
 
 

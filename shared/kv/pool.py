@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.kernels.move_kv import cache_addresses
 from shared.kv.allocator import SINK_PAGE, PageAllocator
 from shared.types import PageId
 
@@ -48,6 +49,8 @@ class KVPool:
         shape = (num_pages * page_size, num_kv_heads, head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        # Where `caches` lie, for `move_kv`: they never move.
+        self.cache_addresses = cache_addresses(self.caches)
         self._allocator = PageAllocator(num_pages)
         self._table = np.zeros((max_num_requests, max_pages_per_request), dtype=np.int32)
         self._device_table = torch.from_numpy(self._table)
@@ -65,6 +68,11 @@ class KVPool:
     ) -> int:
         """Return the memory of one page over all layers, K and V, bytes."""
         return 2 * num_layers * num_kv_heads * head_dim * page_size * dtype.itemsize
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        """Return K and V of every layer, [num_slots, Hkv, d] each."""
+        return [*self.k, *self.v]
 
     @property
     def num_free_pages(self) -> int:

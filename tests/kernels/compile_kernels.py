@@ -14,11 +14,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shared.kernels import (
+    accept_walk,
     embedding,
     gumbel,
     linear,
     linear_swiglu,
+    logprobs,
     move_kv,
+    penalties,
     rms_norm,
     rope_store,
     sampling,
@@ -118,12 +121,42 @@ def kernels(dtype: str):
             "HALF_BLOCK": 64,
         },
     )
-    yield move_kv._gather_kv_kernel, ["*i64", "*i32", values], row
-    yield move_kv._scatter_kv_kernel, ["*i64", "*i32", values], row
+    yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
+    yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
     if dtype == "fp32":
         yield (
             gumbel._gumbel_noise_kernel,
             ["*i64", "*i64", "*i64", "*fp32", "i32", "i32"],
+            {"BLOCK": 1024},
+        )
+        yield (
+            accept_walk._accept_walk_kernel,
+            ["*i64"] * 3
+            + ["*i32"]
+            + ["*i64"] * 2
+            + ["*i32"]
+            + ["*i64"] * 4
+            + ["*i32"] * 2
+            + ["i32"] * 3,
+            {"PAGE_SIZE": 16, "NODES": 64},
+            Warps(1),
+        )
+        chunks = {"NUM_CHUNKS": 126, "CHUNKS": 128}
+        yield (
+            logprobs._chunk_logprobs_kernel,
+            ["*fp32", "*i64", "*fp32", "*fp32", "*i64", "i32", "i32"],
+            {"TOP": 32, "BLOCK": logprobs.BLOCK},
+        )
+        yield (
+            logprobs._row_logprobs_kernel,
+            ["*fp32", "*i64", "*i32", "*fp32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
+            + ["i32", "i32"],
+            {"TOP": 32, **chunks},
+        )
+        yield (
+            penalties._penalties_kernel,
+            ["*fp32", "*i64", "*i64", "*i1", "*i32", "*i64", "*fp32", "*fp32", "*fp32"]
+            + ["i32", "i32"],
             {"BLOCK": 1024},
         )
         yield from sampling_kernels()

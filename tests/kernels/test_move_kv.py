@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.move_kv import move_kv
+from shared.kernels.move_kv import cache_addresses, move_kv
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NUM_SLOTS = 24
@@ -130,3 +130,15 @@ def test_slots_beyond_32_bit_addresses(device: torch.device) -> None:
     move_kv([cache], src, dst)
     assert cache[:, 0, 0].nonzero().flatten().tolist() == [2, 4, num_slots - 2, num_slots - 1]
     assert bool((cache[4] == 1).all()) and bool((cache[-2] == 2).all())
+
+
+def test_rows_in_place_are_not_touched(device: torch.device) -> None:
+    """Neither read nor written: what lies there may change meanwhile."""
+    caches = random_caches(3, device, torch.float32)
+    moves = torch.tensor([[4, 4], [9, 5], [21, 21], [0, 0]], dtype=torch.int32).to(device)
+    before = [cache.clone() for cache in caches]
+    move_kv(caches, moves[:, 0], moves[:, 1], addresses=cache_addresses(caches))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[5], old[9])
+        kept = [slot for slot in range(NUM_SLOTS) if slot != 5]
+        assert torch.equal(cache[kept].view(torch.int32), old[kept].view(torch.int32))

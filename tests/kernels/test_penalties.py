@@ -7,9 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
+
+# numpy, which interprets the kernel, warns of products beyond float32.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 def test_bias_adds_to_single_logits(device: torch.device) -> None:
@@ -79,10 +83,18 @@ def apply(
     for index, row in enumerate(rows):
         where = sorted(rng.sample(range(depth), len(row.path)))
         paths[index, where] = torch.tensor(row.path, dtype=torch.int64)
-    logits = torch.tensor([row.logits for row in rows]).view(len(rows), vocab_size).to(device)
+    logits = torch.tensor([row.logits for row in rows]).view(len(rows), vocab_size)
+    # The rows lie among others, in another order.
+    row_index = torch.tensor(rng.sample(range(2 * len(rows)), len(rows)), dtype=torch.int64)
+    among = torch.randn(2 * len(rows), vocab_size)
+    among[row_index] = logits
+    untouched = torch.ones(len(among), dtype=torch.bool)
+    untouched[row_index] = False
+    before, among = among, among.to(device)
     tables = prompt_mask.to(device), output_counts.to(device)
     apply_penalties(
-        logits,
+        among,
+        row_index=row_index.to(device),
         request_index=torch.tensor([row.request for row in rows], dtype=torch.int64).to(device),
         prompt_mask=tables[0],
         output_counts=tables[1],
@@ -93,7 +105,9 @@ def apply(
     )
     assert torch.equal(tables[0].cpu(), prompt_mask)
     assert torch.equal(tables[1].cpu(), output_counts)
-    return logits.cpu()
+    after = among.cpu()
+    assert torch.equal(after[untouched], before[untouched])
+    return after[row_index]
 
 
 def test_penalties_count_prompt_output_and_own_path(device: torch.device) -> None:

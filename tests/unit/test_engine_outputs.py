@@ -15,6 +15,7 @@ from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
 from shared.types import AcceptedPath, FeatureChunk, TokenTree
 from target_service.phases import NodeOutputs
+from target_service.read_back import ReadBack
 from target_service.self_test import NUM_SLOTS, _spread, run_self_test
 from tests import checkpoints
 from tests.engines import (
@@ -36,11 +37,13 @@ def test_gather_reorders_everything_that_was_registered() -> None:
         tags = torch.arange(5).view(-1, *[1] * (len(shape) - 1)).expand(shape) + 10 * i
         outputs.register(f"output{i}", tags)
     rows = torch.tensor([4, 0, 0, 3])
-    gathered = outputs.gather(rows)
+    read = ReadBack(torch.device("cpu"))
+    outputs.read(read, rows)
+    gathered = read.start().wait()
     assert list(gathered) == ["output0", "output1", "output2"]
     for i, tensor in enumerate(gathered.values()):
         assert tensor.shape == (4, *outputs[f"output{i}"].shape[1:])
-        assert (tensor.reshape(4, -1) == rows[:, None] + 10 * i).all()
+        assert (tensor.reshape(4, -1) == rows.numpy()[:, None] + 10 * i).all()
 
 
 def test_registering_wrong_rows_or_twice_is_our_bug() -> None:
@@ -76,16 +79,16 @@ def test_every_output_of_a_reply_is_that_of_its_own_node(
     plain = run_plain(target, requests)
     monkeypatch.setattr("target_service.runner.NodeOutputs", Tagged)
     first_row: dict[str, int] = {}
-    read_paths = target._runner.read_paths
+    start_read = target._runner.start_read
 
-    def note_rows(batch: Any, verified: Any) -> Any:
+    def note_rows(batch: Any, extended: Any, verified: Any) -> Any:
         row = 0
         for tree in batch.trees:
             first_row[tree.request.request_id] = row
             row += len(tree.token_ids)
-        return read_paths(batch, verified)
+        return start_read(batch, extended, verified)
 
-    monkeypatch.setattr(target._runner, "read_paths", note_rows)
+    monkeypatch.setattr(target._runner, "start_read", note_rows)
     num_rows = num_moved = 0
 
     class Checking(LocalPair):
