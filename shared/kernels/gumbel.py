@@ -33,6 +33,15 @@ def _mix64_block(value):
 
 
 @triton.jit
+def _bits_block(seed, position, ids):
+    """Return the 64 random bits of a block of ids, u64."""
+    golden = tl.full((1,), 0x9E3779B97F4A7C15, dtype=tl.uint64)
+    inner = _mix64_block(golden + position.to(tl.uint64))
+    key = _mix64_block(inner ^ seed.to(tl.uint64))
+    return _mix64_block(key + (ids + 1).to(tl.uint64) * golden)
+
+
+@triton.jit
 def gumbel_block(seed, position, ids):
     """Return the noise of a block of ids, f32; device function.
 
@@ -41,14 +50,24 @@ def gumbel_block(seed, position, ids):
         position: i64 scalar.
         ids: [N] i64.
     """
-    golden = tl.full((1,), 0x9E3779B97F4A7C15, dtype=tl.uint64)
-    inner = _mix64_block(golden + position.to(tl.uint64))
-    key = _mix64_block(inner ^ seed.to(tl.uint64))
-    bits = _mix64_block(key + (ids + 1).to(tl.uint64) * golden)
-    bits = tl.minimum(bits >> 11, 0x1FFFFFFFFFFFFE)
+    bits = tl.minimum(_bits_block(seed, position, ids) >> 11, 0x1FFFFFFFFFFFFE)
     # 2^-53
     uniform = (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def gumbel_bound_block(seed, position, ids):
+    """Return f32 values, cheap to compute, that are at least the noise; arguments as above.
+
+    -log(u) >= 1 - u, so the noise is at most -log(1 - u): equal to first order where the noise is
+    large. 1 - u is taken from the upper 32 bits, rounded down; the slack of 1e-4 is far more than
+    what the logarithm can be off.
+    """
+    below_one = (0xFFFFFFFF - (_bits_block(seed, position, ids) >> 32)).to(tl.int64)
+    # 32 log(2) + slack
+    bound = 22.180809777918255 - tl.log(tl.maximum(below_one, 1).to(tl.float32))
+    return tl.where(below_one == 0, 37.0, bound)  # no noise is larger than 36.8
 
 
 @triton.jit

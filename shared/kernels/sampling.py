@@ -1,9 +1,11 @@
 """Choose a token per row: temperature, top-k, top-p, min-p, then argmax of logit + Gumbel noise.
 
 Two kernels: the best token of each chunk of the vocabulary, on the grid (num_rows, num_chunks),
-then the best of a row's chunks, on (num_rows,). Between them, and only if some row has filters,
-run those of sampling_filters.py; the last kernel then searches what they have listed. Nothing is
-sorted, and no row's result depends on the other rows.
+then the best of a row's chunks, on (num_rows,). Noise is dear, a bound of it is not: the first
+kernel ranks by logit + bound, the second computes the noise of the best of each chunk, and of the
+rest of a chunk only if the bound leaves it a chance. Between them, and only if some row has
+filters, run those of sampling_filters.py; the last kernel then searches what they have listed.
+Nothing is sorted, and no row's result depends on the other rows.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
-from shared.kernels.gumbel import gumbel_block, gumbel_noise_ref
+from shared.kernels.gumbel import gumbel_block, gumbel_bound_block, gumbel_noise_ref
 from shared.kernels.sampling_filters import (
     LANES,
     is_filtered,
@@ -48,8 +50,9 @@ def _best_of_chunk_kernel(
     min_p_ptr,  # [R] f32
     seed_ptr,  # [R] i64
     position_ptr,  # [R] i64
-    value_ptr,  # [R, C] f32 mutated
-    id_ptr,  # [R, C] i32 mutated
+    value_ptr,  # [R, C] f32 mutated: largest logit / T, plus the bound of its noise if it has any
+    id_ptr,  # [R, C] i32 mutated: its column
+    second_ptr,  # [R, C] f32 mutated: the largest of the other columns
     width,
     HAS_FILTERS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -67,11 +70,14 @@ def _best_of_chunk_kernel(
         min_p = tl.load(min_p_ptr + row)
         is_noisy = is_noisy & (not is_filtered(temperature, top_k, top_p, min_p, width))
     if is_noisy:
-        x += gumbel_block(tl.load(seed_ptr + row), tl.load(position_ptr + row), column)
+        x += gumbel_bound_block(tl.load(seed_ptr + row), tl.load(position_ptr + row), column)
     best = tl.max(x, axis=0)
     best_id = tl.min(tl.where(x == best, column, 0x7FFFFFFF), axis=0)
     tl.store(value_ptr + row * num_chunks + chunk, best)
     tl.store(id_ptr + row * num_chunks + chunk, best_id.to(tl.int32))
+    if is_noisy:
+        second = tl.max(tl.where(column == best_id, -float("inf"), x), axis=0)
+        tl.store(second_ptr + row * num_chunks + chunk, second)
 
 
 @triton.jit
@@ -261,6 +267,47 @@ def _filtered_token(
 
 
 @triton.jit
+def _noisy_token(
+    logits_ptr,
+    row,
+    best_ids,
+    seconds,
+    width,
+    temperature,
+    seed,
+    position,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the token with the largest noisy logit of a whole row, i64.
+
+    Args:
+        best_ids: [CHUNKS] i64, the first candidate of each chunk; past the last chunk: none.
+        seconds: [CHUNKS] f32, what no other noisy logit of the chunk exceeds.
+    """
+    x = load_scaled(logits_ptr, row, best_ids, width, temperature)
+    noisy = x + gumbel_block(seed, position, best_ids)
+    best = tl.max(noisy, axis=0)
+    best_id = tl.min(tl.where(noisy == best, best_ids, 0x7FFFFFFF), axis=0)
+    has_chance = (seconds >= best) & (seconds > -float("inf"))
+    if tl.max(has_chance.to(tl.int32), axis=0) > 0:
+        for chunk in range(NUM_CHUNKS):
+            is_chunk = tl.arange(0, CHUNKS) == chunk
+            if tl.max((is_chunk & has_chance).to(tl.int32), axis=0) > 0:
+                column = (chunk * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+                block = load_scaled(logits_ptr, row, column, width, temperature)
+                block += gumbel_block(seed, position, column)
+                chunk_best = tl.max(block, axis=0)
+                chunk_id = tl.min(tl.where(block == chunk_best, column, 0x7FFFFFFF), axis=0)
+                lower_id = tl.minimum(best_id, chunk_id)
+                chunk_id = tl.where(chunk_best == best, lower_id, chunk_id)
+                best_id = tl.where(chunk_best >= best, chunk_id, best_id)
+                best = tl.maximum(best, chunk_best)
+    return best_id
+
+
+@triton.jit
 def _best_of_row_kernel(
     logits_ptr,  # [R, V] f32
     temperature_ptr,  # [R] f32
@@ -271,6 +318,7 @@ def _best_of_row_kernel(
     position_ptr,  # [R] i64
     value_ptr,  # [R, C] f32
     id_ptr,  # [R, C] i32
+    second_ptr,  # [R, C] f32, read for rows with noise and without filters only
     key_ptr,  # [R, CAPACITY] i64; this and the next three are read for filtered rows only
     num_listed_ptr,  # [R] i32
     level_ptr,  # [R] f32
@@ -280,23 +328,26 @@ def _best_of_row_kernel(
     HAS_FILTERS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
     STEP: tl.constexpr,
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
     chunk = tl.arange(0, CHUNKS)
+    in_row = chunk < NUM_CHUNKS
     at = row * NUM_CHUNKS + chunk
     largest = largest_of(value_ptr, row, NUM_CHUNKS, CHUNKS)
-    value = tl.load(value_ptr + at, mask=chunk < NUM_CHUNKS, other=-float("inf"))
-    best_id = tl.load(id_ptr + at, mask=chunk < NUM_CHUNKS, other=0x7FFFFFFF)
-    token = tl.min(tl.where(value == largest, best_id, 0x7FFFFFFF), axis=0).to(tl.int64)
+    best_ids = tl.load(id_ptr + at, mask=in_row, other=0x7FFFFFFF).to(tl.int64)
+    is_noisy = temperature > 0.0
+    token = tl.zeros((), dtype=tl.int64)
     if HAS_FILTERS:
-        temperature = tl.load(temperature_ptr + row)
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
         min_p = tl.load(min_p_ptr + row)
         if is_filtered(temperature, top_k, top_p, min_p, width):
+            is_noisy = False
             token = _filtered_token(
                 logits_ptr,
                 key_ptr,
@@ -316,6 +367,23 @@ def _best_of_row_kernel(
                 STEP=STEP,
                 LANES=LANES,
             )
+    if is_noisy:
+        token = _noisy_token(
+            logits_ptr,
+            row,
+            best_ids,
+            tl.load(second_ptr + at, mask=in_row, other=-float("inf")),
+            width,
+            temperature,
+            tl.load(seed_ptr + row),
+            tl.load(position_ptr + row),
+            NUM_CHUNKS=NUM_CHUNKS,
+            CHUNKS=CHUNKS,
+            BLOCK=BLOCK,
+        )
+    if temperature <= 0.0:
+        value = tl.load(value_ptr + at, mask=in_row, other=-float("inf"))
+        token = tl.min(tl.where(value == largest, best_ids, 0x7FFFFFFF), axis=0)
     tl.store(out_ptr + row, token.to(tl.int32))
 
 
@@ -360,6 +428,7 @@ def sample(
     num_chunks = triton.cdiv(width, block)
     value = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    second = torch.empty_like(value)
     count_launch("sample")
     _best_of_chunk_kernel[(num_rows, num_chunks)](
         logits,
@@ -367,6 +436,7 @@ def sample(
         *noise,
         value,
         best_id,
+        second,
         width,
         HAS_FILTERS=has_filters,
         BLOCK=block,
@@ -380,6 +450,7 @@ def sample(
         *noise,
         value,
         best_id,
+        second,
         listed.keys if listed else best_id,
         listed.num_listed if listed else best_id,
         listed.level if listed else value,
@@ -389,10 +460,11 @@ def sample(
         HAS_FILTERS=has_filters,
         NUM_CHUNKS=num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCK=block,
         CAPACITY=listed.keys.shape[1] if listed else 0,
         STEP=STEP,
         LANES=LANES,
-        num_warps=STEP // 32 if has_filters else 1,
+        num_warps=STEP // 32 if has_filters else 4,
         **LAUNCH_OPTIONS,
     )
     return out

@@ -172,15 +172,16 @@ def sampling_kernels():
     for has_filters in (True, False):
         yield (
             sampling._best_of_chunk_kernel,
-            ["*fp32", *filters, *noise, "*fp32", "*i32", "i32"],
+            ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32", "i32"],
             {"HAS_FILTERS": has_filters, "BLOCK": sampling.BLOCK},
         )
         yield (
             sampling._best_of_row_kernel,
-            ["*fp32", *filters, *noise, "*fp32", "*i32", "*i64", "*i32", "*fp32", "*i64", "*i32"]
-            + ["i32"],
-            {"HAS_FILTERS": has_filters, **chunks, **listed, "STEP": sampling.STEP, **lanes},
-            Warps(sampling.STEP // 32 if has_filters else 1),
+            ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32"]
+            + ["*i64", "*i32", "*fp32", "*i64", "*i32", "i32"],
+            {"HAS_FILTERS": has_filters, **chunks, "BLOCK": sampling.BLOCK}
+            | {**listed, "STEP": sampling.STEP, **lanes},
+            Warps(sampling.STEP // 32 if has_filters else 4),
         )
     yield (
         sampling_filters._tabulate_kernel,

@@ -8,9 +8,11 @@ import os
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.gumbel import gumbel_noise, gumbel_noise_ref
+from shared.kernels.dispatch import LAUNCH_OPTIONS, launch_counts, use_triton
+from shared.kernels.gumbel import gumbel_bound_block, gumbel_noise, gumbel_noise_ref
 from tests.kernels.noise_seeds import GOLDEN, MASK, int64, mix64, seed_for_hash
 from tests.reference.noise import gumbel
 
@@ -115,6 +117,37 @@ def test_both_tails_are_finite_and_not_cut(
     torch.testing.assert_close(
         out.flatten().double().cpu(), torch.tensor(expected).double(), rtol=1e-3, atol=1e-6
     )
+
+
+@triton.jit
+def _bound_kernel(seed_ptr, position_ptr, out_ptr, WIDTH: tl.constexpr):
+    row = tl.program_id(0)
+    ids = tl.arange(0, WIDTH).to(tl.int64)
+    bound = gumbel_bound_block(tl.load(seed_ptr + row), tl.load(position_ptr + row), ids)
+    tl.store(out_ptr + row * WIDTH + ids, bound)
+
+
+@pytest.mark.skipif(
+    not (IS_INTERPRETED or torch.cuda.is_available()), reason="a device function of Triton's"
+)
+def test_the_bound_lies_above_the_noise_and_close_to_it_where_it_is_large(
+    device: torch.device,
+) -> None:
+    """Above it everywhere; sampling would lose tokens otherwise, and be slow if it were far."""
+    width = 512
+    extremes = [MASK - (1 << shift) + 1 for shift in range(0, 64, 3)]
+    extremes += [1 << shift for shift in range(0, 64, 3)] + [0, MASK >> 1]
+    extremes += [(step << 32) - 1 for step in (1, 2, 0xFFFFFFFF, 0xFFFFFFFE, 0x80000000)]
+    seeds = int64([seed_for_hash(bits, 9, 3) for bits in extremes] + list(range(40)), device)
+    position = torch.full_like(seeds, 9)
+    bound = torch.empty(len(seeds), width, device=device)
+    _bound_kernel[(len(seeds),)](seeds, position, bound, WIDTH=width, **LAUNCH_OPTIONS)
+    noise = gumbel_noise(seeds, position, torch.arange(width).to(device))
+    assert (bound >= noise).all()
+    # Most of the slack is left: a device's logarithms are not exact.
+    assert ((bound - noise)[noise < 15] > 5e-5).all()
+    is_large = (noise > 3) & (noise < 15)
+    assert is_large.any() and ((bound - noise)[is_large] < 0.06).all()
 
 
 def draws(axis: str, count: int, device: torch.device) -> np.ndarray:

@@ -121,6 +121,21 @@ def test_no_filters_promised_is_no_filters_given(device: torch.device, width: in
         assert promised.tolist() == [row.token() for row in rows]
 
 
+@pytest.mark.parametrize("width", [3, 1200])
+def test_the_first_candidate_of_a_chunk_need_not_win(device: torch.device, width: int) -> None:
+    """The bound of the largest noise lies above it: others between the two must be looked at."""
+    lucky, other = width - 1, width - 3
+    rows = []
+    for step in range(-8, 5):
+        logits = [-1.0] * width
+        logits[lucky], logits[other] = 0.0, 36.0 + step / 4
+        rows.append(Row(logits=logits, seed=lucky_seed(lucky)))
+    assert {row.token() for row in rows} == {lucky, other}
+    check_rows(rows, device)
+    out = sample(*arguments(rows, device), has_filters=False)
+    assert out.tolist() == [row.token() for row in rows]
+
+
 def test_ties_across_blocks_and_the_tail_of_the_vocabulary(device: torch.device) -> None:
     width = 4999 if IS_INTERPRETED else 128256
     logits = torch.full((5, width), -3.0)
