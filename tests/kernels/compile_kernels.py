@@ -12,14 +12,25 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shared.kernels import gumbel, linear, move_kv, rms_norm, sampling, store_kv, tree_attention
+from shared.kernels import (
+    gumbel,
+    linear,
+    move_kv,
+    rms_norm,
+    sampling,
+    store_kv,
+    tree_attention,
+    tree_beams,
+    tree_children,
+    tree_select,
+)
 from shared.kernels.dispatch import LAUNCH_OPTIONS
 
 DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
 
 
 def kernels(dtype: str):
-    """Yield (kernel, types of the arguments in order, constexprs)."""
+    """Yield (kernel, types of the arguments in order, constexprs[, options])."""
     values = f"*{dtype}"
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
@@ -61,20 +72,77 @@ def kernels(dtype: str):
                 ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*i64", "*i64", "*i32", "i32"],
                 {"HAS_FILTERS": has_filters, "BLOCK": 1024, "LANES": 8},
             )
+        yield from growth_kernels()
+
+
+def growth_kernels():
+    """Yield, as `kernels` does, those that grow trees; they know no other dtype."""
+    chunk = tree_children._CHUNK
+    for topk, width in ((1, 32000), (10, 32000), (16, 151936)):
+        count = {"COUNT": topk, "COUNT_BLOCK": triton.next_power_of_2(topk)}
+        num_chunks = triton.cdiv(width, chunk)
+        for has_noise in (False, True):
+            yield (
+                tree_children._chunk_children_kernel,
+                ["*fp32", "*i64", "*fp32", "*i64", "*i64", "*i64", "*i64"] + ["i32"] * 4,
+                {"HAS_NOISE": has_noise, **count, "CHUNK": chunk},
+                {"num_warps": 1},
+            )
+        yield (
+            tree_children._merge_children_kernel,
+            ["*i64", "*i64", "*i64", "*fp32", "*i32"],
+            {
+                "NUM_CHUNKS": num_chunks,
+                "CHUNKS_BLOCK": triton.next_power_of_2(num_chunks),
+                **count,
+                "KEYS_BLOCK": triton.next_power_of_2(num_chunks * topk),
+            },
+            {"num_warps": 1 if num_chunks * topk <= 1024 else 4},
+        )
+        for is_root, is_last in ((True, False), (False, False), (False, True)):
+            num_children = topk if is_root else topk**2
+            yield (
+                tree_beams._next_beams_kernel,
+                ["*fp32", "*i32", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "*fp32"]
+                + ["*i32"] * 2
+                + ["*fp32", "*i32", "*i32", "*fp32", "*i32", "*i64", "*i64", "*i64"]
+                + ["*i32"] * 4
+                + ["i32"] * 3,
+                {
+                    "IS_ROOT": is_root,
+                    "IS_LAST": is_last,
+                    "WIDTH": topk,
+                    "DEPTH": 5,
+                    "PAGE_SIZE": 16,
+                    "CHILD_BLOCK": triton.next_power_of_2(num_children),
+                    "WIDTH_BLOCK": triton.next_power_of_2(topk),
+                    "DEPTH_BLOCK": 8,
+                },
+                {"num_warps": 1},
+            )
+    for block in (1, 512, 4096):
+        yield (
+            tree_select._select_nodes_kernel,
+            ["*fp32", "*i32", "*i32", "*i32", "*i32", "i32", "i32"],
+            {"BLOCK": block, "NODE_BLOCK": 64},
+            {"num_warps": {1: 1, 512: 4, 4096: 8}[block]},
+        )
 
 
 def main() -> None:
     """Compile for the capabilities named on the command line."""
     for capability in map(int, sys.argv[1:]):
         for dtype in DOT_DTYPES:
-            for kernel, types, constexprs in kernels(dtype):
+            for kernel, types, constexprs, *options in kernels(dtype):
                 names = [name for name in kernel.arg_names if name not in constexprs]
                 signature = dict(zip(names, types, strict=True))
                 signature |= dict.fromkeys(constexprs, "constexpr")
                 indices = {(kernel.arg_names.index(name),): v for name, v in constexprs.items()}
                 source = ASTSource(fn=kernel, signature=signature, constexprs=indices)
                 target = GPUTarget("cuda", capability, 32)
-                binary = triton.compile(source, target=target, options=dict(LAUNCH_OPTIONS))
+                binary = triton.compile(
+                    source, target=target, options=dict(*options, **LAUNCH_OPTIONS)
+                )
                 assert binary.asm["cubin"]
                 ptx = binary.asm["ptx"]
                 uses_tensor_cores = "wgmma" in ptx or "mma.sync" in ptx
