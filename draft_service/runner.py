@@ -148,12 +148,12 @@ class DraftRunner:
         begin = 0
         for i, work in enumerate(works):
             request, count = work.request, work.num_rows
-            rows = slice(begin, begin + count)
-            begin += count
+            end = begin + count
             start = request.next_position
             shifted = start + request.input_shift
-            tokens[rows] = request.tokens[shifted : shifted + count]
-            positions[rows] = np.arange(start, start + count)
+            tokens[begin:end] = request.tokens[shifted : shifted + count]
+            positions[begin:end] = np.arange(start, start + count)
+            begin = end
             hidden_idx[i] = request.req_idx
             blocks.append(
                 RowBlock(

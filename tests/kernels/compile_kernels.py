@@ -13,7 +13,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shared.kernels import (
-    gumbel,
     linear,
     move_kv,
     rms_norm,
@@ -61,11 +60,6 @@ def kernels(dtype: str):
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", values], row
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", values], row
     if dtype == "fp32":
-        yield (
-            gumbel._gumbel_noise_kernel,
-            ["*i64", "*i64", "*i64", "*fp32", "i32", "i32"],
-            {"BLOCK": 1024},
-        )
         for has_filters in (True, False):
             yield (
                 sampling._sample_kernel,

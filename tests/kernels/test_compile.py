@@ -31,7 +31,6 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_store_kv_kernel",
         "_gather_kv_kernel",
         "_scatter_kv_kernel",
-        "_gumbel_noise_kernel",
         "_sample_kernel",
         "_chunk_children_kernel",
         "_merge_children_kernel",
