@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from draft_service.engine import DraftEngine
+from draft_service.engine_factory import create_engine
 from draft_service.runner import DraftRunner
+from shared.config import DraftConfig
+from shared.graphs import GraphCache
 from shared.types import DraftOpen, DraftRound, FeatureChunk, SamplingParams, TokenTree, TreeShape
 from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
 from tests.engines import random_tokens as tokens_of
@@ -156,3 +159,36 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         assert torch.equal(alone, padded)
     assert torch.equal(*hiddens)
     assert hiddens[0].count_nonzero(dim=1).bool().tolist() == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_replayed_graphs_grow_the_same_trees_without_waiting(
+    models: Models, temperature: float
+) -> None:
+    """But for the one read of the result, which is an event's and not counted."""
+    pairing = models.pairing("eagle3")
+    config = DraftConfig(
+        model=str(pairing.draft), target_model=str(pairing.target), algorithm="eagle3",
+        device="cuda", num_pages=600, page_size=4,
+    )  # fmt: skip
+    trees = []
+    for is_enabled in (False, True):
+        engine = create_engine(config, lambda *_: None)
+        runner = engine._runner
+        runner._graphs = GraphCache(runner.pool.device, is_enabled=is_enabled)
+        sampling = SamplingParams(temperature=temperature, seed=1)
+        open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
+        works = engine._plan_extend()
+        runner.extend(works)
+        engine._commit_extend(works)
+        growing = engine._plan_growth()
+        for repeat in range(3):
+            torch.cuda.set_sync_debug_mode("error" if repeat else "default")
+            try:
+                trees.append(runner.grow(growing))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert len(runner._graphs) == 2 * is_enabled
+    assert all(again == trees[0] for again in trees)
