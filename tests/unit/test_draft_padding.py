@@ -13,6 +13,7 @@ from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine
 from draft_service.runner import DraftRunner
 from shared.config import DraftConfig
+from shared.device import DTYPES
 from shared.graphs import GraphCache
 from shared.types import DraftOpen, DraftRound, FeatureChunk, SamplingParams, TokenTree, TreeShape
 from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
@@ -73,7 +74,11 @@ def test_padded_trees_in_a_sliding_window(models: Models) -> None:
 
 
 def open_requests(
-    engine: DraftEngine, lengths: list[int], shapes: list[TreeShape], sampling: SamplingParams
+    engine: DraftEngine,
+    lengths: list[int],
+    shapes: list[TreeShape],
+    sampling: SamplingParams,
+    feature_dtype: str = "float32",
 ) -> None:
     """Open requests and give them features; nothing is extended yet."""
     width = engine.info.features.width
@@ -87,11 +92,12 @@ def open_requests(
                 token_ids=token_ids, sampling=sampling,
             )
         )  # fmt: skip
-        features = rng.normal(size=(length - 1, width)).astype(np.float32)
+        normal = torch.from_numpy(rng.normal(size=(length - 1, width)))
+        features = normal.to(torch.bfloat16).to(DTYPES[feature_dtype])
         engine.submit(
             FeatureChunk(
-                request_id=request_id, target_epoch=1, start=0, shape=features.shape,
-                dtype="float32", data=features.tobytes(),
+                request_id=request_id, target_epoch=1, start=0, shape=(length - 1, width),
+                dtype=feature_dtype, data=features.view(torch.uint8).numpy().tobytes(),
             )
         )  # fmt: skip
         engine.submit(
@@ -139,13 +145,16 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
 
 @pytest.mark.parametrize("num_rows", [3, 4, 5, 255, 256, 257])
 def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> None:
-    """KV of the rows and the last hidden rows are the same bits; padding goes to the sink."""
+    """KV of the rows and the last hidden rows are the same bits; padding goes to the sink.
+
+    Features of another dtype are converted by the device, with no more than their own precision.
+    """
     pairing = models.pairing("eagle3")
     lengths = [num_rows // 2 + 1, num_rows - num_rows // 2 + 1]  # a row per token but the last
     caches, hiddens = [], []
-    for pads in (False, True):
+    for pads, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
         engine = draft_engine(pairing, pads=pads, page_size=4, max_num_requests=3)
-        open_requests(engine, lengths, [SHAPES[0]] * 2, SamplingParams())
+        open_requests(engine, lengths, [SHAPES[0]] * 2, SamplingParams(), dtype)
         runner, pool = engine._runner, pool_of(engine)
         for cache in (*pool.k, *pool.v):
             cache.fill_(torch.nan)
@@ -155,9 +164,9 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
         assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
         hiddens.append(runner._last_hidden[:3].clone())
-    for alone, padded in zip(*caches, strict=True):
-        assert torch.equal(alone, padded)
-    assert torch.equal(*hiddens)
+    for alone, *padded in zip(*caches, strict=True):
+        assert all(torch.equal(alone, cache) for cache in padded)
+    assert all(torch.equal(hiddens[0], hidden) for hidden in hiddens[1:])
     assert hiddens[0].count_nonzero(dim=1).bool().tolist() == [True, True, False]
 
 
