@@ -24,8 +24,10 @@ class DraftExtendInput:
         position_ids: [T] i64.
         features: [T, feature_width] in the TARGET's dtype; None for a standalone draft.
         rows: Where their KV goes and what they see.
-        last_rows: [R] i64, last row of each request.
-        hidden_idx: [R] i64, row of `last_hidden` that the last row's hidden goes to.
+        last_rows: [R] i64, last row of each request; 0 of padding.
+        hidden_idx: [R] i64, row of the runner's hidden rows that the last row's goes to: the
+            request's req_idx; of padding, the spare row.
+        bucket: T, if the rows were padded up to it (see buckets.py); else None.
     """
 
     token_ids: torch.Tensor
@@ -34,14 +36,13 @@ class DraftExtendInput:
     rows: PackedRows
     last_rows: torch.Tensor
     hidden_idx: torch.Tensor
+    bucket: int | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return everything that differs from step to step."""
-        attention = self.rows.attention
-        tensors = [self.token_ids, self.position_ids, self.last_rows, self.hidden_idx]
-        tensors += [self.rows.slot_mapping, attention.req_idx, attention.prefix_len]
-        tensors += [attention.row_indptr, attention.path_len]
+        """Return everything on the device that an extend reads of this."""
+        tensors = [self.token_ids, self.position_ids, *self.rows.tensors]
+        tensors += [self.last_rows, self.hidden_idx]
         return tensors if self.features is None else [*tensors, self.features]
 
 
@@ -69,9 +70,16 @@ class DraftInput:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return everything that differs from step to step."""
+        """Return everything on the device that a growth reads of this."""
         trees = self.trees
-        tensors = [trees.req_idx, trees.kv_len, trees.node_position, trees.topk, trees.num_steps]
+        tensors = [
+            trees.page_table,
+            trees.req_idx,
+            trees.kv_len,
+            trees.node_position,
+            trees.topk,
+            trees.num_steps,
+        ]
         return [*tensors, self.num_nodes, self.temperature, self.seed, self.child_position]
 
     def noise(self, depth: int) -> ChildNoise:

@@ -1,19 +1,7 @@
 """Run the draft model: extend committed tokens, grow trees. Builds the tensors of each phase.
 
-On a GPU both phases are captured graphs, so their batches are padded to a few sizes. Of an extend
-(rows to one of ROW_BUCKETS; more rows run as they are):
-
-    field                          padding rows        padding requests
-    token_ids, position_ids        0                   -
-    features                       0                   -
-    slot_mapping                   0 (the sink)        -
-    path_len, path_offset          1, 0                -
-    req_idx, prefix_len            -                   0
-    row_indptr                     -                   repeats its last value: no rows
-    last_rows                      -                   0
-    hidden_idx                     -                   max_num_requests, the spare row
-
-Of a growth (requests to a power of 2): see growth.py.
+Where graphs are captured, batches are padded to a few sizes: the rows of an extend as buckets.py
+says, the requests of a growth to a power of 2 as growth.py says.
 """
 
 from __future__ import annotations
@@ -28,16 +16,15 @@ from numpy.typing import NDArray
 from draft_service.growth import TreeGrower
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
 from draft_service.request import DraftRequest
+from shared.buckets import ROW_BUCKETS, bucket_of
 from shared.graphs import GraphCache
-from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
-from shared.packing import PackedRows, RowBlock
+from shared.packing import RowBlock, pack_rows
 from shared.staging import Staging
 from shared.types import MAX_TREE_NODES, DraftRound, TokenTree, TreeShape
 
-ROW_BUCKETS = (4, 8, 16, 32, 64, 128, 256)
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
 
@@ -55,27 +42,26 @@ class DraftRunner:
 
     Args:
         window: Tokens that a row attends to; 0 = everything.
-        pads: Pad batches as captured graphs need it; None: on a GPU.
+        pads_rows: Pad batches to a few sizes; None: where graphs are captured.
     """
 
     def __init__(
-        self, model: DraftModel, pool: KVPool, *, window: int, pads: bool | None = None
+        self, model: DraftModel, pool: KVPool, *, window: int, pads_rows: bool | None = None
     ) -> None:
         device = pool.device
         self.model = model
         self.pool = pool
         self.window = window
-        self._pads = device.type == "cuda" if pads is None else pads
         self._grower = TreeGrower(model, pool, window=window)
         self._graphs = GraphCache(device)
+        self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
         self._staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
-        self._max_num_requests = pool.page_table.shape[0]
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
-            (self._max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
+            (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
         )
-        self._results = _Results(device, _padded(self._max_num_requests))
+        self._results = _Results(device, _padded(pool.max_num_requests))
 
     @torch.inference_mode()
     def extend(self, works: Sequence[ExtendWork]) -> None:
@@ -85,14 +71,12 @@ class DraftRunner:
             from the requests.
         """
         inputs = self._build_extend(works)
-        num_rows = len(inputs.token_ids)
-        if self._pads and num_rows <= ROW_BUCKETS[-1]:
-            dtype = None if inputs.features is None else inputs.features.dtype
-            self._graphs.run(
-                ("extend", num_rows, dtype), lambda: self._extend(inputs), inputs.tensors
-            )
-        else:
+        if inputs.bucket is None:
             self._extend(inputs)
+            return
+        dtype = None if inputs.features is None else inputs.features.dtype
+        key = ("extend", inputs.bucket, dtype)
+        self._graphs.run(key, lambda: self._extend(inputs), inputs.tensors)
 
     @torch.inference_mode()
     def grow(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
@@ -135,15 +119,12 @@ class DraftRunner:
 
     def _build_extend(self, works: Sequence[ExtendWork]) -> DraftExtendInput:
         """Pack the next rows of several requests; takes their features."""
-        num_works = len(works)
         num_live = sum(work.num_rows for work in works)
-        num_rows, num_reqs = num_live, num_works
-        if self._pads and num_live <= ROW_BUCKETS[-1]:
-            num_rows = next(bucket for bucket in ROW_BUCKETS if bucket >= num_live)
-            num_reqs = min(num_rows, self._max_num_requests)
+        bucket = bucket_of(num_live) if self.pads_rows else None
+        num_rows, num_reqs = bucket or num_live, bucket or len(works)
         tokens = np.zeros(num_rows, dtype=np.int64)
         positions = np.zeros(num_rows, dtype=np.int64)
-        hidden_idx = np.full(num_reqs, self._max_num_requests, dtype=np.int64)
+        hidden_idx = np.full(num_reqs, self.pool.max_num_requests, dtype=np.int64)
         blocks, features = [], []
         begin = 0
         for i, work in enumerate(works):
@@ -167,9 +148,8 @@ class DraftRunner:
                 features += request.take_features(count)
         staging = self._staging
         staging.begin()
-        rows = _pack_chains(blocks, self.pool, staging, num_rows, num_reqs, self.window)
-        last_rows = np.zeros(num_reqs, dtype=np.int64)
-        last_rows[:num_works] = rows.row_indptr[1 : num_works + 1] - 1
+        rows = pack_rows(blocks, self.pool, window=self.window, staging=staging, num_rows=bucket)
+        last_rows = _column(rows.row_indptr[1:] - 1, num_reqs, np.int64)
         inputs = DraftExtendInput(
             token_ids=staging.add(tokens),
             position_ids=staging.add(positions),
@@ -177,6 +157,7 @@ class DraftRunner:
             last_rows=staging.add(last_rows),
             hidden_idx=staging.add(hidden_idx),
             features=_stage_features(features, staging, num_rows),
+            bucket=bucket,
         )
         staging.flush()
         return inputs
@@ -185,7 +166,7 @@ class DraftRunner:
         self, requests: Sequence[DraftRequest], orders: Sequence[DraftRound]
     ) -> DraftInput:
         """Bring what the requests' trees depend on to the device."""
-        batch = _padded(len(requests)) if self._pads else len(requests)
+        batch = _padded(len(requests)) if self.pads_rows else len(requests)
         shapes = [order.shape for order in orders]
         samplings = [request.open.sampling for request in requests]
         req_idx = _column([request.req_idx for request in requests], batch, np.int32)
@@ -278,42 +259,11 @@ def _padded(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _column(values: Sequence[float], size: int, dtype: type[np.generic]) -> NDArray:
+def _column(values: Sequence[float] | NDArray, size: int, dtype: type[np.generic]) -> NDArray:
     """Return the values, then 0 up to `size`."""
     column = np.zeros(size, dtype=dtype)
     column[: len(values)] = values
     return column
-
-
-def _pack_chains(
-    blocks: Sequence[RowBlock],
-    pool: KVPool,
-    staging: Staging,
-    num_rows: int,
-    num_reqs: int,
-    window: int,
-) -> PackedRows:
-    """Concatenate chains into one forward of num_rows rows and num_reqs requests."""
-    counts = _column([block.num_rows for block in blocks], num_reqs, np.int64)
-    row_indptr = np.concatenate([[0], np.cumsum(counts)])
-    slots = np.zeros(num_rows, dtype=np.int32)
-    path_len = np.ones(num_rows, dtype=np.int32)
-    for block, start, stop in zip(blocks, row_indptr[:-1], row_indptr[1:], strict=False):
-        steps = np.arange(block.num_rows, dtype=np.int64)
-        slots[start:stop] = pool.slots(block.req_idx, block.first_slot + steps)
-        path_len[start:stop] = steps + 1
-    attention = TreeAttentionMetadata(
-        page_table=pool.page_table,
-        req_idx=staging.add(_column([block.req_idx for block in blocks], num_reqs, np.int32)),
-        prefix_len=staging.add(_column([block.prefix_len for block in blocks], num_reqs, np.int32)),
-        row_indptr=staging.add(row_indptr.astype(np.int32)),
-        path_len=staging.add(path_len),
-        path_offset=staging.add(np.zeros((num_rows, 1), dtype=np.int32)),
-        is_chain=staging.add(np.ones(num_reqs, dtype=np.bool_)),
-        page_size=pool.page_size,
-        window=window,
-    )
-    return PackedRows(slot_mapping=staging.add(slots), attention=attention, row_indptr=row_indptr)
 
 
 def _stage_features(

@@ -98,6 +98,11 @@ class DraftLink:
         self._heard_at = 0.0
         self._avoid: frozenset[str] = frozenset()
 
+    @property
+    def is_off(self) -> bool:
+        """Return whether no round of the request will ever have a tree."""
+        return self.state is DraftState.OFF
+
     def open(self, target: Worker, target_epoch: int, tokens: Sequence[int]) -> None:
         """Start drafting for a request that a target has (re)built; features come from there."""
         if self.state is DraftState.OFF:

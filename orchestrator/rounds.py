@@ -82,7 +82,7 @@ class Generation:
         self._target: TargetLink | None = None
         self._draft = DraftLink(
             request_id=worker_request_id,
-            shape=request.shape,
+            shape=request.shape if config.drafts else None,
             sampling=request.sampling,
             pool=pool,
             config=config,
@@ -144,6 +144,8 @@ class Generation:
     async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
         """Have the target verify the tree, or only the root if it finds the tree wrong."""
         assert self._target is not None
+        if self._draft.is_off:
+            return await self._target.next_path(self._round_idx)
         order = VerifyRound(
             request_id=self._worker_request_id,
             target_epoch=self._target_epoch,

@@ -14,6 +14,7 @@ from shared.types import (
     AcceptedPath,
     RequestFailure,
     RequestRetracted,
+    RoundGrant,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -46,8 +47,12 @@ class TargetGone(Exception):
         self.is_kill = is_kill
 
 
+GRANTED_ROUNDS = 32
+"""Rounds that a target may be ahead of the orchestrator."""
+
+
 class TargetLink:
-    """Talks to one target about one request; one message is unanswered at a time.
+    """Talks to one target about one request: one order at a time, or rounds granted in advance.
 
     Args:
         step_timeout_s: A target that shows no progress for so long is given up.
@@ -73,6 +78,8 @@ class TargetLink:
         self._on_gone = on_gone
         self._awaited_round = -1
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
+        self._granted_until = 0
+        self._early: dict[int, AcceptedPath] = {}  # of granted rounds that nobody awaits yet
         self._gone: Exception | None = None
         self._is_admitted = False
         worker.attach(request_id, self)
@@ -88,6 +95,18 @@ class TargetLink:
         """Have a tree (or the root alone) verified and committed."""
         return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
 
+    async def next_path(self, round_idx: int) -> AcceptedPath:
+        """Return a round of the root alone; the target runs on meanwhile, without a hop each."""
+        message = None
+        if round_idx + GRANTED_ROUNDS // 2 > self._granted_until:
+            self._granted_until = round_idx + GRANTED_ROUNDS
+            message = RoundGrant(
+                request_id=self._request_id,
+                target_epoch=self.target_epoch,
+                until_round_idx=self._granted_until,
+            )
+        return await self._ask(message, round_idx=round_idx, counts_progress=False)
+
     def close(self) -> None:
         """Free whatever the target holds; a no-op there if it is gone already."""
         self.worker.send(TargetClose(request_id=self._request_id, target_epoch=self.target_epoch))
@@ -102,6 +121,8 @@ class TargetLink:
                 if message.round_idx == self._awaited_round:
                     self._admit(None)
                     self._settle(message)
+                elif self._awaited_round < message.round_idx <= self._granted_until:
+                    self._early[message.round_idx] = message
             case RequestRetracted() if message.target_epoch == self.target_epoch:
                 self._fail(TargetGone(Loss.RETRACTED))
             case RequestFailure() if message.target_epoch == self.target_epoch:
@@ -113,14 +134,23 @@ class TargetLink:
                 self._fail(TargetGone(loss, is_kill=self._is_in_engine and not message.is_clean))
 
     async def _ask(
-        self, message: TargetOpen | VerifyRound, *, round_idx: int, counts_progress: bool
+        self,
+        message: TargetOpen | VerifyRound | RoundGrant | None,
+        *,
+        round_idx: int,
+        counts_progress: bool,
     ) -> AcceptedPath:
+        """Send a message, if there is one, and wait for the path of a round."""
+        if message is not None and self._gone is None:
+            self.worker.send(message)
+        early = self._early.pop(round_idx, None)
+        if early is not None:
+            return early
         if self._gone is not None:
             raise self._gone
         loop = asyncio.get_running_loop()
         self._awaited_round = round_idx
         self._reply = loop.create_future()
-        self.worker.send(message)
         asked = loop.time()
         while not self._reply.done():
             since = max(asked, self.worker.last_progress) if counts_progress else asked
@@ -148,8 +178,9 @@ class TargetLink:
 
         It says that it has admitted a request only after the first step with it.
         """
-        is_waiting = self._reply is not None and not self._reply.done()
-        return is_waiting and (self._is_admitted or not self.worker.load.num_waiting)
+        is_asked = self._reply is not None and not self._reply.done()
+        is_granted = self._granted_until > self._awaited_round
+        return (is_asked or is_granted) and (self._is_admitted or not self.worker.load.num_waiting)
 
     def _settle(self, reply: AcceptedPath | Exception) -> None:
         if self._reply is not None and not self._reply.done():

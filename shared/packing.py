@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.pool import KVPool
+from shared.staging import Staging
+from shared.types import MAX_TREE_NODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,21 @@ class PackedRows:
     attention: TreeAttentionMetadata
     row_indptr: NDArray[np.int64]
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return everything on the device that a forward reads of this."""
+        seen = self.attention
+        return (
+            self.slot_mapping,
+            seen.page_table,
+            seen.req_idx,
+            seen.prefix_len,
+            seen.row_indptr,
+            seen.path_len,
+            seen.path_offset,
+            seen.is_chain,
+        )
+
 
 def to_device(array: NDArray, device: torch.device) -> torch.Tensor:
     """Copy a host array to the device without waiting for it."""
@@ -71,19 +89,29 @@ def pack_rows(
     *,
     window: int = 0,
     path: torch.Tensor | None = None,
+    staging: Staging | None = None,
+    num_rows: int | None = None,
 ) -> PackedRows:
     """Concatenate blocks into one forward.
 
     Args:
         window: Sliding window of the model, tokens; 0 = none.
         path: [T, D] i32 on the device, used instead of the blocks' own paths.
+        staging: What brings the arrays to the device at its next flush; None: they go at once.
+        num_rows: Rows and requests to pad to (see buckets.py), so that all shapes depend on this
+            number alone; None: no padding.
     """
-    num_rows = np.array([block.num_rows for block in blocks], dtype=np.int64)
-    row_indptr = np.concatenate([[0], np.cumsum(num_rows)])
-    slots = np.zeros(row_indptr[-1], dtype=np.int32)
-    path_len = np.empty(row_indptr[-1], dtype=np.int32)
-    width = max([block.path.shape[1] for block in blocks if block.path is not None], default=1)
-    offsets = np.zeros((row_indptr[-1] if path is None else 0, width), dtype=np.int32)
+    counts = np.array([block.num_rows for block in blocks], dtype=np.int64)
+    row_indptr = np.concatenate([[0], np.cumsum(counts)])
+    used = int(row_indptr[-1])
+    total = used if num_rows is None else num_rows
+    assert used <= total, f"{used} rows do not fit {total}"
+    slots = np.zeros(total, dtype=np.int32)
+    path_len = np.ones(total, dtype=np.int32)
+    width = MAX_TREE_NODES
+    if num_rows is None:
+        width = max([block.path.shape[1] for block in blocks if block.path is not None], default=1)
+    offsets = np.zeros((total if path is None else 0, width), dtype=np.int32)
     for block, start, stop in zip(blocks, row_indptr[:-1], row_indptr[1:], strict=True):
         steps = np.arange(block.num_rows, dtype=np.int64)
         if block.writes_kv:
@@ -91,18 +119,23 @@ def pack_rows(
         path_len[start:stop] = (steps if block.depth is None else block.depth) + 1
         if block.path is not None:
             offsets[start:stop, : block.path.shape[1]] = block.path
-    device = pool.device
+    num_padded = 0 if num_rows is None else num_rows - len(blocks)
+
+    def per_request(values: Sequence[int], padding: int, dtype: type) -> NDArray[Any]:
+        return np.array([*values, *[padding] * num_padded], dtype=dtype)
+
+    def send(array: NDArray[Any]) -> torch.Tensor:
+        return to_device(array, pool.device) if staging is None else staging.add(array)
+
     attention = TreeAttentionMetadata(
         page_table=pool.page_table,
-        req_idx=to_device(np.array([b.req_idx for b in blocks], dtype=np.int32), device),
-        prefix_len=to_device(np.array([b.prefix_len for b in blocks], dtype=np.int32), device),
-        row_indptr=to_device(row_indptr.astype(np.int32), device),
-        path_len=to_device(path_len, device),
-        path_offset=to_device(offsets, device) if path is None else path,
-        is_chain=to_device(np.array([b.depth is None for b in blocks], dtype=np.bool_), device),
+        req_idx=send(per_request([b.req_idx for b in blocks], 0, np.int32)),
+        prefix_len=send(per_request([b.prefix_len for b in blocks], 0, np.int32)),
+        row_indptr=send(np.pad(row_indptr, (0, num_padded), mode="edge").astype(np.int32)),
+        path_len=send(path_len),
+        path_offset=send(offsets) if path is None else path,
+        is_chain=send(per_request([b.depth is None for b in blocks], 1, np.bool_)),
         page_size=pool.page_size,
         window=window,
     )
-    return PackedRows(
-        slot_mapping=to_device(slots, device), attention=attention, row_indptr=row_indptr
-    )
+    return PackedRows(slot_mapping=send(slots), attention=attention, row_indptr=row_indptr)

@@ -55,12 +55,11 @@ class Staging:
             return torch.from_numpy(array)
         begin = self._used
         end = begin + array.nbytes
-        dtype = torch.from_numpy(array[:0]).dtype if array.ndim else torch.from_numpy(array).dtype
         if end > len(self._on_device):  # a step of unusual size; never one of a captured graph
             return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        host = self._arrays[self._turn][begin:end]
-        host[:] = np.frombuffer(array, dtype=np.uint8) if array.nbytes else 0
+        self._arrays[self._turn][begin:end] = array.reshape(-1).view(np.uint8)
+        dtype = torch.from_numpy(array).dtype
         return self._on_device[begin:end].view(dtype).view(array.shape)
 
     def flush(self) -> None:

@@ -230,6 +230,15 @@ class VerifyRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundGrant:
+    """Leave to run root-only rounds without orders, up to and including `until_round_idx`."""
+
+    request_id: str
+    target_epoch: int
+    until_round_idx: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetClose:
     """Free whatever the request holds."""
 

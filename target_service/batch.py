@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.buckets import bucket_of
 from shared.kv.pool import KVPool
-from shared.packing import RowBlock, pack_rows, to_device
+from shared.packing import RowBlock, pack_rows
+from shared.staging import Staging
 from shared.tree import tree_paths
 from target_service.phases import ExtendInput, VerifyInput
 from target_service.request import TargetRequest
@@ -62,8 +64,15 @@ class StepBatch:
     num_rows: int
 
 
-def build_batch(plan: StepPlan, pool: KVPool, *, window: int) -> StepBatch:
-    """Pack trees, prefill chunks and replays into one forward."""
+def build_batch(
+    plan: StepPlan, pool: KVPool, staging: Staging, *, window: int, pads_rows: bool
+) -> StepBatch:
+    """Pack trees, prefill chunks and replays into one forward.
+
+    Args:
+        pads_rows: Pad the rows of a step without prefills and replays up to a bucket.
+    """
+    staging.begin()
     blocks: list[RowBlock] = []
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
@@ -71,34 +80,34 @@ def build_batch(plan: StepPlan, pool: KVPool, *, window: int) -> StepBatch:
     chains: list[ChainRows] = []
     row = 0
     for request in plan.verifies:
-        queued = request.queued
-        assert queued is not None
-        tree = queued.tree
-        ids = np.array(tree.token_ids if tree else (queued.root_token_id,), dtype=np.int64)
-        parents = np.array(tree.parent_index, dtype=np.int32) if tree else ROOT_ONLY
+        sent = request.queued.tree if request.queued else None
+        # A root that is still being computed is named by the row where the device keeps it.
+        root = -1 - request.req_idx if request.num_in_flight else request.tokens[-1]
+        ids = np.array(sent.token_ids if sent else (root,), dtype=np.int64)
+        seq_len = request.next_seq_len
+        parents = np.array(sent.parent_index, dtype=np.int32) if sent else ROOT_ONLY
         depth, path = tree_paths(parents)
+        tree = SampledTree(
+            request=request,
+            first_row=row,
+            token_ids=ids,
+            parent_index=parents,
+            depth=depth,
+            seq_len=seq_len,
+        )
         blocks.append(
             RowBlock(
                 req_idx=request.req_idx,
-                prefix_len=request.seq_len,
+                prefix_len=seq_len,
                 num_rows=len(ids),
-                first_slot=request.seq_len,
-                depth=depth,
-                path=path,
+                first_slot=seq_len,
+                depth=None if tree.is_chain else depth,
+                path=None if tree.is_chain else path,
             )
         )
         tokens.append(ids)
-        positions.append(request.seq_len + depth.astype(np.int64))
-        trees.append(
-            SampledTree(
-                request=request,
-                first_row=row,
-                token_ids=ids,
-                parent_index=parents,
-                depth=depth,
-                seq_len=request.seq_len,
-            )
-        )
+        positions.append(seq_len + depth.astype(np.int64))
+        trees.append(tree)
         row += len(ids)
     works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
     for work in works:
@@ -128,17 +137,20 @@ def build_batch(plan: StepPlan, pool: KVPool, *, window: int) -> StepBatch:
                     seq_len=work.stop - 1,
                 )
             )
-    device = pool.device
+    bucket = bucket_of(row) if pads_rows and not works else None
+    padding = 0 if bucket is None else bucket - row
     extend = ExtendInput(
-        token_ids=to_device(np.concatenate(tokens), device),
-        position_ids=to_device(np.concatenate(positions), device),
-        rows=pack_rows(blocks, pool, window=window),
+        token_ids=staging.add(np.pad(np.concatenate(tokens), (0, padding))),
+        position_ids=staging.add(np.pad(np.concatenate(positions), (0, padding))),
+        rows=pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket),
+        bucket=bucket,
     )
-    verify = _build_verify(trees, pool) if trees else None
+    verify = _build_verify(trees, staging) if trees else None
+    staging.flush()
     return StepBatch(extend=extend, verify=verify, trees=trees, chains=chains, num_rows=row)
 
 
-def _build_verify(trees: Sequence[SampledTree], pool: KVPool) -> VerifyInput:
+def _build_verify(trees: Sequence[SampledTree], staging: Staging) -> VerifyInput:
     width = max(len(tree.token_ids) for tree in trees)
     node_rows = np.zeros((len(trees), width), dtype=np.int64)
     token_ids = np.zeros((len(trees), width), dtype=np.int64)
@@ -156,14 +168,14 @@ def _build_verify(trees: Sequence[SampledTree], pool: KVPool) -> VerifyInput:
             logprob_rows.append(np.arange(row, row + count, dtype=np.int64))
             num_top = max(num_top, tree.request.open.top_logprobs)
         row += count
-    device = pool.device
     return VerifyInput(
-        logit_rows=to_device(np.concatenate(logit_rows), device),
-        node_rows=to_device(node_rows, device),
-        token_ids=to_device(token_ids, device),
-        parent_index=to_device(parent_index, device),
-        position=to_device(np.concatenate(position), device),
+        req_idx=staging.add(np.array([tree.request.req_idx for tree in trees], dtype=np.int64)),
+        logit_rows=staging.add(np.concatenate(logit_rows)),
+        node_rows=staging.add(node_rows),
+        token_ids=staging.add(token_ids),
+        parent_index=staging.add(parent_index),
+        position=staging.add(np.concatenate(position)),
         max_depth=max(int(tree.depth.max()) for tree in trees),
-        logprob_rows=to_device(np.concatenate(logprob_rows), device) if logprob_rows else None,
+        logprob_rows=staging.add(np.concatenate(logprob_rows)) if logprob_rows else None,
         num_top_logprobs=num_top,
     )

@@ -49,7 +49,7 @@ def commit_path(
     Args:
         row: The request's row in `paths`.
     Returns: The reply; `finish_reason` is set when the request is over.
-    Mutates: the request's tokens, seq_len, phase, round_idx and last_reply.
+    Mutates: the request's tokens, seq_len, phase, round_idx, last_reply and num_in_flight.
     """
     request = tree.request
     length = int(paths.accept_length[row])
@@ -74,7 +74,7 @@ def commit_path(
     request.phase = Phase.RUNNING
     request.round_idx = reply.round_idx
     request.last_reply = reply
-    request.queued = None
+    request.num_in_flight -= 1
     return reply
 
 

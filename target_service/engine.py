@@ -1,10 +1,16 @@
-"""The target engine: admit, plan, extend, verify, commit, answer. Single-threaded."""
+"""The target engine: admit, plan, extend, verify, commit, answer. Single-threaded.
+
+On a GPU a step is launched before the result of the one before is read, so that the device does not
+wait for the host: a granted round of the root alone needs nothing of that result but the root's
+token, which the device has. What turns out to be past the end of a request is thrown away.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +32,7 @@ from shared.types import (
     FinishReason,
     RequestFailure,
     RequestRetracted,
+    RoundGrant,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -36,19 +43,30 @@ from shared.types import (
 from target_service.batch import StepBatch, build_batch
 from target_service.commit import commit_path
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
+from target_service.phases import ExtendOutput, VerifyOutput
 from target_service.request import Phase, TargetRequest
 from target_service.runner import PathOutputs, TargetRunner
-from target_service.scheduler import PrefillWork, ReplayWork, Scheduler
+from target_service.scheduler import PrefillWork, Scheduler, StepPlan
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_SUBSCRIPTIONS = 4096
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    """A step that the device works on."""
+
+    batch: StepBatch
+    extended: ExtendOutput
+    verified: VerifyOutput | None
+
+
 class TargetEngine:
     """Requests and the step that advances them.
 
     Args:
+        runs_ahead: Launch a step before the result of the one before is read.
         window: Sliding window of the target's attention, tokens; 0 = none.
         max_context_len: Longest sequence, prompt and output.
         feature_retain_rows: Feature rows kept per request until acknowledged.
@@ -63,16 +81,21 @@ class TargetEngine:
         prefill_chunk_len: int,
         max_context_len: int,
         feature_retain_rows: int,
+        runs_ahead: bool = False,
         window: int = 0,
     ) -> None:
         self.info = info
+        self._in_flight: _Launched | None = None
         self._runner = runner
         self._pool = runner.pool
         self._window = window
         self._max_context_len = max_context_len
         self._retain_rows = feature_retain_rows
         self._scheduler = Scheduler(
-            runner.pool, max_batch_rows=max_batch_rows, prefill_chunk_len=prefill_chunk_len
+            runner.pool,
+            max_batch_rows=max_batch_rows,
+            prefill_chunk_len=prefill_chunk_len,
+            runs_ahead=runs_ahead,
         )
         self._requests: dict[str, TargetRequest] = {}
         self._early_subscriptions: dict[str, FeatureSubscribe] = {}
@@ -83,7 +106,7 @@ class TargetEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        return bool(self._outbox) or self._scheduler.has_work
+        return bool(self._outbox or self._in_flight) or self._scheduler.has_work
 
     @property
     def load(self) -> WorkerLoad:
@@ -108,6 +131,10 @@ class TargetEngine:
                     self._open(message)
                 case VerifyRound():
                     self._queue_round(message)
+                case RoundGrant():
+                    request = self._find(message.request_id, message.target_epoch)
+                    request.granted_until = max(request.granted_until, message.until_round_idx)
+                    request.queued_order = next(self._order)
                 case TargetClose():
                     self._close(message)
                 case FeatureSubscribe():
@@ -134,11 +161,30 @@ class TargetEngine:
             self._outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
 
     def step(self) -> list[Any]:
-        """Run one forward over whatever is queued, commit it, answer it.
+        """Launch one forward over whatever is queued, commit and answer what is computed.
 
         Returns: TargetAdmitted, AcceptedPath, FeatureChunk, RequestFailure, RequestRetracted.
         """
-        plan = self._scheduler.plan()
+        launched = self._launch(self._scheduler.plan())
+        if self._in_flight is not None:
+            self._finish(self._in_flight)
+        self._in_flight = launched
+        if launched is not None and not self._scheduler.runs_ahead:
+            self._finish(launched)
+            self._in_flight = None
+        for request in self._requests.values():
+            self._send_features(request)
+            if request.features is not None:
+                request.features.trim()
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def check_integrity(self) -> None:
+        """Raise unless every page is accounted for."""
+        self._pool.check_integrity()
+
+    def _launch(self, plan: StepPlan) -> _Launched | None:
+        """Launch the rows of a plan; nothing waits for the device."""
         for request in plan.retracted:
             del self._requests[request.request_id]
             self._outbox.append(
@@ -153,27 +199,46 @@ class TargetEngine:
                     request_id=request.request_id, target_epoch=request.open.target_epoch
                 )
             )
-        if not plan.is_empty:
-            batch = build_batch(plan, self._pool, window=self._window)
-            extended = self._runner.extend(batch.extend)
-            self._commit_chains(batch, extended)
-            if batch.verify is not None:
-                verified = self._runner.verify(batch.verify, extended, batch.trees)
-                self._runner.commit_kv(batch, verified)
-                self._commit_paths(batch, self._runner.read_paths(batch, verified))
-            self._num_steps += 1
-            self._num_rows += batch.num_rows
-            self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
-        for request in self._requests.values():
-            self._send_features(request)
-            if request.features is not None:
-                request.features.trim()
-        outbox, self._outbox = self._outbox, []
-        return outbox
+        if plan.is_empty:
+            return None
+        batch = build_batch(
+            plan,
+            self._pool,
+            self._runner.staging,
+            window=self._window,
+            pads_rows=self._runner.pads_rows,
+        )
+        extended = self._runner.extend(batch.extend)
+        verified = None
+        if batch.verify is not None:
+            verified = self._runner.verify(batch.verify, extended, batch.trees)
+            self._runner.commit_kv(batch, verified)
+        for chain in batch.chains:
+            if isinstance(chain.work, PrefillWork):
+                chain.work.request.seq_len = chain.work.stop
+            else:
+                chain.work.request.is_replaying = True
+        for tree in batch.trees:
+            request = tree.request
+            request.queued = None
+            request.queued_order = next(self._order)
+            request.num_in_flight += 1
+            request.is_tree_in_flight = len(tree.token_ids) > 1
+        self._num_steps += 1
+        self._num_rows += batch.num_rows
+        self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
+        return _Launched(batch=batch, extended=extended, verified=verified)
 
-    def check_integrity(self) -> None:
-        """Raise unless every page is accounted for."""
-        self._pool.check_integrity()
+    def _finish(self, launched: _Launched) -> None:
+        """Wait for a launched step, commit and answer it."""
+        batch = launched.batch
+        self._commit_chains(batch, launched.extended)
+        if launched.verified is not None:
+            self._commit_paths(batch, self._runner.read_paths(batch, launched.verified))
+
+    def _is_held(self, request: TargetRequest) -> bool:
+        """Return whether a request is still there; it may have gone while a step was in flight."""
+        return self._requests.get(request.request_id) is request
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -204,7 +269,12 @@ class TargetEngine:
         if known is not None:
             self._drop(known)
         request = TargetRequest(
-            open=message, order=next(self._order), tokens=list(message.token_ids)
+            open=message,
+            order=next(self._order),
+            tokens=list(message.token_ids),
+            token_limit=min(
+                message.num_prompt_tokens + message.stopping.max_new_tokens, self._max_context_len
+            ),
         )
         if message.wants_features and self._runner.features.width:
             request.features = FeatureLog(row_bytes=self._row_bytes, retain_rows=self._retain_rows)
@@ -219,6 +289,8 @@ class TargetEngine:
         if request.last_reply is not None and message.round_idx == request.round_idx:
             self._outbox.append(request.last_reply)
             return
+        if request.round_idx < message.round_idx <= request.round_idx + request.num_in_flight:
+            return  # its answer is on the way
         if request.phase is not Phase.RUNNING or message.round_idx != request.round_idx + 1:
             raise StaleStateError(
                 f"round {message.round_idx} cannot follow round {request.round_idx}",
@@ -322,20 +394,21 @@ class TargetEngine:
             work = chain.work
             request = work.request
             count = work.stop - work.start
-            if isinstance(work, PrefillWork):
-                request.seq_len = work.stop
-            if request.features is None:
+            request.is_replaying = False
+            if request.features is None or not self._is_held(request):
                 continue
             rows = self._runner.read_features(extended, chain.first_row, count)
             if isinstance(work, PrefillWork):
                 request.features.append(work.start, rows)
-            elif isinstance(work, ReplayWork):
+            elif request.features.next == work.start:  # else somebody subscribed anew meanwhile
                 self._emit_features(request, work.start, rows)
                 request.features.next = work.stop
 
     def _commit_paths(self, batch: StepBatch, paths: PathOutputs) -> None:
         for row, tree in enumerate(batch.trees):
             request = tree.request
+            if not self._is_held(request):
+                continue
             is_prefill = request.phase is Phase.PREFILL
             reply = commit_path(tree, paths, row, max_context_len=self._max_context_len)
             self._outbox.append(reply)

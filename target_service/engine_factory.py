@@ -96,6 +96,11 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         device=device,
     )
     runner = TargetRunner(model, pool, sampler, spec)
+    if runner.pads_rows:
+        runner.capture(
+            window=model_config.sliding_window,
+            progress=lambda done: progress("capturing graphs", 0.8 + 0.1 * done),
+        )
     if config.self_test:
         progress("proving exactness", 0.9)
         if context_len >= NUM_SLOTS:
@@ -123,6 +128,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         prefill_chunk_len=config.prefill_chunk_len,
         max_context_len=context_len,
         feature_retain_rows=config.feature_retain_rows,
+        runs_ahead=device.type == "cuda",
         window=model_config.sliding_window,
     )
 

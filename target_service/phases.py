@@ -23,11 +23,13 @@ class ExtendInput:
         token_ids: [T] i64.
         position_ids: [T] i64, seq_len + depth for a tree node.
         rows: Where their KV goes and what they see.
+        bucket: T, if the rows were padded up to it (see buckets.py); else None.
     """
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
     rows: PackedRows
+    bucket: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class VerifyInput:
     """The trees to sample and walk.
 
     Args:
+        req_idx: [B] i64, rows of the page table.
         logit_rows: [L] i64, rows of the extend.
         node_rows: [B, N] i64, logit row of each node; padding nodes point at row 0.
         token_ids: [B, N] i64, root included.
@@ -58,6 +61,7 @@ class VerifyInput:
         num_top_logprobs: Alternatives per row.
     """
 
+    req_idx: torch.Tensor
     logit_rows: torch.Tensor
     node_rows: torch.Tensor
     token_ids: torch.Tensor

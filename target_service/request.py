@@ -34,6 +34,11 @@ class TargetRequest:
         last_reply: Answer of that round, repeated when the round is.
         queued: The round to run next.
         queued_order: Order in which it came; rounds that have waited longest run first.
+        granted_until: Last round that needs no order.
+        token_limit: Tokens, the prompt included, with which the request ends.
+        num_in_flight: Rounds launched and not committed yet.
+        is_tree_in_flight: One of them may commit more than one token.
+        is_replaying: Features are being computed again.
         features: Rows kept for a draft; None when no draft wants any.
     """
 
@@ -47,11 +52,42 @@ class TargetRequest:
     last_reply: AcceptedPath | None = None
     queued: VerifyRound | None = None
     queued_order: int = 0
+    granted_until: int = 0
+    token_limit: int = 0
+    num_in_flight: int = 0
+    is_tree_in_flight: bool = False
+    is_replaying: bool = False
     features: FeatureLog | None = None
 
     @property
     def request_id(self) -> str:
         return self.open.request_id
+
+    @property
+    def next_seq_len(self) -> int:
+        """Return the logical slot of the next round's root; rounds in flight are of one token."""
+        return self.seq_len + self.num_in_flight
+
+    @property
+    def next_num_rows(self) -> int:
+        """Return the rows of the next round."""
+        return len(self.queued.tree.token_ids) if self.queued and self.queued.tree else 1
+
+    def can_run_alone(self, *, runs_ahead: bool) -> bool:
+        """Return whether a granted round of the root alone can be launched.
+
+        Args:
+            runs_ahead: Also when the root is still being computed. Penalties count tokens, so they
+                need to know it.
+        """
+        if self.phase is not Phase.RUNNING or self.queued is not None:
+            return False
+        if self.num_in_flight:
+            is_known = not self.is_tree_in_flight and not self.open.sampling.has_penalties
+            if not (runs_ahead and is_known):
+                return False
+        is_granted = self.round_idx + self.num_in_flight < self.granted_until
+        return is_granted and len(self.tokens) + self.num_in_flight < self.token_limit
 
     @property
     def num_output_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from shared.accept import accept_walk
+from shared.buckets import ROW_BUCKETS
+from shared.graphs import GraphCache
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM
-from shared.packing import to_device
+from shared.packing import pack_rows, to_device
+from shared.staging import Staging
 from shared.topk import stable_topk
 from shared.types import FeatureSpec
 from target_service.batch import SampledTree, StepBatch
@@ -25,6 +28,9 @@ from target_service.phases import (
     VerifyOutput,
 )
 from target_service.sampler import Sampler
+
+# Far more than a step of trees takes; longer steps go round it.
+STAGING_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +57,64 @@ class PathOutputs:
 
 
 class TargetRunner:
-    """The target model over its KV pool."""
+    """The target model over its KV pool.
+
+    Args:
+        features: What to capture for a draft.
+        pads_rows: Pad steps up to buckets; None: where graphs are captured.
+    """
 
     def __init__(
-        self, model: CausalLM, pool: KVPool, sampler: Sampler, features: FeatureSpec
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        sampler: Sampler,
+        features: FeatureSpec,
+        *,
+        pads_rows: bool | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.sampler = sampler
         self.features = features
+        self.staging = Staging(pool.device, STAGING_BYTES)
+        # The newest token of every request, by row of the page table.
+        self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
+        self._graphs = GraphCache(pool.device)
+        self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
 
     @torch.inference_mode()
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
         """Compute rows of new tokens.
 
+        Returns: Valid until the next step.
         Mutates: KV slots of the rows, all of them past their request's seq_len.
         """
+        if inputs.bucket is None:
+            return self._forward(inputs)
+        output: ExtendOutput = self._graphs.run(
+            inputs.bucket,
+            lambda: self._forward(inputs),
+            (inputs.token_ids, inputs.position_ids, *inputs.rows.tensors),
+        )
+        return output
+
+    def capture(self, *, window: int, progress: Callable[[float], None]) -> None:
+        """Make the graph of every bucket, from rows of padding. Mutates: the sink page."""
+        for done, bucket in enumerate(ROW_BUCKETS):
+            progress(done / len(ROW_BUCKETS))
+            self.staging.begin()
+            nothing = np.zeros(bucket, dtype=np.int64)
+            inputs = ExtendInput(
+                token_ids=self.staging.add(nothing),
+                position_ids=self.staging.add(nothing),
+                rows=pack_rows([], self.pool, window=window, staging=self.staging, num_rows=bucket),
+                bucket=bucket,
+            )
+            self.staging.flush()
+            self.extend(inputs)
+
+    def _forward(self, inputs: ExtendInput) -> ExtendOutput:
         output = self.model.forward(
             inputs.token_ids,
             inputs.position_ids,
@@ -74,6 +122,7 @@ class TargetRunner:
             inputs.rows.attention,
             inputs.rows.slot_mapping,
             capture_layers=self.features.layer_ids,
+            roots=self._roots,
         )
         features = output.captured
         if self.features.width and not self.features.layer_ids:
@@ -84,7 +133,7 @@ class TargetRunner:
     def verify(
         self, inputs: VerifyInput, extended: ExtendOutput, trees: Sequence[SampledTree]
     ) -> VerifyOutput:
-        """Sample at every node and walk each tree. Mutates: nothing."""
+        """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
         logits = self.model.logits(extended.hidden[inputs.logit_rows])  # [L, V]
         tokens = self.sampler.sample(logits, trees, inputs.position)  # [L]
         outputs = NodeOutputs(len(tokens))
@@ -96,6 +145,9 @@ class TargetRunner:
         walk = accept_walk(
             inputs.token_ids, inputs.parent_index, tokens[inputs.node_rows], inputs.max_depth
         )
+        last_node = walk.accept_index.gather(1, walk.accept_length[:, None] - 1)
+        last_row = inputs.node_rows.gather(1, last_node).squeeze(1)
+        self._roots.index_copy_(0, inputs.req_idx, tokens[last_row])
         return VerifyOutput(node_outputs=outputs, walk=walk)
 
     @torch.inference_mode()

@@ -59,9 +59,20 @@ class Scheduler:
     A running request is never failed for want of pages: each step reserves a whole round for each
     of its requests first. Nobody starves: the rounds that have waited longest come first, and leave
     a share of the rows to prefills and replays.
+
+    Args:
+        runs_ahead: Plan granted rounds whose root is still being computed.
     """
 
-    def __init__(self, pool: KVPool, *, max_batch_rows: int, prefill_chunk_len: int) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        max_batch_rows: int,
+        prefill_chunk_len: int,
+        runs_ahead: bool = False,
+    ) -> None:
+        self.runs_ahead = runs_ahead
         self._pool = pool
         self._max_batch_rows = max_batch_rows
         self._chunk_len = prefill_chunk_len
@@ -80,7 +91,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return whether a step would compute or admit anything."""
         return (
-            any(r.queued is not None or _has_chain(r) for r in self._held.values())
+            any(self._has_round(r) or _has_chain(r) for r in self._held.values())
             or self._can_admit()
         )
 
@@ -107,26 +118,25 @@ class Scheduler:
         replays: list[ReplayWork] = []
         retracted: list[TargetRequest] = []
         set_aside = budget // CHAIN_SHARE if any(map(_has_chain, self._held.values())) else 0
-        queued = [request for request in self._held.values() if request.queued is not None]
+        queued = [request for request in self._held.values() if self._has_round(request)]
         for request in sorted(queued, key=lambda request: request.queued_order):
             if request.request_id not in self._held:
                 continue  # retracted for an older one
-            assert request.queued is not None
-            num_rows = len(request.queued.tree.token_ids) if request.queued.tree else 1
+            num_rows = request.next_num_rows
             if num_rows > budget - set_aside and verifies:
                 continue
-            if self._reserve(request, request.seq_len + num_rows, retracted):
+            if self._reserve(request, request.next_seq_len + num_rows, retracted):
                 verifies.append(request)
                 budget -= num_rows
         for request in list(self._held.values()):
-            if request.phase is Phase.PREFILL and budget > 0:
+            if _is_prefilling(request) and budget > 0:
                 start = request.seq_len
                 stop = min(len(request.tokens), start + min(self._chunk_len, budget))
                 if self._reserve(request, stop, retracted):
                     prefills.append(PrefillWork(request=request, start=start, stop=stop))
                     budget -= stop - start
         for request in self._held.values():
-            gap = request.features.gap if request.features else None
+            gap = _replay_gap(request)
             if gap is not None and budget > 0:
                 stop = min(gap[1], gap[0] + min(self._chunk_len, budget))
                 replays.append(ReplayWork(request=request, start=gap[0], stop=stop))
@@ -139,6 +149,9 @@ class Scheduler:
             admitted=[r for r in admitted if r.request_id not in gone],
             retracted=retracted,
         )
+
+    def _has_round(self, request: TargetRequest) -> bool:
+        return request.queued is not None or request.can_run_alone(runs_ahead=self.runs_ahead)
 
     def _can_admit(self) -> bool:
         """Return whether the first waiting request fits: its tokens and a whole round."""
@@ -189,6 +202,16 @@ class Scheduler:
 
 def _has_chain(request: TargetRequest) -> bool:
     """Return whether a prefill or a replay of the request is unfinished."""
-    if request.phase is Phase.PREFILL:
-        return True
-    return request.features is not None and request.features.gap is not None
+    return _is_prefilling(request) or _replay_gap(request) is not None
+
+
+def _is_prefilling(request: TargetRequest) -> bool:
+    """Return whether rows of the prompt are left; the last ones may be in flight."""
+    return request.phase is Phase.PREFILL and request.seq_len < len(request.tokens)
+
+
+def _replay_gap(request: TargetRequest) -> tuple[int, int] | None:
+    """Return the feature rows [from, to) to replay now."""
+    if request.features is None or request.is_replaying:
+        return None
+    return request.features.gap

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.buckets import bucket_of
 from shared.kernels.move_kv import move_kv
 from shared.packing import RowBlock, pack_rows, to_device
 from shared.tree import tree_paths
@@ -147,13 +148,23 @@ class _SelfTest:
         return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
 
     def _extend(self, block: RowBlock, tokens: NDArray, positions: NDArray) -> torch.Tensor:
-        pool = self._runner.pool
+        """Run a block as a step of the engine would: prefills as they are, the rest in buckets."""
+        runner, count = self._runner, block.num_rows
+        is_prefill = block.depth is None and count > 1
+        bucket = bucket_of(count) if runner.pads_rows and not is_prefill else None
+        padding = 0 if bucket is None else bucket - count
+        staging = runner.staging
+        staging.begin()
         inputs = ExtendInput(
-            token_ids=to_device(tokens.astype(np.int64), pool.device),
-            position_ids=to_device(positions.astype(np.int64), pool.device),
-            rows=pack_rows([block], pool, window=self._window),
+            token_ids=staging.add(np.pad(tokens.astype(np.int64), (0, padding))),
+            position_ids=staging.add(np.pad(positions.astype(np.int64), (0, padding))),
+            rows=pack_rows(
+                [block], runner.pool, window=self._window, staging=staging, num_rows=bucket
+            ),
+            bucket=bucket,
         )
-        return self._runner.model.logits(self._runner.extend(inputs).hidden)
+        staging.flush()
+        return runner.model.logits(runner.extend(inputs).hidden[:count])
 
 
 def _spread(values: list[torch.Tensor]) -> float:

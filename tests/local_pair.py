@@ -22,6 +22,7 @@ from shared.types import (
     FinishReason,
     RequestFailure,
     RequestRetracted,
+    RoundGrant,
     SamplingParams,
     StoppingParams,
     TargetAdmitted,
@@ -85,6 +86,7 @@ class LocalPair:
         edit_tree: Sees every tree before it is verified; what it returns is verified instead
             (None: a root-only round).
         edit_chunk: Sees every feature chunk before the draft does; None: the chunk is lost.
+        num_granted: Rounds granted at a time to requests without a tree shape; 0: all are ordered.
     """
 
     def __init__(
@@ -94,11 +96,13 @@ class LocalPair:
         *,
         edit_tree: Callable[[TokenTree], TokenTree | None] = lambda tree: tree,
         edit_chunk: Callable[[FeatureChunk], FeatureChunk | None] = lambda chunk: chunk,
+        num_granted: int = 0,
     ) -> None:
         self.target = target
         self.draft = draft
         self.edit_tree = edit_tree
         self.edit_chunk = edit_chunk
+        self.num_granted = num_granted
         self.failures: list[RequestFailure] = []
         self.admitted: list[str] = []
         self.num_retracted = 0
@@ -235,8 +239,22 @@ class LocalPair:
             self.open_draft(request)
         if request.has_draft:
             self.order_tree(request)
+        elif request.shape is None and self.num_granted:
+            self._grant(request)
         else:
             self.verify(request, None)
+
+    def _grant(self, request: LocalRequest) -> None:
+        """Let the target go on by itself, a few rounds at a time."""
+        done = request.paths[-1].round_idx
+        if done % self.num_granted == 0:
+            self.target.submit(
+                RoundGrant(
+                    request_id=request.request_id,
+                    target_epoch=request.target_epoch,
+                    until_round_idx=done + self.num_granted,
+                )
+            )
 
     def close_draft(self, request: LocalRequest) -> None:
         """Give up the request's draft state."""

@@ -9,14 +9,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TargetServiceSessionRequest(_message.Message):
-    __slots__ = ("opens", "verifies", "closes")
+    __slots__ = ("opens", "verifies", "closes", "grants")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     VERIFIES_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[TargetOpen]
     verifies: _containers.RepeatedCompositeFieldContainer[VerifyRound]
     closes: _containers.RepeatedCompositeFieldContainer[TargetClose]
-    def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ...) -> None: ...
+    grants: _containers.RepeatedCompositeFieldContainer[RoundGrant]
+    def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[RoundGrant, _Mapping]]] = ...) -> None: ...
 
 class TargetServiceSessionResponse(_message.Message):
     __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load")
@@ -81,6 +83,16 @@ class VerifyRound(_message.Message):
     root_token_id: int
     tree: _tree_pb2.TokenTree
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., root_token_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
+
+class RoundGrant(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "until_round_idx")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    until_round_idx: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., until_round_idx: _Optional[int] = ...) -> None: ...
 
 class TargetClose(_message.Message):
     __slots__ = ("request_id", "target_epoch")

@@ -1,70 +1,163 @@
 """Matrix product whose rows do not depend on each other: y = x W^T + b.
 
-Grid: (tiles of N, tiles of T). The weights are the wide operand of every dot and the tokens the
-narrow one, in tiles of one size per dtype, and K is walked in one order: 1 row and 1000 rows run
-the same instructions.
+The weights are the wide operand of every dot and the tokens the narrow one. K is cut into splits,
+whose number is a function of the weight's shape alone: each split is accumulated from zero, in
+order of k, and the splits are added in order. Few rows stream the weights, so each split is a
+program and the addends go to memory; many rows compute, so one program walks all splits. A row's
+bits are the same either way.
+
+Grid: (tiles of T, tiles of N, splits or 1).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
 
 # Rows of one CPU product. BLAS picks another order of accumulation for another height.
 CPU_ROW_TILE = 8
 
-# (BLOCK_N, BLOCK_T, BLOCK_K) by bytes per value.
-_BLOCKS = {4: (64, 32, 32), 2: (64, 64, 64)}
+# Splits are made until there are this many programs of SPLIT_BLOCK_N outputs, about as many as keep
+# the memory of a large GPU busy, but none shorter than MIN_SPLIT_K.
+_MIN_PROGRAMS = 192
+_SPLIT_BLOCK_N = 64
+_MIN_SPLIT_K = 1024
+_SPLIT_MULTIPLE = 128
+
+# More rows than this are computed by programs that walk all splits.
+MAX_SPLIT_ROWS = 256
+
+
+class Tiles(NamedTuple):
+    """How a product is tiled; none of it changes a bit."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def num_splits(width_n: int, width_k: int) -> int:
+    """Return into how many parts the K dimension of a weight [N, K] is cut."""
+    splits = 1
+    num_tiles = triton.cdiv(width_n, _SPLIT_BLOCK_N)
+    while num_tiles * splits < _MIN_PROGRAMS and width_k >= 2 * splits * _MIN_SPLIT_K:
+        splits *= 2
+    return splits
+
+
+def split_width(width_k: int, splits: int) -> int:
+    """Return the length of every split but the last, which may be shorter."""
+    return triton.cdiv(triton.cdiv(width_k, splits), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+
+
+# Tensor cores add up 16 values of k at a time whatever the tile. What interprets a kernel on a CPU
+# does not, and gets the same tiles always.
+INTERPRETED_TILES = Tiles(64, 32, 64, 4, 1)
+
+
+def choose_tiles(num_rows: int, element_size: int) -> Tiles:
+    """Return a GPU's tiles of a product with `num_rows` rows, values of `element_size` bytes."""
+    if element_size == 4:
+        return Tiles(64, 32, 32, 4, 3)
+    if num_rows <= 16:
+        return Tiles(64, 16, 128, 4, 4)
+    if num_rows <= 32:
+        return Tiles(64, 32, 128, 4, 4)
+    if num_rows <= 64:
+        return Tiles(64, 64, 128, 4, 3)
+    if num_rows <= 128:
+        return Tiles(64, 128, 64, 4, 4)
+    return Tiles(128, 128, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
-    x_ptr,  # [T, K]
-    weight_ptr,  # [N, K], in either memory order
+    x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
+    weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
     bias_ptr,  # [N], unread unless HAS_BIAS
-    out_ptr,  # [T, N] mutated
+    out_ptr,  # [T, N], or [splits, T, N] f32 if IS_SPLIT; mutated
     num_rows,
     width_n,
     width_k,
-    x_stride,
-    weight_n_stride,
-    weight_k_stride,
     DOT_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    k = tl.arange(0, BLOCK_K).to(tl.int64)
-    in_n = n < width_n
-    in_t = t < num_rows
-    acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for start in range(0, width_k, BLOCK_K):
-        in_k = start + k < width_k
-        weight = tl.load(
-            weight_ptr + n[:, None] * weight_n_stride + (start + k)[None, :] * weight_k_stride,
-            mask=in_n[:, None] & in_k[None, :],
-            other=0.0,
-        )  # [BLOCK_N, BLOCK_K]
-        x = tl.load(
-            x_ptr + t[None, :] * x_stride + (start + k)[:, None],
-            mask=in_t[None, :] & in_k[:, None],
-            other=0.0,
-        )  # [BLOCK_K, BLOCK_T]
-        acc = tl.dot(weight.to(DOT_DTYPE), x.to(DOT_DTYPE), acc, input_precision="ieee")
+    first_t = tl.program_id(0) * BLOCK_T
+    first_n = tl.program_id(1) * BLOCK_N
+    first_split = tl.program_id(2)
+    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for split in range(0, 1 if IS_SPLIT else NUM_SPLITS):
+        begin = (first_split + split) * SPLIT_K
+        end = tl.minimum(begin + SPLIT_K, width_k)
+        acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+        for k in range(begin, end, BLOCK_K):
+            weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)
+            x = x_desc.load([first_t, k]).to(DOT_DTYPE)
+            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+        if NUM_SPLITS == 1 or IS_SPLIT:
+            total = acc
+        else:
+            total += acc
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + n, mask=n < width_n, other=0.0).to(tl.float32)[:, None]
+    row = t.to(tl.int64)
+    if IS_SPLIT:
+        row += first_split.to(tl.int64) * num_rows
     tl.store(
-        out_ptr + t[None, :] * width_n + n[:, None],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=in_t[None, :] & in_n[:, None],
+        out_ptr + row[None, :] * width_n + n[:, None],
+        total.to(out_ptr.dtype.element_ty),
+        mask=(t < num_rows)[None, :] & (n < width_n)[:, None],
     )
+
+
+@triton.jit
+def _sum_addends_kernel(
+    addends_ptr,  # [S, T, N] f32
+    bias_ptr,  # [N], unread unless HAS_BIAS
+    out_ptr,  # [T, N] mutated
+    num_values,  # T * N
+    width_n,
+    HAS_BIAS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    value = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_out = value < num_values
+    total = sum_addends_block(addends_ptr, value, num_values, in_out, NUM_SPLITS)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + value % width_n, mask=in_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + value, total.to(out_ptr.dtype.element_ty), mask=in_out)
+
+
+@triton.jit
+def sum_addends_block(addends_ptr, offset, split_stride, mask, NUM_SPLITS: tl.constexpr):
+    """Return the sum of the addends of a block of outputs, in order of splits; device function.
+
+    Args:
+        offset: Of each output in an addend, i64 block.
+        split_stride: Values of one addend.
+    """
+    total = tl.load(addends_ptr + offset, mask=mask, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(addends_ptr + split * split_stride + offset, mask=mask, other=0.0)
+    return total
 
 
 def linear(
@@ -85,34 +178,137 @@ def linear(
     """
     if not use_triton(x):
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
-    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
-    x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, width_n = x.shape[0], weight.shape[0]
-    out = torch.empty((num_rows, width_n), dtype=out_dtype or x.dtype, device=x.device)
-    block_n, block_t, block_k = _BLOCKS[x.element_size()]
-    grid = (triton.cdiv(width_n, block_n), triton.cdiv(num_rows, block_t))
+    dtype = out_dtype or x.dtype
+    if num_splits(*weight.shape) > 1 and num_rows <= MAX_SPLIT_ROWS:
+        return sum_addends(linear_addends(x, weight), bias, dtype)
+    out = torch.empty((num_rows, width_n), dtype=dtype, device=x.device)
+    if num_rows:
+        _multiply(x, weight, bias, out, is_split=False)
+    return out
+
+
+def linear_addends(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the addends of x W^T, for a kernel that adds them up on its way.
+
+    Added in order they give, bit for bit, what `linear` rounds when there is no bias.
+
+    Args:
+        x: [T, K].
+        weight: [N, K], dtype of x.
+    Returns: [S, T, N] f32; S depends on T and the weight's shape.
+    """
+    if not use_triton(x):
+        return linear_ref(x, weight, out_dtype=torch.float32).unsqueeze(0)
+    num_rows, width_n = x.shape[0], weight.shape[0]
+    splits = num_splits(*weight.shape) if num_rows <= MAX_SPLIT_ROWS else 1
+    addends = torch.empty((splits, num_rows, width_n), dtype=torch.float32, device=x.device)
+    if num_rows:
+        _multiply(x, weight, None, addends, is_split=splits > 1)
+    return addends
+
+
+def sum_addends(
+    addends: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Add addends up in order, then a bias, and round.
+
+    Args:
+        addends: [S, T, N] f32.
+        bias: [N] or None.
+    Returns: [T, N] in `dtype`.
+    """
+    if not use_triton(addends):
+        return sum_addends_ref(addends, bias, dtype)
+    splits, num_rows, width_n = addends.shape
+    out = torch.empty((num_rows, width_n), dtype=dtype, device=addends.device)
     if num_rows == 0:
         return out
-    count_launch("linear")
-    _linear_kernel[grid](
-        x,
-        weight,
-        weight if bias is None else bias.contiguous(),
+    block = 1024
+    count_launch("sum_addends")
+    _sum_addends_kernel[(triton.cdiv(out.numel(), block),)](
+        addends,
+        addends if bias is None else bias.contiguous(),
         out,
-        num_rows,
+        out.numel(),
         width_n,
-        x.shape[1],
-        x.stride(0),
-        *weight.stride(),
-        DOT_DTYPE=dot_dtype(x),
         HAS_BIAS=bias is not None,
-        BLOCK_N=block_n,
-        BLOCK_T=block_t,
-        BLOCK_K=block_k,
+        NUM_SPLITS=splits,
+        BLOCK=block,
         num_warps=4,
         **LAUNCH_OPTIONS,
     )
     return out
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    is_split: bool,
+) -> None:
+    """Launch the product. Mutates: `out`, all of it."""
+    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
+    num_rows, (width_n, width_k) = x.shape[0], weight.shape
+    splits = num_splits(width_n, width_k)
+    tiles = choose_tiles(num_rows, x.element_size()) if x.is_cuda else INTERPRETED_TILES
+    grid = (
+        triton.cdiv(num_rows, tiles.block_t),
+        triton.cdiv(width_n, tiles.block_n),
+        splits if is_split else 1,
+    )
+    count_launch("linear")
+    _linear_kernel[grid](
+        blocks_of(x, tiles.block_t, tiles.block_k),
+        blocks_of(weight, tiles.block_n, tiles.block_k),
+        weight if bias is None else bias.contiguous(),
+        out,
+        num_rows,
+        width_n,
+        width_k,
+        DOT_DTYPE=dot_dtype(x),
+        HAS_BIAS=bias is not None,
+        IS_SPLIT=is_split,
+        NUM_SPLITS=splits,
+        SPLIT_K=split_width(width_k, splits),
+        BLOCK_N=tiles.block_n,
+        BLOCK_T=tiles.block_t,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **LAUNCH_OPTIONS,
+    )
+
+
+def blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
+    """Describe a matrix to the unit that copies blocks; what is outside of the matrix reads as 0.
+
+    The unit wants rows that begin at multiples of 16 bytes. Those of every model do; others are
+    copied, with zeros at their ends.
+
+    Args:
+        matrix: [M, K].
+        num_rows, num_columns: Of a block.
+    """
+    unit = 16 // matrix.element_size()
+    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) % unit == 0
+    if not is_aligned or matrix.stride(1) != 1 or matrix.shape[1] % unit:
+        matrix = functional.pad(matrix, (0, -matrix.shape[1] % unit)).contiguous()
+    return TensorDescriptor.from_tensor(matrix, [num_rows, num_columns])
+
+
+def sum_addends_ref(
+    addends: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Do what `sum_addends` does in plain torch."""
+    total = addends[0]
+    for addend in addends[1:]:
+        total = total + addend
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(dtype)
 
 
 def linear_ref(

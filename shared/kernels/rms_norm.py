@@ -1,4 +1,7 @@
-"""Root-mean-square normalisation of rows, in float32 inside. Grid: (num_rows,)."""
+"""Root-mean-square normalisation of rows, in float32 inside, alone or after a residual is added.
+
+Grid: (num_rows,).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,15 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, aligned, count_launch, use_triton
+from shared.kernels.linear import sum_addends_block, sum_addends_ref
+
+
+@triton.jit
+def _normalise_block(x, weight, eps, width, dtype: tl.constexpr):
+    """Return a row normalised and scaled, f32; `dtype` is rounded to before the weight."""
+    mean_square = tl.sum(x * x, axis=0) / width
+    normalised = (x * (1.0 / tl.sqrt(mean_square + eps))).to(dtype).to(tl.float32)
+    return normalised * weight
 
 
 @triton.jit
@@ -23,10 +35,41 @@ def _rms_norm_kernel(
     in_row = column < WIDTH
     x = tl.load(x_ptr + row * WIDTH + column, mask=in_row, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-    mean_square = tl.sum(x * x, axis=0) / WIDTH
     dtype = out_ptr.dtype.element_ty
-    normalised = (x * (1.0 / tl.sqrt(mean_square + eps))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + column, (normalised * weight).to(dtype), mask=in_row)
+    out = _normalise_block(x, weight, eps, WIDTH, dtype)
+    tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_rms_norm_kernel(
+    x_ptr,  # [num_rows, h]
+    addends_ptr,  # [S, num_rows, h] f32
+    bias_ptr,  # [h], unread unless HAS_BIAS
+    weight_ptr,  # [h]
+    sum_ptr,  # [num_rows, h] mutated
+    out_ptr,  # [num_rows, h] mutated
+    num_rows,
+    eps,
+    HAS_BIAS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    in_row = column < WIDTH
+    offset = row * WIDTH + column
+    dtype = out_ptr.dtype.element_ty
+    split_stride = num_rows.to(tl.int64) * WIDTH
+    delta = sum_addends_block(addends_ptr, offset, split_stride, in_row, NUM_SPLITS)
+    if HAS_BIAS:
+        delta += tl.load(bias_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offset, mask=in_row, other=0.0).to(tl.float32)
+    x = (x + delta.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(sum_ptr + offset, x, mask=in_row)
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    out = _normalise_block(x.to(tl.float32), weight, eps, WIDTH, dtype)
+    tl.store(out_ptr + offset, out.to(dtype), mask=in_row)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,8 +105,66 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+def add_rms_norm(
+    x: torch.Tensor,
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a product to the residual stream and normalise the sum.
+
+    Args:
+        x: [T, h], the residual stream.
+        addends: [S, T, h] f32, see `linear_addends`; their sum is rounded to the dtype of x.
+        bias: [h] of the product, or None.
+        weight: [h] of the norm, dtype of x.
+        eps: Added to the mean square.
+    Returns: (sum [T, h], normalised sum [T, h]), in the dtype of x.
+    """
+    if not use_triton(x):
+        return add_rms_norm_ref(x, addends, bias, weight, eps)
+    assert x.dtype == weight.dtype and weight.is_contiguous() and addends.is_contiguous()
+    assert addends.shape[1:] == x.shape and addends.dtype == torch.float32
+    x = aligned(x)
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    num_rows, width = x.shape
+    if num_rows == 0:
+        return total, out
+    count_launch("add_rms_norm")
+    _add_rms_norm_kernel[(num_rows,)](
+        x,
+        addends,
+        weight if bias is None else bias,
+        weight,
+        total,
+        out,
+        num_rows,
+        eps,
+        HAS_BIAS=bias is not None,
+        NUM_SPLITS=len(addends),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8 if width > 2048 else 4,
+        **LAUNCH_OPTIONS,
+    )
+    return total, out
+
+
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Do what `rms_norm` does in plain torch."""
     wide = x.float().contiguous()  # a mean over strided rows adds in another order
     mean_square = (wide * wide).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
+
+
+def add_rms_norm_ref(
+    x: torch.Tensor,
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `add_rms_norm` does in plain torch."""
+    total = x + sum_addends_ref(addends, bias, x.dtype)
+    return total, rms_norm_ref(total, weight, eps)

@@ -11,6 +11,8 @@ KV ownership of a request, in logical slots:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -49,7 +51,8 @@ class KVPool:
         self._allocator = PageAllocator(num_pages)
         self._table = np.zeros((max_num_requests, max_pages_per_request), dtype=np.int32)
         self._device_table = torch.from_numpy(self._table)
-        self._is_stale = False
+        # Entries that changed since the device's table was brought up to date, flat.
+        self._changed: list[NDArray[np.int64]] = []
         if device.type != "cpu":
             self._device_table = self._device_table.to(device)
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
@@ -74,6 +77,11 @@ class KVPool:
         return self._allocator.num_pages - 1
 
     @property
+    def max_num_requests(self) -> int:
+        """Return the rows of the page table."""
+        return self._table.shape[0]
+
+    @property
     def has_free_row(self) -> bool:
         """Return whether another request fits into the page table."""
         return bool(self._free_rows)
@@ -81,9 +89,12 @@ class KVPool:
     @property
     def page_table(self) -> torch.Tensor:
         """Return [max_num_requests, max_pages_per_request] i32 on the device, up to date."""
-        if self._is_stale and self.device.type != "cpu":
-            self._device_table.copy_(torch.from_numpy(self._table))
-        self._is_stale = False
+        if self._changed:
+            index = np.unique(np.concatenate(self._changed))
+            update = torch.from_numpy(np.stack([index, self._table.reshape(-1)[index]]))
+            index_values = update.pin_memory().to(self.device, non_blocking=True)
+            self._device_table.view(-1).index_copy_(0, index_values[0], index_values[1].int())
+            self._changed.clear()
         return self._device_table
 
     def pages_for(self, num_tokens: int) -> int:
@@ -99,10 +110,9 @@ class KVPool:
 
     def release(self, req_idx: int) -> None:
         """Free the row and every page it holds."""
-        self._allocator.free(self._pages.pop(req_idx))
-        del self._first[req_idx]
-        self._table[req_idx] = SINK_PAGE
-        self._is_stale = True
+        first, pages = self._first.pop(req_idx), self._pages.pop(req_idx)
+        self._allocator.free(pages)
+        self._set(req_idx, first, np.full(len(pages), SINK_PAGE))
         self._free_rows.append(req_idx)
 
     def reserve(self, req_idx: int, num_tokens: int) -> None:
@@ -117,9 +127,8 @@ class KVPool:
             return
         assert need <= self._table.shape[1], f"{num_tokens} tokens exceed the page table row"
         new = self._allocator.alloc(need - have)
-        self._table[req_idx, have:need] = new
+        self._set(req_idx, have, np.array(new))
         pages.extend(new)
-        self._is_stale = True
 
     def trim(self, req_idx: int, num_tokens: int) -> None:
         """Free the pages past logical slot num_tokens - 1."""
@@ -128,9 +137,8 @@ class KVPool:
         if keep >= len(pages):
             return
         self._allocator.free(pages[keep:])
-        self._table[req_idx, first + keep : first + len(pages)] = SINK_PAGE
+        self._set(req_idx, first + keep, np.full(len(pages) - keep, SINK_PAGE))
         del pages[keep:]
-        self._is_stale = True
 
     def drop_before(self, req_idx: int, slot: int) -> None:
         """Free the whole pages below logical slot `slot`: nothing looks there any more."""
@@ -139,10 +147,9 @@ class KVPool:
         if count == 0:
             return
         self._allocator.free(pages[:count])
-        self._table[req_idx, first : first + count] = SINK_PAGE
+        self._set(req_idx, first, np.full(count, SINK_PAGE))
         del pages[:count]
         self._first[req_idx] = first + count
-        self._is_stale = True
 
     def slots(
         self, req_idx: int | NDArray[np.int32], logical: NDArray[np.integer]
@@ -157,6 +164,13 @@ class KVPool:
         page = self._table[req_idx, logical // self.page_size]
         assert (page != SINK_PAGE).all(), "a live row maps to the sink page"
         return (page * self.page_size + logical % self.page_size).astype(np.int32)
+
+    def _set(self, req_idx: int, first: int, pages: NDArray[Any]) -> None:
+        """Write columns [first, first + len(pages)) of a row of the page table."""
+        self._table[req_idx, first : first + len(pages)] = pages
+        if self.device.type != "cpu":
+            begin = req_idx * self._table.shape[1] + first
+            self._changed.append(np.arange(begin, begin + len(pages)))
 
     def check_integrity(self) -> None:
         """Raise unless pages and rows are all accounted for."""

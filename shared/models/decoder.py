@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 
-from shared.kernels.linear import linear
-from shared.kernels.rms_norm import rms_norm
-from shared.kernels.rope import apply_rope
-from shared.kernels.store_kv import store_kv
-from shared.kernels.swiglu import swiglu
+from shared.kernels.linear import linear_addends, sum_addends
+from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.rms_norm import add_rms_norm, rms_norm
+from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
@@ -74,6 +73,19 @@ class RopeTable:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """The output of a projection, still in addends: whoever reads it adds them up on its way.
+
+    Args:
+        addends: [S, T, h] f32, see `linear_addends`.
+        bias: [h] or None.
+    """
+
+    addends: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class Attention:
     """Self-attention over paged K/V, projections included.
 
@@ -85,55 +97,48 @@ class Attention:
     def __init__(
         self, reader: CheckpointReader, prefix: str, config: ModelConfig, input_width: int
     ) -> None:
-        self._config = config
+        self._eps = config.rms_norm_eps
+        self._scale = config.head_dim**-0.5
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        self._widths = [q_width, kv_width, kv_width]
-        names = [f"{prefix}.{name}_proj" for name in "qkv"]
-        self._qkv = torch.cat(
-            [
-                reader.load(f"{name}.weight", (width, input_width))
-                for name, width in zip(names, self._widths, strict=True)
-            ]
-        )
-        self._qkv_bias = None
-        if config.has_qkv_bias:
-            self._qkv_bias = torch.cat(
-                [
-                    reader.load(f"{name}.bias", (width,))
-                    for name, width in zip(names, self._widths, strict=True)
-                ]
-            )
+        widths = [(f"{prefix}.q_proj", q_width)]
+        widths += [(f"{prefix}.{name}_proj", kv_width) for name in "kv"]
+        self._qkv = _load_rows(reader, widths, input_width)
+        self._qkv_bias = _load_biases(reader, widths) if config.has_qkv_bias else None
         self._o = reader.load(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
         self._o_bias = None
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
-        self._q_norm = self._k_norm = None
+        self._norms = None
         if config.has_qk_norm:
-            self._q_norm = reader.load(f"{prefix}.q_norm.weight", (config.head_dim,))
-            self._k_norm = reader.load(f"{prefix}.k_norm.weight", (config.head_dim,))
+            self._norms = (
+                reader.load(f"{prefix}.q_norm.weight", (config.head_dim,)),
+                reader.load(f"{prefix}.k_norm.weight", (config.head_dim,)),
+            )
 
     def forward(
         self, x: torch.Tensor, rows: Rows, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Product:
         """Store the rows' K/V, then attend.
 
         Args:
             x: [T, input_width].
-        Returns: [T, h], without a residual.
+        Returns: What to add to the residual stream.
         Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
         """
-        head_dim = self._config.head_dim
-        qkv = linear(x, self._qkv, self._qkv_bias).split(self._widths, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in qkv)  # [T, H, d]
-        if self._q_norm is not None and self._k_norm is not None:
-            q = rms_norm(q, self._q_norm, self._config.rms_norm_eps)
-            k = rms_norm(k, self._k_norm, self._config.rms_norm_eps)
-        q = apply_rope(q, rows.cos, rows.sin)
-        k = apply_rope(k, rows.cos, rows.sin)
-        store_kv(k, v, k_cache, v_cache, rows.slot_mapping)
-        out = tree_attention(q, k_cache, v_cache, rows.attention, head_dim**-0.5)
-        return linear(out.flatten(1), self._o, self._o_bias)
+        q = rope_store(
+            linear_addends(x, self._qkv),
+            self._qkv_bias,
+            self._norms,
+            self._eps,
+            rows.cos,
+            rows.sin,
+            k_cache,
+            v_cache,
+            rows.slot_mapping,
+        )
+        out = tree_attention(q, k_cache, v_cache, rows.attention, self._scale)
+        return Product(addends=linear_addends(out.flatten(1), self._o), bias=self._o_bias)
 
 
 class MLP:
@@ -145,22 +150,29 @@ class MLP:
 
     def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        names = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
-        self._gate_up = torch.cat([reader.load(f"{n}.weight", (inner, hidden)) for n in names])
+        widths = [(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")]
+        self._gate_up = _load_rows(reader, widths, hidden)
         self._down = reader.load(f"{prefix}.down_proj.weight", (hidden, inner))
         self._gate_up_bias = self._down_bias = None
         if config.has_mlp_bias:
-            self._gate_up_bias = torch.cat([reader.load(f"{n}.bias", (inner,)) for n in names])
+            self._gate_up_bias = _load_biases(reader, widths)
             self._down_bias = reader.load(f"{prefix}.down_proj.bias", (hidden,))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, h], without a residual."""
-        gate, up = linear(x, self._gate_up, self._gate_up_bias).chunk(2, dim=-1)
-        return linear(swiglu(gate, up), self._down, self._down_bias)
+    def forward(self, x: torch.Tensor) -> Product:
+        """Return what to add to the residual stream.
+
+        Args:
+            x: [T, h].
+        """
+        inner = linear_swiglu(x, self._gate_up, self._gate_up_bias)
+        return Product(addends=linear_addends(inner, self._down), bias=self._down_bias)
 
 
 class DecoderLayer:
     """Attention and MLP with their norms and residuals.
+
+    What a layer adds to the residual stream last is added by whoever reads the stream next, so that
+    one kernel adds and normalises.
 
     Args:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
@@ -184,16 +196,62 @@ class DecoderLayer:
         self._post_norm = reader.load(f"{prefix}.post_attention_layernorm.weight", (hidden,))
         self._mlp = MLP(reader, f"{prefix}.mlp", config)
 
-    def forward(
-        self, x: torch.Tensor, rows: Rows, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
-        """Advance the residual stream by one layer.
+    def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what the layer before left, and norm.
 
         Args:
-            x: [T, h].
-        Returns: [T, h].
+            x: [T, h], the residual stream.
+            pending: Still to be added to it.
+        Returns: (residual stream [T, h], input of the attention [T, h]).
+        """
+        if self._input_norm is not None:
+            return add_and_norm(x, pending, self._input_norm, self._eps)
+        x = add(x, pending)
+        return x, x
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        rows: Rows,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, Product]:
+        """Run the layer on what `enter` returned.
+
+        Returns: (residual stream [T, h], what is still to be added to it).
         Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
         """
-        normed = x if self._input_norm is None else rms_norm(x, self._input_norm, self._eps)
-        x = x + self._attention.forward(normed, rows, k_cache, v_cache)
-        return x + self._mlp.forward(rms_norm(x, self._post_norm, self._eps))
+        pending = self._attention.forward(normed, rows, k_cache, v_cache)
+        x, normed = add_and_norm(x, pending, self._post_norm, self._eps)
+        return x, self._mlp.forward(normed)
+
+
+def add(x: torch.Tensor, pending: Product | None) -> torch.Tensor:
+    """Add what is pending to the residual stream. [T, h]."""
+    if pending is None:
+        return x
+    return x + sum_addends(pending.addends, pending.bias, x.dtype)
+
+
+def add_and_norm(
+    x: torch.Tensor, pending: Product | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add what is pending to the residual stream, and norm the sum.
+
+    Returns: (residual stream [T, h], normalised [T, h]).
+    """
+    if pending is None:
+        return x, rms_norm(x, weight, eps)
+    return add_rms_norm(x, pending.addends, pending.bias, weight, eps)
+
+
+def _load_rows(
+    reader: CheckpointReader, widths: Sequence[tuple[str, int]], input_width: int
+) -> torch.Tensor:
+    """Load the weights of several projections of one input, above each other."""
+    return torch.cat([reader.load(f"{name}.weight", (n, input_width)) for name, n in widths])
+
+
+def _load_biases(reader: CheckpointReader, widths: Sequence[tuple[str, int]]) -> torch.Tensor:
+    return torch.cat([reader.load(f"{name}.bias", (n,)) for name, n in widths])

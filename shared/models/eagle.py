@@ -18,7 +18,7 @@ from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
-from shared.models.decoder import DecoderLayer, KVCaches
+from shared.models.decoder import DecoderLayer, KVCaches, Product, add
 from shared.models.head import (
     Head,
     read_target_embedding,
@@ -119,9 +119,11 @@ class EagleDraft(Head):
         rows = self._rope.rows(position_ids, attention, slot_mapping)
         x = torch.cat([self._embed(token_ids), recurrent], dim=-1)
         x = linear(x, self._fc, self._fc_bias)
+        pending: Product | None = None
         for layer_id, layer in enumerate(self._layers):
-            x = layer.forward(x, rows, kv.k[layer_id], kv.v[layer_id])
-        return x
+            x, normed = layer.enter(x, pending)
+            x, pending = layer.forward(x, normed, rows, kv.k[layer_id], kv.v[layer_id])
+        return add(x, pending)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, vocab_size] f32."""

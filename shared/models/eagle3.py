@@ -19,7 +19,7 @@ from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
-from shared.models.decoder import MLP, Attention, KVCaches
+from shared.models.decoder import MLP, Attention, KVCaches, add, add_and_norm
 from shared.models.head import (
     Head,
     read_target_embedding,
@@ -141,11 +141,12 @@ class Eagle3Draft(Head):
             ],
             dim=-1,
         )
-        hidden = recurrent + self._attention.forward(x, rows, kv.k[0], kv.v[0])
-        hidden = hidden + self._mlp.forward(rms_norm(hidden, self._post_norm, self._eps))
+        pending = self._attention.forward(x, rows, kv.k[0], kv.v[0])
+        hidden, normed = add_and_norm(recurrent, pending, self._post_norm, self._eps)
+        pending = self._mlp.forward(normed)
         if self._feeds_back_norm:
-            return rms_norm(hidden, self._norm, self._eps)
-        return hidden
+            return add_and_norm(hidden, pending, self._norm, self._eps)[1]
+        return add(hidden, pending)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, vocab_size] f32 over draft ids."""

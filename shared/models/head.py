@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
+from shared.kernels.embedding import embed
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import RopeTable
@@ -51,7 +51,7 @@ class Head:
         self._rope = RopeTable(config, num_positions, self.device)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(token_ids, self._embedding)
+        return embed(token_ids, self._embedding)
 
     def _cast(self, features: torch.Tensor) -> torch.Tensor:
         # The one place where the target's dtype becomes the draft's.

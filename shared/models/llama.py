@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
 from shared.errors import CheckpointError
+from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
-from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.decoder import DecoderLayer, KVCaches, RopeTable
+from shared.models.decoder import DecoderLayer, KVCaches, Product, RopeTable, add_and_norm
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -78,15 +77,6 @@ class CausalLM:
             reader.finish(_KNOWN_EXTRAS + (_MTP_EXTRAS if config.num_mtp_layers else ()))
         return model
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of tokens.
-
-        Args:
-            token_ids: [T] i64.
-        Returns: [T, h].
-        """
-        return functional.embedding(token_ids, self._embedding)
-
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -95,26 +85,32 @@ class CausalLM:
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
         capture_layers: tuple[int, ...] = (),
+        roots: torch.Tensor | None = None,
     ) -> ForwardOutput:
         """Run rows of new tokens through all layers.
 
         Args:
-            token_ids: [T] i64.
+            token_ids: [T] i64; with roots, -1 - i stands for roots[i].
             position_ids: [T] i64.
             slot_mapping: [T] i32, where each row's K/V goes.
             capture_layers: Layers whose OUTPUT (residual stream) is wanted.
+            roots: [num_reqs] i64, tokens that only the device knows; None: there are none.
         Returns: ForwardOutput.
         Mutates: `kv` rows named by `slot_mapping`.
         """
         rows = self._rope.rows(position_ids, attention, slot_mapping)
-        x = self.embed(token_ids)
+        x = embed(token_ids, self._embedding, roots)
+        pending: Product | None = None
         captured = {}
         for layer_id, layer in enumerate(self._layers):
-            x = layer.forward(x, rows, kv.k[layer_id], kv.v[layer_id])
-            if layer_id in capture_layers:
-                captured[layer_id] = x
+            x, normed = layer.enter(x, pending)
+            if layer_id - 1 in capture_layers:
+                captured[layer_id - 1] = x
+            x, pending = layer.forward(x, normed, rows, kv.k[layer_id], kv.v[layer_id])
+        x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
+        captured[len(self._layers) - 1] = x
         return ForwardOutput(
-            hidden=rms_norm(x, self._norm, self.config.rms_norm_eps),
+            hidden=hidden,
             captured=torch.cat([captured[i] for i in capture_layers], dim=-1)
             if capture_layers
             else None,

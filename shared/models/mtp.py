@@ -19,7 +19,7 @@ from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
-from shared.models.decoder import DecoderLayer, KVCaches
+from shared.models.decoder import DecoderLayer, KVCaches, add_and_norm
 from shared.models.head import Head
 from shared.models.llama import load_embedding, load_head
 from shared.types import FeatureSpec
@@ -113,8 +113,9 @@ class MTPDraft(Head):
             ],
             dim=-1,
         )
-        x = self._layer.forward(linear(x, self._input_proj), rows, kv.k[0], kv.v[0])
-        return rms_norm(x, self._final_norm, self._eps)
+        x, normed = self._layer.enter(linear(x, self._input_proj), None)
+        x, pending = self._layer.forward(x, normed, rows, kv.k[0], kv.v[0])
+        return add_and_norm(x, pending, self._final_norm, self._eps)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, vocab_size] f32."""

@@ -1,7 +1,7 @@
 """What a worker prints while it starts, one line per event, and how its starter reads it back.
 
 target loading 40% reading weights
-target ready address=127.0.0.1:50061 model=demo kind=target device=cpu dtype=float32 page_size=16
+target ready address=127.0.0.1:50061 model=demo ... page_size=16 kv_tokens=65536 start_s=3.1
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ def loading_line(role: str, stage: str, fraction: float) -> str:
     return f"{role} loading {fraction:.0%} {' '.join(stage.split())}"
 
 
-def ready_line(role: str, address: str, info: WorkerInfo) -> str:
-    """Say that a worker serves, where, and what."""
+def ready_line(role: str, address: str, info: WorkerInfo, start_s: float) -> str:
+    """Say that a worker serves, where, and what.
+
+    Args:
+        start_s: Seconds that it took to start.
+    """
     return (
         f"{role} ready address={address} model={info.model} kind={info.kind} "
-        f"device={info.device} dtype={info.dtype} page_size={info.page_size}"
+        f"device={info.device} dtype={info.dtype} page_size={info.page_size} "
+        f"kv_tokens={info.load.num_pages * info.page_size} start_s={start_s:.1f}"
     )
 
 

@@ -19,7 +19,7 @@ from shared.rpc.convert import from_proto, to_proto
 from shared.rpc.convert_tree import load_from_proto, load_to_proto
 from shared.rpc.status import failure_of
 
-TargetRequest = types.TargetOpen | types.VerifyRound | types.TargetClose
+TargetRequest = types.TargetOpen | types.VerifyRound | types.RoundGrant | types.TargetClose
 TargetReply = (
     types.TargetAdmitted | types.AcceptedPath | types.RequestFailure | types.RequestRetracted
 )
@@ -53,6 +53,7 @@ def pack_target_request(
     fields = {
         types.TargetOpen: batch.opens,
         types.VerifyRound: batch.verifies,
+        types.RoundGrant: batch.grants,
         types.TargetClose: batch.closes,
     }
     _pack(messages, fields)
@@ -62,8 +63,8 @@ def pack_target_request(
 def unpack_target_request(
     batch: target_pb2.TargetServiceSessionRequest,
 ) -> Batch[TargetRequest]:
-    """Unpack what an orchestrator told a target: opens, verifies, closes."""
-    return _unpack(batch.opens, batch.verifies, batch.closes)
+    """Unpack what an orchestrator told a target: opens, verifies, grants, closes."""
+    return _unpack(batch.opens, batch.verifies, batch.grants, batch.closes)
 
 
 def pack_target_response(

@@ -103,6 +103,24 @@ def verify_round_from_proto(message: target_pb2.VerifyRound) -> types.VerifyRoun
     )
 
 
+def round_grant_to_proto(value: types.RoundGrant) -> target_pb2.RoundGrant:
+    """Convert a grant of rounds."""
+    return target_pb2.RoundGrant(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        until_round_idx=value.until_round_idx,
+    )
+
+
+def round_grant_from_proto(message: target_pb2.RoundGrant) -> types.RoundGrant:
+    """Convert a grant of rounds."""
+    return types.RoundGrant(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        until_round_idx=require_range(message.until_round_idx, "until_round_idx", 1),
+    )
+
+
 def target_close_to_proto(value: types.TargetClose) -> target_pb2.TargetClose:
     """Convert the end of a request on a target."""
     return target_pb2.TargetClose(request_id=value.request_id, target_epoch=value.target_epoch)

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
@@ -82,7 +82,7 @@ def engine_main(
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)
-        pipe.send(EngineReady(info=engine.info))
+        pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         logger.info("the front is gone, ending; %d locks released", len(kept_fds))

@@ -92,6 +92,7 @@ class Worker:
 
         Raises: ConfigError or EngineDiedError; nothing is left running then.
         """
+        began = time.monotonic()
         try:
             await self.server.start()
             info = await self._engine.start(self._show_progress)
@@ -104,7 +105,7 @@ class Worker:
             asyncio.create_task(self._watch_progress()),
         ]
         await self.server.set_ready(ready=True)
-        announce(ready_line(self._role, self.address, info))
+        announce(ready_line(self._role, self.address, info, time.monotonic() - began))
 
     async def serve(self) -> None:
         """Start and serve until SIGTERM or SIGINT, which also end a start that is under way.

@@ -188,6 +188,12 @@ verify_rounds = st.builds(
     root_token_id=token_ids,
     tree=st.none() | trees(),
 )
+round_grants = st.builds(
+    types.RoundGrant,
+    request_id=request_ids,
+    target_epoch=epochs,
+    until_round_idx=st.integers(1, 2**31 - 1),
+)
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
     types.TargetAdmitted, request_id=request_ids, target_epoch=epochs, num_cached_tokens=counts
@@ -232,6 +238,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.TargetOpen: target_opens(),
     types.TargetAdmitted: admissions,
     types.VerifyRound: verify_rounds,
+    types.RoundGrant: round_grants,
     types.TargetClose: target_closes,
     types.FeatureSpec: feature_specs,
     types.FeatureChunk: chunks(),

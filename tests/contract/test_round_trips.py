@@ -46,7 +46,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
     "target_request": (
         batches.pack_target_request,
         batches.unpack_target_request,
-        (types.TargetOpen, types.VerifyRound, types.TargetClose),
+        (types.TargetOpen, types.VerifyRound, types.RoundGrant, types.TargetClose),
     ),
     "target_response": (
         batches.pack_target_response,

@@ -53,9 +53,9 @@ class LocalEngine:
         while not self._is_closed:
             await self._wake.wait()
             self._wake.clear()
-            if self._is_dead:
-                raise EngineDiedError("the fake engine was killed", exit_code=-9)
+            self._check_alive()
             while not self._is_paused and (self._inbox or self.engine.has_work):
+                self._check_alive()
                 messages, self._inbox = self._inbox, []
                 for message in messages:
                     self.engine.submit(message)
@@ -68,6 +68,10 @@ class LocalEngine:
                     num_received=self._num_received,
                     has_work=self.engine.has_work,
                 )
+
+    def _check_alive(self) -> None:
+        if self._is_dead or self._is_closed:
+            raise EngineDiedError("the fake engine was killed", exit_code=-9)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -19,6 +19,7 @@ from shared.types import (
     FeatureUnsubscribe,
     FinishReason,
     RequestRetracted,
+    RoundGrant,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -42,6 +43,12 @@ class _Request:
     last_reply: AcceptedPath | None = None
     next_feature: int | None = None  # None: nobody subscribes
     acknowledged: int = 0
+    granted_until: int = 0
+
+    @property
+    def can_run_alone(self) -> bool:
+        """Return whether the next round needs no order."""
+        return 0 <= self.round_idx < self.granted_until
 
 
 @dataclass(eq=False)
@@ -101,7 +108,8 @@ class FakeTarget:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._outbox or self._queue)
+        runs_alone = any(request.can_run_alone for request in self.requests.values())
+        return bool(self._outbox or self._queue or runs_alone)
 
     def check_integrity(self) -> None:
         """There is nothing to leak."""
@@ -117,6 +125,8 @@ class FakeTarget:
                     self._open(message)
                 case VerifyRound():
                     self._queue_round(message)
+                case RoundGrant():
+                    self._grant(message)
                 case TargetClose():
                     held = self.requests.get(message.request_id)
                     if held is not None and held.open.target_epoch <= message.target_epoch:
@@ -146,6 +156,10 @@ class FakeTarget:
 
     def step(self) -> list[Any]:
         queue, self._queue = self._queue, []
+        for request in list(self.requests.values()):
+            if request.can_run_alone and all(queued is not request for queued, _ in queue):
+                self._commit(request, None)
+                self._num_rows += 1
         for request, message in queue:
             if self.requests.get(message.request_id) is not request:
                 continue
@@ -186,6 +200,14 @@ class FakeTarget:
         early = self._early.pop(message.request_id, None)
         if early is not None:
             self._handle(early)
+
+    def _grant(self, message: RoundGrant) -> None:
+        request = self.requests.get(message.request_id)
+        if request is None:
+            raise NotFoundError("no such request", field="request_id")
+        if request.open.target_epoch != message.target_epoch:
+            raise StaleStateError("another epoch", field="target_epoch")
+        request.granted_until = max(request.granted_until, message.until_round_idx)
 
     def _queue_round(self, message: VerifyRound) -> None:
         request = self.requests.get(message.request_id)

@@ -13,11 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shared.kernels import (
+    embedding,
     linear,
+    linear_swiglu,
     move_kv,
     rms_norm,
+    rope_store,
     sampling,
-    store_kv,
     tree_attention,
     tree_beams,
     tree_children,
@@ -26,6 +28,24 @@ from shared.kernels import (
 from shared.kernels.dispatch import LAUNCH_OPTIONS
 
 DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
+
+
+def blocks(tiles: linear.Tiles) -> dict[str, int]:
+    """Return the tiles of a product as constexprs."""
+    return {"BLOCK_N": tiles.block_n, "BLOCK_T": tiles.block_t, "BLOCK_K": tiles.block_k}
+
+
+def descriptors(dtype: str, tiles: linear.Tiles) -> list[str]:
+    """Return the types of the descriptors of x and the weight."""
+    return [
+        f"tensordesc<{dtype}[{height}, {tiles.block_k}]>"
+        for height in (tiles.block_t, tiles.block_n)
+    ]
+
+
+def launch_options(tiles: linear.Tiles) -> dict[str, int]:
+    """Return the options with which a product is launched."""
+    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
 def kernels(dtype: str):
@@ -49,14 +69,53 @@ def kernels(dtype: str):
             "REQ_BLOCK": 8,
         },
     )
-    block_n, block_t, block_k = linear._BLOCKS[4 if dtype == "fp32" else 2]
+    for num_rows in (1, 64, 128, 2048):
+        tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
+        yield (
+            linear._linear_kernel,
+            [*descriptors(dtype, tiles), values, "*fp32", "i32", "i32", "i32"],
+            {
+                **dot,
+                **blocks(tiles),
+                "HAS_BIAS": True,
+                "IS_SPLIT": num_rows <= linear.MAX_SPLIT_ROWS,
+                "NUM_SPLITS": 4,
+                "SPLIT_K": 1024,
+            },
+            launch_options(tiles),
+        )
+        tiles = linear_swiglu.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
+        yield (
+            linear_swiglu._linear_swiglu_kernel,
+            [*descriptors(dtype, tiles), values, values, "i32", "i32", "i32"],
+            {**dot, **blocks(tiles), "HAS_BIAS": True},
+            launch_options(tiles),
+        )
     yield (
-        linear._linear_kernel,
-        [values] * 4 + ["i32"] * 6,
-        {**dot, "HAS_BIAS": True, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK_K": block_k},
+        linear._sum_addends_kernel,
+        ["*fp32", values, values, "i32", "i32"],
+        {"HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK": 1024},
     )
+    yield embedding._embed_kernel, ["*i64", "*i64", values, values], {"WIDTH": 1000, "BLOCK": 1024}
     yield rms_norm._rms_norm_kernel, [values] * 3 + ["fp32"], {"WIDTH": 1000, "BLOCK": 1024}
-    yield store_kv._store_kv_kernel, [values] * 4 + ["*i32", "i32", "i32"], row
+    yield (
+        rms_norm._add_rms_norm_kernel,
+        [values, "*fp32", values, values, values, values, "i32", "fp32"],
+        {"HAS_BIAS": True, "NUM_SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096},
+    )
+    yield (
+        rope_store._rope_store_kernel,
+        ["*fp32", values, values, values, "*fp32", "*fp32", "*i32", *[values] * 3, "i32", "fp32"],
+        {
+            "HAS_BIAS": True,
+            "HAS_NORM": True,
+            "NUM_SPLITS": 2,
+            "NUM_HEADS": 32,
+            "NUM_KV_HEADS": 8,
+            "HALF": 64,
+            "HALF_BLOCK": 64,
+        },
+    )
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", values], row
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", values], row
     if dtype == "fp32":
@@ -128,19 +187,28 @@ def main() -> None:
     for capability in map(int, sys.argv[1:]):
         for dtype in DOT_DTYPES:
             for kernel, types, constexprs, *options in kernels(dtype):
-                names = [name for name in kernel.arg_names if name not in constexprs]
-                signature = dict(zip(names, types, strict=True))
-                signature |= dict.fromkeys(constexprs, "constexpr")
-                indices = {(kernel.arg_names.index(name),): v for name, v in constexprs.items()}
-                source = ASTSource(fn=kernel, signature=signature, constexprs=indices)
-                target = GPUTarget("cuda", capability, 32)
-                binary = triton.compile(
-                    source, target=target, options=dict(*options, **LAUNCH_OPTIONS)
-                )
-                assert binary.asm["cubin"]
+                binary = compile_kernel(kernel, types, constexprs, capability, *options)
                 ptx = binary.asm["ptx"]
                 uses_tensor_cores = "wgmma" in ptx or "mma.sync" in ptx
                 sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {uses_tensor_cores}\n")
+
+
+def compile_kernel(kernel, types, constexprs, capability, options=None):
+    """Compile for arguments as they are in service: pointers and strides are multiples of 16."""
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constexprs, "constexpr")
+    position = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    is_aligned = [name for name in names if signature[name][0] == "*" or "stride" in name]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={position[name]: value for name, value in constexprs.items()},
+        attrs={position[name]: [["tt.divisibility", 16]] for name in is_aligned},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options=LAUNCH_OPTIONS | (options or {}))
+    assert binary.asm["cubin"]
+    return binary
 
 
 if __name__ == "__main__":

@@ -27,8 +27,12 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
     assert names == {
         "_tree_attention_kernel",
         "_linear_kernel",
+        "_embed_kernel",
+        "_linear_swiglu_kernel",
+        "_sum_addends_kernel",
         "_rms_norm_kernel",
-        "_store_kv_kernel",
+        "_add_rms_norm_kernel",
+        "_rope_store_kernel",
         "_gather_kv_kernel",
         "_scatter_kv_kernel",
         "_sample_kernel",
@@ -38,5 +42,5 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_select_nodes_kernel",
     }
     for name, _, dtype, uses_tensor_cores in lines:
-        has_products = name in ("_tree_attention_kernel", "_linear_kernel")
+        has_products = name in ("_tree_attention_kernel", "_linear_kernel", "_linear_swiglu_kernel")
         assert uses_tensor_cores == str(has_products and dtype != "fp32"), name

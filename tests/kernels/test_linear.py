@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.linear import linear
+from shared.kernels.linear import (
+    MAX_SPLIT_ROWS,
+    linear,
+    linear_addends,
+    num_splits,
+    split_width,
+    sum_addends,
+)
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -155,3 +162,33 @@ def test_bits_do_depend_on_the_row_itself(device: torch.device) -> None:
     x[4, 132] += 0.01
     is_changed = (linear(x, weight) != before).any(dim=1)
     assert is_changed.tolist() == [row == 4 for row in range(9)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_products_add_up_to_whole_ones(device: torch.device, dtype: torch.dtype) -> None:
+    """Few rows are computed split by split, many by programs that walk all splits."""
+    width_k = 4 * 1024 + 130
+    assert num_splits(40, width_k) == 4
+    x = torch.randn(MAX_SPLIT_ROWS + 1, width_k).to(device, dtype)
+    weight = (torch.randn(40, width_k) / 64).to(device, dtype)
+    bias = torch.randn(40).to(device, dtype)
+    full = linear(x, weight, bias, out_dtype=torch.float32)
+    rows = [0, MAX_SPLIT_ROWS]
+    product = x[rows].double().cpu() @ weight.double().cpu().T + bias.double().cpu()
+    torch.testing.assert_close(full[rows].double().cpu(), product, rtol=1e-5, atol=1e-5)
+    for count in (1, 40) if IS_INTERPRETED else (1, 2, 17, 40, 100, MAX_SPLIT_ROWS):
+        few = x[:count]
+        assert torch.equal(linear(few, weight, bias, out_dtype=torch.float32), full[:count])
+        addends = linear_addends(few, weight)
+        assert addends.shape == (4 if use_triton(x) else 1, count, 40)
+        whole = linear(few, weight, out_dtype=torch.float32)
+        assert torch.equal(sum_addends(addends, None, torch.float32), whole)
+
+
+def test_splits_cover_k_and_depend_on_the_weight_alone() -> None:
+    shapes = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (64, 64)]
+    assert [num_splits(*shape) for shape in shapes] == [2, 4, 4, 1, 1, 1]
+    for width_k in (1, 127, 1024, 4096, 5000, 14336, 14400):
+        for splits in (1, 2, 4, 8):
+            width = split_width(width_k, splits)
+            assert width * splits >= width_k and width % 128 == 0

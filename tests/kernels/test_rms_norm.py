@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.rms_norm import rms_norm
+from shared.kernels.linear import sum_addends
+from shared.kernels.rms_norm import add_rms_norm, rms_norm
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -129,3 +130,33 @@ def test_bits_do_depend_on_the_row_itself(device: torch.device) -> None:
     x[2, 132] += 0.01
     is_changed = (rms_norm(x, weight, 1e-6) != before).any(dim=1)
     assert is_changed.tolist() == [row == 2 for row in range(5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "width", "splits"), [(1, 1, 1), (5, 70, 3), (3, 129, 4)])
+def test_adding_and_norming_is_adding_then_norming(
+    device: torch.device, num_rows: int, width: int, splits: int, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(num_rows, width) * 3).to(device, dtype)
+    addends = torch.randn(splits, num_rows, width).to(device)
+    weight, bias = (torch.randn(width).to(device, dtype) for _ in range(2))
+    for some_bias in (None, bias):
+        total, normed = add_rms_norm(x, addends, some_bias, weight, 1e-5)
+        assert total.dtype == normed.dtype == dtype
+        expected = x + sum_addends(addends, some_bias, dtype)
+        assert torch.equal(total, expected) or (IS_INTERPRETED and dtype == torch.bfloat16)
+        assert torch.equal(normed, rms_norm(total, weight, 1e-5))
+        check(normed, oracle(total, weight, 1e-5))
+    assert launch_counts().get("add_rms_norm", 0) == 2 * int(use_triton(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_sum_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.randn(40, 100).to(device, dtype)
+    addends = torch.randn(2, 40, 100).to(device)
+    weight = torch.randn(100).to(device, dtype)
+    total, normed = add_rms_norm(x, addends, None, weight, 1e-5)
+    for row in (0, 1, 17, 39):
+        one = slice(row, row + 1)
+        alone = add_rms_norm(x[one], addends[:, one].contiguous(), None, weight, 1e-5)
+        assert torch.equal(alone[0], total[one]) and torch.equal(alone[1], normed[one])

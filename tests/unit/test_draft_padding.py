@@ -25,7 +25,7 @@ def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine
     """Return an engine that pads its batches, or one that does not."""
     engine = make_draft(pairing, **options)
     runner = engine._runner
-    engine._runner = DraftRunner(runner.model, runner.pool, window=runner.window, pads=pads)
+    engine._runner = DraftRunner(runner.model, runner.pool, window=runner.window, pads_rows=pads)
     return engine
 
 

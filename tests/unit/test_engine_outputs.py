@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.kernels.linear import linear
-from shared.kernels.store_kv import store_kv
+from shared.kernels.linear import linear_addends
+from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
 from shared.types import AcceptedPath, FeatureChunk, TokenTree
 from target_service.phases import NodeOutputs
@@ -189,12 +189,16 @@ def test_it_runs_at_start_up(models: Models, caplog: pytest.LogCaptureFixture) -
     assert "exactness is unproven" in caplog.text
 
 
-def linear_by_height(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **kw: Any) -> Any:
+def linear_by_height(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Another order of summation for another number of rows, as a plain BLAS call has."""
     if x.shape[0] % 2:
-        return linear(x, weight, bias, **kw)
+        return linear_addends(x, weight)
     half = x.shape[1] // 2
-    return linear(x[:, :half], weight[:, :half], bias) + linear(x[:, half:], weight[:, half:])
+    parts = (
+        linear_addends(x[:, :half], weight[:, :half]),
+        linear_addends(x[:, half:], weight[:, half:]),
+    )
+    return parts[0] + parts[1]
 
 
 def attention_by_node(
@@ -205,10 +209,9 @@ def attention_by_node(
     return out if metadata.is_chain.all() else out * 3 / 3
 
 
-def store_by_height(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: Any
-) -> None:
-    store_kv(k, v if len(v) > 1 else v * 7 / 7, k_cache, v_cache, slots)
+def store_by_height(addends: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Stores K and V of single rows rounded otherwise."""
+    return rope_store(addends if addends.shape[1] > 1 else addends * 7 / 7, *args)
 
 
 def nan_in_trees(
@@ -221,8 +224,8 @@ def nan_in_trees(
 @pytest.mark.parametrize(
     ("op", "inexact"),
     [
-        ("linear", linear_by_height), ("tree_attention", attention_by_node),
-        ("tree_attention", nan_in_trees), ("store_kv", store_by_height),
+        ("linear_addends", linear_by_height), ("tree_attention", attention_by_node),
+        ("tree_attention", nan_in_trees), ("rope_store", store_by_height),
     ],
 )  # fmt: skip
 def test_the_self_test_notices_an_inexact_op(
@@ -256,13 +259,15 @@ def test_kv_that_was_never_written_is_noticed(
     target = self_test_target(models)
     num_stores = 0
 
-    def store_at_first(*args: Any) -> None:
+    def store_at_first(*args: Any) -> torch.Tensor:
         nonlocal num_stores
         num_stores += 1
         if num_stores <= 3:  # the prefill at once, 3 layers
-            store_kv(*args)
+            return rope_store(*args)
+        *others, k_cache, v_cache, slots = args
+        return rope_store(*others, k_cache.clone(), v_cache.clone(), slots)
 
-    monkeypatch.setattr("shared.models.decoder.store_kv", store_at_first)
+    monkeypatch.setattr("shared.models.decoder.rope_store", store_at_first)
     assert not run(target).is_exact
 
 

@@ -1,0 +1,176 @@
+"""From the QKV product to attention: add up, norm q and k, rotate them, store k and v in pages.
+
+Grid: (num_rows, query heads + 2 * KV heads).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.linear import sum_addends_block, sum_addends_ref
+from shared.kernels.rms_norm import rms_norm_ref
+from shared.kernels.rope import apply_rope
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rope_store_kernel(
+    addends_ptr,  # [S, T, (Hq + 2 Hkv) * d] f32
+    bias_ptr,  # [(Hq + 2 Hkv) * d], unread unless HAS_BIAS
+    q_norm_ptr,  # [d], unread unless HAS_NORM
+    k_norm_ptr,  # [d], unread unless HAS_NORM
+    cos_ptr,  # [T, d / 2] f32
+    sin_ptr,  # [T, d / 2] f32
+    slot_mapping_ptr,  # [T] i32
+    q_ptr,  # [T, Hq, d] mutated
+    k_cache_ptr,  # [num_slots, Hkv, d] mutated
+    v_cache_ptr,  # [num_slots, Hkv, d] mutated
+    num_rows,
+    eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    pair = tl.arange(0, HALF_BLOCK)
+    in_half = pair < HALF
+    column = head * HEAD_DIM + pair
+    split_stride = num_rows.to(tl.int64) * WIDTH
+    offset = row * WIDTH + column
+    first = sum_addends_block(addends_ptr, offset, split_stride, in_half, NUM_SPLITS)
+    second = sum_addends_block(addends_ptr, offset + HALF, split_stride, in_half, NUM_SPLITS)
+    if HAS_BIAS:
+        first += tl.load(bias_ptr + column, mask=in_half, other=0.0).to(tl.float32)
+        second += tl.load(bias_ptr + column + HALF, mask=in_half, other=0.0).to(tl.float32)
+    dtype = q_ptr.dtype.element_ty
+    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        if HAS_NORM:
+            norm_ptr = q_norm_ptr
+            if head >= NUM_HEADS:
+                norm_ptr = k_norm_ptr
+            mean_square = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (
+                HEAD_DIM
+            )
+            scale = 1.0 / tl.sqrt(mean_square + eps)
+            first_weight = tl.load(norm_ptr + pair, mask=in_half, other=0.0).to(tl.float32)
+            second_weight = tl.load(norm_ptr + HALF + pair, mask=in_half, other=0.0).to(tl.float32)
+            first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype)
+            second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype)
+            first, second = first.to(tl.float32), second.to(tl.float32)
+        cos = tl.load(cos_ptr + row * HALF + pair, mask=in_half, other=0.0)
+        sin = tl.load(sin_ptr + row * HALF + pair, mask=in_half, other=0.0)
+        rotated = first * cos - second * sin
+        second = second * cos + first * sin
+        first = rotated
+    first, second = first.to(dtype), second.to(dtype)
+    if head < NUM_HEADS:
+        out_ptr = q_ptr + (row * NUM_HEADS + head) * HEAD_DIM
+        tl.store(out_ptr + pair, first, mask=in_half)
+        tl.store(out_ptr + HALF + pair, second, mask=in_half)
+    else:
+        slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        out_ptr = k_cache_ptr
+        if head >= NUM_HEADS + NUM_KV_HEADS:
+            out_ptr = v_cache_ptr
+        out_ptr += (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        tl.store(out_ptr + pair, first, mask=in_half)
+        tl.store(out_ptr + HALF + pair, second, mask=in_half)
+
+
+def rope_store(
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Finish the projections of a layer: store K and V of the rows, return their queries.
+
+    Args:
+        addends: [S, T, (Hq + 2 Hkv) * d] f32, of the QKV product, see `linear_addends`.
+        bias: [(Hq + 2 Hkv) * d] or None.
+        norms: Weights [d] of the norms of q and k heads; None: there are none.
+        eps: Of those norms.
+        cos, sin: [T, d / 2] f32.
+        k_cache, v_cache: [num_slots, Hkv, d], the dtype of the model.
+        slot_mapping: [T] i32; padding points into page 0, every other slot occurs once.
+    Returns: q [T, Hq, d], rotated, in the dtype of the caches.
+    Mutates: rows of `k_cache` and `v_cache` named by `slot_mapping`.
+    """
+    if not use_triton(addends):
+        return rope_store_ref(addends, bias, norms, eps, cos, sin, k_cache, v_cache, slot_mapping)
+    _, num_kv_heads, head_dim = k_cache.shape
+    num_rows, width = addends.shape[1:]
+    num_heads = width // head_dim - 2 * num_kv_heads
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
+    assert addends.is_contiguous() and addends.dtype == torch.float32
+    assert slot_mapping.dtype == torch.int32 and slot_mapping.shape == (num_rows,)
+    q = torch.empty((num_rows, num_heads, head_dim), dtype=k_cache.dtype, device=addends.device)
+    if num_rows == 0:
+        return q
+    q_norm, k_norm = (cos, cos) if norms is None else norms
+    half = head_dim // 2
+    count_launch("rope_store")
+    _rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+        addends,
+        addends if bias is None else bias,
+        q_norm,
+        k_norm,
+        cos,
+        sin,
+        slot_mapping,
+        q,
+        k_cache,
+        v_cache,
+        num_rows,
+        eps,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norms is not None,
+        NUM_SPLITS=len(addends),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        HALF_BLOCK=triton.next_power_of_2(half),
+        num_warps=1,
+        **LAUNCH_OPTIONS,
+    )
+    return q
+
+
+def rope_store_ref(
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Do what `rope_store` does in plain torch."""
+    _, num_kv_heads, head_dim = k_cache.shape
+    qkv = sum_addends_ref(addends, bias, k_cache.dtype).unflatten(-1, (-1, head_dim))  # [T, H, d]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm_ref(q, norms[0], eps), rms_norm_ref(k, norms[1], eps)
+    slots = slot_mapping.long()
+    k_cache.index_copy_(0, slots, apply_rope(k, cos, sin))
+    v_cache.index_copy_(0, slots, v)
+    return apply_rope(q, cos, sin)

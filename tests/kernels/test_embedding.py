@@ -1,0 +1,26 @@
+"""Embeddings of tokens that the host names, and of those that only the device knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.kernels.dispatch import launch_counts, use_triton
+from shared.kernels.embedding import embed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_of_the_table(device: torch.device, dtype: torch.dtype) -> None:
+    table = torch.randn(11, 70).to(device, dtype)
+    token_ids = torch.tensor([10, 0, 3, 3, 7]).to(device)
+    assert torch.equal(embed(token_ids, table), table[token_ids])
+    assert embed(token_ids[:0], table).shape == (0, 70)
+    assert launch_counts().get("embed", 0) == int(use_triton(table))
+
+
+def test_negative_ids_stand_for_roots(device: torch.device) -> None:
+    table = torch.randn(11, 6).to(device)
+    roots = torch.tensor([4, 9, 0, 10]).to(device)
+    token_ids = torch.tensor([-1, 5, -4, -2, 0, -3]).to(device)
+    assert torch.equal(embed(token_ids, table, roots), table[[4, 5, 10, 9, 0, 0]])
+    assert torch.equal(embed(roots, table, roots), table[roots])

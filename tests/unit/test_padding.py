@@ -1,0 +1,154 @@
+"""Steps padded up to the rows of a captured graph: the same bits, only the sink is touched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from shared.buckets import ROW_BUCKETS, bucket_of
+from shared.packing import RowBlock, pack_rows
+from shared.tree import tree_paths
+from shared.types import SamplingParams
+from target_service.engine import TargetEngine
+from target_service.phases import ExtendInput, ExtendOutput
+from tests.engines import SHAPES, Models, make_draft, make_target, pool_of, random_tokens, run_plain
+from tests.local_pair import LocalPair, LocalRequest
+
+PREFIX_LEN = 70
+PAGE_SIZE = 4
+
+
+def tree_of(rng: random.Random, num_nodes: int) -> list[int]:
+    """Return parents of a random tree."""
+    return [-1, *[rng.randrange(node) for node in range(1, num_nodes)]]
+
+
+class Trees:
+    """Requests with a committed prefix, whose next trees are extended padded and as they are."""
+
+    def __init__(self, target: TargetEngine, num_reqs: int) -> None:
+        self.runner = target._runner
+        self.pool = pool_of(target)
+        self._rng = random.Random(5)
+        self.rows = []
+        for _ in range(num_reqs):
+            row = self.pool.acquire()
+            self.pool.reserve(row, PREFIX_LEN + 64)
+            self.rows.append(row)
+            self._extend([row], [None], None)
+
+    def extend(self, sizes: Sequence[int], bucket: int | None) -> ExtendOutput:
+        """Extend a tree of `sizes[i]` nodes for request i; the same trees for the same sizes."""
+        self._rng.seed(sum(sizes))
+        trees = [tree_of(self._rng, size) for size in sizes]
+        return self._extend(self.rows[: len(sizes)], trees, bucket)
+
+    def kv(self) -> torch.Tensor:
+        """Return all K and V but the sink's."""
+        return torch.stack([cache[PAGE_SIZE:] for cache in (*self.pool.k, *self.pool.v)])
+
+    @torch.inference_mode()
+    def _extend(
+        self, rows: Sequence[int], trees: Sequence[list[int] | None], bucket: int | None
+    ) -> ExtendOutput:
+        blocks, positions = [], []
+        for row, parents in zip(rows, trees, strict=True):
+            start = 0 if parents is None else PREFIX_LEN
+            count = PREFIX_LEN if parents is None else len(parents)
+            depth = path = None
+            if parents is not None:
+                depth, path = tree_paths(np.array(parents, dtype=np.int32))
+            blocks.append(
+                RowBlock(
+                    req_idx=row, prefix_len=start, num_rows=count, first_slot=start, depth=depth,
+                    path=path,
+                )
+            )  # fmt: skip
+            positions.append(start + (np.arange(count) if depth is None else depth))
+        position_ids = np.concatenate(positions).astype(np.int64)
+        token_ids = np.array(random_tokens(self._rng, len(position_ids)), dtype=np.int64)
+        padding = (0, max(0, (bucket or 0) - len(token_ids)))
+        staging = self.runner.staging
+        staging.begin()
+        inputs = ExtendInput(
+            token_ids=staging.add(np.pad(token_ids, padding)),
+            position_ids=staging.add(np.pad(position_ids, padding)),
+            rows=pack_rows(blocks, self.pool, staging=staging, num_rows=bucket),
+            bucket=bucket,
+        )
+        staging.flush()
+        return self.runner.extend(inputs)
+
+
+@pytest.fixture
+def trees(models: Models) -> Trees:
+    target = make_target(models.pairing("eagle3"), page_size=PAGE_SIZE, num_pages=200)
+    return Trees(target, 5)
+
+
+def test_buckets_hold_what_they_are_asked_for() -> None:
+    assert [bucket_of(count) for count in (1, 2, 3, 9, 16, 65, 256, 257)] == [
+        1, 2, 4, 16, 16, 96, 256, None,
+    ]  # fmt: skip
+    assert list(ROW_BUCKETS) == sorted(ROW_BUCKETS)
+
+
+def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
+    """Around every edge of a bucket, growing and shrinking; unread slots are poisoned."""
+    around_edges = [
+        [1], [2], [1, 2], [7], [3, 5], [9], [8, 8], [17], [20, 4, 1], [31], [16, 16], [11, 11, 11],
+        [50], [1, 1, 1, 1, 1], [13, 13, 13, 13, 12], [3],
+    ]  # fmt: skip
+    for cache in (*trees.pool.k, *trees.pool.v):
+        cache[0:PAGE_SIZE] = torch.nan
+    for sizes in around_edges:
+        count = sum(sizes)
+        plain = trees.extend(sizes, None)
+        hidden, features = plain.hidden.clone(), plain.features
+        assert features is not None
+        features, kv = features.clone(), trees.kv().clone()
+        padded = trees.extend(sizes, bucket_of(count))
+        assert len(padded.hidden) == bucket_of(count)
+        assert padded.features is not None
+        assert torch.equal(padded.hidden[:count], hidden), sizes
+        assert torch.equal(padded.features[:count], features), sizes
+        assert torch.equal(trees.kv(), kv), sizes
+
+
+def test_a_step_of_nothing_but_padding_touches_the_sink_only(trees: Trees) -> None:
+    kv = trees.kv().clone()
+    trees.runner.capture(window=0, progress=lambda _: None)
+    assert torch.equal(trees.kv(), kv)
+    trees.pool.check_integrity()
+
+
+def test_rows_that_do_not_fit_their_bucket_are_refused(trees: Trees) -> None:
+    with pytest.raises(AssertionError, match="5 rows do not fit 4"):
+        trees.extend([5], 4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "standalone"])
+def test_padded_engines_give_the_plain_output(models: Models, kind: str) -> None:
+    rng = random.Random(11)
+    pairing = models.pairing(kind)
+    target = make_target(pairing, page_size=PAGE_SIZE)
+    requests = [
+        LocalRequest(
+            prompt=random_tokens(rng, 3 + 20 * i),
+            max_new_tokens=24,
+            sampling=SamplingParams(temperature=i % 2, seed=i),
+            shape=SHAPES[i],
+            joins_at=i,
+        )
+        for i in range(len(SHAPES))
+    ]
+    plain = run_plain(target, requests, alone=True)
+    target._runner.pads_rows = True
+    LocalPair(target, make_draft(pairing, page_size=2)).run(requests)
+    for request, expected in zip(requests, plain, strict=True):
+        assert request.output == expected.output
+    assert any(len(path.token_ids) > 1 for request in requests for path in request.paths[1:])
