@@ -35,8 +35,11 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_rope_store_kernel",
         "_gather_kv_kernel",
         "_scatter_kv_kernel",
-        "_gumbel_noise_kernel",
         "_sample_kernel",
+        "_chunk_children_kernel",
+        "_merge_children_kernel",
+        "_next_beams_kernel",
+        "_select_nodes_kernel",
     }
     for name, _, dtype, uses_tensor_cores in lines:
         has_products = name in ("_tree_attention_kernel", "_linear_kernel", "_linear_swiglu_kernel")
