@@ -115,9 +115,8 @@ class DraftEngine:
         """
         works = self._plan_extend()
         if works:
-            inputs = self._runner.build_extend(works)
-            output = self._runner.extend(inputs)
-            self._commit_extend(works, output.last_hidden)
+            self._runner.extend(works)
+            self._commit_extend(works)
             self._num_rows += sum(work.num_rows for work in works)
         growing = self._plan_growth()
         if growing:
@@ -250,11 +249,10 @@ class DraftEngine:
                     growing.append(request)
         return [request for request in growing if request.request_id in self._requests]
 
-    def _commit_extend(self, works: list[ExtendWork], last_hidden: torch.Tensor) -> None:
-        for work, hidden in zip(works, last_hidden, strict=True):
+    def _commit_extend(self, works: list[ExtendWork]) -> None:
+        for work in works:
             request = work.request
             request.kv_len += work.num_rows
-            request.last_hidden = hidden
             if self._runner.window:
                 self._pool.drop_before(request.req_idx, request.kv_len - self._runner.window)
 

@@ -11,8 +11,8 @@ from shared.config import DraftConfig
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
-from shared.kv.sizing import choose_num_pages
-from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash
+from shared.kv.sizing import choose_num_pages, require_room
+from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
 from shared.models.draft import load_draft
 from shared.rpc.engine import ProgressCallback
@@ -40,6 +40,10 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=target_config.dtype, device=device)
     longest = config.max_context_len or target_config.max_position_embeddings
 
+    if kind is not DraftKind.MTP:  # which is a small part of its checkpoint
+        require_room(
+            num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
+        )
     progress("loading weights", 0.1)
     model = load_draft(
         config.algorithm,

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.kernels.tree_beams import GrowingTrees
+from shared.kernels.tree_children import ChildNoise
 from shared.packing import PackedRows
 from shared.types import TreeShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftExtendInput:
-    """Committed tokens with their true features; ragged: only rows that are new.
+    """Committed tokens with their true features; ragged: only rows that are new, then padding.
 
     Args:
         token_ids: [T] i64, ids of the target's vocabulary (already shifted for EAGLE/MTP).
         position_ids: [T] i64.
         features: [T, feature_width] in the TARGET's dtype; None for a standalone draft.
         rows: Where their KV goes and what they see.
-        last_rows: [R] i64, last row of each request.
+        last_rows: [R] i64, last row of each request; 0 of padding.
+        hidden_idx: [R] i64, row of the runner's hidden rows that the last row's goes to: the
+            request's req_idx; of padding, the spare row.
+        bucket: T, if the rows were padded up to it (see buckets.py); else None.
     """
 
     token_ids: torch.Tensor
@@ -30,17 +35,15 @@ class DraftExtendInput:
     features: torch.Tensor | None
     rows: PackedRows
     last_rows: torch.Tensor
+    hidden_idx: torch.Tensor
+    bucket: int | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftExtendOutput:
-    """Hidden rows to grow from.
-
-    Args:
-        last_hidden: [R, h], hidden of each request's last row.
-    """
-
-    last_hidden: torch.Tensor
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return everything on the device that an extend reads of this."""
+        tensors = [self.token_ids, self.position_ids, *self.rows.tensors]
+        tensors += [self.last_rows, self.hidden_idx]
+        return tensors if self.features is None else [*tensors, self.features]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,40 +51,70 @@ class DraftInput:
     """B trees to grow, each from the last committed row of its request.
 
     Args:
-        hidden: [B, h] in the draft's dtype.
-        req_idx: [B] rows of the page table.
-        kv_len: [B] committed logical slots; node rows go right after them.
-        node_position: [B] i64, position id of a node of depth 1.
-        root_position: [B] i64, absolute position of the root token.
-        root_token_id: [B].
+        trees: The requests, and where their nodes go.
+        num_nodes: [B] i32, nodes wanted, the root excluded.
         temperature: [B] f32; 0 = greedy.
         seed: [B] i64 bit pattern.
-        shapes: [B] tree shapes.
+        child_position: [B] i64, absolute position of the root's children.
+        bounds: The largest num_steps, topk and num_draft_tokens of the batch.
+        is_random: Whether any temperature is above 0.
     """
 
-    hidden: torch.Tensor
-    req_idx: NDArray[np.int32]
-    kv_len: NDArray[np.int64]
-    node_position: NDArray[np.int64]
-    root_position: NDArray[np.int64]
-    root_token_id: NDArray[np.int64]
-    temperature: NDArray[np.float32]
-    seed: NDArray[np.int64]
-    shapes: Sequence[TreeShape]
+    trees: GrowingTrees
+    num_nodes: torch.Tensor
+    temperature: torch.Tensor
+    seed: torch.Tensor
+    child_position: torch.Tensor
+    bounds: TreeShape
+    is_random: bool
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return everything on the device that a growth reads of this."""
+        trees = self.trees
+        tensors = [
+            trees.page_table,
+            trees.req_idx,
+            trees.kv_len,
+            trees.node_position,
+            trees.topk,
+            trees.num_steps,
+        ]
+        return [*tensors, self.num_nodes, self.temperature, self.seed, self.child_position]
+
+    def noise(self, depth: int) -> ChildNoise:
+        """Return the noise of the children of rows at `depth`."""
+        return ChildNoise(
+            temperature=self.temperature,
+            seed=self.seed,
+            position=self.child_position,
+            depth=depth,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutput:
-    """The grown trees, on the device.
+    """The grown trees, on the host, without their roots. Entries past num_nodes are 0.
 
     Args:
-        token_ids: [B, N] i64 target ids, root first; N = the largest num_draft_tokens.
-        parent_index: [B, N] i64, topological, root = -1.
-        cumulative_logprobs: [B, N] f32, <= 0; the root has 0.
-        num_nodes: [B] i64, root included; nodes past it are padding.
+        num_nodes: [B] i32.
+        token_ids: [B, M] i32 target ids; M = the largest num_draft_tokens - 1.
+        parent_index: [B, M] i32, topological; 0 = the root, 1 = the first of these nodes.
+        cumulative_logprobs: [B, M] f32, <= 0.
     """
 
-    token_ids: torch.Tensor
-    parent_index: torch.Tensor
-    cumulative_logprobs: torch.Tensor
-    num_nodes: torch.Tensor
+    num_nodes: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    parent_index: NDArray[np.int32]
+    cumulative_logprobs: NDArray[np.float32]
+
+    @classmethod
+    def unpack(cls, packed: NDArray[np.int32]) -> Self:
+        """Return the fields of what `select_nodes` packed, as views."""
+        token_ids, parent_index, scores = np.split(packed[:, 1:], 3, axis=1)
+        return cls(
+            num_nodes=packed[:, 0],
+            token_ids=token_ids,
+            parent_index=parent_index,
+            cumulative_logprobs=scores.view(np.float32),
+        )

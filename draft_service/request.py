@@ -31,7 +31,6 @@ class DraftRequest:
         features_end: Position after the last feature row received.
         features: Received rows not extended yet, oldest first; those of positions
             [base + kv_len, features_end).
-        last_hidden: [w] hidden of the last committed row; the next tree grows from it.
         pending: Latest order for a tree, unanswered.
     """
 
@@ -44,7 +43,6 @@ class DraftRequest:
     kv_len: int = 0
     features_end: int = 0
     features: deque[torch.Tensor] = field(default_factory=deque)
-    last_hidden: torch.Tensor | None = None
     pending: DraftRound | None = None
 
     @property
@@ -67,7 +65,7 @@ class DraftRequest:
     @property
     def can_grow(self) -> bool:
         """Return whether the pending tree's root has been extended."""
-        if self.pending is None or self.last_hidden is None:
+        if self.pending is None or self.kv_len == 0:
             return False
         return self.next_position == self.pending.seq_len + 1 - self.input_shift
 
@@ -112,8 +110,8 @@ class DraftRequest:
             self.features_end += len(new)
         return True
 
-    def take_features(self, count: int) -> torch.Tensor:
-        """Return the next `count` rows to extend, [count, width]."""
+    def take_features(self, count: int) -> list[torch.Tensor]:
+        """Return the next `count` rows to extend, in parts of [n, width]."""
         taken = []
         while count:
             head = self.features.popleft()
@@ -122,4 +120,4 @@ class DraftRequest:
                 head = head[:count]
             taken.append(head)
             count -= len(head)
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+        return taken

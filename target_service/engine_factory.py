@@ -10,8 +10,8 @@ from shared.config import TargetConfig
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
-from shared.kv.sizing import choose_num_pages
-from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash
+from shared.kv.sizing import choose_num_pages, require_room
+from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.llama import CausalLM
 from shared.rpc.engine import ProgressCallback
@@ -41,6 +41,9 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             f"max_context_len is {longest}, {directory.name} was made for "
             f"{model_config.max_position_embeddings}; lower it"
         )
+    require_room(
+        num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
+    )
     progress("loading weights", 0.1)
     model = CausalLM.from_checkpoint(
         directory, device, dtype, num_positions=longest + MAX_TREE_NODES

@@ -1,4 +1,6 @@
-"""Counter-based Gumbel noise: a pure function of (seed, position, token id). Grid: (R, tiles of V).
+"""Counter-based Gumbel noise: a pure function of (seed, position, token id).
+
+Kernels that need it call the device function; the reference is its torch twin.
 
 key  = mix64(seed ^ mix64(position + GOLDEN))
 bits = mix64(key + (id + 1) * GOLDEN)           mix64 is SplitMix64's finalizer
@@ -12,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 from shared.kernels.vector_math import settle_vector_math
 
 # SplitMix64's constants as signed 64-bit bit patterns.
@@ -70,27 +71,8 @@ def gumbel_bound_block(seed, position, ids):
     return tl.where(below_one == 0, 37.0, bound)  # no noise is larger than 36.8
 
 
-@triton.jit
-def _gumbel_noise_kernel(
-    seed_ptr,  # [R] i64
-    position_ptr,  # [R] i64
-    ids_ptr,  # [V] (ids_stride 0) or [R, V] i64
-    out_ptr,  # [R, V] f32 mutated
-    width,
-    ids_stride,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    in_row = column < width
-    ids = tl.load(ids_ptr + row * ids_stride + column, mask=in_row, other=0)
-    seed = tl.load(seed_ptr + row)
-    position = tl.load(position_ptr + row)
-    tl.store(out_ptr + row * width + column, gumbel_block(seed, position, ids), mask=in_row)
-
-
-def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise for token ids at absolute positions.
+def gumbel_noise_ref(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return standard Gumbel noise for token ids at absolute positions, in plain torch.
 
     Args:
         seed: [R] i64, the bit pattern of the request's unsigned seed.
@@ -99,24 +81,6 @@ def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) 
     Returns: [R, V] or [R, K] f32.
     Source: SplitMix64, Steele, Lea and Flood 2014.
     """
-    if not use_triton(seed):
-        return gumbel_noise_ref(seed, position, ids)
-    num_rows, width = seed.shape[0], ids.shape[-1]
-    seed, position, ids = seed.contiguous(), position.contiguous(), ids.contiguous()
-    out = torch.empty((num_rows, width), dtype=torch.float32, device=seed.device)
-    if out.numel() == 0:
-        return out
-    block = min(1024, triton.next_power_of_2(width))
-    ids_stride = 0 if ids.dim() == 1 else width
-    count_launch("gumbel_noise")
-    _gumbel_noise_kernel[(num_rows, triton.cdiv(width, block))](
-        seed, position, ids, out, width, ids_stride, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
-    )
-    return out
-
-
-def gumbel_noise_ref(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Do what `gumbel_noise` does in plain torch."""
     settle_vector_math()
     key = _mix64(seed ^ _mix64(position + _GOLDEN))  # [R]
     out = torch.empty((len(key), ids.shape[-1]), dtype=torch.float32, device=key.device)

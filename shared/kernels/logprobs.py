@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
-from shared.kernels.sampling_filters import key_column, key_value, load_scaled, order_key
+from shared.kernels.order_key import NO_KEY, key_index, key_value, order_key
+from shared.kernels.sampling_filters import load_scaled
 from shared.kernels.vector_math import settle_vector_math
 
 # Columns of one program of the first kernel.
@@ -60,7 +61,7 @@ def _chunk_logprobs_kernel(
     for rank in range(num_top):
         best = tl.max(key, axis=0)
         tl.store(key_ptr + out * TOP + rank, best)
-        key = tl.where(key == best, -0x8000000000000000, key)
+        key = tl.where(key == best, NO_KEY, key)
 
 
 @triton.jit(do_not_specialize=["num_top"])
@@ -95,13 +96,12 @@ def _row_logprobs_kernel(
     if num_top > 0:
         rank = tl.arange(0, TOP)[None, :]
         is_key = in_row[:, None] & (rank < num_top)
-        nothing = -0x8000000000000000
-        key = tl.load(key_ptr + at[:, None] * TOP + rank, mask=is_key, other=nothing)
+        key = tl.load(key_ptr + at[:, None] * TOP + rank, mask=is_key, other=NO_KEY)
         for place in range(num_top):
             best = tl.max(tl.max(key, axis=1), axis=0)
             tl.store(top_ptr + out * num_top + place, key_value(best) - base - log_sum)
-            tl.store(top_ids_ptr + out * num_top + place, key_column(best))
-            key = tl.where(key == best, nothing, key)
+            tl.store(top_ids_ptr + out * num_top + place, key_index(best))
+            key = tl.where(key == best, NO_KEY, key)
 
 
 def chosen_logprobs(

@@ -17,17 +17,15 @@ import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 from shared.kernels.gumbel import gumbel_block, gumbel_bound_block, gumbel_noise_ref
+from shared.kernels.order_key import key_index, key_value, order_key
 from shared.kernels.sampling_filters import (
     LANES,
     is_filtered,
-    key_column,
-    key_value,
     largest_of,
     least_mass_of,
     load_scaled,
     mass_of,
     needed_mass,
-    order_key,
     shortlist,
 )
 from shared.kernels.vector_math import settle_vector_math
@@ -257,7 +255,7 @@ def _filtered_token(
             logits_ptr, key_ptr, row, start, num_keys, is_list, width, temperature, CAPACITY, STEP
         )
         x = key_value(key)
-        column = key_column(key)
+        column = key_index(key)
         is_kept = (key >= least) & (mass_of(x, largest) >= least_mass)
         is_kept = is_kept & (start + tl.arange(0, STEP) < num_keys)
         noisy = tl.where(is_kept, x + gumbel_block(seed, position, column), -float("inf"))

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS
+from shared.kernels.order_key import order_key
 
 # Levels below the largest logit at which tokens are counted; the last one is -inf.
 LANES = 32
@@ -35,27 +36,6 @@ def load_scaled(logits_ptr, row, column, width, temperature):
     x = tl.load(logits_ptr + row * width + column, mask=column < width, other=-float("inf"))
     x = tl.div_rn(tl.where(x == x, x, -float("inf")), temperature)
     return tl.where(x == 0.0, 0.0, x)
-
-
-@triton.jit
-def order_key(x, column):
-    """Return i64 keys that ascend with x, ties with the lower column; differences fit 63 bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return (ordered << 31) + (0x7FFFFFFF - column)
-
-
-@triton.jit
-def key_value(key):
-    """Return the x of a key."""
-    ordered = (key >> 31).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def key_column(key):
-    """Return the column of a key, i64."""
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
 @triton.jit

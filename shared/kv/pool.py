@@ -159,11 +159,14 @@ class KVPool:
         del pages[:count]
         self._first[req_idx] = first + count
 
-    def slots(self, req_idx: int, logical: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Map logical slots of one request to slots of the caches.
+    def slots(
+        self, req_idx: int | NDArray[np.int32], logical: NDArray[np.integer]
+    ) -> NDArray[np.int32]:
+        """Map logical slots to slots of the caches.
 
         Args:
-            logical: [n] i64, every one inside the reservation.
+            req_idx: Of one request, or [n], one for each slot.
+            logical: [n], every one inside the reservation.
         Returns: [n] i32. Never a slot of the sink.
         """
         page = self._table[req_idx, logical // self.page_size]

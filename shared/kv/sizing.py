@@ -44,3 +44,21 @@ def choose_num_pages(
             "--kv-memory-fraction or use a smaller model"
         )
     return min(affordable, wanted)
+
+
+def require_room(*, num_bytes: int, what: str, device: torch.device) -> None:
+    """Raise unless a GPU has room for weights.
+
+    Args:
+        num_bytes: Of the weights, as they will lie there.
+        what: The checkpoint, for the message.
+    Raises: ConfigError, with the numbers.
+    """
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if num_bytes > free:
+        raise ConfigError(
+            f"{what} takes {num_bytes / 1e9:.1f} GB, {device} has {free / 1e9:.1f} GB of "
+            f"{total / 1e9:.1f} GB free; free memory there, use another GPU or a smaller model"
+        )

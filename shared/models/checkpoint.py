@@ -9,6 +9,7 @@ import fnmatch
 import hashlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,16 @@ def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     if missing:
         raise CheckpointError(f"{directory}: missing tensors that the index names: {missing}")
     return infos
+
+
+def weight_bytes(directory: Path, itemsize: int) -> int:
+    """Return the memory that a checkpoint's floating-point tensors take, bytes.
+
+    Args:
+        itemsize: Bytes per value as they are loaded.
+    """
+    infos = read_tensor_infos(directory).values()
+    return sum(math.prod(i.shape) * itemsize for i in infos if i.dtype in FLOAT_DTYPES)
 
 
 def _single_file(directory: Path) -> Path:

@@ -29,6 +29,7 @@ class DraftModel(Protocol):
         input_shift: 1: row p takes token p + 1 and feature p; 0: row p takes token p (standalone).
         feature_spec: What it reads of the target; its dtype is the target's choice, left "".
         recurrent_width: Values per row of `recurrent`; 0 = none is taken.
+        hidden_size: Values per row of what `forward` returns.
         vocab_size: Draft ids, columns of `logits`.
         num_layers, num_kv_heads, head_dim: Shape of its KV pool.
         max_position: Most tokens that a row should attend to: max_position_embeddings, or a sliding
@@ -43,6 +44,8 @@ class DraftModel(Protocol):
     def feature_spec(self) -> FeatureSpec: ...
     @property
     def recurrent_width(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property

@@ -37,7 +37,7 @@ class Head:
     ) -> None:
         self.kind = kind
         self.feature_spec = feature_spec
-        self.recurrent_width = config.hidden_size
+        self.recurrent_width = self.hidden_size = config.hidden_size
         self.num_layers = num_layers
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim

@@ -6,7 +6,6 @@ Prints one line per binary: kernel, compute capability, dtype, whether tensor co
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,7 +15,6 @@ from triton.compiler import ASTSource
 from shared.kernels import (
     accept_walk,
     embedding,
-    gumbel,
     linear,
     linear_swiglu,
     logprobs,
@@ -27,17 +25,13 @@ from shared.kernels import (
     sampling,
     sampling_filters,
     tree_attention,
+    tree_beams,
+    tree_children,
+    tree_select,
 )
 from shared.kernels.dispatch import LAUNCH_OPTIONS
 
 DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
-
-
-class Warps(NamedTuple):
-    """Launch options of a kernel that has no tiles."""
-
-    num_warps: int
-    num_stages: int = 3
 
 
 def blocks(tiles: linear.Tiles) -> dict[str, int]:
@@ -53,8 +47,13 @@ def descriptors(dtype: str, tiles: linear.Tiles) -> list[str]:
     ]
 
 
+def launch_options(tiles: linear.Tiles) -> dict[str, int]:
+    """Return the options with which a product is launched."""
+    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
 def kernels(dtype: str):
-    """Yield (kernel, types of the arguments in order, constexprs[, launch options])."""
+    """Yield (kernel, types of the arguments in order, constexprs[, options])."""
     values = f"*{dtype}"
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
@@ -87,14 +86,14 @@ def kernels(dtype: str):
                 "NUM_SPLITS": 4,
                 "SPLIT_K": 1024,
             },
-            tiles,
+            launch_options(tiles),
         )
         tiles = linear_swiglu.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear_swiglu._linear_swiglu_kernel,
             [*descriptors(dtype, tiles), values, values, "i32", "i32", "i32"],
             {**dot, **blocks(tiles), "HAS_BIAS": True},
-            tiles,
+            launch_options(tiles),
         )
     yield (
         linear._sum_addends_kernel,
@@ -125,11 +124,6 @@ def kernels(dtype: str):
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
     if dtype == "fp32":
         yield (
-            gumbel._gumbel_noise_kernel,
-            ["*i64", "*i64", "*i64", "*fp32", "i32", "i32"],
-            {"BLOCK": 1024},
-        )
-        yield (
             accept_walk._accept_walk_kernel,
             ["*i64"] * 3
             + ["*i32"]
@@ -139,7 +133,7 @@ def kernels(dtype: str):
             + ["*i32"] * 2
             + ["i32"] * 3,
             {"PAGE_SIZE": 16, "NODES": 64},
-            Warps(1),
+            {"num_warps": 1},
         )
         chunks = {"NUM_CHUNKS": 126, "CHUNKS": 128}
         yield (
@@ -160,6 +154,7 @@ def kernels(dtype: str):
             {"BLOCK": 1024},
         )
         yield from sampling_kernels()
+        yield from growth_kernels()
 
 
 def sampling_kernels():
@@ -181,7 +176,7 @@ def sampling_kernels():
             + ["*i64", "*i32", "*fp32", "*i64", "*i32", "i32"],
             {"HAS_FILTERS": has_filters, **chunks, "BLOCK": sampling.BLOCK}
             | {**listed, "STEP": sampling.STEP, **lanes},
-            Warps(sampling.STEP // 32 if has_filters else 4),
+            {"num_warps": sampling.STEP // 32 if has_filters else 4},
         )
     yield (
         sampling_filters._tabulate_kernel,
@@ -192,7 +187,7 @@ def sampling_kernels():
         sampling_filters._choose_kernel,
         [*filters, "*fp32", "*i32", "*i64", "*fp32", "*i64", "*i32", "*i32", "i32"],
         {**chunks, **lanes},
-        Warps(8),
+        {"num_warps": 8},
     )
     yield (
         sampling_filters._list_kernel,
@@ -201,18 +196,72 @@ def sampling_kernels():
     )
 
 
+def growth_kernels():
+    """Yield, as `kernels` does, those that grow trees; they know no other dtype."""
+    chunk = tree_children._CHUNK
+    for topk, width in ((1, 32000), (10, 32000), (16, 151936)):
+        count = {"COUNT": topk, "COUNT_BLOCK": triton.next_power_of_2(topk)}
+        num_chunks = triton.cdiv(width, chunk)
+        for has_noise in (False, True):
+            yield (
+                tree_children._chunk_children_kernel,
+                ["*fp32", "*i64", "*fp32", "*i64", "*i64", "*i64", "*i64"] + ["i32"] * 4,
+                {"HAS_NOISE": has_noise, **count, "CHUNK": chunk},
+                {"num_warps": 1},
+            )
+        yield (
+            tree_children._merge_children_kernel,
+            ["*i64", "*i64", "*i64", "*fp32", "*i32"],
+            {
+                "NUM_CHUNKS": num_chunks,
+                "CHUNKS_BLOCK": triton.next_power_of_2(num_chunks),
+                **count,
+                "KEYS_BLOCK": triton.next_power_of_2(num_chunks * topk),
+            },
+            {"num_warps": 1 if num_chunks * topk <= 1024 else 4},
+        )
+        for is_root, is_last in ((True, False), (False, False), (False, True)):
+            num_children = topk if is_root else topk**2
+            yield (
+                tree_beams._next_beams_kernel,
+                ["*fp32", "*i32", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "*fp32"]
+                + ["*i32"] * 2
+                + ["*fp32", "*i32", "*i32", "*fp32", "*i32", "*i64", "*i64", "*i64"]
+                + ["*i32"] * 4
+                + ["i32"] * 3,
+                {
+                    "IS_ROOT": is_root,
+                    "IS_LAST": is_last,
+                    "WIDTH": topk,
+                    "DEPTH": 5,
+                    "PAGE_SIZE": 16,
+                    "CHILD_BLOCK": triton.next_power_of_2(num_children),
+                    "WIDTH_BLOCK": triton.next_power_of_2(topk),
+                    "DEPTH_BLOCK": 8,
+                },
+                {"num_warps": 1},
+            )
+    for block in (1, 512, 4096):
+        yield (
+            tree_select._select_nodes_kernel,
+            ["*fp32", "*i32", "*i32", "*i32", "*i32", "i32", "i32"],
+            {"BLOCK": block, "NODE_BLOCK": 64},
+            {"num_warps": {1: 1, 512: 4, 4096: 8}[block]},
+        )
+
+
 def main() -> None:
     """Compile for the capabilities named on the command line."""
     for capability in map(int, sys.argv[1:]):
         for dtype in DOT_DTYPES:
-            for kernel, types, constexprs, *tiles in kernels(dtype):
-                binary = compile_kernel(kernel, types, constexprs, capability, *tiles)
+            for kernel, types, constexprs, *options in kernels(dtype):
+                binary = compile_kernel(kernel, types, constexprs, capability, *options)
                 ptx = binary.asm["ptx"]
                 uses_tensor_cores = "wgmma" in ptx or "mma.sync" in ptx
                 sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {uses_tensor_cores}\n")
 
 
-def compile_kernel(kernel, types, constexprs, capability, tiles=None):
+def compile_kernel(kernel, types, constexprs, capability, options=None):
     """Compile for arguments as they are in service: pointers and strides are multiples of 16."""
     names = [name for name in kernel.arg_names if name not in constexprs]
     signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constexprs, "constexpr")
@@ -224,10 +273,8 @@ def compile_kernel(kernel, types, constexprs, capability, tiles=None):
         constexprs={position[name]: value for name, value in constexprs.items()},
         attrs={position[name]: [["tt.divisibility", 16]] for name in is_aligned},
     )
-    options = dict(LAUNCH_OPTIONS)
-    if tiles is not None:
-        options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options=LAUNCH_OPTIONS | (options or {}))
     assert binary.asm["cubin"]
     return binary
 

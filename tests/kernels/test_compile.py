@@ -39,12 +39,15 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_chunk_logprobs_kernel",
         "_row_logprobs_kernel",
         "_penalties_kernel",
-        "_gumbel_noise_kernel",
         "_best_of_chunk_kernel",
         "_best_of_row_kernel",
         "_tabulate_kernel",
         "_choose_kernel",
         "_list_kernel",
+        "_chunk_children_kernel",
+        "_merge_children_kernel",
+        "_next_beams_kernel",
+        "_select_nodes_kernel",
     }
     for name, _, dtype, uses_tensor_cores in lines:
         has_products = name in ("_tree_attention_kernel", "_linear_kernel", "_linear_swiglu_kernel")

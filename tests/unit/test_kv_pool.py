@@ -9,9 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shared.errors import ConfigError
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
-from shared.kv.sizing import choose_num_pages
+from shared.kv.sizing import choose_num_pages, require_room
+from shared.models.checkpoint import resolve_model, weight_bytes
 from shared.packing import RowBlock, pack_rows
 
 MAX_TOKENS = 40
@@ -177,3 +179,22 @@ def test_num_pages_follow_memory_need_and_configuration() -> None:
     assert choose_num_pages(num_pages=0, bytes_per_page=1 << 24, **scarce) == 32
     with pytest.raises(Exception, match="--kv-memory-fraction"):
         choose_num_pages(num_pages=0, bytes_per_page=1 << 26, **common)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(9.5e9), int(24e9)))
+    gpu = torch.device("cuda", 0)
+    require_room(num_bytes=int(9.5e9), what="model", device=gpu)
+    require_room(num_bytes=int(1e15), what="model", device=torch.device("cpu"))
+    numbers = r"model takes 16\.1 GB, cuda:0 has 9\.5 GB of 24\.0 GB free"
+    with pytest.raises(ConfigError, match=numbers):
+        require_room(num_bytes=int(16.06e9), what="model", device=gpu)
+
+
+def test_weight_bytes_are_those_of_the_file_at_its_own_dtype() -> None:
+    directory = resolve_model("demo", "target")
+    on_disk = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert 0 <= on_disk - weight_bytes(directory, 2) < 20_000  # the header
+    assert weight_bytes(directory, 4) == 2 * weight_bytes(directory, 2)

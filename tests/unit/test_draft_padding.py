@@ -1,0 +1,203 @@
+"""Batches of the draft padded as captured graphs need them: same trees, same KV, nothing else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.engine import DraftEngine
+from draft_service.engine_factory import create_engine
+from draft_service.runner import DraftRunner
+from shared.config import DraftConfig
+from shared.device import DTYPES
+from shared.graphs import GraphCache
+from shared.types import DraftOpen, DraftRound, FeatureChunk, SamplingParams, TokenTree, TreeShape
+from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
+from tests.engines import random_tokens as tokens_of
+from tests.local_pair import LocalRequest
+
+
+def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine:
+    """Return an engine that pads its batches, or one that does not."""
+    engine = make_draft(pairing, **options)
+    runner = engine._runner
+    engine._runner = DraftRunner(runner.model, runner.pool, window=runner.window, pads_rows=pads)
+    return engine
+
+
+def trees_of(request: LocalRequest) -> list[TokenTree]:
+    return [replace(tree, request_id="") for tree in request.trees]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone"])
+@pytest.mark.parametrize("num_requests", [1, 3, 4, 5])
+def test_padded_batches_give_the_same_trees(models: Models, kind: str, num_requests: int) -> None:
+    """Requests of other shapes and temperatures end one by one: buckets shrink, rows are ragged."""
+    pairing = models.pairing(kind)
+    results = []
+    for pads in (False, True):
+        rng = random.Random(num_requests)
+        requests = [
+            LocalRequest(
+                prompt=tokens_of(rng, 2 + 9 * i),
+                max_new_tokens=4 + 4 * i,
+                shape=SHAPES[(2 * i + num_requests) % len(SHAPES)],
+                sampling=SamplingParams(temperature=0.8 * (i % 2), seed=i),
+            )
+            for i in range(num_requests)
+        ]
+        target = make_target(pairing, page_size=4)
+        draft = draft_engine(pairing, pads=pads, page_size=2, max_num_requests=6)
+        PoisonedPair(target, draft).run(requests)
+        results.append([trees_of(request) for request in requests])
+        assert all(results[-1])
+    assert results[0] == results[1]
+
+
+def test_padded_trees_in_a_sliding_window(models: Models) -> None:
+    """Where the first pages are gone, padding sees the sink."""
+    pairing = models.pairing("eagle3")
+    results = []
+    for pads in (False, True):
+        requests = [
+            LocalRequest(prompt=tokens_of(random.Random(i), 20), max_new_tokens=9, shape=shape)
+            for i, shape in enumerate(SHAPES[2:5])
+        ]
+        draft = draft_engine(pairing, pads=pads, page_size=2, window=16)
+        PoisonedPair(make_target(pairing), draft).run(requests)
+        results.append([trees_of(request) for request in requests])
+    assert results[0] == results[1]
+
+
+def open_requests(
+    engine: DraftEngine,
+    lengths: list[int],
+    shapes: list[TreeShape],
+    sampling: SamplingParams,
+    feature_dtype: str = "float32",
+) -> None:
+    """Open requests and give them features; nothing is extended yet."""
+    width = engine.info.features.width
+    for i, (length, shape) in enumerate(zip(lengths, shapes, strict=True)):
+        request_id = f"r{i}"
+        rng = np.random.default_rng(i)
+        token_ids = tuple(rng.integers(0, 200, length).tolist())
+        engine.submit(
+            DraftOpen(
+                request_id=request_id, target_epoch=1, draft_epoch=1, target_address="local",
+                token_ids=token_ids, sampling=sampling,
+            )
+        )  # fmt: skip
+        normal = torch.from_numpy(rng.normal(size=(length - 1, width)))
+        features = normal.to(torch.bfloat16).to(DTYPES[feature_dtype])
+        engine.submit(
+            FeatureChunk(
+                request_id=request_id, target_epoch=1, start=0, shape=(length - 1, width),
+                dtype=feature_dtype, data=features.view(torch.uint8).numpy().tobytes(),
+            )
+        )  # fmt: skip
+        engine.submit(
+            DraftRound(
+                request_id=request_id, target_epoch=1, draft_epoch=1, round_idx=0,
+                seq_len=length - 1, token_offset=length, token_ids=(), shape=shape,
+            )
+        )  # fmt: skip
+
+
+def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
+    engine = draft_engine(models.pairing("eagle3"), pads=True, page_size=4)
+    shapes = [*SHAPES[3:6], TreeShape(num_steps=1, topk=9, num_draft_tokens=4), SHAPES[0]]
+    lengths = [2, 9, 17, 12, 8]
+    open_requests(engine, lengths, shapes, SamplingParams())
+    runner, pool = engine._runner, pool_of(engine)
+    works = engine._plan_extend()
+    runner.extend(works)
+    engine._commit_extend(works)
+    growing = engine._plan_growth()
+    assert len(growing) == len(shapes)
+
+    num_slots = len(pool.k[0])
+    keeps = torch.ones(num_slots, dtype=torch.bool)
+    keeps[0] = False  # the sink's first slot
+    committed = torch.zeros(num_slots, dtype=torch.bool)
+    for request in growing:
+        own = request.kv_len + np.arange(runner.num_scratch_slots(request))
+        keeps[torch.from_numpy(pool.slots(request.req_idx, own)).long()] = False
+        rows = np.arange(request.kv_len)
+        committed[torch.from_numpy(pool.slots(request.req_idx, rows)).long()] = True
+    for cache in (*pool.k, *pool.v):
+        cache[~committed] = torch.nan
+    before = [cache.clone() for cache in (*pool.k, *pool.v)]
+    hidden = runner._last_hidden.clone()
+    trees = runner.grow(growing)
+    assert [len(tree.token_ids) for tree in trees] == [s.num_draft_tokens for s in shapes]
+    assert torch.equal(runner._last_hidden, hidden)
+    for cache, old in zip((*pool.k, *pool.v), before, strict=True):
+        assert torch.equal(cache[keeps].view(torch.int32), old[keeps].view(torch.int32))
+        written = ~keeps
+        written[0] = False
+        assert cache[written].isfinite().all()
+
+
+@pytest.mark.parametrize("num_rows", [3, 4, 5, 255, 256, 257])
+def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> None:
+    """KV of the rows and the last hidden rows are the same bits; padding goes to the sink.
+
+    Features of another dtype are converted by the device, with no more than their own precision.
+    """
+    pairing = models.pairing("eagle3")
+    lengths = [num_rows // 2 + 1, num_rows - num_rows // 2 + 1]  # a row per token but the last
+    caches, hiddens = [], []
+    for pads, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
+        engine = draft_engine(pairing, pads=pads, page_size=4, max_num_requests=3)
+        open_requests(engine, lengths, [SHAPES[0]] * 2, SamplingParams(), dtype)
+        runner, pool = engine._runner, pool_of(engine)
+        for cache in (*pool.k, *pool.v):
+            cache.fill_(torch.nan)
+        works = engine._plan_extend()
+        assert sum(work.num_rows for work in works) == num_rows
+        runner.extend(works)
+        caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
+        assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
+        hiddens.append(runner._last_hidden[:3].clone())
+    for alone, *padded in zip(*caches, strict=True):
+        assert all(torch.equal(alone, cache) for cache in padded)
+    assert all(torch.equal(hiddens[0], hidden) for hidden in hiddens[1:])
+    assert hiddens[0].count_nonzero(dim=1).bool().tolist() == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_replayed_graphs_grow_the_same_trees_without_waiting(
+    models: Models, temperature: float
+) -> None:
+    """But for the one read of the result, which is an event's and not counted."""
+    pairing = models.pairing("eagle3")
+    config = DraftConfig(
+        model=str(pairing.draft), target_model=str(pairing.target), algorithm="eagle3",
+        device="cuda", num_pages=600, page_size=4,
+    )  # fmt: skip
+    trees = []
+    for is_enabled in (False, True):
+        engine = create_engine(config, lambda *_: None)
+        runner = engine._runner
+        runner._graphs = GraphCache(runner.pool.device, is_enabled=is_enabled)
+        sampling = SamplingParams(temperature=temperature, seed=1)
+        open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
+        works = engine._plan_extend()
+        runner.extend(works)
+        engine._commit_extend(works)
+        growing = engine._plan_growth()
+        for repeat in range(3):
+            torch.cuda.set_sync_debug_mode("error" if repeat else "default")
+            try:
+                trees.append(runner.grow(growing))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert len(runner._graphs) == 2 * is_enabled
+    assert all(again == trees[0] for again in trees)
