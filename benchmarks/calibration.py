@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.rows import Rows, build_rows, new_pool
 from shared.kernels.rms_norm import rms_norm
-from shared.kv.pool import KVPool
 from shared.models.config import feature_spec
 from shared.models.eagle3 import Eagle3Draft
 from shared.models.llama import CausalLM
-from shared.packing import PackedRows, RowBlock, pack_rows
 
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
 _CPU = torch.device("cpu")
@@ -51,44 +51,35 @@ def final_hidden_rows(target_dir: Path, head_dir: Path, *, num_prompts: int = 24
     )
     target_rows, draft_rows = [], []
     for prompt in read_prompts(target_dir, num_prompts):
-        ids = torch.tensor(prompt)
-        positions = torch.arange(len(ids))
-        pool, rows = _chain(target.config, target.config.num_layers, len(ids))
-        output = target.forward(
-            ids, positions, pool, rows.attention, rows.slot_mapping, spec.layer_ids
-        )
+        rows = _chain(target.config, target.config.num_layers, prompt)
+        output = rows.forward(target, spec.layer_ids)
         assert output.captured is not None
-        pool, rows = _chain(head, 1, len(ids) - 1)
+        rows = _chain(head, 1, prompt[1:])
         hidden = head.forward(
-            ids[1:],
-            positions[:-1],
+            rows.token_ids,
+            rows.position_ids,
             head.project_features(output.captured[:-1]),
-            pool,
-            rows.attention,
-            rows.slot_mapping,
+            rows.pool,
+            rows.packed.attention,
+            rows.packed.slot_mapping,
         )
         target_rows.append(output.hidden)
         draft_rows.append(hidden)
     return HiddenRows(target=torch.cat(target_rows), draft=_normed(head, torch.cat(draft_rows)))
 
 
-def _chain(shape: Any, num_layers: int, count: int) -> tuple[KVPool, PackedRows]:
-    """Return a pool for one chain of `count` rows, and the rows."""
-    pool = KVPool(
+def _chain(shape: Any, num_layers: int, token_ids: list[int]) -> Rows:
+    """Return the rows of a prompt over a pool of its own."""
+    pool, req_idx = new_pool(
         num_layers=num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        num_pages=2,
-        page_size=count,
-        max_num_requests=1,
-        max_pages_per_request=1,
+        num_requests=1,
+        num_tokens=len(token_ids),
         dtype=torch.float32,
         device=_CPU,
     )
-    req_idx = pool.acquire()
-    pool.reserve(req_idx, count)
-    block = RowBlock(req_idx=req_idx, prefix_len=0, num_rows=count, first_slot=0)
-    return pool, pack_rows([block], pool)
+    return build_rows(pool, req_idx, np.array([token_ids]))
 
 
 def _normed(head: Eagle3Draft, hidden: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def _write_shard(path: Path, recipes: dict[str, Recipe], *, has_data: bool) -> N
         if has_data:
             for name, recipe in recipes.items():
                 tensor = recipe.make(name, torch.device("cpu"))
-                file.write(memoryview(tensor.view(torch.uint8).numpy()))
+                tensor.view(torch.uint8).numpy().tofile(file)
         else:
             file.truncate(file.tell() + end)
 

@@ -21,6 +21,7 @@ from shared.config import DraftConfig, TargetConfig
 from shared.device import resolve_device
 from shared.models import eagle3, head, llama
 from shared.models.checkpoint import CheckpointReader, resolve_model
+from shared.types import TreeShape
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
 
@@ -61,7 +62,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="auto",
-        help=f"{names} (built in memory), demo, or a directory; auto = the 8B on a GPU, else small",
+        help=f"{names} (built in memory), demo, or a directory; auto = the 8B on a GPU, else demo",
     )
     parser.add_argument("--draft-model", default="demo", help="with a directory: its draft's")
     parser.add_argument("--device", default="auto")
@@ -75,8 +76,14 @@ def resolve_flags(args: argparse.Namespace) -> torch.device:
     """
     device = resolve_device(args.device)
     if args.model == "auto":
-        args.model = "llama-3.1-8b" if device.type == "cuda" else "small"
+        args.model = "llama-3.1-8b" if device.type == "cuda" else "demo"
     return device
+
+
+def parse_shape(text: str) -> TreeShape:
+    """Parse "5/8/32"."""
+    num_steps, topk, num_draft_tokens = map(int, text.split("/"))
+    return TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
 
 
 @contextlib.contextmanager

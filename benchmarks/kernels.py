@@ -1,0 +1,360 @@
+"""Every hot kernel of a model's shape, against torch and against its own bytes.
+
+Times are of CUDA-graph replays over copies of the weights or the KV that no cache can hold. The
+limit is what the op must read and write, at the measured copy bandwidth. A line counts only with
+its check: close to the same in float32, and the bits of a row those that it has alone.
+
+    python -m benchmarks.kernels --output benchmarks/results/kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from benchmarks.inflation import SHAPES, Shape
+from benchmarks.rows import build_rows, fill_noise, new_pool, tree_of
+from benchmarks.timing import (
+    add_output_flag,
+    copy_bandwidth,
+    integers,
+    progress,
+    report,
+    time_ms,
+)
+from shared.device import DTYPES, resolve_device, resolve_dtype
+from shared.kernels.linear import linear
+from shared.kernels.rms_norm import rms_norm
+from shared.kernels.sampling import sample
+from shared.kernels.swiglu import swiglu
+from shared.kernels.tree_attention import tree_attention
+from shared.tree import tree_paths
+
+HEAD_DIM = 128
+# More than the second-level cache of any GPU so far.
+_ROTATED_BYTES = 256 * 2**20
+_MAX_COPIES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of the table.
+
+    Args:
+        rows: Rows, or requests x rows each.
+        share: limit_us / us.
+    """
+
+    op: str
+    rows: str
+    us: float
+    torch_us: float
+    limit_us: float
+    share: float
+    is_right: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One op at one size.
+
+    Args:
+        ours, theirs: One call per copy of what is read.
+        num_bytes: Read and written by one call.
+        check: Whether the results are right.
+    """
+
+    op: str
+    rows: str
+    ours: Sequence[Callable[[], object]]
+    theirs: Sequence[Callable[[], object]]
+    num_bytes: int
+    check: Callable[[], bool]
+
+
+def main() -> None:
+    """Measure what the flags ask for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, help="default: the 8B on a GPU, else small")
+    parser.add_argument("--ops", default="linear,attention,norm,swiglu,sampling")
+    parser.add_argument("--rows", type=integers, help="comma-separated")
+    parser.add_argument("--trees", help="requests x nodes, comma-separated")
+    parser.add_argument("--context", type=int, help="tokens before the rows, for attention")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 on a GPU, else float32")
+    add_output_flag(parser)
+    args = parser.parse_args()
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, checkpoint_dtype="bfloat16", device=device)
+    is_gpu = device.type == "cuda"
+    shape = SHAPES[args.shape or ("llama-3.1-8b" if is_gpu else "small")]
+    rows = args.rows or ([1, 8, 16, 32, 64, 128, 256] if is_gpu else [1, 8])
+    context = args.context or (1024 if is_gpu else 100)
+    blocks = [(count, 1) for count in rows]
+    for tree in (args.trees or ("1x64,8x16,32x4" if is_gpu else "1x16")).split(","):
+        num_requests, num_nodes = map(int, tree.split("x"))
+        blocks.append((num_requests, num_nodes))
+    bench = _Bench(shape=shape, dtype=dtype, device=device)
+    cases = {
+        "linear": lambda: bench.linears(rows),
+        "attention": lambda: bench.attentions(blocks, context),
+        "norm": lambda: map(bench.norm, rows),
+        "swiglu": lambda: map(bench.swiglu, rows),
+        "sampling": lambda: (bench.sampling(n, heat) for heat in (0.0, 1.0) for n in rows),
+    }
+    lines = []
+    with torch.inference_mode():
+        bandwidth = copy_bandwidth(device)
+        for op in args.ops.split(","):
+            for case in cases[op]():
+                line = _measure(case, bandwidth, device)
+                progress(str(line))
+                lines.append(line)
+    dtype_name = next(name for name, value in DTYPES.items() if value is dtype)
+    report(lines, args, extra={"dtype": dtype_name, "copy_bytes_per_s": bandwidth})
+    if not all(line.is_right for line in lines):
+        sys.exit("a kernel is wrong, or a row depends on the others")
+
+
+def _measure(case: Case, bandwidth: float, device: torch.device) -> Line:
+    us = time_ms(case.ours, device) * 1e3
+    limit_us = case.num_bytes / bandwidth * 1e6
+    return Line(
+        op=case.op,
+        rows=case.rows,
+        us=us,
+        torch_us=time_ms(case.theirs, device) * 1e3,
+        limit_us=limit_us,
+        share=limit_us / us,
+        is_right=case.check(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """Makes the cases of one shape."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    def linears(self, rows: Sequence[int]) -> Iterator[Case]:
+        """Return the matrix products of a layer, and the output layer."""
+        hidden, inner = self.shape.hidden_size, self.shape.intermediate_size
+        width, kv_width = self.shape.num_heads * HEAD_DIM, self.shape.num_kv_heads * HEAD_DIM
+        sizes = {
+            "qkv": (width + 2 * kv_width, hidden),
+            "o": (hidden, width),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+            "head": (self.shape.vocab_size, hidden),
+        }
+        for name, (num_out, num_in) in sizes.items():
+            weight = self._normal(num_out, num_in) / math.sqrt(num_in)
+            copies = self._copies(weight)
+            out_dtype = torch.float32 if name == "head" else self.dtype
+            for count in rows:
+                yield self._linear(name, copies, self._normal(count, num_in), out_dtype)
+
+    def _linear(
+        self, name: str, copies: Sequence[torch.Tensor], x: torch.Tensor, out_dtype: torch.dtype
+    ) -> Case:
+        weight = copies[0]
+
+        def check() -> bool:
+            y = linear(x, weight, out_dtype=out_dtype)
+            parts = zip(y.split(8192, dim=1), weight.split(8192), strict=True)
+            return all(
+                self._is_close(part, functional.linear(x.float(), rows.float()))
+                for part, rows in parts
+            ) and all(
+                torch.equal(y[i : i + 1], linear(x[i : i + 1], weight, out_dtype=out_dtype))
+                for i in {0, len(x) // 2, len(x) - 1}
+            )
+
+        return Case(
+            op=f"linear {name}",
+            rows=str(len(x)),
+            ours=[partial(linear, x, copy, out_dtype=out_dtype) for copy in copies],
+            theirs=[partial(functional.linear, x, copy) for copy in copies],
+            num_bytes=weight.nbytes + x.nbytes + len(x) * len(weight) * out_dtype.itemsize,
+            check=check,
+        )
+
+    def attentions(self, blocks: Sequence[tuple[int, int]], context: int) -> Iterator[Case]:
+        """Return attention of plain rows and of trees."""
+        for num_requests, num_nodes in blocks:
+            yield self._attention(num_requests, num_nodes, context)
+
+    def _attention(self, num_requests: int, num_nodes: int, context: int) -> Case:
+        num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        num_tokens, scale = context + num_nodes, HEAD_DIM**-0.5
+        # What torch reads: the same bytes, one request after the other, no pages.
+        dense_k = self._normal(num_requests, num_kv_heads, num_tokens, HEAD_DIM)
+        dense = list(zip(self._copies(dense_k), self._copies(dense_k), strict=True))
+        pool, req_idx = new_pool(
+            num_layers=len(dense),
+            num_kv_heads=num_kv_heads,
+            head_dim=HEAD_DIM,
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        fill_noise(pool)
+        paged = list(zip(pool.k, pool.v, strict=True))
+        ids = np.zeros((num_requests, num_nodes), dtype=np.int64)
+        parents = tree_of(num_nodes) if num_nodes > 1 else None
+        rows = build_rows(pool, req_idx, ids, prefix_len=context, parents=parents)
+        alone = build_rows(pool, req_idx[-1:], ids[-1:], prefix_len=context, parents=parents)
+        q = self._normal(num_requests * num_nodes, num_heads, HEAD_DIM)
+        # torch is fastest with the heads of a group as rows: nothing is repeated.
+        group = num_heads // num_kv_heads
+        packed = (num_requests, num_kv_heads, num_nodes * group, HEAD_DIM)
+        dense_q = q.view(num_requests, num_nodes, num_kv_heads, group, HEAD_DIM)
+        dense_q = dense_q.transpose(1, 2).reshape(packed)
+        mask = None if parents is None else self._mask(num_nodes, context, group)
+
+        def check() -> bool:
+            out = tree_attention(q, *paged[0], rows.packed.attention, scale)[-num_nodes:]
+            slots = pool.slots(req_idx[-1], np.arange(num_tokens)).astype(np.int64)
+            index = torch.from_numpy(slots).to(self.device)
+            k, v = (cache[index].float().transpose(0, 1)[None] for cache in paged[0])
+            want = functional.scaled_dot_product_attention(dense_q[-1:].float(), k, v, mask)
+            want = want.view(num_kv_heads, num_nodes, group, HEAD_DIM).transpose(0, 1)
+            own = tree_attention(q[-num_nodes:], *paged[0], alone.packed.attention, scale)
+            return torch.equal(out, own) and self._is_close(out, want.reshape(out.shape))
+
+        return Case(
+            op=f"attention after {context}",
+            rows=f"{num_requests} x {num_nodes}",
+            ours=[partial(tree_attention, q, k, v, rows.packed.attention, scale) for k, v in paged],
+            theirs=[
+                partial(functional.scaled_dot_product_attention, dense_q, k, v, mask)
+                for k, v in dense
+            ],
+            num_bytes=2 * dense_k.nbytes + 2 * q.nbytes,
+            check=check,
+        )
+
+    def _mask(self, num_nodes: int, context: int, group: int) -> torch.Tensor:
+        """Return which tokens each node of a tree sees. [N * group, context + N] bool."""
+        depth, path = tree_paths(tree_of(num_nodes))
+        mask = np.zeros((num_nodes, context + num_nodes), dtype=bool)
+        mask[:, :context] = True
+        for node in range(num_nodes):
+            mask[node, context + path[node, : depth[node] + 1]] = True
+        return torch.from_numpy(mask.repeat(group, axis=0)).to(self.device)
+
+    def norm(self, count: int) -> Case:
+        """Return the normalisation of `count` rows."""
+        width, eps = self.shape.hidden_size, 1e-5
+        x, weight = self._normal(count, width), self._normal(width)
+        copies = self._copies(x)
+
+        def check() -> bool:
+            y = rms_norm(x, weight, eps)
+            want = functional.rms_norm(x.float(), (width,), weight.float(), eps)
+            return torch.equal(y[-1:], rms_norm(x[-1:], weight, eps)) and self._is_close(y, want)
+
+        return Case(
+            op="rms_norm",
+            rows=str(count),
+            ours=[partial(rms_norm, copy, weight, eps) for copy in copies],
+            theirs=[partial(functional.rms_norm, copy, (width,), weight, eps) for copy in copies],
+            num_bytes=2 * x.nbytes + weight.nbytes,
+            check=check,
+        )
+
+    def swiglu(self, count: int) -> Case:
+        """Return the gated activation of `count` rows."""
+        both = self._normal(count, 2 * self.shape.intermediate_size)
+        copies = [copy.chunk(2, dim=1) for copy in self._copies(both)]  # as the product leaves them
+
+        def theirs(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            return functional.silu(gate) * up
+
+        def check() -> bool:
+            gate, up = copies[0]
+            y = swiglu(gate, up)
+            is_alone = torch.equal(y[-1:], swiglu(gate[-1:], up[-1:]))
+            return is_alone and self._is_close(y, theirs(gate.float(), up.float()))
+
+        return Case(
+            op="swiglu",
+            rows=str(count),
+            ours=[partial(swiglu, gate, up) for gate, up in copies],
+            theirs=[partial(theirs, gate, up) for gate, up in copies],
+            num_bytes=both.nbytes * 3 // 2,
+            check=check,
+        )
+
+    def sampling(self, count: int, temperature: float) -> Case:
+        """Return the choice of a token in each of `count` rows, without filters."""
+        logits = 3 * self._normal(count, self.shape.vocab_size).float()
+        copies = self._copies(logits)
+        place: dict[str, Any] = {"device": self.device}
+        params = (
+            torch.full((count,), temperature, **place),
+            torch.zeros(count, dtype=torch.int32, **place),  # top_k
+            torch.ones(count, **place),  # top_p
+            torch.zeros(count, **place),  # min_p
+            torch.arange(count, **place),  # seed
+            torch.arange(count, **place),  # position
+        )
+
+        def theirs(logits: torch.Tensor) -> torch.Tensor:
+            if not temperature:
+                return logits.argmax(-1)
+            probabilities = (logits / temperature).softmax(-1)
+            return (probabilities / torch.empty_like(logits).exponential_()).argmax(-1)
+
+        def check() -> bool:
+            tokens = sample(logits, *params, has_filters=False)
+            last = [param[-1:] for param in params]
+            own = sample(logits[-1:], *last, has_filters=False)
+            # Noise has tests of its own; here its tokens must be likely ones.
+            want = tokens.long() == logits.argmax(-1)
+            if temperature:
+                chosen = logits.gather(1, tokens.long()[:, None])[:, 0]
+                want = chosen > logits.mean(-1)
+            return torch.equal(tokens[-1:], own) and bool(want.all())
+
+        return Case(
+            op=f"sampling T={temperature:g}",
+            rows=str(count),
+            ours=[partial(sample, copy, *params, has_filters=False) for copy in copies],
+            theirs=[partial(theirs, copy) for copy in copies],
+            num_bytes=logits.nbytes,
+            check=check,
+        )
+
+    def _normal(self, *size: int) -> torch.Tensor:
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        values = torch.randn(size, generator=generator, device=self.device)
+        return values.to(self.dtype)
+
+    def _copies(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor as often as no cache can hold; on a CPU nobody cares."""
+        count = 1
+        if self.device.type == "cuda":
+            count = max(2, min(_MAX_COPIES, -(-_ROTATED_BYTES // tensor.nbytes)))
+        return [tensor, *(tensor.clone() for _ in range(count - 1))]
+
+    def _is_close(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        """Compare with a result in float32: the difference is that of a few roundings."""
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        return bool(error < max(4 * torch.finfo(self.dtype).eps, 1e-5))
+
+
+if __name__ == "__main__":
+    main()
