@@ -1,8 +1,8 @@
 """Decoding by the engines in one process, without gRPC: plain, and speculating with trees.
 
-Prompts are held-out text; the clock runs from the moment when every request has its first tokens
-until all have `--max-new-tokens`. A line counts only with its check: every output equal to the
-plain one, token by token, whatever the concurrency.
+Prompts are held-out text, served twice; the clock runs in the second pass, from the moment when
+every request has its first tokens until all have `--max-new-tokens`. A line counts only with its
+check: every output equal to the plain one, token by token, whatever the concurrency.
 
     python -m benchmarks.decode --output benchmarks/results/decode.json
 """
@@ -23,8 +23,6 @@ from draft_service.engine import DraftEngine
 from shared.types import MAX_TREE_NODES, SamplingParams
 from target_service.engine import TargetEngine
 from tests.local_pair import LocalPair, LocalRequest
-
-_WARM_UP_TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +126,12 @@ def _measure(
     Mutates: `plain`, outputs by prompt: the first run of a prompt, which is plain, puts its own.
     """
     tree = None if shape == "plain" else parse_shape(shape)
-    for num_tokens in (_WARM_UP_TOKENS, args.max_new_tokens):
+    for _ in range(2):  # the first run compiles and captures every shape that the second meets
         pair = TimedPair(target, draft if tree else None)
         requests = [
             LocalRequest(
                 prompt=prompt,
-                max_new_tokens=num_tokens,
+                max_new_tokens=args.max_new_tokens,
                 shape=tree,
                 sampling=SamplingParams(temperature=temperature, seed=i),
             )

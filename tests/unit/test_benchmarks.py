@@ -12,12 +12,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import decode, draft, forward, kernels, steps
+from benchmarks import decode, draft, fidelity, forward, kernels, steps
 from benchmarks.rows import tree_of
 from benchmarks.steps import Kernel, draw, gaps_us, summarize
 from benchmarks.timing import time_ms
 from shared.tree import check_tree
 
+CHECKS = ("is_right", "is_exact", "identical", "identical_outputs", "identical_trees")
 KERNELS = [
     Kernel(name="void gemm<float, 4>(float*)", start_us=0.0, end_us=6.0),
     Kernel(name="norm & <scale>", start_us=5.0, end_us=7.0),
@@ -34,6 +35,7 @@ KERNELS = [
         (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
         (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 8", 2),
         (decode, "--model small --requests 1 --shapes 3/2/5 --prompt-len 9 --max-new-tokens 16", 2),
+        (fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
         (steps, "--requests 2 --shape 3/2/5 --context 20", None),
     ],
 )
@@ -55,8 +57,8 @@ def test_a_command_writes_its_result(
     assert {"date", "command", "processor", "gpus", "rows"} <= result.keys()
     assert num_rows is None or len(result["rows"]) == num_rows
     for row in result["rows"]:
-        checks = [row[name] for name in ("is_right", "is_exact", "identical") if name in row]
-        assert all(checks) and (checks or module is steps)
+        checks = [row[name] for name in CHECKS if name in row]
+        assert all(check == 1 for check in checks) and (checks or module is steps)
     assert "| " in capsys.readouterr().out.splitlines()[-1]
     if module is steps:
         for step in ("target", "draft"):
