@@ -32,10 +32,11 @@ from benchmarks.timing import (
     time_ms,
 )
 from shared.device import DTYPES, resolve_device, resolve_dtype
-from shared.kernels.linear import linear
-from shared.kernels.rms_norm import rms_norm
+from shared.kernels.linear import linear, linear_addends, sum_addends
+from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.rms_norm import add_rms_norm
+from shared.kernels.rope_store import rope_store, rope_store_ref
 from shared.kernels.sampling import sample
-from shared.kernels.swiglu import swiglu
 from shared.kernels.tree_attention import tree_attention
 from shared.tree import tree_paths
 
@@ -43,6 +44,7 @@ HEAD_DIM = 128
 # More than the second-level cache of any GPU so far.
 _ROTATED_BYTES = 256 * 2**20
 _MAX_COPIES = 32
+_MAX_LOGIT_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ def main() -> None:
     """Measure what the flags ask for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, help="default: the 8B on a GPU, else small")
-    parser.add_argument("--ops", default="linear,attention,norm,swiglu,sampling")
+    parser.add_argument("--ops", default="linear,attention,norm,rope,sampling")
     parser.add_argument("--rows", type=integers, help="comma-separated")
     parser.add_argument("--trees", help="requests x nodes, comma-separated")
     parser.add_argument("--context", type=int, help="tokens before the rows, for attention")
@@ -105,10 +107,10 @@ def main() -> None:
         blocks.append((num_requests, num_nodes))
     bench = _Bench(shape=shape, dtype=dtype, device=device)
     cases = {
-        "linear": lambda: bench.linears(rows),
+        "linear": lambda: bench.linears(rows + ([2048] if is_gpu and not args.rows else [])),
         "attention": lambda: bench.attentions(blocks, context),
         "norm": lambda: map(bench.norm, rows),
-        "swiglu": lambda: map(bench.swiglu, rows),
+        "rope": lambda: map(bench.rope, rows),
         "sampling": lambda: (bench.sampling(n, heat) for heat in (0.0, 1.0) for n in rows),
     }
     lines = []
@@ -148,45 +150,61 @@ class _Bench:
     device: torch.device
 
     def linears(self, rows: Sequence[int]) -> Iterator[Case]:
-        """Return the matrix products of a layer, and the output layer."""
+        """Return the matrix products of a layer as a layer calls them, and the output layer."""
         hidden, inner = self.shape.hidden_size, self.shape.intermediate_size
         width, kv_width = self.shape.num_heads * HEAD_DIM, self.shape.num_kv_heads * HEAD_DIM
+        # Name -> [N, K]; "+" and what is fused with the product.
         sizes = {
             "qkv": (width + 2 * kv_width, hidden),
             "o": (hidden, width),
-            "gate_up": (2 * inner, hidden),
+            "gate_up + swiglu": (2 * inner, hidden),
             "down": (hidden, inner),
             "head": (self.shape.vocab_size, hidden),
         }
         for name, (num_out, num_in) in sizes.items():
             weight = self._normal(num_out, num_in) / math.sqrt(num_in)
             copies = self._copies(weight)
-            out_dtype = torch.float32 if name == "head" else self.dtype
             for count in rows:
-                yield self._linear(name, copies, self._normal(count, num_in), out_dtype)
+                if name != "head" or count <= _MAX_LOGIT_ROWS:
+                    yield self._linear(name, copies, self._normal(count, num_in))
 
-    def _linear(
-        self, name: str, copies: Sequence[torch.Tensor], x: torch.Tensor, out_dtype: torch.dtype
-    ) -> Case:
+    def _linear(self, name: str, copies: Sequence[torch.Tensor], x: torch.Tensor) -> Case:
         weight = copies[0]
+        is_head, is_gated = name == "head", "swiglu" in name
+        out_width = len(weight) // 2 if is_gated else len(weight)
+        out_dtype = torch.float32 if is_head else self.dtype
+
+        def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if is_head:
+                return linear(x, weight, out_dtype=out_dtype)
+            return linear_swiglu(x, weight) if is_gated else linear_addends(x, weight)
+
+        def theirs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            y = functional.linear(x, weight)
+            if not is_gated:
+                return y
+            gate, up = y.chunk(2, dim=1)
+            return functional.silu(gate) * up
+
+        def result(x: torch.Tensor) -> torch.Tensor:
+            y = ours(x, weight)
+            return sum_addends(y, None, out_dtype) if y.dim() == 3 else y
 
         def check() -> bool:
-            y = linear(x, weight, out_dtype=out_dtype)
-            parts = zip(y.split(8192, dim=1), weight.split(8192), strict=True)
-            return all(
-                self._is_close(part, functional.linear(x.float(), rows.float()))
-                for part, rows in parts
-            ) and all(
-                torch.equal(y[i : i + 1], linear(x[i : i + 1], weight, out_dtype=out_dtype))
+            y = result(x)
+            parts = weight.chunk(1 if is_gated else 16)  # in float32 it is large
+            want = torch.cat([theirs(x.float(), part.float()) for part in parts], dim=1)
+            return self._is_close(y, want) and all(
+                torch.equal(y[i : i + 1], result(x[i : i + 1]))
                 for i in {0, len(x) // 2, len(x) - 1}
             )
 
         return Case(
             op=f"linear {name}",
             rows=str(len(x)),
-            ours=[partial(linear, x, copy, out_dtype=out_dtype) for copy in copies],
-            theirs=[partial(functional.linear, x, copy) for copy in copies],
-            num_bytes=weight.nbytes + x.nbytes + len(x) * len(weight) * out_dtype.itemsize,
+            ours=[partial(ours, x, copy) for copy in copies],
+            theirs=[partial(theirs, x, copy) for copy in copies],
+            num_bytes=weight.nbytes + x.nbytes + len(x) * out_width * out_dtype.itemsize,
             check=check,
         )
 
@@ -256,45 +274,62 @@ class _Bench:
         return torch.from_numpy(mask.repeat(group, axis=0)).to(self.device)
 
     def norm(self, count: int) -> Case:
-        """Return the normalisation of `count` rows."""
+        """Return the end of an MLP: its addends, the residual stream and the next norm."""
         width, eps = self.shape.hidden_size, 1e-5
         x, weight = self._normal(count, width), self._normal(width)
+        addends = self._normal(count, self.shape.intermediate_size)
+        addends = linear_addends(addends, self._normal(width, self.shape.intermediate_size) / 64)
+        delta = sum_addends(addends, None, self.dtype)
         copies = self._copies(x)
 
+        def theirs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            total = x + delta
+            return total, functional.rms_norm(total, (width,), weight, eps)
+
         def check() -> bool:
-            y = rms_norm(x, weight, eps)
-            want = functional.rms_norm(x.float(), (width,), weight.float(), eps)
-            return torch.equal(y[-1:], rms_norm(x[-1:], weight, eps)) and self._is_close(y, want)
+            total, y = add_rms_norm(x, addends, None, weight, eps)
+            own = add_rms_norm(x[-1:], addends[:, -1:].contiguous(), None, weight, eps)
+            is_alone = torch.equal(total[-1:], own[0]) and torch.equal(y[-1:], own[1])
+            want_total, want = theirs(x)
+            return is_alone and torch.equal(total, want_total) and self._is_close(y, want)
 
         return Case(
-            op="rms_norm",
+            op="add + rms_norm",
             rows=str(count),
-            ours=[partial(rms_norm, copy, weight, eps) for copy in copies],
-            theirs=[partial(functional.rms_norm, copy, (width,), weight, eps) for copy in copies],
-            num_bytes=2 * x.nbytes + weight.nbytes,
+            ours=[partial(add_rms_norm, copy, addends, None, weight, eps) for copy in copies],
+            theirs=[partial(theirs, copy) for copy in copies],
+            num_bytes=3 * x.nbytes + addends.nbytes + weight.nbytes,
             check=check,
         )
 
-    def swiglu(self, count: int) -> Case:
-        """Return the gated activation of `count` rows."""
-        both = self._normal(count, 2 * self.shape.intermediate_size)
-        copies = [copy.chunk(2, dim=1) for copy in self._copies(both)]  # as the product leaves them
-
-        def theirs(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-            return functional.silu(gate) * up
+    def rope(self, count: int) -> Case:
+        """Return the end of the QKV product: its addends, RoPE and the KV store."""
+        num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        width = (num_heads + 2 * num_kv_heads) * HEAD_DIM
+        x = self._normal(count, self.shape.hidden_size)
+        addends = linear_addends(x, self._normal(width, self.shape.hidden_size) / 64)
+        angles = self._normal(count, HEAD_DIM // 2).float()
+        cos, sin = angles.cos(), angles.sin()
+        slots = torch.arange(1, count + 1, dtype=torch.int32, device=self.device)
+        size = (count + 1, num_kv_heads, HEAD_DIM)
+        caches = torch.zeros((4, *size), dtype=self.dtype, device=self.device)
+        mine, others = (caches[0], caches[1]), (caches[2], caches[3])
 
         def check() -> bool:
-            gate, up = copies[0]
-            y = swiglu(gate, up)
-            is_alone = torch.equal(y[-1:], swiglu(gate[-1:], up[-1:]))
-            return is_alone and self._is_close(y, theirs(gate.float(), up.float()))
+            out = rope_store(addends, None, None, 0.0, cos, sin, *mine, slots)
+            want = rope_store_ref(addends, None, None, 0.0, cos, sin, *others, slots)
+            last = addends[:, -1:].contiguous()
+            caches[:2, -1] = 0
+            own = rope_store(last, None, None, 0.0, cos[-1:], sin[-1:], *mine, slots[-1:])
+            is_alone = torch.equal(out[-1:], own)
+            return is_alone and self._is_close(out, want) and self._is_close(caches[:2], caches[2:])
 
         return Case(
-            op="swiglu",
+            op="rope + store",
             rows=str(count),
-            ours=[partial(swiglu, gate, up) for gate, up in copies],
-            theirs=[partial(theirs, gate, up) for gate, up in copies],
-            num_bytes=both.nbytes * 3 // 2,
+            ours=[partial(rope_store, addends, None, None, 0.0, cos, sin, *mine, slots)],
+            theirs=[partial(rope_store_ref, addends, None, None, 0.0, cos, sin, *others, slots)],
+            num_bytes=addends.nbytes + count * width * self.dtype.itemsize + 2 * cos.nbytes,
             check=check,
         )
 
