@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_model_flags(parser)
     parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--shape", default="", help="num_steps/topk/num_draft_tokens")
+    parser.add_argument("--shape", default="", help="num_steps/topk/num_draft_tokens, or plain")
     parser.add_argument("--context", type=int, help="tokens before the step")
     parser.add_argument("--svg", default="", help="where pictures go: PREFIX-target.svg, ...")
     add_output_flag(parser)
@@ -73,10 +73,10 @@ def main() -> None:
     args.shape = args.shape or ("5/8/32" if is_gpu else "4/2/8")
     args.context = args.context or (1024 if is_gpu else 64)
     with open_pair(args.model, args.draft_model) as pair:
-        steps = {
-            f"target, {args.requests} x {args.shape} after {args.context}": _target(pair, args),
-            f"draft, {args.requests} x {args.shape} after {args.context}": _draft(pair, args),
-        }
+        what = f"{args.requests} x {args.shape} after {args.context}"
+        steps = {f"target, {what}": _target(pair, args)}
+        if args.shape != "plain":
+            steps[f"draft, {what}"] = _draft(pair, args)
     lines: list[Line] = []
     walls = {}
     for title, (kernels, wall_ms) in steps.items():
@@ -99,7 +99,7 @@ def _target(pair: Pair, args: argparse.Namespace) -> tuple[list[Kernel], float]:
     )
     fill_noise(engine._runner.pool)
     requests = StretchedRequests(engine, args.requests, args.context)
-    num_nodes = parse_shape(args.shape).num_draft_tokens
+    num_nodes = 1 if args.shape == "plain" else parse_shape(args.shape).num_draft_tokens
     return _profile(
         lambda: requests.submit_round(num_nodes), requests.step, engine._runner.pool.device
     )

@@ -6,7 +6,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.rows import tree_of
 from benchmarks.timing import synchronize
@@ -14,6 +13,7 @@ from shared.types import (
     AcceptedPath,
     SamplingParams,
     StoppingParams,
+    TargetAdmitted,
     TargetClose,
     TargetOpen,
     TokenTree,
@@ -43,8 +43,8 @@ class StretchedRequests:
         prompt: Sequence[int] = _PROMPT,
     ) -> None:
         self._engine = engine
-        self._paths: dict[str, AcceptedPath] = {}
-        for request_id in itertools.islice(_names, count):
+        self._request_ids = list(itertools.islice(_names, count))
+        for request_id in self._request_ids:
             engine.submit(
                 TargetOpen(
                     request_id=request_id,
@@ -55,9 +55,8 @@ class StretchedRequests:
                     stopping=StoppingParams(max_new_tokens=1 << 30),
                 )
             )
-        while len(self._paths) < count:
-            self._take(engine.step())
-        for request_id in self._paths if context else ():
+        self.step()  # reads the prompts
+        for request_id in self._request_ids if context else ():
             request = engine._requests[request_id]
             missing = context - request.seq_len
             assert missing >= 0, "the prompt is longer than the context"
@@ -67,7 +66,7 @@ class StretchedRequests:
     def submit_round(self, num_nodes: int) -> None:
         """Queue a round of every request: root and made-up drafts."""
         parents = tuple(tree_of(num_nodes).tolist())
-        for request_id in self._paths:
+        for request_id in self._request_ids:
             request = self._engine._requests[request_id]
             root = request.tokens[-1]
             round_idx, seq_len = request.round_idx + 1, request.seq_len
@@ -92,8 +91,13 @@ class StretchedRequests:
             )
 
     def step(self) -> None:
-        """Run the queued rounds."""
-        self._take(self._engine.step())
+        """Run what is queued, until every request has its answer."""
+        waiting = set(self._request_ids)
+        while waiting:
+            for message in self._engine.step():
+                if not isinstance(message, TargetAdmitted):
+                    assert isinstance(message, AcceptedPath) and not message.finish_reason, message
+                    waiting.remove(message.request_id)
 
     def step_ms(self, num_nodes: int, num_steps: int) -> float:
         """Return the median wall time of a step, milliseconds; the first ones warm up."""
@@ -108,13 +112,7 @@ class StretchedRequests:
 
     def close(self) -> None:
         """Give everything back."""
-        for request_id in self._paths:
+        for request_id in self._request_ids:
             self._engine.submit(TargetClose(request_id=request_id, target_epoch=1))
         self._engine.step()
         self._engine.check_integrity()
-
-    def _take(self, messages: Sequence[Any]) -> None:
-        for message in messages:
-            if isinstance(message, AcceptedPath):
-                assert not message.finish_reason, message
-                self._paths[message.request_id] = message

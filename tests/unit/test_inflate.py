@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from benchmarks import inflate
 from benchmarks.calibration import read_prompts
 from benchmarks.inflate import inflate_bundled, write_checkpoint
 from benchmarks.inflation import (
@@ -162,8 +163,12 @@ def test_transformers_generates_the_small_models_text(
 
 @pytest.mark.slow
 def test_built_in_memory_it_is_what_the_files_hold(
-    large: Pairing, checkpoints: dict[str, Checkpoint], tmp_path: Path
+    large: Pairing,
+    checkpoints: dict[str, Checkpoint],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(inflate, "MAX_SHARD_BYTES", 20 * 2**20)
     device, dtype = torch.device("cpu"), torch.float32
     for role, directory in (("target", large.target), ("eagle3", large.draft)):
         write_checkpoint(checkpoints[role], tmp_path / role, has_data=False)
@@ -171,6 +176,7 @@ def test_built_in_memory_it_is_what_the_files_hold(
             tmp_path / role, checkpoints[role].recipes, device=device, dtype=dtype
         )
         from_files = CheckpointReader(directory, device=device, dtype=dtype)
+        assert len(list((tmp_path / role).glob("*.safetensors"))) > 1
         assert generated.names == from_files.names
         for name in generated.names - {"d2t", "t2d"}:
             shape = from_files.shape(name)
