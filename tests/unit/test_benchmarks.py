@@ -34,7 +34,6 @@ KERNELS = [
         (forward, "--rows 2 --trees 1x4 --contexts 20,70 --prefill-len 40", 4),
         (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
         (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 8", 2),
-        (decode, "--model small --requests 1 --shapes 3/2/5 --prompt-len 9 --max-new-tokens 16", 2),
         (fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
         (steps, "--requests 2 --shape 3/2/5 --context 20", None),
     ],
