@@ -217,8 +217,7 @@ class _Bench:
         num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         num_tokens, scale = context + num_nodes, HEAD_DIM**-0.5
         # What torch reads: the same bytes, one request after the other, no pages.
-        dense_k = self._normal(num_requests, num_kv_heads, num_tokens, HEAD_DIM)
-        dense = list(zip(self._copies(dense_k), self._copies(dense_k), strict=True))
+        dense = self._copies(self._normal(2, num_requests, num_kv_heads, num_tokens, HEAD_DIM))
         pool, req_idx = new_pool(
             num_layers=len(dense),
             num_kv_heads=num_kv_heads,
@@ -247,7 +246,8 @@ class _Bench:
             slots = pool.slots(req_idx[-1], np.arange(num_tokens)).astype(np.int64)
             index = torch.from_numpy(slots).to(self.device)
             k, v = (cache[index].float().transpose(0, 1)[None] for cache in paged[0])
-            want = functional.scaled_dot_product_attention(dense_q[-1:].float(), k, v, mask)
+            wide_mask = None if mask is None else mask.float()
+            want = functional.scaled_dot_product_attention(dense_q[-1:].float(), k, v, wide_mask)
             want = want.view(num_kv_heads, num_nodes, group, HEAD_DIM).transpose(0, 1)
             own = tree_attention(q[-num_nodes:], *paged[0], alone.packed.attention, scale)
             return torch.equal(out, own) and self._is_close(out, want.reshape(out.shape))
@@ -257,21 +257,21 @@ class _Bench:
             rows=f"{num_requests} x {num_nodes}",
             ours=[partial(tree_attention, q, k, v, rows.packed.attention, scale) for k, v in paged],
             theirs=[
-                partial(functional.scaled_dot_product_attention, dense_q, k, v, mask)
-                for k, v in dense
+                partial(functional.scaled_dot_product_attention, dense_q, copy[0], copy[1], mask)
+                for copy in dense
             ],
-            num_bytes=2 * dense_k.nbytes + 2 * q.nbytes,
+            num_bytes=dense[0].nbytes + 2 * q.nbytes,
             check=check,
         )
 
     def _mask(self, num_nodes: int, context: int, group: int) -> torch.Tensor:
-        """Return which tokens each node of a tree sees. [N * group, context + N] bool."""
+        """Return 0 for what each node of a tree sees, else -inf. [N * group, context + N]."""
         depth, path = tree_paths(tree_of(num_nodes))
-        mask = np.zeros((num_nodes, context + num_nodes), dtype=bool)
-        mask[:, :context] = True
+        mask = np.full((num_nodes, context + num_nodes), -np.inf, dtype=np.float32)
+        mask[:, :context] = 0
         for node in range(num_nodes):
-            mask[node, context + path[node, : depth[node] + 1]] = True
-        return torch.from_numpy(mask.repeat(group, axis=0)).to(self.device)
+            mask[node, context + path[node, : depth[node] + 1]] = 0
+        return torch.from_numpy(mask.repeat(group, axis=0)).to(self.device, self.dtype)
 
     def norm(self, count: int) -> Case:
         """Return the end of an MLP: its addends, the residual stream and the next norm."""
