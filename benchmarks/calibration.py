@@ -1,0 +1,87 @@
+"""What the inputs of the output layers of the bundled target and head look like on real text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.rows import Rows, build_rows, new_pool
+from shared.kernels.rms_norm import rms_norm
+from shared.models.config import feature_spec
+from shared.models.eagle3 import Eagle3Draft
+from shared.models.llama import CausalLM
+
+PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenRows:
+    """Normed final hidden rows, [n, d] f32 each."""
+
+    target: torch.Tensor
+    draft: torch.Tensor
+
+
+def read_prompts(tokenizer_dir: Path, count: int) -> list[list[int]]:
+    """Return token ids of the first held-out prompts."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    lines = PROMPTS.read_text().splitlines()[:count]
+    return [tokenizer.encode(json.loads(line)["text"]).ids for line in lines]
+
+
+@torch.inference_mode()
+def final_hidden_rows(target_dir: Path, head_dir: Path, *, num_prompts: int = 24) -> HiddenRows:
+    """Run the target and its EAGLE-3 head over held-out prompts, in float32 on the CPU."""
+    _, spec = feature_spec(head_dir, target_dir, "eagle3")
+    target = CausalLM.from_checkpoint(target_dir, _CPU, torch.float32)
+    head = Eagle3Draft.from_checkpoint(
+        head_dir,
+        target_dir,
+        spec,
+        device=_CPU,
+        dtype=torch.float32,
+        num_positions=target.config.max_position_embeddings,
+    )
+    target_rows, draft_rows = [], []
+    for prompt in read_prompts(target_dir, num_prompts):
+        rows = _chain(target.config, target.config.num_layers, prompt)
+        output = rows.forward(target, spec.layer_ids)
+        assert output.captured is not None
+        rows = _chain(head, 1, prompt[1:])
+        hidden = head.forward(
+            rows.token_ids,
+            rows.position_ids,
+            head.project_features(output.captured[:-1]),
+            rows.pool,
+            rows.packed.attention,
+            rows.packed.slot_mapping,
+        )
+        target_rows.append(output.hidden)
+        draft_rows.append(hidden)
+    return HiddenRows(target=torch.cat(target_rows), draft=_normed(head, torch.cat(draft_rows)))
+
+
+def _chain(shape: Any, num_layers: int, token_ids: list[int]) -> Rows:
+    """Return the rows of a prompt over a pool of its own."""
+    pool, req_idx = new_pool(
+        num_layers=num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_requests=1,
+        num_tokens=len(token_ids),
+        dtype=torch.float32,
+        device=_CPU,
+    )
+    return build_rows(pool, req_idx, np.array([token_ids]))
+
+
+def _normed(head: Eagle3Draft, hidden: torch.Tensor) -> torch.Tensor:
+    """Return what the head's output layer reads."""
+    return hidden if head._feeds_back_norm else rms_norm(hidden, head._norm, head._eps)

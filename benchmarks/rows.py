@@ -1,0 +1,128 @@
+"""Rows of new tokens for a model, without an engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.kv.pool import KVPool
+from shared.models.llama import CausalLM, ForwardOutput
+from shared.packing import PackedRows, RowBlock, pack_rows, to_device
+from shared.tree import tree_paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of one forward over a pool."""
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    pool: KVPool
+    packed: PackedRows
+
+    def forward(self, model: CausalLM, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
+        """Run the rows through a target.
+
+        Mutates: the rows' KV.
+        """
+        return model.forward(
+            self.token_ids,
+            self.position_ids,
+            self.pool,
+            self.packed.attention,
+            self.packed.slot_mapping,
+            capture_layers,
+        )
+
+
+def new_pool(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_requests: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int = 16,
+) -> tuple[KVPool, list[int]]:
+    """Return a pool, and a row of its page table per request.
+
+    Args:
+        num_tokens: Slots of each request.
+    """
+    num_pages = -(-num_tokens // page_size)
+    pool = KVPool(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_pages=1 + num_requests * num_pages,
+        page_size=page_size,
+        max_num_requests=num_requests,
+        max_pages_per_request=num_pages,
+        dtype=dtype,
+        device=device,
+    )
+    return pool, [acquire(pool, num_tokens) for _ in range(num_requests)]
+
+
+def fill_noise(pool: KVPool) -> None:
+    """Fill every slot with values of the size that keys and values have.
+
+    Mutates: the whole pool.
+    """
+    generator = torch.Generator(device=pool.device).manual_seed(0)
+    for cache in (*pool.k, *pool.v):
+        cache.normal_(generator=generator)
+
+
+def acquire(pool: KVPool, num_tokens: int) -> int:
+    """Return a row of the page table with room for `num_tokens`."""
+    req_idx = pool.acquire()
+    pool.reserve(req_idx, num_tokens)
+    return req_idx
+
+
+def build_rows(
+    pool: KVPool,
+    req_idx: Sequence[int],
+    token_ids: NDArray[np.int64],
+    *,
+    prefix_len: int = 0,
+    parents: NDArray[np.int32] | None = None,
+) -> Rows:
+    """Return equally many rows of several requests, after equally long prefixes.
+
+    Args:
+        token_ids: [R, N].
+        parents: [N] of a tree; None: chains.
+    """
+    num_rows = token_ids.shape[1]
+    depth, path = (None, None) if parents is None else tree_paths(parents)
+    blocks = [
+        RowBlock(
+            req_idx=row,
+            prefix_len=prefix_len,
+            num_rows=num_rows,
+            first_slot=prefix_len,
+            depth=depth,
+            path=path,
+        )
+        for row in req_idx
+    ]
+    position = prefix_len + (np.arange(num_rows) if depth is None else depth.astype(np.int64))
+    return Rows(
+        token_ids=to_device(token_ids.reshape(-1), pool.device),
+        position_ids=to_device(np.tile(position, len(req_idx)), pool.device),
+        pool=pool,
+        packed=pack_rows(blocks, pool),
+    )
+
+
+def tree_of(num_nodes: int) -> NDArray[np.int32]:
+    """Return the parents of a tree in which every node has two children, level by level."""
+    return ((np.arange(num_nodes) - 1) // 2).astype(np.int32)

@@ -1,0 +1,91 @@
+"""The benchmark commands run, check themselves and write what they measured, on any machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from benchmarks import decode, draft, fidelity, forward, kernels, steps
+from benchmarks.rows import tree_of
+from benchmarks.steps import Kernel, draw, gaps_us, summarize
+from benchmarks.timing import time_ms
+from shared.tree import check_tree
+
+CHECKS = ("is_right", "is_exact", "identical", "identical_outputs", "identical_trees")
+KERNELS = [
+    Kernel(name="void gemm<float, 4>(float*)", start_us=0.0, end_us=6.0),
+    Kernel(name="norm & <scale>", start_us=5.0, end_us=7.0),
+    Kernel(name="void gemm<half, 8>(half*)", start_us=8.0, end_us=10.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "flags", "num_rows"),
+    [
+        (kernels, "--rows 1,3 --trees 2x5 --context 70", 5 * 2 + 3 + 2 * 2 + 2 * 2),
+        (forward, "--rows 2 --trees 1x4 --contexts 20,70 --prefill-len 40", 4),
+        (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
+        (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 8", 2),
+        (fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
+        (steps, "--requests 2 --shape 3/2/5 --context 20", None),
+    ],
+)
+def test_a_command_writes_its_result(
+    module: ModuleType,
+    flags: str,
+    num_rows: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "result.json"
+    argv = [module.__file__ or "", *flags.split(), "--device", "cpu", "--output", str(output)]
+    if module is steps:
+        argv += ["--svg", str(tmp_path / "picture")]
+    monkeypatch.setattr(sys, "argv", argv)
+    module.main()
+    result = json.loads(output.read_text())
+    assert {"date", "command", "processor", "gpus", "rows"} <= result.keys()
+    assert num_rows is None or len(result["rows"]) == num_rows
+    for row in result["rows"]:
+        checks = [row[name] for name in CHECKS if name in row]
+        assert all(check == 1 for check in checks) and (checks or module is steps)
+    assert "| " in capsys.readouterr().out.splitlines()[-1]
+    if module is steps:
+        for step in ("target", "draft"):
+            ElementTree.parse(tmp_path / f"picture-{step}.svg")
+
+
+def test_the_time_between_kernels_is_counted() -> None:
+    assert gaps_us(KERNELS) == [1.0]
+    lines = summarize("step", KERNELS)
+    assert [(line.kernel, line.count, line.us) for line in lines] == [
+        ("gemm", 2, 8.0),
+        ("norm & ", 1, 2.0),
+        ("(no kernel)", 1, 1.0),
+    ]
+    assert lines[0].share == pytest.approx(0.8)
+
+
+def test_a_picture_holds_every_kernel() -> None:
+    root = ElementTree.fromstring(draw("a < b", KERNELS))
+    hints = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum(hint is not None and " at " in hint for hint in hints) == len(KERNELS)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 16, 64])
+def test_made_up_trees_are_trees(num_nodes: int) -> None:
+    parents = tree_of(num_nodes).tolist()
+    check_tree(range(num_nodes), parents, root_token_id=0, vocab_size=100)
+
+
+def test_time_is_per_call() -> None:
+    assert 2 <= time_ms([lambda: time.sleep(0.002)] * 3, torch.device("cpu")) < 5
