@@ -120,7 +120,7 @@ class Sampler:
             has_filters=bool(per_tree["has_filters"].any()),
             bias=self._biases(trees, per_row, staging),
             penalties=self._penalties(trees, per_row, staging),
-            forbidden=self._forbidden(trees, per_row, staging),
+            forbidden=self._forbidden(trees, per_tree, staging),
         )
 
     def sample(
@@ -171,20 +171,20 @@ class Sampler:
         )
 
     def _forbidden(
-        self, trees: Sequence[SampledTree], per_row: NDArray, staging: Staging
+        self, trees: Sequence[SampledTree], per_tree: NDArray, staging: Staging
     ) -> ForbiddenInput | None:
         """Return (row, stop id) pairs of the nodes whose output may not end yet."""
-        position = np.concatenate([tree.seq_len + 1 + tree.depth for tree in trees])
-        is_early = position < per_row["may_end_at"]
-        if not is_early.any():
+        root_position = np.array([tree.seq_len + 1 for tree in trees])
+        least_depths = per_tree["may_end_at"] - root_position  # depths from here on may end it
+        if not (least_depths > 0).any():
             return None
         rows, ids, row = [], [], 0
-        for tree in trees:
-            stop_ids, count = tree.request.open.stopping.stop_token_ids, len(tree.token_ids)
-            early = row + np.flatnonzero(is_early[row : row + count])
+        for tree, least_depth in zip(trees, least_depths.tolist(), strict=True):
+            stop_ids = tree.request.open.stopping.stop_token_ids
+            early = row + np.flatnonzero(tree.depth < least_depth)
             rows.append(np.repeat(early, len(stop_ids)))
             ids.append(np.tile(np.array(stop_ids, dtype=np.int64), len(early)))
-            row += count
+            row += len(tree.token_ids)
         return ForbiddenInput(
             rows=staging.add(np.concatenate(rows).astype(np.int64)),
             token_ids=staging.add(np.concatenate(ids)),
