@@ -17,8 +17,8 @@ import triton.language as tl
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
 from shared.kernels.gumbel import gumbel_block, gumbel_noise_ref
 from shared.kernels.order_key import NO_KEY, best_keys, key_index, key_value, order_key
+from shared.kernels.topk import stable_topk
 from shared.kernels.vector_math import settle_vector_math
-from shared.topk import stable_topk
 
 # Draft ids of one program of the first kernel, a single warp.
 _CHUNK = 1024

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.topk import stable_topk
+from shared.kernels.topk import stable_topk
 
 floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, -1e-45, 1e-45, -math.inf, math.inf, -3.5, -3.4e38])
 
