@@ -27,6 +27,7 @@ class TreeAttentionMetadata:
         is_chain: [R] bool.
         page_size: Slots per page.
         window: 0 = none; a row at KV index i sees j with i - j < window.
+        has_trees: False: every request is a chain; a GPU then need not look for others.
         plans: What a CPU derived from all this at the first layer, for the next ones; whoever
             changes a tensor above needs a new object.
     """
@@ -40,4 +41,5 @@ class TreeAttentionMetadata:
     is_chain: torch.Tensor
     page_size: int
     window: int = 0
+    has_trees: bool = True
     plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -1,6 +1,6 @@
 """Compile every kernel to GPU machine code, without a GPU. Run as a process of its own.
 
-Prints one line per binary: kernel, compute capability, dtype, whether tensor cores are used.
+Prints one line per binary: kernel, compute capability, dtype, instructions of its products.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from shared.kernels import (
     sampling,
     sampling_filters,
     tree_attention,
+    tree_attention_kernels,
+    tree_attention_tiles,
     tree_beams,
     tree_children,
     tree_select,
 )
 from shared.kernels.dispatch import LAUNCH_OPTIONS
 
+# What one program may use on Hopper.
+SHARED_MEMORY_BYTES = 227 * 1024
 DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
 
 
@@ -57,22 +61,7 @@ def kernels(dtype: str):
     values = f"*{dtype}"
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
-    yield (
-        tree_attention._tree_attention_kernel,
-        [values] * 4 + ["*i32"] * 6 + ["*i1"] + ["i32"] * 5 + ["fp32"],
-        {
-            **dot,
-            "NUM_KV_HEADS": 8,
-            "GROUP": 7,
-            "GROUP_BLOCK": 8,
-            "HEAD_DIM": 80,
-            "DIM_BLOCK": 128,
-            "PAGE_SIZE": 16,
-            "ROWS": 8,
-            "TILE": tree_attention.TRITON_KV_TILE,
-            "REQ_BLOCK": 8,
-        },
-    )
+    yield from attention_kernels(dtype)
     for num_rows in (1, 64, 128, 2048):
         tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
@@ -196,6 +185,44 @@ def sampling_kernels():
     )
 
 
+def attention_kernels(dtype: str):
+    """Yield tree attention: narrow, wide, of many rows, and of narrow and wide heads."""
+    dot = DOT_DTYPES[dtype]
+    cases = [(80, 1, False), (128, 64, False), (128, 2048, True)]
+    if dtype != "fp32":
+        cases += [(64, 64, False), (256, 64, False), (256, 2048, True)]
+    for head_dim, num_rows, is_sequential in cases:
+        dim_block = triton.next_power_of_2(head_dim)
+        narrowest, widest = tree_attention.choose_columns(dot, dim_block)
+        columns = narrowest if num_rows == 1 else widest
+        shape = {
+            "DOT_DTYPE": dot,
+            "NUM_KV_HEADS": 8,
+            "GROUP": 7,
+            "HEAD_DIM": head_dim,
+            "DIM_BLOCK": dim_block,
+            "PAGE_SIZE": 16,
+            "TILE": tree_attention_tiles.TRITON_KV_TILE,
+            "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
+            "REQ_BLOCK": 32,
+            "HAS_WINDOW": False,
+            "SEQUENTIAL": is_sequential,
+        }
+        values = [f"*{dtype}"] * 4 + ["*fp32"] * 2
+        yield (
+            tree_attention_kernels._shared_tiles_kernel,
+            [*values, *["*i32"] * 5, "*i1", *["i32"] * 6, "fp32"],
+            {**shape, "GROUP_BLOCK": 8, "ROWS": columns // 8},
+            tree_attention.shared_options(dot, dim_block, columns, is_sequential=is_sequential),
+        )
+        yield (
+            tree_attention_kernels._finish_rows_kernel,
+            [*values, *["*i32"] * 6, "*i1", *["i32"] * 6, "fp32"],
+            {**shape, "COLUMNS": narrowest},
+            tree_attention.finish_options(dot, dim_block),
+        )
+
+
 def growth_kernels():
     """Yield, as `kernels` does, those that grow trees; they know no other dtype."""
     chunk = tree_children._CHUNK
@@ -256,9 +283,9 @@ def main() -> None:
         for dtype in DOT_DTYPES:
             for kernel, types, constexprs, *options in kernels(dtype):
                 binary = compile_kernel(kernel, types, constexprs, capability, *options)
-                ptx = binary.asm["ptx"]
-                uses_tensor_cores = "wgmma" in ptx or "mma.sync" in ptx
-                sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {uses_tensor_cores}\n")
+                used = [name for name in ("wgmma", "mma.sync") if name in binary.asm["ptx"]]
+                products = "+".join(used) or "none"
+                sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {products}\n")
 
 
 def compile_kernel(kernel, types, constexprs, capability, options=None):
@@ -276,6 +303,7 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
     target = GPUTarget("cuda", capability, 32)
     binary = triton.compile(source, target=target, options=LAUNCH_OPTIONS | (options or {}))
     assert binary.asm["cubin"]
+    assert binary.metadata.shared <= SHARED_MEMORY_BYTES, kernel.__name__
     return binary
 
 

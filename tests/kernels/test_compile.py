@@ -25,7 +25,8 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
     lines = [line.split() for line in result.stdout.splitlines()]
     names = {name for name, *_ in lines}
     assert names == {
-        "_tree_attention_kernel",
+        "_shared_tiles_kernel",
+        "_finish_rows_kernel",
         "_linear_kernel",
         "_embed_kernel",
         "_linear_swiglu_kernel",
@@ -49,6 +50,9 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_next_beams_kernel",
         "_select_nodes_kernel",
     }
-    for name, _, dtype, uses_tensor_cores in lines:
-        has_products = name in ("_tree_attention_kernel", "_linear_kernel", "_linear_swiglu_kernel")
-        assert uses_tensor_cores == str(has_products and dtype != "fp32"), name
+    # One instruction for shared and for own tiles: a row's bits must not depend on which it was.
+    attention = ("_shared_tiles_kernel", "_finish_rows_kernel")
+    for name, _, dtype, products in lines:
+        has_products = name in (*attention, "_linear_kernel", "_linear_swiglu_kernel")
+        assert (products != "none") == (has_products and dtype != "fp32"), name
+        assert products in ("none", "wgmma") or name not in attention, name
