@@ -137,5 +137,7 @@ def pack_rows(
         is_chain=send(per_request([b.depth is None for b in blocks], 1, np.bool_)),
         page_size=pool.page_size,
         window=window,
+        # A captured step must serve trees, whatever it was captured with.
+        has_trees=num_rows is not None or any(block.depth is not None for block in blocks),
     )
     return PackedRows(slot_mapping=send(slots), attention=attention, row_indptr=row_indptr)
