@@ -25,11 +25,12 @@ class GraphCache:
     On a CPU every call just computes.
 
     Args:
-        is_enabled: False: compute without capturing, on any device.
+        max_graphs: The one that was not run for longest makes room for another.
     """
 
-    def __init__(self, device: torch.device, *, is_enabled: bool = True) -> None:
-        self.is_capturing = is_enabled and device.type == "cuda"
+    def __init__(self, device: torch.device, *, max_graphs: int = 128) -> None:
+        self.is_capturing = device.type == "cuda"
+        self._max_graphs = max_graphs
         self._device = device
         self._pool: Any = None
         self._captured: dict[Hashable, _Captured] = {}
@@ -51,13 +52,20 @@ class GraphCache:
         if not self.is_capturing:
             return compute()
         addresses = tuple((t.data_ptr(), t.dtype, t.shape) for t in inputs)
-        captured = self._captured.get(key)
+        captured = self._captured.pop(key, None)
         if captured is None:
-            captured = self._captured[key] = self._capture(compute, addresses)
+            if len(self._captured) >= self._max_graphs:
+                self._drop_oldest()
+            captured = self._capture(compute, addresses)
+        self._captured[key] = captured  # the newest is last
         assert captured.addresses == addresses, f"the inputs of graph {key} moved"
         captured.graph.replay()
         add_launches(captured.launches)
         return captured.outputs
+
+    def _drop_oldest(self) -> None:
+        torch.cuda.synchronize(self._device)  # it may be running
+        del self._captured[next(iter(self._captured))]
 
     def _capture(
         self,

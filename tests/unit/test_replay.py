@@ -1,0 +1,162 @@
+"""Steps by replayed graphs, imitated on a CPU: what is captured once must serve every later step.
+
+The imitation keeps what a capture keeps: the computation of a key's first step, with the tensors
+that it read and returned. A later step finds its inputs only if they lie in that same memory, and
+its outputs overwrite those of the step before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.engine import DraftEngine
+from shared.graphs import GraphCache
+from shared.kernels import tree_attention
+from shared.kernels.tree_attention_ref import tree_attention_ref
+from shared.staging import ALIGNMENT, Staging
+from shared.types import SamplingParams, TreeShape
+from target_service.engine import TargetEngine
+from tests.engines import (
+    KINDS,
+    SHAPES,
+    Models,
+    make_draft,
+    make_target,
+    poison,
+    pool_of,
+    random_tokens,
+    run_plain,
+)
+from tests.local_pair import LocalPair, LocalRequest
+
+
+class FixedStaging(Staging):
+    """Staging whose tensors lie where they lie on a GPU: at the same addresses every step."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.device = torch.device("cpu")
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._end = 0
+        self._added: list[tuple[torch.Tensor, np.ndarray]] = []
+
+    def begin(self) -> None:
+        self._end = 0
+        self._added = []
+        self._memory.fill_(0x55)  # nothing of the step before is left
+
+    def add(self, array: np.ndarray) -> torch.Tensor:
+        array = np.ascontiguousarray(array)
+        begin, end = self._end, self._end + array.nbytes
+        assert end <= len(self._memory)
+        self._end = -(-end // ALIGNMENT) * ALIGNMENT
+        dtype = torch.from_numpy(array).dtype
+        tensor = self._memory[begin:end].view(dtype).view(array.shape)
+        self._added.append((tensor, array))
+        return tensor
+
+    def flush(self) -> None:
+        for tensor, array in self._added:
+            tensor.copy_(torch.from_numpy(array))
+
+
+class ReplayedGraphs(GraphCache):
+    """Runs the computation that a key came with first, into the outputs that it gave first."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.num_replays = 0
+        self._kept: dict[Hashable, tuple[Callable[[], Any], Any, list[Any]]] = {}
+
+    def run(self, key: Hashable, compute: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Any:
+        places = [(t.data_ptr(), t.dtype, t.shape) for t in inputs]
+        if key not in self._kept:
+            self._kept[key] = compute, compute(), places
+            return self._kept[key][1]
+        captured, outputs, at_capture = self._kept[key]
+        assert places == at_capture, f"the inputs of {key} moved"
+        self.num_replays += 1
+        for old, new in zip(tensors_of(outputs), tensors_of(captured()), strict=True):
+            old.copy_(new)
+        return outputs
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps its plan of a step with the metadata; on a GPU there is none to go stale."""
+
+    def attend(q: Any, k: Any, v: Any, metadata: Any, scale: float) -> torch.Tensor:
+        metadata.plans.clear()
+        return tree_attention_ref(q, k, v, metadata, scale)
+
+    monkeypatch.setattr(tree_attention, "tree_attention_ref", attend)
+
+
+def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
+    """Let an engine run as on a GPU; return its graphs."""
+    runner: Any = engine._runner
+    graphs = ReplayedGraphs()
+    runner._graphs = graphs
+    runner.pads_rows = True
+    for owner, name in ((runner, "staging"), (runner, "_staging")):
+        if hasattr(owner, name):
+            setattr(owner, name, FixedStaging(1 << 22))
+    if isinstance(engine, TargetEngine):
+        engine._scheduler.runs_ahead = True
+    return graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_steps_give_the_plain_output(models: Models, kind: str) -> None:
+    """Requests come and go, batches grow and shrink, shapes and samplings mix."""
+    pairing = models.pairing(kind)
+    rng = random.Random(21)
+    shapes: list[TreeShape | None] = [*SHAPES, None, SHAPES[2], None, SHAPES[3]]
+    requests = [
+        LocalRequest(
+            prompt=random_tokens(rng, 1 + 11 * (i % 7)),
+            max_new_tokens=12 + 9 * (i % 4),
+            shape=shape,
+            sampling=SamplingParams(
+                temperature=(0.0, 1.0, 0.7)[i % 3],
+                top_p=0.9 if i % 5 == 4 else 1.0,
+                repetition_penalty=1.2 if i % 6 == 5 else 1.0,
+                seed=i,
+            ),
+            joins_at=3 * (i % 2),
+        )
+        for i, shape in enumerate(shapes)
+    ]
+    expected = run_plain(make_target(pairing, page_size=4), requests, alone=True)
+    target, draft = make_target(pairing, page_size=4), make_draft(pairing, page_size=2)
+    graphs = replaying(target), replaying(draft)
+    for engine in (target, draft):
+        poison(pool_of(engine))
+    pair = LocalPair(target, draft, num_granted=3)
+    for request in requests[::2]:
+        pair.open(request)
+    for _ in range(6):
+        pair.step()
+    for request in requests[1::2]:
+        pair.open(request)
+    pair.finish()
+    for request, plain in zip(requests, expected, strict=True):
+        assert request.output == plain.output
+    accepted = sum(path.num_accepted_drafts for request in requests for path in request.paths)
+    assert accepted > 0
+    assert all(cache.num_replays > 10 for cache in graphs)
