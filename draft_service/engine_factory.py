@@ -7,6 +7,7 @@ import secrets
 
 from draft_service.engine import CHUNK_ROWS, DraftEngine
 from draft_service.runner import DraftRunner
+from draft_service.warm_up import warm_up
 from shared.config import DraftConfig
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
@@ -100,12 +101,16 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         kind=str(kind),
         draft_window=window,
     )
-    return DraftEngine(
+    engine = DraftEngine(
         DraftRunner(model, pool, window=window),
         info,
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,
     )
+    if device.type == "cuda":
+        progress("compiling kernels", 0.9)
+        warm_up(engine, dtype=dtype, max_num_requests=config.max_num_requests)
+    return engine
 
 
 def fit_window(window: int, num_pages: int, page_size: int) -> int:

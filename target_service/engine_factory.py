@@ -20,6 +20,7 @@ from target_service.engine import TargetEngine
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
 from target_service.self_test import NUM_SLOTS, run_self_test
+from target_service.warm_up import NUM_TOKENS, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
     )
-    return TargetEngine(
+    engine = TargetEngine(
         runner,
         info,
         max_batch_rows=max_batch_rows(config, device),
@@ -134,6 +135,10 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         runs_ahead=device.type == "cuda",
         window=model_config.sliding_window,
     )
+    if device.type == "cuda" and context_len > NUM_TOKENS:
+        progress("compiling kernels", 0.95)
+        warm_up(engine)
+    return engine
 
 
 def resolve_features(config: TargetConfig, target: Path) -> FeatureSpec:

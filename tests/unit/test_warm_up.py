@@ -1,0 +1,54 @@
+"""Warming up serves requests of every kind, and leaves nothing of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import draft_service.warm_up
+import target_service.warm_up
+from shared.types import TokenTree
+from tests.engines import KINDS, Models, make_draft, make_target, run_plain
+from tests.local_pair import LocalPair, LocalRequest
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 1, "num_pages": 84, "max_num_requests": 1}])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_target_warms_up(models: Models, options: dict[str, int], *, runs_ahead: bool) -> None:
+    target = make_target(models.pairing("standalone"), **options)
+    expected = run_plain(target, [LocalRequest(prompt=[5, 6, 7], max_new_tokens=9)])
+    steps = target.load.num_steps
+    target._scheduler.runs_ahead = runs_ahead
+    target_service.warm_up.warm_up(target)
+    assert target.load.num_steps > steps + 3 and target.load.num_moved_rounds >= 0
+    assert target._requests == {} and not target.has_work
+    assert target.load.num_free_pages == target.load.num_pages
+    assert run_plain(target, expected)[0].output == expected[0].output
+
+
+@pytest.mark.parametrize("max_num_requests", [1, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_warms_up(
+    models: Models, kind: str, max_num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairing = models.pairing(kind)
+    draft = make_draft(pairing, max_num_requests=max_num_requests)
+    trees: list[TokenTree] = []
+    grow = draft._runner.grow
+
+    def grow_and_note(requests: list[object]) -> list[TokenTree]:
+        trees.extend(grow(requests))  # type: ignore[arg-type]
+        return trees[-len(requests) :]
+
+    monkeypatch.setattr(draft._runner, "grow", grow_and_note)
+    draft_service.warm_up.warm_up(draft, dtype=torch.float32, max_num_requests=max_num_requests)
+    assert {len(tree.token_ids) for tree in trees} == {4, 32}
+    assert draft._requests == {} and not draft.has_work
+    assert draft.load.num_free_pages == draft.load.num_pages
+    target = make_target(pairing)
+    request = LocalRequest(
+        prompt=[5, 6, 7], max_new_tokens=9, shape=draft_service.warm_up._SHAPES[1]
+    )
+    [plain] = run_plain(target, [request])
+    LocalPair(target, draft).run([request])
+    assert request.output == plain.output
