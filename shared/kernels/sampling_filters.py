@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch
 from shared.kernels.order_key import order_key
 
 # Levels below the largest logit at which tokens are counted; the last one is -inf.
@@ -260,6 +260,7 @@ def shortlist(
     capacity = out.keys.shape[1]
     chunks = triton.next_power_of_2(num_chunks)
     grid = (num_rows, num_chunks)
+    count_launch("sampling_filters")
     _tabulate_kernel[grid](
         logits,
         *parameters,

@@ -28,7 +28,19 @@ REQUESTS: list[dict[str, Any]] = [
         "num_steps": 2,
         "topk": 3,
         "num_draft_tokens": 8,
-    }
+    },
+    {
+        "token_ids": [72, 105],
+        "max_new_tokens": 5,
+        "ignore_eos": True,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.1,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "num_steps": 2,
+        "topk": 2,
+        "num_draft_tokens": 4,
+    },
 ]
 
 
@@ -66,28 +78,28 @@ def kernels() -> set[str]:
     Raises: AssertionError if a function launches a kernel without counting it, or if there is a
         kernel that nothing launches and no other kernel calls.
     """
-    counted, used, defined = set(), set(), set()
-    for path in sorted(Path(shared.kernels.__file__).parent.glob("**/*.py")):
-        tree = ast.parse(path.read_text())
-        jitted = {function.name for function in functions(tree) if is_jitted(function)}
-        defined |= jitted
-        for function in functions(tree):
-            launched = {name for name in map(launched_kernel, ast.walk(function)) if name}
-            names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-            if is_jitted(function):
-                used |= names
-            if launched & jitted:
-                used |= launched
-                own = counted_names(function)
-                assert own, f"{path.name}: {function.name} launches {launched} uncounted"
-                counted |= own
+    paths = sorted(Path(shared.kernels.__file__).parent.glob("**/*.py"))
+    found = [(path, function) for path in paths for function in functions(path)]
+    defined = {function.name for _, function in found if is_jitted(function)}
+    counted, used = set(), set()
+    for path, function in found:
+        launched = {name for name in map(launched_kernel, ast.walk(function)) if name}
+        names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        if is_jitted(function):
+            used |= names
+        if launched & defined:
+            used |= launched
+            own = counted_names(function)
+            assert own, f"{path.name}: {function.name} launches {launched} uncounted"
+            counted |= own
     assert defined <= used, f"nobody runs {sorted(defined - used)}"
     assert counted
     return counted
 
 
-def functions(tree: ast.AST) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+def functions(path: Path) -> list[ast.FunctionDef]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef)]
 
 
 def is_jitted(function: ast.FunctionDef) -> bool:

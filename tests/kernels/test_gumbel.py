@@ -128,9 +128,7 @@ def _bound_kernel(seed_ptr, position_ptr, out_ptr, WIDTH: tl.constexpr):
     tl.store(out_ptr + row * WIDTH + ids, bound)
 
 
-@pytest.mark.skipif(
-    not (IS_INTERPRETED or torch.cuda.is_available()), reason="a device function of Triton's"
-)
+@pytest.mark.kernel_only
 def test_the_bound_lies_above_the_noise_and_close_to_it_where_it_is_large(
     device: torch.device,
 ) -> None:

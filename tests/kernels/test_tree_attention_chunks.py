@@ -26,9 +26,6 @@ from tests.kernels.attention_cases import Batch, oracle, pack, random_block
 
 SCALE = 0.25
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(
-    not (IS_INTERPRETED or torch.cuda.is_available()), reason="runs kernels"
-)
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [{"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}]
 if not IS_INTERPRETED:
@@ -87,7 +84,7 @@ def _chunks_kernel(chunk_ptr, begin_ptr, CHUNK_TILES: tl.constexpr, TILES: tl.co
     tl.store(begin_ptr + tile, chunk_begin(chunk, CHUNK_TILES))
 
 
-@needs_triton
+@pytest.mark.kernel_only
 @pytest.mark.parametrize("chunk_tiles", [1, TRITON_CHUNK_TILES])
 def test_host_and_device_cut_the_same_chunks(device, chunk_tiles):
     chunk = torch.zeros(1024, dtype=torch.int32, device=device)
@@ -101,7 +98,7 @@ def test_host_and_device_cut_the_same_chunks(device, chunk_tiles):
     assert begin.tolist() == [first[end] for end in ends]
 
 
-@needs_triton
+@pytest.mark.kernel_only
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 @BY_HEADS
@@ -128,7 +125,7 @@ def test_splits_do_not_matter(device, heads, dtype, window):
     assert torch.equal(expected[-2:], torch.zeros_like(expected[-2:]))
 
 
-@needs_triton
+@pytest.mark.kernel_only
 @pytest.mark.parametrize("chunk_tiles", [1, TRITON_CHUNK_TILES])
 @pytest.mark.parametrize("dtype", DTYPES)
 @BY_HEADS
@@ -156,7 +153,7 @@ def test_a_row_across_chunks_has_the_same_bits_in_every_form(device, heads, dtyp
         assert torch.equal(last_row(0, num_splits=0), plain)
 
 
-@needs_triton
+@pytest.mark.kernel_only
 def test_requests_that_pad_a_captured_step(device):
     """Repeats of the last row_indptr, whose other fields are stale, beside padding rows."""
     blocks = [random_block(70, (-1, 0, 0)), random_block(200, 2)]
@@ -177,7 +174,7 @@ def test_requests_that_pad_a_captured_step(device):
         assert torch.equal(out[5:], torch.zeros_like(out[5:]))
 
 
-@needs_triton
+@pytest.mark.kernel_only
 def test_what_a_row_does_not_see_may_be_nan(device):
     """A leaf's K and V reach neither its siblings nor their descendants."""
     block = random_block(60, deep_tree(6))
@@ -193,7 +190,7 @@ def test_what_a_row_does_not_see_may_be_nan(device):
         assert out[leaf].isnan().all()
 
 
-@needs_triton
+@pytest.mark.kernel_only
 def test_a_step_of_many_rows_has_the_bits_of_a_split_one(device):
     """Chains alone need no second kernel; padding rows are 0 all the same."""
     blocks = [random_block(100, 150), random_block(7, 110)]
