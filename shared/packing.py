@@ -32,7 +32,7 @@ class RowBlock:
         first_slot: Logical slot of row 0; row i writes first_slot + i.
         depth: [num_rows] i32, tokens of the block above the row on its own path; None: a chain.
         path: [num_rows, D] i32, offsets from prefix_len of the row's own path, itself last; None: a
-            chain, or a path that lies on the device (see `pack_rows`).
+            chain.
         writes_kv: False: the rows' KV is committed already (replay); theirs goes to the sink.
     """
 
@@ -88,7 +88,6 @@ def pack_rows(
     pool: KVPool,
     *,
     window: int = 0,
-    path: torch.Tensor | None = None,
     staging: Staging | None = None,
     num_rows: int | None = None,
 ) -> PackedRows:
@@ -96,7 +95,6 @@ def pack_rows(
 
     Args:
         window: Sliding window of the model, tokens; 0 = none.
-        path: [T, D] i32 on the device, used instead of the blocks' own paths.
         staging: What brings the arrays to the device at its next flush; None: they go at once.
         num_rows: Rows and requests to pad to (see buckets.py), so that all shapes depend on this
             number alone; None: no padding.
@@ -111,7 +109,7 @@ def pack_rows(
     width = MAX_TREE_NODES
     if num_rows is None:
         width = max([block.path.shape[1] for block in blocks if block.path is not None], default=1)
-    offsets = np.zeros((total if path is None else 0, width), dtype=np.int32)
+    offsets = np.zeros((total, width), dtype=np.int32)
     for block, start, stop in zip(blocks, row_indptr[:-1], row_indptr[1:], strict=True):
         steps = np.arange(block.num_rows, dtype=np.int64)
         if block.writes_kv:
@@ -133,7 +131,7 @@ def pack_rows(
         prefix_len=send(per_request([b.prefix_len for b in blocks], 0, np.int32)),
         row_indptr=send(np.pad(row_indptr, (0, num_padded), mode="edge").astype(np.int32)),
         path_len=send(path_len),
-        path_offset=send(offsets) if path is None else path,
+        path_offset=send(offsets),
         is_chain=send(per_request([b.depth is None for b in blocks], 1, np.bool_)),
         page_size=pool.page_size,
         window=window,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from shared.tree import tree_paths
 from target_service.phases import ExtendInput, VerifyInput
 from target_service.request import TargetRequest
 from target_service.scheduler import PrefillWork, ReplayWork, StepPlan
+
+if TYPE_CHECKING:
+    from target_service.sampler import Sampler  # which reads the trees of a step
 
 ROOT_ONLY = np.array([-1], dtype=np.int32)
 
@@ -65,7 +69,13 @@ class StepBatch:
 
 
 def build_batch(
-    plan: StepPlan, pool: KVPool, staging: Staging, *, window: int, pads_rows: bool
+    plan: StepPlan,
+    pool: KVPool,
+    staging: Staging,
+    sampler: Sampler,
+    *,
+    window: int,
+    pads_rows: bool,
 ) -> StepBatch:
     """Pack trees, prefill chunks and replays into one forward.
 
@@ -145,12 +155,12 @@ def build_batch(
         rows=pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket),
         bucket=bucket,
     )
-    verify = _build_verify(trees, staging) if trees else None
+    verify = _build_verify(trees, staging, sampler) if trees else None
     staging.flush()
     return StepBatch(extend=extend, verify=verify, trees=trees, chains=chains, num_rows=row)
 
 
-def _build_verify(trees: Sequence[SampledTree], staging: Staging) -> VerifyInput:
+def _build_verify(trees: Sequence[SampledTree], staging: Staging, sampler: Sampler) -> VerifyInput:
     width = max(len(tree.token_ids) for tree in trees)
     node_rows = np.zeros((len(trees), width), dtype=np.int64)
     token_ids = np.zeros((len(trees), width), dtype=np.int64)
@@ -169,6 +179,7 @@ def _build_verify(trees: Sequence[SampledTree], staging: Staging) -> VerifyInput
             num_top = max(num_top, tree.request.open.top_logprobs)
         row += count
     return VerifyInput(
+        sampling=sampler.prepare(trees, staging),
         req_idx=staging.add(np.array([tree.request.req_idx for tree in trees], dtype=np.int64)),
         seq_len=staging.add(np.array([tree.seq_len for tree in trees], dtype=np.int64)),
         logit_rows=staging.add(np.concatenate(logit_rows)),

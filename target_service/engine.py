@@ -204,13 +204,14 @@ class TargetEngine:
             plan,
             self._pool,
             self._runner.staging,
+            self._runner.sampler,
             window=self._window,
             pads_rows=self._runner.pads_rows,
         )
         extended = self._runner.extend(batch.extend)
         verified = None
         if batch.verify is not None:
-            verified = self._runner.verify(batch.verify, extended, batch.trees)
+            verified = self._runner.verify(batch.verify, extended)
             self._runner.commit_kv(batch, verified)
         # Before the next step is launched: that one overwrites what this one computes.
         read = self._runner.start_read(batch, extended, verified)

@@ -60,6 +60,7 @@ class VerifyInput:
         max_depth: Depth of the deepest tree.
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: nobody did.
         num_top_logprobs: Alternatives per row.
+        sampling: How the rows are sampled.
     """
 
     req_idx: torch.Tensor
@@ -72,6 +73,7 @@ class VerifyInput:
     max_depth: int
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
+    sampling: SamplingInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

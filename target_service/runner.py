@@ -19,7 +19,7 @@ from shared.models.llama import CausalLM
 from shared.packing import pack_rows
 from shared.staging import Staging
 from shared.types import FeatureSpec
-from target_service.batch import SampledTree, StepBatch
+from target_service.batch import StepBatch
 from target_service.phases import (
     ExtendInput,
     ExtendOutput,
@@ -32,7 +32,6 @@ from target_service.sampler import Sampler
 
 # Far more than a step of trees takes; longer steps go round it.
 STAGING_BYTES = 8 << 20
-PARAMETER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,6 @@ class TargetRunner:
         self.sampler = sampler
         self.features = features
         self.staging = Staging(pool.device, STAGING_BYTES)
-        self._parameters = Staging(pool.device, PARAMETER_BYTES)
         # The newest token of every request, by row of the page table.
         self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
         self._graphs = GraphCache(pool.device)
@@ -147,13 +145,9 @@ class TargetRunner:
         return ExtendOutput(hidden=output.hidden, features=features)
 
     @torch.inference_mode()
-    def verify(
-        self, inputs: VerifyInput, extended: ExtendOutput, trees: Sequence[SampledTree]
-    ) -> VerifyOutput:
+    def verify(self, inputs: VerifyInput, extended: ExtendOutput) -> VerifyOutput:
         """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
-        self._parameters.begin()
-        sampling = self.sampler.prepare(trees, self._parameters)
-        self._parameters.flush()
+        sampling = inputs.sampling
         logits = self.model.logits(extended.hidden[inputs.logit_rows])  # [L, V]
         raw, raw_rows = logits, inputs.logprob_rows
         if raw_rows is not None and sampling.edits_logits:
