@@ -1,7 +1,8 @@
 """Decoding by the engines in one process, without gRPC: plain, and speculating with trees.
 
-Prompts are held-out text, served twice; the clock runs in the second pass, from the moment when
-every request has its first tokens until all have `--max-new-tokens`. A line counts only with its
+Prompts are held-out text, served twice: the first pass compiles every kernel and captures every
+graph that the second meets. In that one the clock runs, from the moment when every request has its
+first tokens until all have `--max-new-tokens`. A line counts only with its
 check: every output equal to the plain one, token by token, whatever the concurrency.
 
     python -m benchmarks.decode --output benchmarks/results/decode.json
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.calibration import read_prompts
 from benchmarks.models import add_model_flags, open_pair, parse_shape, resolve_flags
-from benchmarks.timing import add_output_flag, integers, progress, report
+from benchmarks.timing import add_output_flag, integers, progress, report, synchronize
 from draft_service.engine import DraftEngine
 from shared.types import MAX_TREE_NODES, SamplingParams
 from target_service.engine import TargetEngine
@@ -33,7 +34,8 @@ class Line:
         shape: num_steps/topk/num_draft_tokens, or plain.
         tokens_per_s: Of all requests together, prefill excluded.
         accept_length: Mean tokens per round, bonus included.
-        round_ms, target_ms, draft_ms: Per round: wall time, and time in the engines' steps.
+        round_ms, target_ms, draft_ms: Per round of the longest request: wall time, and time in the
+            steps of either engine.
         identical: Share of outputs equal to the plain ones.
     """
 
@@ -59,6 +61,9 @@ class TimedPair(LocalPair):
         if self.target.has_work:
             for message in self.target.step():
                 self._on_target(message)
+        if self.draft is not None:
+            # Both share a device: a draft that waits for a step in flight did not take that long.
+            synchronize(self.target._runner.pool.device)
         middle = time.perf_counter()
         if self.draft is not None and self.draft.has_work:
             for message in self.draft.step():
@@ -126,7 +131,7 @@ def _measure(
     Mutates: `plain`, outputs by prompt: the first run of a prompt, which is plain, puts its own.
     """
     tree = None if shape == "plain" else parse_shape(shape)
-    for _ in range(2):  # the first run compiles and captures every shape that the second meets
+    for _ in range(2):
         # As long as nothing is drafted, nobody need order rounds one by one.
         pair = TimedPair(target, draft if tree else None, num_granted=args.max_new_tokens)
         requests = [

@@ -19,6 +19,7 @@ from shared.types import DraftOpen, DraftRound, FeatureChunk, SamplingParams, To
 from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
 from tests.engines import random_tokens as tokens_of
 from tests.local_pair import LocalRequest
+from tests.waits import forbidden_waits
 
 
 def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine:
@@ -183,21 +184,19 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
         device="cuda", num_pages=600, page_size=4,
     )  # fmt: skip
     trees = []
-    for is_enabled in (False, True):
+    for is_capturing in (False, True):
         engine = create_engine(config, lambda *_: None)
         runner = engine._runner
-        runner._graphs = GraphCache(runner.pool.device, is_enabled=is_enabled)
+        runner._graphs = GraphCache(runner.pool.device)
+        runner._graphs.is_capturing = is_capturing
         sampling = SamplingParams(temperature=temperature, seed=1)
         open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
         works = engine._plan_extend()
         runner.extend(works)
         engine._commit_extend(works)
         growing = engine._plan_growth()
-        for repeat in range(3):
-            torch.cuda.set_sync_debug_mode("error" if repeat else "default")
-            try:
-                trees.append(runner.grow(growing))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        assert len(runner._graphs) == 2 * is_enabled
+        trees.append(runner.grow(growing))
+        with forbidden_waits():
+            trees += [runner.grow(growing) for _ in range(2)]
+        assert len(runner._graphs) == 2 * is_capturing
     assert all(again == trees[0] for again in trees)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine
 from tests.engines import Models, make_draft, make_target, random_tokens
 from tests.local_pair import LocalPair, LocalRequest
+from tests.waits import forbidden_waits
 
 SHAPE = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
 SAMPLING = (
@@ -49,18 +50,17 @@ class Watch:
     """Counts reads, and forbids all other waiting within the steps of an engine.
 
     Args:
-        mode: Forbids waiting or allows it, as `is_forbidden` says.
+        mode: A block in which waiting is forbidden or allowed, as `is_forbidden` says.
     """
 
     def __init__(
         self,
         target: TargetEngine,
         monkeypatch: pytest.MonkeyPatch,
-        mode: Callable[..., None],
+        mode: Callable[..., AbstractContextManager[None]],
     ) -> None:
         self.num_reads = 0
         self._mode = mode
-        self._is_forbidden = False
         read, step = target._runner.finish_read, target.step
 
         def counted_read(*args: Any) -> Any:
@@ -68,7 +68,7 @@ class Watch:
             return read(*args)
 
         def watched_step() -> Any:
-            with self._setting(is_forbidden=True):
+            with self._mode(is_forbidden=True):
                 return step()
 
         monkeypatch.setattr(target._runner, "finish_read", self.allowed(counted_read))
@@ -78,20 +78,10 @@ class Watch:
         """Return the function, free to wait."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self._setting(is_forbidden=False):
+            with self._mode(is_forbidden=False):
                 return function(*args, **kwargs)
 
         return wrapped
-
-    @contextmanager
-    def _setting(self, *, is_forbidden: bool) -> Iterator[None]:
-        before, self._is_forbidden = self._is_forbidden, is_forbidden
-        self._mode(is_forbidden=is_forbidden)
-        try:
-            yield
-        finally:
-            self._is_forbidden = before
-            self._mode(is_forbidden=before)
 
 
 def test_only_the_read_looks_at_values(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +90,16 @@ def test_only_the_read_looks_at_values(models: Models, monkeypatch: pytest.Monke
     target = make_target(pairing, prefill_chunk_len=32)
     is_guarded = False
 
-    def set_mode(*, is_forbidden: bool) -> None:
+    @contextmanager
+    def guard(*, is_forbidden: bool) -> Iterator[None]:
         nonlocal is_guarded
-        is_guarded = is_forbidden
+        before, is_guarded = is_guarded, is_forbidden
+        try:
+            yield
+        finally:
+            is_guarded = before
 
-    watch = Watch(target, monkeypatch, set_mode)
+    watch = Watch(target, monkeypatch, guard)
     for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
         original = getattr(torch.Tensor, name)
 
@@ -148,9 +143,6 @@ def test_a_step_waits_once(models: Models, monkeypatch: pytest.MonkeyPatch) -> N
     LocalPair(target, draft).run(requests(0))  # compiles what the second run needs
     num_steps = target.load.num_steps
 
-    def set_mode(*, is_forbidden: bool) -> None:
-        torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
-
-    watch = Watch(target, monkeypatch, set_mode)
+    watch = Watch(target, monkeypatch, forbidden_waits)
     LocalPair(target, draft).run(requests(1))
     assert watch.num_reads == target.load.num_steps - num_steps > 10
