@@ -14,7 +14,11 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
-from shared.kernels.tree_attention_kernels import _finish_rows_kernel, _shared_tiles_kernel
+from shared.kernels.tree_attention_kernels import (
+    _SEQUENTIAL_STATES,
+    _finish_rows_kernel,
+    _shared_tiles_kernel,
+)
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_ref import tree_attention_ref
 from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE, num_chunks
@@ -94,9 +98,9 @@ def attend_in_chunks(
     group_block = triton.next_power_of_2(group)
     dim_block = max(16, triton.next_power_of_2(head_dim))
     dot = dot_dtype(q)
-    narrowest, widest = choose_columns(dot, dim_block)
-    columns = group_block * triton.next_power_of_2(num_rows)
-    rows = max(1, min(max(columns, narrowest), widest) // group_block)
+    queries = choose_queries(dot, is_sequential=is_sequential and dim_block <= 128)
+    queries = max(queries, group_block)
+    rows = queries // group_block
     # Never fewer programs than blocks of rows, and no read-back of how many those are.
     num_programs = min(num_rows, num_rows // rows + num_reqs)
     if num_splits:
@@ -104,10 +108,10 @@ def attend_in_chunks(
     elif not is_sequential:
         wanted = max(num_programs, _SPLIT_PROGRAMS // num_kv_heads)
         num_programs = min(num_programs * max_chunks, wanted)
-    num_states = 2 if is_sequential else max_chunks
-    states = (num_rows, num_kv_heads, num_states)
-    stats = torch.empty((*states, 33, group), dtype=torch.float32, device=q.device)
-    acc = torch.empty((*states, group, head_dim), dtype=torch.float32, device=q.device)
+    num_states = _SEQUENTIAL_STATES.value if is_sequential else max_chunks
+    states = (num_rows, num_kv_heads, num_states, group)
+    stats = torch.empty((*states, 2), dtype=torch.float32, device=q.device)
+    acc = torch.empty((*states, head_dim), dtype=torch.float32, device=q.device)
     # Rows are left to the second kernel, padding included, unless there is nothing else for it.
     is_done = is_sequential and not metadata.has_trees
     new_out = torch.zeros if is_done else torch.empty
@@ -117,6 +121,7 @@ def attend_in_chunks(
         "DOT_DTYPE": dot,
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
+        "GROUP_BLOCK": group_block,
         "HEAD_DIM": head_dim,
         "DIM_BLOCK": dim_block,
         "PAGE_SIZE": metadata.page_size,
@@ -148,9 +153,8 @@ def attend_in_chunks(
         1 if is_sequential else num_splits or 0,
         scale * _LOG2_E,
         **shape,
-        GROUP_BLOCK=group_block,
         ROWS=rows,
-        **shared_options(dot, dim_block, rows * group_block, is_sequential=is_sequential),
+        **shared_options(dot, dim_block, queries),
         **LAUNCH_OPTIONS,
     )
     if is_done:
@@ -177,38 +181,33 @@ def attend_in_chunks(
         metadata.window,
         scale * _LOG2_E,
         **shape,
-        COLUMNS=max(narrowest, group_block),
+        QUERIES=max(choose_queries(dot), group_block),
         **finish_options(dot, dim_block),
         **LAUNCH_OPTIONS,
     )
     return out
 
 
-def choose_columns(dot: tl.dtype, dim_block: int) -> tuple[int, int]:
-    """Return the least and the most columns of a product, rows x heads of a group.
+def choose_queries(dot: tl.dtype, *, is_sequential: bool = False) -> int:
+    """Return the rows x heads of a product: those of a tensor core's instruction, or of two.
 
-    Tensor cores give a column the same bits whatever stands beside it; float32 products get one
-    shape, as the interpreter's BLAS may not. Fewer than 16 would be another instruction.
+    Float32 products have one shape, as the interpreter's BLAS may give rows of another one other
+    bits.
     """
     if dot == tl.float32:
-        return 16, 16
-    return 16, 64 if dim_block <= 128 else 32
+        return 16
+    return 128 if is_sequential else 64
 
 
-def shared_options(dot: tl.dtype, dim_block: int, columns: int, *, is_sequential: bool) -> _Options:
+def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     """Return launch options by which states stay in registers and tiles fit into shared memory."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
-    return {
-        "num_warps": 8 if is_sequential or columns * dim_block > 4096 else 4,
-        "num_stages": 3 if dim_block <= 128 else 2,
-    }
+    return {"num_warps": 4 * (queries // 64), "num_stages": 2}
 
 
 def finish_options(dot: tl.dtype, dim_block: int) -> _Options:
-    """Return launch options likewise; 128 registers let three programs share a multiprocessor."""
+    """Return launch options likewise."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
-    if dim_block > 128:
-        return {"num_warps": 4, "num_stages": 1}
-    return {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
+    return {"num_warps": 4, "num_stages": 1}

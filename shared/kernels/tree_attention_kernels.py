@@ -10,17 +10,22 @@ import triton.language as tl
 
 from shared.kernels.tree_attention_tiles import (
     NOTHING,
+    TOTAL_COLUMNS,
+    add_tile,
     attention_of,
     chunk_begin,
     chunk_of,
     empty_state,
+    first_column,
     fold,
-    tile_state,
 )
 
 _LAST = tl.constexpr(0x7FFFFFFF)
 # States that are read before the first of them is folded.
 _STATES_AHEAD = tl.constexpr(4)
+# Where a step is not split: all shared chunks but the last, that one, and two that follow: a path of
+# MAX_TREE_NODES lies in two tiles.
+_SEQUENTIAL_STATES = tl.constexpr(4)
 
 
 @triton.jit
@@ -66,9 +71,7 @@ def _load_tile(
 def _store_state(
     stats_ptr,
     acc_ptr,
-    index,
-    row,
-    row_states,
+    row_offset,
     head,
     is_live,
     in_dim,
@@ -79,46 +82,46 @@ def _store_state(
     """Store a state of rows x heads.
 
     Args:
-        index: Which state of row 0.
-        row: [COLUMNS], of the block of rows.
-        row_states: States from one row to the next.
-        head: [COLUMNS], of the group.
-        is_live: [COLUMNS].
+        row_offset: [QUERIES], index of each row's state.
+        head: [QUERIES], of the group.
+        is_live: [QUERIES].
         in_dim: [d].
     """
-    part = (tl.arange(0, 4) * 8)[:, None] + tl.arange(0, 8)[None, :]
     dim = tl.arange(0, in_dim.shape[0])
-    stats_ptrs = stats_ptr + index * (33 * GROUP) + (row * row_states * (33 * GROUP) + head)
-    tl.store(stats_ptrs, state[0], mask=is_live)
-    total_ptrs = stats_ptrs[None, None, :] + (1 + part[:, :, None]) * GROUP
-    tl.store(total_ptrs, state[1], mask=is_live[None, None, :])
-    acc_ptrs = acc_ptr + index * (GROUP * HEAD_DIM) + (row * row_states * GROUP + head) * HEAD_DIM
-    mask = is_live[None, :] & in_dim[:, None]
-    tl.store(acc_ptrs[None, :] + dim[:, None], state[2], mask=mask)
+    index = row_offset * GROUP + head
+    tl.store(stats_ptr + 2 * index, state[0], mask=is_live)
+    tl.store(stats_ptr + 2 * index + 1, first_column(state[1]), mask=is_live)
+    acc_ptrs = acc_ptr + index[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(acc_ptrs, state[2], mask=is_live[:, None] & in_dim[None, :])
 
 
 @triton.jit
 def _load_state(
     stats_ptr,
     acc_ptr,
-    index,
-    is_stored,
+    row_offset,
     head,
+    is_stored,
     in_dim,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Load what `_store_state` stored of one row, or the empty state if nothing `is_stored`."""
+    """Load what `_store_state` stored of one row, or the empty state if nothing `is_stored`.
+
+    Args:
+        row_offset: Index of the row's state.
+        head: [QUERIES]; past the group there is nothing.
+        COLUMNS: Of the total.
+    """
     is_live = head < tl.where(is_stored, GROUP, 0)
-    part = (tl.arange(0, 4) * 8)[:, None] + tl.arange(0, 8)[None, :]
     dim = tl.arange(0, in_dim.shape[0])
-    stats_ptrs = stats_ptr + index * (33 * GROUP) + head
-    largest = tl.load(stats_ptrs, mask=is_live, other=NOTHING)
-    total_ptrs = stats_ptrs[None, None, :] + (1 + part[:, :, None]) * GROUP
-    total = tl.load(total_ptrs, mask=is_live[None, None, :], other=0.0)
-    acc_ptrs = acc_ptr + index * (GROUP * HEAD_DIM) + head * HEAD_DIM
-    mask = is_live[None, :] & in_dim[:, None]
-    acc = tl.load(acc_ptrs[None, :] + dim[:, None], mask=mask, other=0.0)
+    index = row_offset * GROUP + head
+    largest = tl.load(stats_ptr + 2 * index, mask=is_live, other=NOTHING)
+    total = tl.load(stats_ptr + 2 * index + 1, mask=is_live, other=0.0)
+    total = total[:, None] + tl.zeros((1, COLUMNS), dtype=tl.float32)
+    acc_ptrs = acc_ptr + index[:, None] * HEAD_DIM + dim[None, :]
+    acc = tl.load(acc_ptrs, mask=is_live[:, None] & in_dim[None, :], other=0.0)
     return largest, total, acc
 
 
@@ -130,7 +133,7 @@ def _shared_tiles_kernel(
     k_cache_ptr,  # [num_slots, Hkv, d]
     v_cache_ptr,  # [num_slots, Hkv, d]
     out_ptr,  # [T, Hq, d] mutated
-    stats_ptr,  # [T, Hkv, S, 33, G] f32 mutated: largest, 32 parts of total
+    stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
     acc_ptr,  # [T, Hkv, S, G, d] f32 mutated
     page_table_ptr,  # [max_reqs, max_pages_per_req] i32
     req_idx_ptr,  # [R] i32
@@ -168,7 +171,7 @@ def _shared_tiles_kernel(
         num_splits: Programs per block of rows; 0: as many as there are, which only the device knows
             in a captured step.
     """
-    COLUMNS: tl.constexpr = ROWS * GROUP_BLOCK
+    QUERIES: tl.constexpr = ROWS * GROUP_BLOCK
     kv_head = tl.program_id(1).to(tl.int64)
     # Requests have ceil(rows / ROWS) blocks each, in order; a block has num_splits programs.
     req_lane = tl.arange(0, REQ_BLOCK)
@@ -191,9 +194,9 @@ def _shared_tiles_kernel(
     is_chain = tl.load(is_chain_ptr + request).to(tl.int32) != 0
     pages_ptr = page_table_ptr + tl.load(req_idx_ptr + request).to(tl.int64) * page_table_stride
 
-    column = tl.arange(0, COLUMNS)  # narrow side: rows x heads of the group
-    row = column // GROUP_BLOCK
-    head = column % GROUP_BLOCK
+    query = tl.arange(0, QUERIES)  # rows x heads of the group
+    row = query // GROUP_BLOCK
+    head = query % GROUP_BLOCK
     in_rows = row < row_end - row_begin
     path_len = tl.load(path_len_ptr + row_begin + row, mask=in_rows, other=0)
     kv_len = tl.where(in_rows, prefix_len + path_len, 0)
@@ -204,83 +207,78 @@ def _shared_tiles_kernel(
     # Tiles are split evenly, then every cut is moved down to a chunk's begin.
     first_tile = earliest // TILE
     end_tile = tl.where(is_chain, (longest + TILE - 1) // TILE, prefix_len // TILE)
-    num_tiles = tl.maximum(end_tile - first_tile, 0)
-    begin = first_tile + num_tiles * split // num_splits
-    begin = tl.maximum(chunk_begin(chunk_of(begin, CHUNK_TILES), CHUNK_TILES), first_tile)
-    end = first_tile + num_tiles * (split + 1) // num_splits
-    end = chunk_begin(chunk_of(end, CHUNK_TILES), CHUNK_TILES)
-    end = tl.where(split + 1 == num_splits, end_tile, end)
-    if begin >= end:
+    num_tiles = end_tile - first_tile
+    if num_tiles <= 0:
+        return
+    first_chunk = chunk_of(first_tile + num_tiles * split // num_splits, CHUNK_TILES)
+    end_chunk = chunk_of(first_tile + num_tiles * (split + 1) // num_splits, CHUNK_TILES)
+    if split + 1 == num_splits:
+        end_chunk = chunk_of(end_tile - 1, CHUNK_TILES) + 1
+    if first_chunk >= end_chunk:
         return
 
     dim = tl.arange(0, DIM_BLOCK)
     in_dim = dim < HEAD_DIM
     is_live = in_rows & (head < GROUP)
-    is_value = is_live[None, :] & in_dim[:, None]
+    is_value = is_live[:, None] & in_dim[None, :]
     k_ptrs = k_cache_ptr + kv_head * HEAD_DIM + dim
     v_ptrs = v_cache_ptr + kv_head * HEAD_DIM + dim
     q_ptr += row_begin.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
     q_offset = row * q_stride + head * HEAD_DIM
-    q = tl.load(q_ptr + q_offset[None, :] + dim[:, None], mask=is_value, other=0.0).to(DOT_DTYPE)
-    state_index = (row_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_states
-    row_states = NUM_KV_HEADS * num_states
+    q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=is_value, other=0.0).to(DOT_DTYPE)
+    state_index = ((row_begin + row).to(tl.int64) * NUM_KV_HEADS + kv_head) * num_states
 
     shared_end = tl.minimum(longest, end_tile * TILE)
-    state = empty_state(DIM_BLOCK, COLUMNS)
-    closed = empty_state(DIM_BLOCK, COLUMNS)
-    # Slots are looked up one tile ahead, so that loads of K and V never wait for the page table.
-    kv_index = begin * TILE + tl.arange(0, TILE)
-    is_read = (kv_index >= earliest) & (kv_index < shared_end)
-    slot = _slots(pages_ptr, kv_index, is_read, PAGE_SIZE)
-    for tile in range(begin, end):
-        kv_index = tile * TILE + tl.arange(0, TILE)
-        is_read = (kv_index >= earliest) & (kv_index < shared_end)
-        k, v = _load_tile(k_ptrs, v_ptrs, slot, is_read, in_dim, NUM_KV_HEADS * HEAD_DIM, DOT_DTYPE)
-        next_index = kv_index + TILE
-        is_next = (next_index >= earliest) & (next_index < shared_end)
-        slot = _slots(pages_ptr, next_index, is_next, PAGE_SIZE)
-
-        is_visible = kv_index[:, None] < kv_len[None, :]
-        if HAS_WINDOW:
-            is_visible = is_visible & (kv_index[:, None] >= kv_start[None, :])
-        state = fold(state, tile_state(k, v, q, is_visible, scale))
-
-        chunk = chunk_of(tile, CHUNK_TILES)
-        closes = tile + 1 == chunk_begin(chunk + 1, CHUNK_TILES)
+    state = empty_state(QUERIES, DIM_BLOCK)
+    closed = empty_state(QUERIES, DIM_BLOCK)
+    for chunk in range(first_chunk, end_chunk):
         if SEQUENTIAL:
-            if closes:
-                closed = fold(closed, state)
-                state = empty_state(DIM_BLOCK, COLUMNS)
-        else:
-            if closes | (tile + 1 == end):
-                _store_state(
-                    stats_ptr,
-                    acc_ptr,
-                    state_index + chunk,
-                    row,
-                    row_states,
-                    head,
-                    is_live,
-                    in_dim,
-                    state,
-                    GROUP,
-                    HEAD_DIM,
-                )
-                state = empty_state(DIM_BLOCK, COLUMNS)
+            closed = fold(closed, state)
+        state = empty_state(QUERIES, DIM_BLOCK)
+        begin = tl.maximum(chunk_begin(chunk, CHUNK_TILES), first_tile)
+        end = tl.minimum(chunk_begin(chunk + 1, CHUNK_TILES), end_tile)
+        # Slots are looked up one tile ahead: loads of K and V never wait for the page table.
+        kv_index = begin * TILE + tl.arange(0, TILE)
+        is_read = (kv_index >= earliest) & (kv_index < shared_end)
+        slot = _slots(pages_ptr, kv_index, is_read, PAGE_SIZE)
+        for tile in range(begin, end):
+            kv_index = tile * TILE + tl.arange(0, TILE)
+            is_read = (kv_index >= earliest) & (kv_index < shared_end)
+            k, v = _load_tile(
+                k_ptrs, v_ptrs, slot, is_read, in_dim, NUM_KV_HEADS * HEAD_DIM, DOT_DTYPE
+            )
+            next_index = kv_index + TILE
+            is_next = (next_index >= earliest) & (next_index < shared_end)
+            slot = _slots(pages_ptr, next_index, is_next, PAGE_SIZE)
+
+            is_visible = kv_index[None, :] < kv_len[:, None]
+            if HAS_WINDOW:
+                is_visible = is_visible & (kv_index[None, :] >= kv_start[:, None])
+            state = add_tile(state, q, k, v, is_visible, scale)
+        if not SEQUENTIAL:
+            _store_state(
+                stats_ptr,
+                acc_ptr,
+                state_index + chunk,
+                head,
+                is_live,
+                in_dim,
+                state,
+                GROUP,
+                HEAD_DIM,
+            )
 
     if SEQUENTIAL:
         if is_chain:
             out = attention_of(fold(closed, state)).to(out_ptr.dtype.element_ty)
             out_ptr += (row_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
             out_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
-            tl.store(out_ptr + out_offset[None, :] + dim[:, None], out, mask=is_value)
+            tl.store(out_ptr + out_offset[:, None] + dim[None, :], out, mask=is_value)
         else:
             _store_state(
                 stats_ptr,
                 acc_ptr,
                 state_index,
-                row,
-                row_states,
                 head,
                 is_live,
                 in_dim,
@@ -292,8 +290,6 @@ def _shared_tiles_kernel(
                 stats_ptr,
                 acc_ptr,
                 state_index + 1,
-                row,
-                row_states,
                 head,
                 is_live,
                 in_dim,
@@ -317,8 +313,8 @@ def _finish_rows_kernel(
     k_cache_ptr,  # [num_slots, Hkv, d]
     v_cache_ptr,  # [num_slots, Hkv, d]
     out_ptr,  # [T, Hq, d] mutated
-    stats_ptr,  # [T, Hkv, S, 33, G] f32: largest, 32 parts of total
-    acc_ptr,  # [T, Hkv, S, G, d] f32
+    stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
+    acc_ptr,  # [T, Hkv, S, G, d] f32 mutated
     page_table_ptr,  # [max_reqs, max_pages_per_req] i32
     req_idx_ptr,  # [R] i32
     prefix_len_ptr,  # [R] i32
@@ -336,6 +332,7 @@ def _finish_rows_kernel(
     DOT_DTYPE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -343,30 +340,29 @@ def _finish_rows_kernel(
     CHUNK_TILES: tl.constexpr,
     REQ_BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr,
     SEQUENTIAL: tl.constexpr,
 ):
-    """Fold a row's states and, in a tree, the tiles that hold its own path. Grid: (T, Hkv).
+    """Add, in a tree, the tiles that hold a row's own path, then fold its states. Grid: (T, Hkv).
 
     Padding rows get 0. SEQUENTIAL, rows of chains have their output already.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
-    head = tl.arange(0, COLUMNS)
     dim = tl.arange(0, DIM_BLOCK)
     in_dim = dim < HEAD_DIM
-    is_live = head < GROUP
-    is_value = is_live[None, :] & in_dim[:, None]
+    group_head = tl.arange(0, GROUP_BLOCK)
+    is_out = (group_head < GROUP)[:, None] & in_dim[None, :]
     out_ptr += (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
-    out_ptrs = out_ptr + head[None, :] * HEAD_DIM + dim[:, None]
+    out_ptrs = out_ptr + group_head[:, None] * HEAD_DIM + dim[None, :]
 
     req_lane = tl.arange(0, REQ_BLOCK)
     in_reqs = req_lane < num_reqs
     lane_end = tl.load(row_indptr_ptr + req_lane + 1, mask=in_reqs, other=0)
     request = tl.sum(((lane_end <= row) & in_reqs).to(tl.int32), axis=0)
     if request >= num_reqs:
-        zeros = tl.zeros((DIM_BLOCK, COLUMNS), dtype=out_ptr.dtype.element_ty)
-        tl.store(out_ptrs, zeros, mask=is_value)
+        zeros = tl.zeros((GROUP_BLOCK, DIM_BLOCK), dtype=out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, zeros, mask=is_out)
         return
     is_chain = tl.load(is_chain_ptr + request).to(tl.int32) != 0
     if is_chain & SEQUENTIAL:
@@ -374,58 +370,93 @@ def _finish_rows_kernel(
     prefix_len = tl.load(prefix_len_ptr + request)
     kv_len = prefix_len + tl.load(path_len_ptr + row)
     kv_start = tl.maximum(kv_len - window, 0) if HAS_WINDOW else kv_len * 0
-    pages_ptr = page_table_ptr + tl.load(req_idx_ptr + request).to(tl.int64) * page_table_stride
-    path_ptr = path_offset_ptr + row * path_offset_stride
-    k_ptrs = k_cache_ptr + kv_head * HEAD_DIM + dim
-    v_ptrs = v_cache_ptr + kv_head * HEAD_DIM + dim
-    q_ptrs = q_ptr + row * q_stride + kv_head * (GROUP * HEAD_DIM)
-    q_ptrs = q_ptrs + head[None, :] * HEAD_DIM + dim[:, None]
-    q = tl.load(q_ptrs, mask=is_value, other=0.0).to(DOT_DTYPE)
 
     # Tiles [first_tile, own_tile) are shared, [own_tile, end_tile) the row's own.
     first_tile = kv_start // TILE
     end_tile = (kv_len + TILE - 1) // TILE
     own_tile = tl.where(is_chain, end_tile, tl.maximum(prefix_len // TILE, first_tile))
     has_shared = own_tile > first_tile
-    chunk = chunk_of(tl.where(has_shared, own_tile - 1, own_tile), CHUNK_TILES)
-    if SEQUENTIAL:
-        begin = 0
-        last = 1
-    else:
-        begin = chunk_of(first_tile, CHUNK_TILES)
-        last = chunk
-    # The first own tile's slots are looked up while states are read and folded.
-    kv_index = own_tile * TILE + tl.arange(0, TILE)
-    slot, is_seen = _path_slots(
-        pages_ptr, path_ptr, kv_index, prefix_len, kv_start, kv_len, PAGE_SIZE
-    )
-    state_index = (row * NUM_KV_HEADS + kv_head) * num_states
-    state = _load_state(
-        stats_ptr, acc_ptr, state_index + last, has_shared, head, in_dim, GROUP, HEAD_DIM
-    )
+    last_chunk = chunk_of(end_tile - 1, CHUNK_TILES)
+    shared_chunk = chunk_of(tl.where(has_shared, own_tile - 1, own_tile), CHUNK_TILES)
+    first_chunk = chunk_of(first_tile, CHUNK_TILES)
+    row_states = (row * NUM_KV_HEADS + kv_head) * num_states
+    if SEQUENTIAL:  # the first state is that of all chunks before the last shared one
+        row_states += 1 - shared_chunk
+        first_chunk = tl.where(has_shared, shared_chunk - 1, shared_chunk)
 
-    closed = empty_state(DIM_BLOCK, COLUMNS)
-    for first in range(begin, tl.where(has_shared, last, begin), _STATES_AHEAD):
-        for ahead in tl.static_range(_STATES_AHEAD):
-            index = state_index + first + ahead
-            is_stored = first + ahead < last
-            closed = fold(
-                closed,
-                _load_state(stats_ptr, acc_ptr, index, is_stored, head, in_dim, GROUP, HEAD_DIM),
-            )
-
-    for tile in range(own_tile, end_tile):
-        k, v = _load_tile(k_ptrs, v_ptrs, slot, is_seen, in_dim, NUM_KV_HEADS * HEAD_DIM, DOT_DTYPE)
-        if chunk_of(tile, CHUNK_TILES) != chunk:
-            chunk = chunk_of(tile, CHUNK_TILES)
-            closed = fold(closed, state)
-            state = empty_state(DIM_BLOCK, COLUMNS)
-        is_visible = is_seen[:, None] & (head >= 0)[None, :]
-        state = fold(state, tile_state(k, v, q, is_visible, scale))
-        kv_index += TILE
+    if own_tile < end_tile:
+        pages_ptr = page_table_ptr + tl.load(req_idx_ptr + request).to(tl.int64) * page_table_stride
+        path_ptr = path_offset_ptr + row * path_offset_stride
+        kv_index = own_tile * TILE + tl.arange(0, TILE)
         slot, is_seen = _path_slots(
             pages_ptr, path_ptr, kv_index, prefix_len, kv_start, kv_len, PAGE_SIZE
         )
+        head = tl.arange(0, QUERIES)
+        is_live = head < GROUP
+        is_value = is_live[:, None] & in_dim[None, :]
+        q_ptrs = q_ptr + row * q_stride + kv_head * (GROUP * HEAD_DIM)
+        q_ptrs = q_ptrs + head[:, None] * HEAD_DIM + dim[None, :]
+        q = tl.load(q_ptrs, mask=is_value, other=0.0).to(DOT_DTYPE)
+        k_ptrs = k_cache_ptr + kv_head * HEAD_DIM + dim
+        v_ptrs = v_cache_ptr + kv_head * HEAD_DIM + dim
+        # Own tiles continue the last shared chunk, if they begin inside of it.
+        chunk = chunk_of(own_tile, CHUNK_TILES)
+        state = _load_state(
+            stats_ptr,
+            acc_ptr,
+            row_states + chunk,
+            head,
+            has_shared & (chunk == shared_chunk),
+            in_dim,
+            GROUP,
+            HEAD_DIM,
+            TOTAL_COLUMNS,
+        )
+        for tile in range(own_tile, end_tile):
+            k, v = _load_tile(
+                k_ptrs, v_ptrs, slot, is_seen, in_dim, NUM_KV_HEADS * HEAD_DIM, DOT_DTYPE
+            )
+            is_visible = is_seen[None, :] & (head >= 0)[:, None]
+            state = add_tile(state, q, k, v, is_visible, scale)
+            chunk = chunk_of(tile, CHUNK_TILES)
+            closes = tile + 1 == chunk_begin(chunk + 1, CHUNK_TILES)
+            if closes | (tile + 1 == end_tile):
+                _store_state(
+                    stats_ptr,
+                    acc_ptr,
+                    row_states + chunk + head * 0,
+                    head,
+                    is_live,
+                    in_dim,
+                    state,
+                    GROUP,
+                    HEAD_DIM,
+                )
+                state = empty_state(QUERIES, DIM_BLOCK)
+            kv_index += TILE
+            slot, is_seen = _path_slots(
+                pages_ptr, path_ptr, kv_index, prefix_len, kv_start, kv_len, PAGE_SIZE
+            )
+        tl.debug_barrier()  # other threads read what these stored
 
-    out = attention_of(fold(closed, state))
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_value)
+    folded = (
+        tl.full((GROUP_BLOCK,), NOTHING, dtype=tl.float32),
+        tl.zeros((GROUP_BLOCK, 1), dtype=tl.float32),
+        tl.zeros((GROUP_BLOCK, DIM_BLOCK), dtype=tl.float32),
+    )
+    for first in range(first_chunk, last_chunk + 1, _STATES_AHEAD):
+        for ahead in tl.static_range(_STATES_AHEAD):
+            state = _load_state(
+                stats_ptr,
+                acc_ptr,
+                row_states + first + ahead,
+                group_head,
+                first + ahead <= last_chunk,
+                in_dim,
+                GROUP,
+                HEAD_DIM,
+                1,
+            )
+            folded = fold(folded, state)
+    out = attention_of(folded)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_out)

@@ -1,15 +1,17 @@
 """The arithmetic of tree attention that both of its kernels share: tiles, states, chunks.
 
 A tile is 64 adjacent KV indices. What rows take from it is a *state*: the largest score, the sum of
-the weights and the sum of the weighted V, from this tile alone. The tiles of a chunk are folded in
-ascending order, then the chunks are, both from the empty state. Chunks are cut at fixed KV indices,
-so a chunk's state is the same whoever computes it, and so is what is folded from all of them.
+the weights and the sum of the weighted V. The tiles of a chunk are added to the empty state in
+ascending order, then the states of the chunks are folded, from the empty state again. Chunks are
+cut at fixed KV indices, so a chunk's state is the same whoever computes it, and so is what is folded
+from all of them.
 
-Folding an empty state changes nothing: the factor of the other one is 2^0. (A zero may change its
-sign, which is why `attention_of` ends with `+ 0.0`.)
+A tile of which a row sees nothing, and an empty state, change nothing: the factor of what is there
+is 2^0. (A zero may change its sign, which is why `attention_of` ends with `+ 0.0`.)
 
-No sum depends on how a compiler spreads a tensor over threads: they are taken in explicit pairs, or
-by products, which add in order of K.
+Sums over a tile are products, which add in order of K: none depends on how a compiler spreads a
+tensor over threads. That of the weights is a product with ones. A product has 64 rows, or 64 per
+group of 4 warps, whatever they are: a tensor core gives a row the same bits beside any others.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ TRITON_CHUNK_TILES = 4
 
 # Below every score, and finite: a difference of two of it is 0.
 NOTHING = tl.constexpr(-1e38)
+# The narrowest product.
+TOTAL_COLUMNS = tl.constexpr(16)
 _SHORT = tl.constexpr(16)
 _MEDIUM = tl.constexpr(12)
 
@@ -70,37 +74,36 @@ def chunk_begin(chunk, CHUNK_TILES: tl.constexpr):
 
 
 @triton.jit
-def empty_state(DIM_BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the state of no tile: (largest [COLUMNS], total [4, 8, COLUMNS], acc [d, COLUMNS]).
+def empty_state(QUERIES: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """Return the state of no tile: (largest [QUERIES], total [QUERIES, 16], acc [QUERIES, d]).
 
-    The sum of the weights stays in 32 parts, those of rows (4 warps, 8 lanes) of a product, until
-    the very end: no thread has to wait for another one's.
+    All columns of the total are the same.
     """
-    largest = tl.full((COLUMNS,), NOTHING, dtype=tl.float32)
-    total = tl.zeros((4, 8, COLUMNS), dtype=tl.float32)
-    acc = tl.zeros((DIM_BLOCK, COLUMNS), dtype=tl.float32)
+    largest = tl.full((QUERIES,), NOTHING, dtype=tl.float32)
+    total = tl.zeros((QUERIES, TOTAL_COLUMNS), dtype=tl.float32)
+    acc = tl.zeros((QUERIES, DIM_BLOCK), dtype=tl.float32)
     return largest, total, acc
 
 
 @triton.jit
-def tile_state(k, v, q, is_visible, scale):
-    """Return the state of one tile.
+def add_tile(state, q, k, v, is_visible, scale):
+    """Return the state of a run of tiles and the one that follows it.
 
     Args:
+        q: [QUERIES, d].
         k: [64, d].
         v: [64, d].
-        q: [d, COLUMNS].
-        is_visible: [64, COLUMNS].
+        is_visible: [QUERIES, 64].
         scale: Of the scores, > 0, times log2(e): weights are powers of 2.
     """
-    COLUMNS: tl.constexpr = q.shape[1]
-    scores = tl.dot(k, q, input_precision="ieee")
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores = tl.where(is_visible, scores, -float("inf"))
-    largest = tl.maximum(tl.max(scores, axis=0) * scale, NOTHING)
-    weights = tl.exp2(tl.fma(scores, scale, -largest[None, :]))
-    # A thread holds rows i and i + 8 of a product.
-    total = tl.sum(tl.reshape(weights, (4, 2, 8, COLUMNS)), axis=1)
-    acc = tl.dot(tl.trans(v), weights.to(v.dtype), input_precision="ieee")
+    largest = tl.maximum(tl.max(scores, axis=1) * scale, state[0])
+    factor = tl.exp2(state[0] - largest)[:, None]
+    weights = tl.exp2(tl.fma(scores, scale, -largest[:, None])).to(v.dtype)
+    ones = tl.full((k.shape[0], TOTAL_COLUMNS), 1.0, dtype=v.dtype)
+    total = tl.dot(weights, ones, state[1] * factor, input_precision="ieee")
+    acc = tl.dot(weights, v, state[2] * factor, input_precision="ieee")
     return largest, total, acc
 
 
@@ -108,21 +111,22 @@ def tile_state(k, v, q, is_visible, scale):
 def fold(state, following):
     """Return the state of two runs of tiles, `state` the earlier one."""
     largest = tl.maximum(state[0], following[0])
-    factor = tl.exp2(state[0] - largest)
-    following_factor = tl.exp2(following[0] - largest)
-    total = following[1] * following_factor[None, None, :]
-    total = tl.fma(state[1], factor[None, None, :], total)
-    acc = following[2] * following_factor[None, :]
-    acc = tl.fma(state[2], factor[None, :], acc)
+    factor = tl.exp2(state[0] - largest)[:, None]
+    following_factor = tl.exp2(following[0] - largest)[:, None]
+    total = tl.fma(state[1], factor, following[1] * following_factor)
+    acc = tl.fma(state[2], factor, following[2] * following_factor)
     return largest, total, acc
 
 
 @triton.jit
+def first_column(total):
+    """Return one of equal columns."""
+    column = tl.arange(0, total.shape[1])
+    return tl.sum(tl.where(column[None, :] == 0, total, 0.0), axis=1)
+
+
+@triton.jit
 def attention_of(state):
-    """Return the weighted mean of V, [d, COLUMNS]; 0 of an empty state."""
-    COLUMNS: tl.constexpr = state[2].shape[1]
-    total = tl.sum(tl.reshape(state[1], (4, 2, 4, COLUMNS)), axis=1)
-    total = tl.sum(tl.reshape(total, (4, 2, 2, COLUMNS)), axis=1)
-    total = tl.sum(tl.reshape(total, (2, 2, 2, COLUMNS)), axis=2)
-    total = tl.sum(tl.sum(total, axis=1), axis=0)
-    return state[2] / tl.where(total > 0.0, total, 1.0)[None, :] + 0.0
+    """Return the weighted mean of V, [QUERIES, d]; 0 of an empty state."""
+    total = first_column(state[1])
+    return state[2] / tl.where(total > 0.0, total, 1.0)[:, None] + 0.0

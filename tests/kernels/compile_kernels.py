@@ -193,12 +193,14 @@ def attention_kernels(dtype: str):
         cases += [(64, 64, False), (256, 64, False), (256, 2048, True)]
     for head_dim, num_rows, is_sequential in cases:
         dim_block = triton.next_power_of_2(head_dim)
-        narrowest, widest = tree_attention.choose_columns(dot, dim_block)
-        columns = narrowest if num_rows == 1 else widest
+        queries = tree_attention.choose_queries(
+            dot, is_sequential=is_sequential and dim_block <= 128
+        )
         shape = {
             "DOT_DTYPE": dot,
             "NUM_KV_HEADS": 8,
             "GROUP": 7,
+            "GROUP_BLOCK": 8,
             "HEAD_DIM": head_dim,
             "DIM_BLOCK": dim_block,
             "PAGE_SIZE": 16,
@@ -212,13 +214,13 @@ def attention_kernels(dtype: str):
         yield (
             tree_attention_kernels._shared_tiles_kernel,
             [*values, *["*i32"] * 5, "*i1", *["i32"] * 6, "fp32"],
-            {**shape, "GROUP_BLOCK": 8, "ROWS": columns // 8},
-            tree_attention.shared_options(dot, dim_block, columns, is_sequential=is_sequential),
+            {**shape, "ROWS": queries // 8},
+            tree_attention.shared_options(dot, dim_block, queries),
         )
         yield (
             tree_attention_kernels._finish_rows_kernel,
             [*values, *["*i32"] * 6, "*i1", *["i32"] * 6, "fp32"],
-            {**shape, "COLUMNS": narrowest},
+            {**shape, "QUERIES": tree_attention.choose_queries(dot)},
             tree_attention.finish_options(dot, dim_block),
         )
 

@@ -1,0 +1,177 @@
+"""What every program of tree attention does, worked out once per forward for all of its layers.
+
+The number of requests and how their rows and contexts spread is known to the device alone when a
+step is a replayed graph; a program that looked for its own part would wait for memory five times
+before it loads the first K.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch
+from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
+from shared.kernels.tree_attention_tiles import TRITON_KV_TILE, chunk_of
+
+# Fields of a table's line, padded to a power of 2.
+BLOCK_FIELDS = 16
+ROW_FIELDS = 8
+# Fewer requests than a warp has lanes are no reason for another binary.
+_MIN_REQ_BLOCK = 32
+_LINES = 128
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_rows", "num_programs", "num_splits", "page_table_stride"]
+)
+def _schedule_kernel(
+    blocks_ptr,  # [P, 16] i32 mutated
+    rows_ptr,  # [T, 8] i32 mutated
+    req_idx_ptr,  # [R] i32
+    prefix_len_ptr,  # [R] i32
+    row_indptr_ptr,  # [R + 1] i32
+    path_len_ptr,  # [T] i32
+    is_chain_ptr,  # [R] bool
+    num_reqs,
+    num_rows,
+    num_programs,
+    num_splits,
+    page_table_stride,
+    window,
+    TILE: tl.constexpr,
+    CHUNK_TILES: tl.constexpr,
+    REQ_BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Write LINES lines of both tables. Grid: (lines of the longer table / LINES,).
+
+    Requests have ceil(rows / ROWS) blocks each, in order; a block has num_splits programs.
+    """
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    lane = tl.arange(0, REQ_BLOCK)
+    in_reqs = lane < num_reqs
+    lane_begin = tl.load(row_indptr_ptr + lane, mask=in_reqs, other=0)
+    lane_end = tl.load(row_indptr_ptr + lane + 1, mask=in_reqs, other=0)
+    lane_blocks = (lane_end - lane_begin + ROWS - 1) // ROWS
+    num_blocks = tl.maximum(tl.sum(lane_blocks, axis=0), 1)
+    num_splits = tl.where(num_splits == 0, num_programs // num_blocks, num_splits)
+
+    # Blocks: the request is the first whose blocks end after this one.
+    block = line // num_splits
+    split = line % num_splits
+    is_before = (tl.cumsum(lane_blocks, axis=0)[None, :] <= block[:, None]) & in_reqs[None, :]
+    request = tl.sum(is_before.to(tl.int32), axis=1)
+    block -= tl.sum(tl.where(is_before, lane_blocks[None, :], 0), axis=1)
+    in_blocks = (line < num_programs) & (request < num_reqs)
+    row_begin = tl.load(row_indptr_ptr + request, mask=in_blocks, other=0) + block * ROWS
+    row_end = tl.load(row_indptr_ptr + request + 1, mask=in_blocks, other=0)
+    row_end = tl.minimum(row_end, row_begin + ROWS)
+    prefix_len = tl.load(prefix_len_ptr + request, mask=in_blocks, other=0)
+    is_chain = tl.load(is_chain_ptr + request, mask=in_blocks, other=0).to(tl.int32) != 0
+    req_idx = tl.load(req_idx_ptr + request, mask=in_blocks, other=0)
+    # A chain's first row is its shortest, a tree's is its root.
+    shortest = prefix_len + tl.load(path_len_ptr + row_begin, mask=in_blocks & is_chain, other=1)
+    longest = prefix_len + tl.load(path_len_ptr + row_end - 1, mask=in_blocks & is_chain, other=1)
+    earliest = tl.maximum(shortest - window, 0) if HAS_WINDOW else tl.zeros_like(shortest)
+    first_tile = earliest // TILE
+    end_tile = tl.where(is_chain, (longest + TILE - 1) // TILE, prefix_len // TILE)
+    num_tiles = end_tile - first_tile
+    # Tiles are split evenly, then every cut is moved down to a chunk's begin.
+    first_chunk = chunk_of(first_tile + num_tiles * split // num_splits, CHUNK_TILES)
+    end_chunk = chunk_of(first_tile + num_tiles * (split + 1) // num_splits, CHUNK_TILES)
+    is_last = split + 1 == num_splits
+    end_chunk = tl.where(is_last, chunk_of(end_tile - 1, CHUNK_TILES) + 1, end_chunk)
+    end_chunk = tl.where(in_blocks & (num_tiles > 0), end_chunk, first_chunk)
+    is_line = line < num_programs
+    blocks_ptr += line * 16
+    tl.store(blocks_ptr, first_chunk, mask=is_line)
+    tl.store(blocks_ptr + 1, end_chunk, mask=is_line)
+    tl.store(blocks_ptr + 2, first_tile, mask=is_line)
+    tl.store(blocks_ptr + 3, end_tile, mask=is_line)
+    tl.store(blocks_ptr + 4, earliest, mask=is_line)
+    tl.store(blocks_ptr + 5, tl.minimum(longest, end_tile * TILE), mask=is_line)
+    tl.store(blocks_ptr + 6, row_begin, mask=is_line)
+    tl.store(blocks_ptr + 7, row_end, mask=is_line)
+    tl.store(blocks_ptr + 8, req_idx * page_table_stride, mask=is_line)
+    tl.store(blocks_ptr + 9, prefix_len, mask=is_line)
+    tl.store(blocks_ptr + 10, is_chain.to(tl.int32), mask=is_line)
+
+    # Rows: tiles [first, own) are shared, [own, end) the row's own.
+    is_line = line < num_rows
+    is_before = (lane_end[None, :] <= line[:, None]) & in_reqs[None, :]
+    request = tl.sum(is_before.to(tl.int32), axis=1)
+    in_rows = is_line & (request < num_reqs)
+    prefix_len = tl.load(prefix_len_ptr + request, mask=in_rows, other=0)
+    is_chain = tl.load(is_chain_ptr + request, mask=in_rows, other=0).to(tl.int32) != 0
+    req_idx = tl.load(req_idx_ptr + request, mask=in_rows, other=0)
+    kv_len = prefix_len + tl.load(path_len_ptr + line, mask=in_rows, other=0)
+    kv_start = tl.maximum(kv_len - window, 0) if HAS_WINDOW else tl.zeros_like(kv_len)
+    first_tile = kv_start // TILE
+    end_tile = (kv_len + TILE - 1) // TILE
+    own_tile = tl.maximum(prefix_len // TILE, first_tile)
+    own_tile = tl.where(is_chain | ~in_rows, end_tile, own_tile)
+    rows_ptr += line * 8
+    tl.store(rows_ptr, kv_len, mask=is_line)
+    tl.store(rows_ptr + 1, kv_start, mask=is_line)
+    tl.store(rows_ptr + 2, first_tile, mask=is_line)
+    tl.store(rows_ptr + 3, own_tile, mask=is_line)
+    tl.store(rows_ptr + 4, end_tile, mask=is_line)
+    tl.store(rows_ptr + 5, prefix_len, mask=is_line)
+    tl.store(rows_ptr + 6, req_idx * page_table_stride, mask=is_line)
+    tl.store(rows_ptr + 7, is_chain.to(tl.int32), mask=is_line)
+
+
+def schedule(
+    metadata: TreeAttentionMetadata,
+    *,
+    rows_per_block: int,
+    num_programs: int,
+    num_splits: int,
+    chunk_tiles: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lines of the programs and of the rows; the same ones for every layer of a forward.
+
+    Args:
+        rows_per_block: Rows of a request that a program takes at most.
+        num_programs: Per KV head; at least as many as there are blocks of rows.
+        num_splits: Programs per block of rows; 0: as many as there are.
+        chunk_tiles: Tiles of the shortest chunks.
+    Returns: ([num_programs, 16] i32, [T, 8] i32), fields as `_schedule_kernel` writes them.
+    """
+    key = ("schedule", rows_per_block, num_programs, num_splits, chunk_tiles)
+    if key in metadata.plans:
+        return metadata.plans[key]
+    num_reqs, num_rows = metadata.req_idx.shape[0], metadata.path_len.shape[0]
+    device = metadata.req_idx.device
+    blocks = torch.empty((num_programs, BLOCK_FIELDS), dtype=torch.int32, device=device)
+    rows = torch.empty((num_rows, ROW_FIELDS), dtype=torch.int32, device=device)
+    count_launch("tree_attention_schedule")
+    _schedule_kernel[(triton.cdiv(max(num_programs, num_rows), _LINES),)](
+        blocks,
+        rows,
+        metadata.req_idx,
+        metadata.prefix_len,
+        metadata.row_indptr,
+        metadata.path_len,
+        metadata.is_chain,
+        num_reqs,
+        num_rows,
+        num_programs,
+        num_splits,
+        metadata.page_table.stride(0),
+        metadata.window,
+        TILE=TRITON_KV_TILE,
+        CHUNK_TILES=chunk_tiles,
+        REQ_BLOCK=max(_MIN_REQ_BLOCK, triton.next_power_of_2(num_reqs)),
+        HAS_WINDOW=metadata.window > 0,
+        ROWS=rows_per_block,
+        LINES=_LINES,
+        num_warps=4,
+        **LAUNCH_OPTIONS,
+    )
+    metadata.plans[key] = blocks, rows
+    return blocks, rows
