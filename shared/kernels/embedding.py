@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 
 
 @triton.jit
@@ -21,7 +22,9 @@ def _embed_kernel(
     out_ptr,  # [T, h] mutated
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids_ptr + row)
     if token_id < 0:
@@ -59,7 +62,7 @@ def embed(
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(table),
     )
     return out
 

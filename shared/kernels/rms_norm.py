@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, aligned, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import aligned, count_launch, use_triton
 from shared.kernels.linear import sum_addends_block, sum_addends_ref
 
 
@@ -29,7 +30,9 @@ def _rms_norm_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
@@ -54,7 +57,9 @@ def _add_rms_norm_kernel(
     NUM_SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
@@ -100,7 +105,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(x),
     )
     return out
 
@@ -146,7 +151,7 @@ def add_rms_norm(
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=8 if width > 2048 else 4,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(x),
     )
     return total, out
 

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.linear import sum_addends_block, sum_addends_ref
 from shared.kernels.rms_norm import rms_norm_ref
 from shared.kernels.rope import apply_rope
@@ -36,7 +37,9 @@ def _rope_store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HEAD_DIM: tl.constexpr = 2 * HALF
@@ -147,7 +150,7 @@ def rope_store(
         HALF=half,
         HALF_BLOCK=triton.next_power_of_2(half),
         num_warps=1,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(addends),
     )
     return q
 

@@ -5,6 +5,7 @@ Prints one line per binary: kernel, compute capability, dtype, instructions of i
 
 from __future__ import annotations
 
+import re
 import sys
 
 import triton
@@ -66,7 +67,7 @@ def kernels(dtype: str):
         tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear._linear_kernel,
-            [*descriptors(dtype, tiles), values, "*fp32", "i32", "i32", "i32"],
+            [*descriptors(dtype, tiles), values, values, "*fp32", *["i32"] * 4],
             {
                 **dot,
                 **blocks(tiles),
@@ -74,14 +75,20 @@ def kernels(dtype: str):
                 "IS_SPLIT": num_rows <= linear.MAX_SPLIT_ROWS,
                 "NUM_SPLITS": 4,
                 "SPLIT_K": 1024,
+                "PREFETCH_K": 512 if num_rows <= 64 else 0,
             },
             launch_options(tiles),
         )
         tiles = linear_swiglu.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear_swiglu._linear_swiglu_kernel,
-            [*descriptors(dtype, tiles), values, values, "i32", "i32", "i32"],
-            {**dot, **blocks(tiles), "HAS_BIAS": True},
+            [*descriptors(dtype, tiles), values, values, values, *["i32"] * 4],
+            {
+                **dot,
+                **blocks(tiles),
+                "HAS_BIAS": True,
+                "PREFETCH_K": 256 if num_rows <= 64 else 0,
+            },
             launch_options(tiles),
         )
     yield (
@@ -292,6 +299,10 @@ def main() -> None:
 
 def compile_kernel(kernel, types, constexprs, capability, options=None):
     """Compile for arguments as they are in service: pointers and strides are multiples of 16."""
+    if "IS_DEPENDENT" in kernel.arg_names:
+        is_dependent = capability >= 90
+        constexprs = constexprs | {"IS_DEPENDENT": is_dependent}
+        options = (options or {}) | {"launch_pdl": is_dependent}
     names = [name for name in kernel.arg_names if name not in constexprs]
     signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constexprs, "constexpr")
     position = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
@@ -306,7 +317,17 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
     binary = triton.compile(source, target=target, options=LAUNCH_OPTIONS | (options or {}))
     assert binary.asm["cubin"]
     assert binary.metadata.shared <= SHARED_MEMORY_BYTES, kernel.__name__
+    if constexprs.get("IS_DEPENDENT"):
+        assert waits_first(binary.asm["ptx"]), f"{kernel.__name__} does not wait first"
     return binary
+
+
+def waits_first(ptx: str) -> bool:
+    """Return whether a kernel waits for earlier ones before it branches or touches memory."""
+    before, wait, _ = re.sub(r"//.*", "", ptx).partition("griddepcontrol.wait;")
+    touched = re.findall(r"\b(ld|st|atom|red|cp|bra|ret|exit)\b([.\w]*)", before)
+    harmless = (".param", ".async.bulk.prefetch.L2")
+    return bool(wait) and all(space.startswith(harmless) for _, space in touched)
 
 
 if __name__ == "__main__":
