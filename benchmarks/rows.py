@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM, ForwardOutput
-from shared.packing import PackedRows, RowBlock, pack_rows, to_device
+from shared.packing import PackedRows, RowBlocks, pack_rows, to_device
+from shared.staging import Staging
 from shared.tree import tree_paths
 
 
@@ -101,25 +102,28 @@ def build_rows(
         token_ids: [R, N].
         parents: [N] of a tree; None: chains.
     """
-    num_rows = token_ids.shape[1]
-    depth, path = (None, None) if parents is None else tree_paths(parents)
-    blocks = [
-        RowBlock(
-            req_idx=row,
-            prefix_len=prefix_len,
-            num_rows=num_rows,
-            first_slot=prefix_len,
-            depth=depth,
-            path=path,
-        )
-        for row in req_idx
-    ]
-    position = prefix_len + (np.arange(num_rows) if depth is None else depth.astype(np.int64))
+    num_reqs, num_rows = token_ids.shape
+    depth = path = None
+    step = np.arange(num_rows)
+    if parents is not None:
+        depth, path = tree_paths(parents)
+        step = depth.astype(np.int64)
+        depth, path = np.tile(depth, num_reqs), np.tile(path, (num_reqs, 1))
+    blocks = RowBlocks(
+        req_idx=np.array(req_idx),
+        prefix_len=np.full(num_reqs, prefix_len),
+        num_rows=np.full(num_reqs, num_rows),
+        depth=depth,
+        path=path,
+    )
+    staging = Staging(pool.device, 1 << 20)
+    packed = pack_rows(blocks, pool, staging=staging)
+    staging.flush()
     return Rows(
         token_ids=to_device(token_ids.reshape(-1), pool.device),
-        position_ids=to_device(np.tile(position, len(req_idx)), pool.device),
+        position_ids=to_device(np.tile(prefix_len + step, num_reqs), pool.device),
         pool=pool,
-        packed=pack_rows(blocks, pool),
+        packed=packed,
     )
 
 

@@ -114,19 +114,22 @@ class DraftEngine:
         Returns: TokenTree, RequestFailure, RequestRetracted and FeatureCommand messages.
         """
         works = self._plan_extend()
-        if works:
-            self._runner.extend(works)
-            self._commit_extend(works)
-            self._num_rows += sum(work.num_rows for work in works)
+        for work in works:
+            work.request.kv_len += work.num_rows
         growing = self._plan_growth()
-        if growing:
-            self._outbox.extend(self._runner.grow(growing))
-            for request in growing:
-                request.pending = None
+        works = [work for work in works if work.request.request_id in self._requests]
         if works or growing:
+            self._outbox.extend(self._runner.run(works, growing))
             self._num_steps += 1
+            self._num_rows += sum(work.num_rows for work in works)
             touched = {w.request.request_id for w in works} | {r.request_id for r in growing}
             self._num_request_steps += len(touched)
+        for request in growing:
+            request.pending = None
+        if self._runner.window:
+            for work in works:  # its rows have seen them
+                seen = work.request.kv_len - self._runner.window
+                self._pool.drop_before(work.request.req_idx, seen)
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -236,7 +239,7 @@ class DraftEngine:
                 continue
             count = min(request.num_ready_rows, budget, CHUNK_ROWS)
             if count and self._reserve(request, count):
-                works.append(ExtendWork(request=request, num_rows=count))
+                works.append(ExtendWork(request=request, kv_len=request.kv_len, num_rows=count))
                 budget -= count
         return [work for work in works if work.request.request_id in self._requests]
 
@@ -248,13 +251,6 @@ class DraftEngine:
                 if self._reserve(request, self._runner.num_scratch_slots(request)):
                     growing.append(request)
         return [request for request in growing if request.request_id in self._requests]
-
-    def _commit_extend(self, works: list[ExtendWork]) -> None:
-        for work in works:
-            request = work.request
-            request.kv_len += work.num_rows
-            if self._runner.window:
-                self._pool.drop_before(request.req_idx, request.kv_len - self._runner.window)
 
     def _reserve(self, request: DraftRequest, num_slots: int) -> bool:
         """Reserve slots past kv_len, retracting the newest requests while there are too few pages.

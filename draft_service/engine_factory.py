@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Slots past the committed rows that the largest tree expands.
 MAX_SCRATCH_SLOTS = (MAX_NUM_STEPS - 1) * MAX_TOPK
-# What a request holds beside its window: rows being extended, or a growing tree.
-EXTRA_SLOTS = max(CHUNK_ROWS, MAX_SCRATCH_SLOTS)
+# What a request holds beside its window: rows being extended, and the tree that grows from them.
+EXTRA_SLOTS = CHUNK_ROWS + MAX_SCRATCH_SLOTS
 MIN_WINDOW = 16
 
 

@@ -21,19 +21,32 @@ from shared.graphs import GraphCache
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
-from shared.packing import RowBlock, pack_rows
-from shared.staging import Staging
+from shared.packing import RowBlocks, pack_rows
+from shared.staging import ALIGNMENT, Staging
 from shared.types import MAX_TREE_NODES, DraftRound, TokenTree, TreeShape
 
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
+# What a growth reads of each of its requests.
+_GROWTH = {
+    "req_idx": torch.int32,
+    "kv_len": torch.int32,
+    "node_position": torch.int64,
+    "topk": torch.int32,
+    "num_steps": torch.int32,
+    "num_nodes": torch.int32,
+    "temperature": torch.float32,
+    "seed": torch.int64,
+    "child_position": torch.int64,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendWork:
-    """The next `num_rows` rows of a request."""
+    """The next `num_rows` rows of a request, at KV index `kv_len`."""
 
     request: DraftRequest
+    kv_len: int
     num_rows: int
 
 
@@ -57,6 +70,8 @@ class DraftRunner:
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
         self._staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
+        most = -(-8 * _padded(pool.max_num_requests) // ALIGNMENT) * ALIGNMENT
+        self._growth_bytes = len(_GROWTH) * most
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
@@ -64,38 +79,32 @@ class DraftRunner:
         self._results = _Results(device, _padded(pool.max_num_requests))
 
     @torch.inference_mode()
-    def extend(self, works: Sequence[ExtendWork]) -> None:
-        """Run true inputs through the draft, overwriting what it computed from its own guesses.
+    def run(self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest]) -> list[TokenTree]:
+        """Run true inputs through the draft, overwriting what it computed from its own guesses;
+        then answer pending rounds, each with a tree. All is launched before any of it is awaited.
 
-        Mutates: KV slots of the rows; the hidden row that the next tree grows from; takes features
-            from the requests.
+        Args:
+            growing: Requests whose kv_len counts their rows among `works`.
+        Mutates: KV slots of the rows; the hidden rows that trees grow from; scratch KV slots past
+            kv_len; takes features from the requests.
         """
-        inputs = self._build_extend(works)
-        if inputs.bucket is None:
-            self._extend(inputs)
-            return
-        dtype = None if inputs.features is None else inputs.features.dtype
-        key = ("extend", inputs.bucket, dtype)
-        self._graphs.run(key, lambda: self._extend(inputs), inputs.tensors)
-
-    @torch.inference_mode()
-    def grow(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        """Answer each request's pending round with a tree.
-
-        Mutates: scratch KV slots past each request's kv_len.
-        """
-        orders = [_order(request) for request in requests]
-        inputs = self._build_grow(requests, orders)
+        staging = self._staging
+        staging.begin()
+        growth = self._build_grow(growing) if growing else None
+        # Where extends lie must not depend on what grows.
+        staging.skip_to(self._growth_bytes)
+        extend = self._build_extend(works) if works else None
+        staging.flush()
+        if extend is not None:
+            self._extend(extend)
+        if growth is None:
+            return []
         packed = self._graphs.run(
-            ("grow", len(inputs.seed), inputs.bounds, inputs.is_random),
-            lambda: self._grower.grow(inputs, self._last_hidden),
-            inputs.tensors,
+            ("grow", len(growth.seed), growth.bounds, growth.is_random),
+            lambda: self._grower.grow(growth, self._last_hidden),
+            growth.tensors,
         )
-        output = DraftOutput.unpack(self._results.read(packed))
-        return [
-            _tree(request, order, output, i)
-            for i, (request, order) in enumerate(zip(requests, orders, strict=True))
-        ]
+        return _trees(growing, DraftOutput.unpack(self._results.read(packed)))
 
     def num_scratch_slots(self, request: DraftRequest) -> int:
         """Return how many slots past kv_len the pending tree needs."""
@@ -103,6 +112,14 @@ class DraftRunner:
         return (shape.num_steps - 1) * shape.topk
 
     def _extend(self, inputs: DraftExtendInput) -> None:
+        if inputs.bucket is None:
+            self._forward(inputs)
+            return
+        dtype = None if inputs.features is None else inputs.features.dtype
+        key = ("extend", inputs.bucket, dtype)
+        self._graphs.run(key, lambda: self._forward(inputs), inputs.tensors)
+
+    def _forward(self, inputs: DraftExtendInput) -> None:
         recurrent = None
         if inputs.features is not None:
             recurrent = self.model.project_features(inputs.features)
@@ -119,90 +136,83 @@ class DraftRunner:
 
     def _build_extend(self, works: Sequence[ExtendWork]) -> DraftExtendInput:
         """Pack the next rows of several requests; takes their features."""
-        num_live = sum(work.num_rows for work in works)
-        bucket = bucket_of(num_live) if self.pads_rows else None
-        num_rows, num_reqs = bucket or num_live, bucket or len(works)
-        tokens = np.zeros(num_rows, dtype=np.int64)
-        positions = np.zeros(num_rows, dtype=np.int64)
-        hidden_idx = np.full(num_reqs, self.pool.max_num_requests, dtype=np.int64)
-        blocks, features = [], []
-        begin = 0
-        for i, work in enumerate(works):
+        tokens: list[int] = []
+        features: list[torch.Tensor] = []
+        columns = []
+        for work in works:
             request, count = work.request, work.num_rows
-            end = begin + count
-            start = request.next_position
-            shifted = start + request.input_shift
-            tokens[begin:end] = request.tokens[shifted : shifted + count]
-            positions[begin:end] = np.arange(start, start + count)
-            begin = end
-            hidden_idx[i] = request.req_idx
-            blocks.append(
-                RowBlock(
-                    req_idx=request.req_idx,
-                    prefix_len=request.kv_len,
-                    num_rows=count,
-                    first_slot=request.kv_len,
-                )
-            )
+            position = request.base + work.kv_len
+            shifted = position + request.input_shift
+            tokens += request.tokens[shifted : shifted + count]
+            columns.append((request.req_idx, work.kv_len, count, position))
             if request.input_shift:
                 features += request.take_features(count)
-        staging = self._staging
-        staging.begin()
-        rows = pack_rows(blocks, self.pool, window=self.window, staging=staging, num_rows=bucket)
-        last_rows = _column(rows.row_indptr[1:] - 1, num_reqs, np.int64)
-        inputs = DraftExtendInput(
-            token_ids=staging.add(tokens),
-            position_ids=staging.add(positions),
+        req_idx, kv_len, num_rows, position = np.array(columns, dtype=np.int64).T
+        num_live = len(tokens)
+        bucket = bucket_of(num_live) if self.pads_rows else None
+        total, num_reqs = bucket or num_live, bucket or len(works)
+        host, device = self._staging.place(
+            token_ids=(torch.int64, (total,)),
+            position_ids=(torch.int64, (total,)),
+            last_rows=(torch.int64, (num_reqs,)),
+            hidden_idx=(torch.int64, (num_reqs,)),
+        )
+        blocks = RowBlocks(req_idx=req_idx, prefix_len=kv_len, num_rows=num_rows)
+        rows = pack_rows(
+            blocks, self.pool, window=self.window, staging=self._staging, num_rows=bucket
+        )
+        first_row = rows.row_indptr[:-1]
+        step = np.arange(num_live) - np.repeat(first_row, num_rows)
+        _fill(host["token_ids"], tokens)
+        _fill(host["position_ids"], np.repeat(position, num_rows) + step)
+        _fill(host["last_rows"], rows.row_indptr[1:] - 1)
+        _fill(host["hidden_idx"], req_idx, padding=self.pool.max_num_requests)
+        return DraftExtendInput(
+            **device,
             rows=rows,
-            last_rows=staging.add(last_rows),
-            hidden_idx=staging.add(hidden_idx),
-            features=_stage_features(features, staging, num_rows),
+            features=_stage_features(features, self._staging, total),
             bucket=bucket,
         )
-        staging.flush()
-        return inputs
 
-    def _build_grow(
-        self, requests: Sequence[DraftRequest], orders: Sequence[DraftRound]
-    ) -> DraftInput:
-        """Bring what the requests' trees depend on to the device."""
-        batch = _padded(len(requests)) if self.pads_rows else len(requests)
+    def _build_grow(self, requests: Sequence[DraftRequest]) -> DraftInput:
+        """Lay out what the requests' trees depend on."""
+        orders = [_order(request) for request in requests]
         shapes = [order.shape for order in orders]
         samplings = [request.open.sampling for request in requests]
-        req_idx = _column([request.req_idx for request in requests], batch, np.int32)
-        kv_len = _column([request.kv_len for request in requests], batch, np.int32)
-        topk = _column([shape.topk for shape in shapes], batch, np.int32)
-        num_steps = _column([shape.num_steps for shape in shapes], batch, np.int32)
-        num_slots = (num_steps - 1) * topk
+        batch = _padded(len(requests)) if self.pads_rows else len(requests)
+        host, device = self._staging.place(
+            **{name: (dtype, (batch,)) for name, dtype in _GROWTH.items()}
+        )
+        for name, values in (
+            ("req_idx", [request.req_idx for request in requests]),
+            ("kv_len", [request.kv_len for request in requests]),
+            ("node_position", [request.next_position for request in requests]),
+            ("topk", [shape.topk for shape in shapes]),
+            ("num_steps", [shape.num_steps for shape in shapes]),
+            ("num_nodes", [shape.num_draft_tokens - 1 for shape in shapes]),
+            ("temperature", [sampling.temperature for sampling in samplings]),
+            ("seed", np.array([sampling.seed for sampling in samplings], np.uint64).view(np.int64)),
+            ("child_position", [len(request.tokens) for request in requests]),
+        ):
+            _fill(host[name], values)
+        num_slots = (host["num_steps"] - 1) * host["topk"]
         has_slots = num_slots > 0
-        self.pool.slots(req_idx[has_slots], (kv_len + num_slots - 1)[has_slots])  # checks them
-        page_table = self.pool.page_table
-        staging = self._staging
-        staging.begin()
-        inputs = DraftInput(
+        last = host["kv_len"] + num_slots - 1
+        self.pool.slots(host["req_idx"][has_slots], last[has_slots])  # checks them
+        return DraftInput(
             trees=GrowingTrees(
-                req_idx=staging.add(req_idx),
-                kv_len=staging.add(kv_len),
-                node_position=staging.add(
-                    _column([request.next_position for request in requests], batch, np.int64)
-                ),
-                topk=staging.add(topk),
-                num_steps=staging.add(num_steps),
-                page_table=page_table,
+                req_idx=device["req_idx"],
+                kv_len=device["kv_len"],
+                node_position=device["node_position"],
+                topk=device["topk"],
+                num_steps=device["num_steps"],
+                page_table=self.pool.stage_page_table(self._staging),
                 page_size=self.pool.page_size,
             ),
-            num_nodes=staging.add(
-                _column([shape.num_draft_tokens - 1 for shape in shapes], batch, np.int32)
-            ),
-            temperature=staging.add(
-                _column([sampling.temperature for sampling in samplings], batch, np.float32)
-            ),
-            seed=staging.add(
-                _column([sampling.seed for sampling in samplings], batch, np.uint64).view(np.int64)
-            ),
-            child_position=staging.add(
-                _column([len(request.tokens) for request in requests], batch, np.int64)
-            ),
+            num_nodes=device["num_nodes"],
+            temperature=device["temperature"],
+            seed=device["seed"],
+            child_position=device["child_position"],
             bounds=TreeShape(
                 num_steps=max(shape.num_steps for shape in shapes),
                 topk=max(shape.topk for shape in shapes),
@@ -210,8 +220,6 @@ class DraftRunner:
             ),
             is_random=any(sampling.temperature > 0 for sampling in samplings),
         )
-        staging.flush()
-        return inputs
 
 
 class _Results:
@@ -231,8 +239,9 @@ class _Results:
         on_host = self._buffer[: packed.numel()].view(packed.shape)
         on_host.copy_(packed, non_blocking=True)
         self._event.record()
+        array: NDArray[np.int32] = on_host.numpy()
         self._event.synchronize()
-        return on_host.numpy()
+        return array
 
 
 def _order(request: DraftRequest) -> DraftRound:
@@ -240,18 +249,31 @@ def _order(request: DraftRequest) -> DraftRound:
     return request.pending
 
 
-def _tree(request: DraftRequest, order: DraftRound, output: DraftOutput, i: int) -> TokenTree:
-    count = output.num_nodes[i]
-    return TokenTree(
-        request_id=order.request_id,
-        target_epoch=order.target_epoch,
-        draft_epoch=order.draft_epoch,
-        round_idx=order.round_idx,
-        seq_len=order.seq_len,
-        token_ids=(request.tokens[-1], *output.token_ids[i, :count].tolist()),
-        parent_index=(-1, *output.parent_index[i, :count].tolist()),
-        cumulative_logprobs=(0.0, *output.cumulative_logprobs[i, :count].tolist()),
-    )
+def _trees(requests: Sequence[DraftRequest], output: DraftOutput) -> list[TokenTree]:
+    """Answer the pending round of every request."""
+    trees = []
+    for request, count, token_ids, parents, scores in zip(
+        requests,
+        output.num_nodes.tolist(),
+        output.token_ids.tolist(),
+        output.parent_index.tolist(),
+        output.cumulative_logprobs.tolist(),
+        strict=False,  # the batch is padded
+    ):
+        order = _order(request)
+        trees.append(
+            TokenTree(
+                request_id=order.request_id,
+                target_epoch=order.target_epoch,
+                draft_epoch=order.draft_epoch,
+                round_idx=order.round_idx,
+                seq_len=order.seq_len,
+                token_ids=(request.tokens[-1], *token_ids[:count]),
+                parent_index=(-1, *parents[:count]),
+                cumulative_logprobs=(0.0, *scores[:count]),
+            )
+        )
+    return trees
 
 
 def _padded(count: int) -> int:
@@ -259,20 +281,27 @@ def _padded(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _column(values: Sequence[float] | NDArray, size: int, dtype: type[np.generic]) -> NDArray:
-    """Return the values, then 0 up to `size`."""
-    column = np.zeros(size, dtype=dtype)
-    column[: len(values)] = values
-    return column
+def _fill(array: NDArray, values: Sequence[float] | NDArray, padding: int = 0) -> None:
+    """Write the values, then padding."""
+    array[: len(values)] = values
+    array[len(values) :] = padding
 
 
 def _stage_features(
-    features: Sequence[torch.Tensor], staging: Staging, num_rows: int
+    parts: Sequence[torch.Tensor], staging: Staging, num_rows: int
 ) -> torch.Tensor | None:
     """Return [num_rows, width] in the features' own dtype: the device converts them."""
-    if not features:
+    if not parts:
         return None
-    joined = torch.cat(list(features))
-    if len(joined) < num_rows:
-        joined = torch.nn.functional.pad(joined, (0, 0, 0, num_rows - len(joined)))
-    return staging.add(joined.view(torch.uint8).numpy()).view(joined.dtype)
+    if len({part.dtype for part in parts}) > 1:  # of targets that differ
+        parts = [torch.cat(list(parts))]
+    dtype, width = parts[0].dtype, parts[0].shape[1]
+    host, device = staging.place(features=(dtype, (num_rows, width)))
+    array, row = host["features"], 0
+    for part in parts:
+        if dtype == torch.bfloat16:
+            part = part.view(torch.int16)
+        array[row : row + len(part)] = part.numpy()
+        row += len(part)
+    array[row:] = 0
+    return device["features"]

@@ -7,9 +7,7 @@ decoding a tree of one node, verification a tree of N.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,27 +20,34 @@ from shared.types import MAX_TREE_NODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowBlock:
-    """The rows of one request in one forward.
+class RowBlocks:
+    """The rows of R requests in one forward, a block each, one after the other.
 
     Args:
-        req_idx: Row of the page table.
-        prefix_len: Committed logical slots that every row sees.
-        num_rows: Rows of the block.
-        first_slot: Logical slot of row 0; row i writes first_slot + i.
-        depth: [num_rows] i32, tokens of the block above the row on its own path; None: a chain.
-        path: [num_rows, D] i32, offsets from prefix_len of the row's own path, itself last; None: a
-            chain.
-        writes_kv: False: the rows' KV is committed already (replay); theirs goes to the sink.
+        req_idx: [R] i64, rows of the page table.
+        prefix_len: [R] i64, committed logical slots that every row of the block sees; row i writes
+            slot prefix_len + i.
+        num_rows: [R] i64.
+        depth: [n] i32, tokens of the block above the row on its own path, of the first n rows of
+            the forward; whole blocks, the others are chains. None: all are.
+        path: [n, D] i32, offsets from prefix_len of the row's own path, itself last.
+        writes_kv: [R] bool; False: the rows' KV is committed already (replay), and theirs goes to
+            the sink. None: all do.
     """
 
-    req_idx: int
-    prefix_len: int
-    num_rows: int
-    first_slot: int
+    req_idx: NDArray[np.int64]
+    prefix_len: NDArray[np.int64]
+    num_rows: NDArray[np.int64]
     depth: NDArray[np.int32] | None = None
     path: NDArray[np.int32] | None = None
-    writes_kv: bool = True
+    writes_kv: NDArray[np.bool_] | None = None
+
+
+NO_BLOCKS = RowBlocks(
+    req_idx=np.zeros(0, dtype=np.int64),
+    prefix_len=np.zeros(0, dtype=np.int64),
+    num_rows=np.zeros(0, dtype=np.int64),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,58 +89,82 @@ def to_device(array: NDArray, device: torch.device) -> torch.Tensor:
 
 
 def pack_rows(
-    blocks: Sequence[RowBlock],
+    blocks: RowBlocks,
     pool: KVPool,
     *,
+    staging: Staging,
     window: int = 0,
-    staging: Staging | None = None,
     num_rows: int | None = None,
 ) -> PackedRows:
-    """Concatenate blocks into one forward.
+    """Lay the blocks of one forward out.
 
     Args:
+        staging: What brings it all to the device at its next flush.
         window: Sliding window of the model, tokens; 0 = none.
-        staging: What brings the arrays to the device at its next flush; None: they go at once.
         num_rows: Rows and requests to pad to (see buckets.py), so that all shapes depend on this
             number alone; None: no padding.
     """
-    counts = np.array([block.num_rows for block in blocks], dtype=np.int64)
-    row_indptr = np.concatenate([[0], np.cumsum(counts)])
+    count = len(blocks.req_idx)
+    row_indptr = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(blocks.num_rows, out=row_indptr[1:])
     used = int(row_indptr[-1])
-    total = used if num_rows is None else num_rows
+    total, num_reqs = (used, count) if num_rows is None else (num_rows, num_rows)
     assert used <= total, f"{used} rows do not fit {total}"
-    slots = np.zeros(total, dtype=np.int32)
-    path_len = np.ones(total, dtype=np.int32)
     width = MAX_TREE_NODES
     if num_rows is None:
-        width = max([block.path.shape[1] for block in blocks if block.path is not None], default=1)
-    offsets = np.zeros((total, width), dtype=np.int32)
-    for block, start, stop in zip(blocks, row_indptr[:-1], row_indptr[1:], strict=True):
-        steps = np.arange(block.num_rows, dtype=np.int64)
-        if block.writes_kv:
-            slots[start:stop] = pool.slots(block.req_idx, block.first_slot + steps)
-        path_len[start:stop] = (steps if block.depth is None else block.depth) + 1
-        if block.path is not None:
-            offsets[start:stop, : block.path.shape[1]] = block.path
-    num_padded = 0 if num_rows is None else num_rows - len(blocks)
-
-    def per_request(values: Sequence[int], padding: int, dtype: type) -> NDArray[Any]:
-        return np.array([*values, *[padding] * num_padded], dtype=dtype)
-
-    def send(array: NDArray[Any]) -> torch.Tensor:
-        return to_device(array, pool.device) if staging is None else staging.add(array)
-
+        width = 1 if blocks.path is None else blocks.path.shape[1]
+    host, device = staging.place(
+        slot_mapping=(torch.int32, (total,)),
+        req_idx=(torch.int32, (num_reqs,)),
+        prefix_len=(torch.int32, (num_reqs,)),
+        row_indptr=(torch.int32, (num_reqs + 1,)),
+        path_len=(torch.int32, (total,)),
+        path_offset=(torch.int32, (total, width)),
+        is_chain=(torch.bool, (num_reqs,)),
+    )
+    block = np.repeat(np.arange(count), blocks.num_rows)  # of each row
+    step = np.arange(used) - row_indptr[block]
+    slots = host["slot_mapping"]
+    slots[used:] = 0
+    if blocks.writes_kv is None or blocks.writes_kv.all():
+        slots[:used] = pool.slots(blocks.req_idx[block], blocks.prefix_len[block] + step)
+    else:
+        slots[:used] = 0
+        at = np.flatnonzero(blocks.writes_kv[block])
+        slots[at] = pool.slots(blocks.req_idx[block[at]], (blocks.prefix_len[block] + step)[at])
+    for name, values in (("req_idx", blocks.req_idx), ("prefix_len", blocks.prefix_len)):
+        host[name][:count] = values
+        host[name][count:] = 0
+    host["row_indptr"][: count + 1] = row_indptr
+    host["row_indptr"][count + 1 :] = used
+    host["path_len"][:used] = step + 1
+    host["path_len"][used:] = 1
+    host["is_chain"][:] = True
+    has_trees = False
+    if blocks.depth is None or blocks.path is None:
+        host["path_offset"][:] = 0
+    else:
+        end, depth = blocks.path.shape
+        host["path_len"][:end] = blocks.depth + 1
+        host["path_offset"][:, depth:] = 0
+        host["path_offset"][end:, :depth] = 0
+        host["path_offset"][:end, :depth] = blocks.path
+        is_bushy = np.bincount(block[:end], weights=blocks.depth != step[:end], minlength=count) > 0
+        host["is_chain"][:count] = ~is_bushy
+        has_trees = bool(is_bushy.any())
     attention = TreeAttentionMetadata(
-        page_table=pool.page_table,
-        req_idx=send(per_request([b.req_idx for b in blocks], 0, np.int32)),
-        prefix_len=send(per_request([b.prefix_len for b in blocks], 0, np.int32)),
-        row_indptr=send(np.pad(row_indptr, (0, num_padded), mode="edge").astype(np.int32)),
-        path_len=send(path_len),
-        path_offset=send(offsets),
-        is_chain=send(per_request([b.depth is None for b in blocks], 1, np.bool_)),
+        page_table=pool.stage_page_table(staging),
+        req_idx=device["req_idx"],
+        prefix_len=device["prefix_len"],
+        row_indptr=device["row_indptr"],
+        path_len=device["path_len"],
+        path_offset=device["path_offset"],
+        is_chain=device["is_chain"],
         page_size=pool.page_size,
         window=window,
         # A captured step must serve trees, whatever it was captured with.
-        has_trees=num_rows is not None or any(block.depth is not None for block in blocks),
+        has_trees=num_rows is not None or has_trees,
     )
-    return PackedRows(slot_mapping=send(slots), attention=attention, row_indptr=row_indptr)
+    return PackedRows(
+        slot_mapping=device["slot_mapping"], attention=attention, row_indptr=row_indptr
+    )

@@ -1,11 +1,14 @@
 """Bring the host arrays of a step to the device in one copy, to the same addresses every time.
 
-Captured graphs read their inputs where they lay at capture: arrays of the same sizes, added in the
-same order, get the same addresses again.
+Captured graphs read their inputs where they lay at capture: arrays of the same sizes, placed in the
+same order, get the same addresses, and the very same tensors, again.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,58 +18,159 @@ from numpy.typing import NDArray
 ALIGNMENT = 256  # bytes
 # Steps whose copy may still be under way when the next one is written.
 _NUM_HOST_BUFFERS = 3
+# Steps of prompts have many sizes; what is kept of them is no more than a convenience.
+_MAX_LAYOUTS = 1024
+
+_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+}
+
+Arrays = dict[str, NDArray[Any]]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Named arrays side by side: on every host buffer, and on the device.
+
+    Args:
+        end: Byte after the last one.
+    """
+
+    on_host: list[Arrays]
+    on_device: Tensors
+    end: int
 
 
 class Staging:
     """Memory through which the arrays of a step reach the device.
 
-    Use: `begin`, then `add` for every array, then `flush`; what reads the tensors is launched after
-    it, on the same stream. The tensors are valid until the next `begin`.
+    Use: `begin`, then `place` (or `add`) everything and fill it, then `flush`; what reads the
+    tensors is launched after it, on the same stream. They are valid until the next `begin`.
 
     Args:
-        num_bytes: What one step may hold; ignored on a CPU, where arrays stay where they are.
+        num_bytes: What one step may hold; a longer one goes round it.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.device = device
         self._used = 0
         self._turn = 0
-        if device.type == "cpu":
+        self._layouts: dict[Hashable, _Layout] = {}
+        self._updates: list[tuple[torch.Tensor, NDArray[Any], NDArray[Any]]] = []
+        self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from)
+        self._is_cpu = device.type == "cpu"
+        self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if self._is_cpu:
+            self._on_host = [self._on_device]
             return
-        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._on_host = [
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             for _ in range(_NUM_HOST_BUFFERS)
         ]
-        self._arrays = [tensor.numpy() for tensor in self._on_host]
         self._copied = [torch.cuda.Event() for _ in self._on_host]
 
     def begin(self) -> None:
         """Start a step. Waits only for a copy that is several steps old."""
         self._used = 0
-        if self.device.type != "cpu":
+        self._updates.clear()
+        self._beside.clear()
+        if not self._is_cpu:
             self._turn = (self._turn + 1) % len(self._on_host)
             self._copied[self._turn].synchronize()
 
+    def skip_to(self, num_bytes: int) -> None:
+        """Place what follows from there on, whatever came before."""
+        assert self._used <= num_bytes, "what came before is too long"
+        self._used = num_bytes
+
+    def place(self, **fields: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Arrays, Tensors]:
+        """Make room for arrays, each given as (dtype, shape).
+
+        Returns: The arrays, whose values are left over from another step: fill all of them before
+            the next `flush`; and the tensors that hold them after it. bfloat16, which numpy lacks,
+            is filled in as int16.
+        """
+        key = (self._used, *fields.items())
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._lay_out(fields)
+            if layout is None:
+                return self._place_beside(fields)
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = layout
+        self._used = layout.end
+        return layout.on_host[self._turn], layout.on_device
+
     def add(self, array: NDArray[Any]) -> torch.Tensor:
-        """Return the tensor that holds the array after the next `flush`."""
-        array = np.ascontiguousarray(array)
-        if self.device.type == "cpu":
-            return torch.from_numpy(array)
-        begin = self._used
-        end = begin + array.nbytes
-        if end > len(self._on_device):  # a step of unusual size; never one of a captured graph
-            return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
-        self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        self._arrays[self._turn][begin:end] = array.reshape(-1).view(np.uint8)
-        dtype = torch.from_numpy(array).dtype
-        return self._on_device[begin:end].view(dtype).view(array.shape)
+        """Return the tensor that holds an array, i64, i32 or f32, after the next `flush`."""
+        arrays, tensors = self.place(array=(_DTYPES[array.dtype], array.shape))
+        arrays["array"][...] = array
+        return tensors["array"]
+
+    def update(
+        self, table: torch.Tensor, index: NDArray[np.int64], values: NDArray[np.int32]
+    ) -> None:
+        """Let the next `flush` also set entries of a table.
+
+        Args:
+            table: Flat, i32, on the device.
+            index: [n]; an entry may occur twice, with the same value.
+            values: [n].
+        """
+        self._updates.append((table, index, values))
 
     def flush(self) -> None:
-        """Start the copy of everything added."""
-        if self.device.type == "cpu" or not self._used:
-            return
-        used = min(self._used, len(self._on_device))
-        host = self._on_host[self._turn]
-        self._on_device[:used].copy_(host[:used], non_blocking=True)
-        self._copied[self._turn].record()
+        """Start the copy of everything placed."""
+        # Behind all else: their sizes differ from step to step.
+        updates = [
+            (table, self.add(index), self.add(values)) for table, index, values in self._updates
+        ]
+        if not self._is_cpu and self._used:
+            host = self._on_host[self._turn]
+            self._on_device[: self._used].copy_(host[: self._used], non_blocking=True)
+            self._copied[self._turn].record()
+        for tensor, host in self._beside:
+            tensor.copy_(host, non_blocking=True)
+        for table, at, entries in updates:
+            table.index_copy_(0, at, entries)
+
+    def _lay_out(self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> _Layout | None:
+        """Return views of every buffer; None if the step does not fit."""
+        on_host: list[Arrays] = [{} for _ in self._on_host]
+        on_device: Tensors = {}
+        end = self._used
+        for name, (dtype, shape) in fields.items():
+            begin, num_bytes = end, dtype.itemsize * math.prod(shape)
+            end = -(-(begin + num_bytes) // ALIGNMENT) * ALIGNMENT
+            if end > len(self._on_device):
+                return None
+            part = slice(begin, begin + num_bytes)
+            on_device[name] = self._on_device[part].view(dtype).view(shape)
+            for arrays, buffer in zip(on_host, self._on_host, strict=True):
+                arrays[name] = _as_array(buffer[part].view(dtype).view(shape))
+        return _Layout(on_host=on_host, on_device=on_device, end=end)
+
+    def _place_beside(
+        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> tuple[Arrays, Tensors]:
+        """Do what `place` does in memory of its own."""
+        arrays: Arrays = {}
+        tensors: Tensors = {}
+        for name, (dtype, shape) in fields.items():
+            host = torch.empty(shape, dtype=dtype, pin_memory=not self._is_cpu)
+            arrays[name], tensors[name] = _as_array(host), host
+            if not self._is_cpu:
+                tensors[name] = torch.empty(shape, dtype=dtype, device=self.device)
+                self._beside.append((tensors[name], host))
+        return arrays, tensors
+
+
+def _as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    array: NDArray[Any] = tensor.numpy()
+    return array

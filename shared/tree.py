@@ -95,28 +95,26 @@ def check_tree(
 
 
 def tree_paths(
-    parent_index: NDArray[np.int32],
+    parent_index: NDArray[np.integer],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Lay out every node's own path from the root.
+    """Lay out every node's own path from its root.
 
     Args:
-        parent_index: [N] topological, root = -1.
+        parent_index: [N] topological, -1 of a root; several trees may follow each other.
     Returns:
-        depth: [N] i32, the root has 0.
+        depth: [N] i32, a root has 0.
         path: [N, D] i32, D = max depth + 1. path[n, :depth[n] + 1] are the nodes from the root to
             n, ascending; the rest is 0.
     """
-    num_nodes = len(parent_index)
-    climb = [np.arange(num_nodes, dtype=np.int32)]
-    while (climb[-1] > 0).any():
-        climb.append(np.where(climb[-1] > 0, parent_index[climb[-1]], -1).astype(np.int32))
-    up = np.stack(climb)  # [D, N], node, parent, grandparent, ..., root, then -1
-    depth = ((up >= 0).sum(axis=0) - 1).astype(np.int32)
-    step = np.arange(len(climb), dtype=np.int32)[None, :]  # [1, D]
-    back = depth[:, None] - step  # [N, D], how far up path token m lies
-    nodes = np.arange(num_nodes)[:, None]
-    path = np.where(back >= 0, up[np.maximum(back, 0), nodes], 0).astype(np.int32)
-    return depth, path
+    above = np.append(parent_index, -1).astype(np.int32)  # and -1 is above -1
+    climb = [np.arange(len(parent_index), dtype=np.int32)]
+    while (up := above[climb[-1]]).max(initial=-1) >= 0:
+        climb.append(up)
+    ups = np.stack(climb, axis=1)  # [N, D], node, parent, grandparent, ..., root, then -1
+    depth = (ups >= 0).sum(axis=1, dtype=np.int32) - 1
+    back = depth[:, None] - np.arange(len(climb), dtype=np.int32)  # how far up path token m lies
+    path = ups[climb[0][:, None], np.maximum(back, 0)]
+    return depth, np.where(back >= 0, path, 0)
 
 
 def tree_mask_words(parent_index: NDArray[np.int32]) -> NDArray[np.uint64]:

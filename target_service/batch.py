@@ -1,17 +1,19 @@
-"""Build a step's tensors from its plan; host side, vectorised per request."""
+"""Build a step's tensors from its plan; host side, over all requests at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shared.buckets import bucket_of
 from shared.kv.pool import KVPool
-from shared.packing import RowBlock, pack_rows
+from shared.packing import RowBlocks, pack_rows
 from shared.staging import Staging
 from shared.tree import tree_paths
 from target_service.phases import ExtendInput, VerifyInput
@@ -21,32 +23,41 @@ from target_service.scheduler import PrefillWork, ReplayWork, StepPlan
 if TYPE_CHECKING:
     from target_service.sampler import Sampler  # which reads the trees of a step
 
-ROOT_ONLY = np.array([-1], dtype=np.int32)
+_ROOT_ONLY = (-1,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTree:
-    """A request whose next tokens this step decides.
+class SampledTrees:
+    """The requests whose next tokens a step decides: B trees of L nodes in all, tree by tree.
 
     Args:
-        first_row: Row of the extend that holds node 0.
-        token_ids: [N] i64, root included.
-        parent_index: [N] i32, root = -1.
-        depth: [N] i32.
-        seq_len: Logical slot of node 0.
+        requests: [B].
+        req_idx: [B] i64, rows of the page table.
+        seq_len: [B] i64, logical slot of each root.
+        num_nodes: [B] i64, roots included.
+        first_node: [B] i64, node of the step that each root is.
+        tree: [L] i64, which tree each node belongs to.
+        token_ids: [L] i64, roots included.
+        parent_index: [L] i64 within the own tree, root = -1.
+        depth: [L] i32.
+        path: [L, D] i32, nodes of the step from the root to each node; 0 past it.
     """
 
-    request: TargetRequest
-    first_row: int
+    requests: Sequence[TargetRequest]
+    req_idx: NDArray[np.int64]
+    seq_len: NDArray[np.int64]
+    num_nodes: NDArray[np.int64]
+    first_node: NDArray[np.int64]
+    tree: NDArray[np.int64]
     token_ids: NDArray[np.int64]
-    parent_index: NDArray[np.int32]
+    parent_index: NDArray[np.int64]
     depth: NDArray[np.int32]
-    seq_len: int
+    path: NDArray[np.int32]
 
     @property
-    def is_chain(self) -> bool:
+    def are_chains(self) -> bool:
         """Return whether every accepted path is contiguous, so that no KV can move."""
-        return bool((self.parent_index == np.arange(-1, len(self.parent_index) - 1)).all())
+        return bool((self.depth == np.arange(len(self.tree)) - self.first_node[self.tree]).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +70,19 @@ class ChainRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """A step, packed."""
+    """A step, packed.
+
+    Args:
+        trees: None when nothing is sampled.
+        may_move_kv: Whether some accepted path may not be contiguous.
+    """
 
     extend: ExtendInput
     verify: VerifyInput | None
-    trees: Sequence[SampledTree]
+    trees: SampledTrees | None
     chains: Sequence[ChainRows]
     num_rows: int
+    may_move_kv: bool
 
 
 def build_batch(
@@ -82,112 +99,168 @@ def build_batch(
     Args:
         pads_rows: Pad the rows of a step without prefills and replays up to a bucket.
     """
-    staging.begin()
-    blocks: list[RowBlock] = []
-    tokens: list[NDArray[np.int64]] = []
-    positions: list[NDArray[np.int64]] = []
-    trees: list[SampledTree] = []
-    chains: list[ChainRows] = []
-    row = 0
-    for request in plan.verifies:
-        sent = request.queued.tree if request.queued else None
-        # A root that is still being computed is named by the row where the device keeps it.
-        root = -1 - request.req_idx if request.num_in_flight else request.tokens[-1]
-        ids = np.array(sent.token_ids if sent else (root,), dtype=np.int64)
-        seq_len = request.next_seq_len
-        parents = np.array(sent.parent_index, dtype=np.int32) if sent else ROOT_ONLY
-        depth, path = tree_paths(parents)
-        tree = SampledTree(
-            request=request,
-            first_row=row,
-            token_ids=ids,
-            parent_index=parents,
-            depth=depth,
-            seq_len=seq_len,
-        )
-        blocks.append(
-            RowBlock(
-                req_idx=request.req_idx,
-                prefix_len=seq_len,
-                num_rows=len(ids),
-                first_slot=seq_len,
-                depth=None if tree.is_chain else depth,
-                path=None if tree.is_chain else path,
-            )
-        )
-        tokens.append(ids)
-        positions.append(seq_len + depth.astype(np.int64))
-        trees.append(tree)
-        row += len(ids)
+    # The rows of trees come first, and the nodes of the step are these rows. After them come the
+    # last tokens of prompts, each of them a tree of one node.
     works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
+    endings = [work.request for work in plan.prefills if work.is_last]
+    trees = _gather_trees(plan.verifies, endings)
+    num_verified = len(plan.verifies)
+    num_nodes = 0 if trees is None else len(trees.token_ids) - len(endings)
+    num_rows = num_nodes + sum(work.stop - work.start for work in works)
+    bucket = bucket_of(num_rows) if pads_rows and not works else None
+    total = bucket or num_rows
+
+    staging.begin()
+    host, device = staging.place(
+        token_ids=(torch.int64, (total,)), position_ids=(torch.int64, (total,))
+    )
+    token_ids, position_ids = host["token_ids"], host["position_ids"]
+    token_ids[num_rows:] = 0
+    position_ids[num_rows:] = 0
+    depth = path = None
+    columns: list[tuple[int, int, int]] = []  # req_idx, prefix_len, num_rows
+    if trees is not None and num_nodes:
+        depth = trees.depth[:num_nodes]
+        tree = trees.tree[:num_nodes]
+        token_ids[:num_nodes] = trees.token_ids[:num_nodes]
+        np.add(trees.seq_len[tree], depth, out=position_ids[:num_nodes])
+        first = trees.first_node[tree].astype(np.int32)
+        path = np.maximum(trees.path[:num_nodes] - first[:, None], 0)
+    chains: list[ChainRows] = []
+    row = num_nodes
+    logit_rows = list(range(num_nodes)) if works else []
     for work in works:
-        request = work.request
-        ids = np.array(request.tokens[work.start : work.stop], dtype=np.int64)
-        blocks.append(
-            RowBlock(
-                req_idx=request.req_idx,
-                prefix_len=work.start,
-                num_rows=len(ids),
-                first_slot=work.start,
-                writes_kv=isinstance(work, PrefillWork),
-            )
-        )
-        tokens.append(ids)
-        positions.append(np.arange(work.start, work.stop, dtype=np.int64))
+        stop = row + work.stop - work.start
+        token_ids[row:stop] = work.request.tokens[work.start : work.stop]
+        position_ids[row:stop] = np.arange(work.start, work.stop)
+        columns.append((work.request.req_idx, work.start, stop - row))
         chains.append(ChainRows(work=work, first_row=row))
-        row += len(ids)
+        row = stop
         if isinstance(work, PrefillWork) and work.is_last:
-            trees.append(
-                SampledTree(
-                    request=request,
-                    first_row=row - 1,
-                    token_ids=ids[-1:],
-                    parent_index=ROOT_ONLY,
-                    depth=np.zeros(1, dtype=np.int32),
-                    seq_len=work.stop - 1,
-                )
-            )
-    bucket = bucket_of(row) if pads_rows and not works else None
-    padding = 0 if bucket is None else bucket - row
+            logit_rows.append(row - 1)
+    blocks = np.array(columns, dtype=np.int64).reshape(-1, 3)
+    writes_kv = None
+    if plan.replays:
+        writes_kv = np.arange(num_verified + len(works)) < num_verified + len(plan.prefills)
+    if trees is not None and num_verified:
+        of_trees = np.stack([trees.req_idx, trees.seq_len, trees.num_nodes], axis=1)
+        blocks = np.concatenate([of_trees[:num_verified], blocks])
+    rows = RowBlocks(
+        req_idx=blocks[:, 0],
+        prefix_len=blocks[:, 1],
+        num_rows=blocks[:, 2],
+        depth=depth,
+        path=path,
+        writes_kv=writes_kv,
+    )
     extend = ExtendInput(
-        token_ids=staging.add(np.pad(np.concatenate(tokens), (0, padding))),
-        position_ids=staging.add(np.pad(np.concatenate(positions), (0, padding))),
-        rows=pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket),
+        token_ids=device["token_ids"],
+        position_ids=device["position_ids"],
+        rows=pack_rows(rows, pool, window=window, staging=staging, num_rows=bucket),
         bucket=bucket,
     )
-    verify = _build_verify(trees, staging, sampler) if trees else None
+    verify = None
+    if trees is not None:
+        verify = _build_verify(trees, logit_rows if works else None, staging, sampler)
     staging.flush()
-    return StepBatch(extend=extend, verify=verify, trees=trees, chains=chains, num_rows=row)
+    return StepBatch(
+        extend=extend,
+        verify=verify,
+        trees=trees,
+        chains=chains,
+        num_rows=num_rows,
+        may_move_kv=trees is not None and not trees.are_chains,
+    )
 
 
-def _build_verify(trees: Sequence[SampledTree], staging: Staging, sampler: Sampler) -> VerifyInput:
-    width = max(len(tree.token_ids) for tree in trees)
-    node_rows = np.zeros((len(trees), width), dtype=np.int64)
-    token_ids = np.zeros((len(trees), width), dtype=np.int64)
-    parent_index = np.full((len(trees), width), -2, dtype=np.int64)
-    logit_rows, position, logprob_rows = [], [], []
-    row = num_top = 0
-    for i, tree in enumerate(trees):
-        count = len(tree.token_ids)
-        node_rows[i, :count] = np.arange(row, row + count)
-        token_ids[i, :count] = tree.token_ids
-        parent_index[i, :count] = tree.parent_index
-        logit_rows.append(np.arange(tree.first_row, tree.first_row + count, dtype=np.int64))
-        position.append(tree.seq_len + 1 + tree.depth.astype(np.int64))
-        if tree.request.open.logprobs:
-            logprob_rows.append(np.arange(row, row + count, dtype=np.int64))
-            num_top = max(num_top, tree.request.open.top_logprobs)
-        row += count
+def _gather_trees(
+    verified: Sequence[TargetRequest], endings: Sequence[TargetRequest]
+) -> SampledTrees | None:
+    """Lay out the trees of a step.
+
+    Args:
+        verified: Requests with a round to run.
+        endings: Requests whose last token of the prompt is among the rows.
+    """
+    requests = [*verified, *endings]
+    if not requests:
+        return None
+    tokens: list[Sequence[int]] = []
+    parents: list[Sequence[int]] = []
+    for request in verified:
+        sent = request.queued.tree if request.queued else None
+        if sent is None:
+            # A root that is still being computed is named by the row where the device keeps it.
+            tokens.append((-1 - request.req_idx if request.num_in_flight else request.tokens[-1],))
+            parents.append(_ROOT_ONLY)
+        else:
+            tokens.append(sent.token_ids)
+            parents.append(sent.parent_index)
+    for request in endings:
+        tokens.append(request.tokens[-1:])
+        parents.append(_ROOT_ONLY)
+    seq_len = [request.next_seq_len for request in verified]
+    seq_len += [len(request.tokens) - 1 for request in endings]
+    num_nodes = np.array([len(ids) for ids in tokens], dtype=np.int64)
+    first_node = np.cumsum(num_nodes) - num_nodes
+    tree = np.repeat(np.arange(len(tokens)), num_nodes)
+    parent_index = np.fromiter(chain.from_iterable(parents), dtype=np.int64, count=len(tree))
+    depth, path = tree_paths(np.where(parent_index < 0, -1, parent_index + first_node[tree]))
+    return SampledTrees(
+        requests=requests,
+        req_idx=np.array([request.req_idx for request in requests], dtype=np.int64),
+        seq_len=np.array(seq_len, dtype=np.int64),
+        num_nodes=num_nodes,
+        first_node=first_node,
+        tree=tree,
+        token_ids=np.fromiter(chain.from_iterable(tokens), dtype=np.int64, count=len(tree)),
+        parent_index=parent_index,
+        depth=depth,
+        path=path,
+    )
+
+
+def _build_verify(
+    trees: SampledTrees, logit_rows: Sequence[int] | None, staging: Staging, sampler: Sampler
+) -> VerifyInput:
+    num_trees, count = len(trees.requests), len(trees.token_ids)
+    square = (num_trees, int(trees.num_nodes.max()))
+    host, device = staging.place(
+        req_idx=(torch.int64, (num_trees,)),
+        seq_len=(torch.int64, (num_trees,)),
+        node_rows=(torch.int64, square),
+        token_ids=(torch.int64, square),
+        parent_index=(torch.int64, square),
+        position=(torch.int64, (count,)),
+    )
+    host["req_idx"][:] = trees.req_idx
+    host["seq_len"][:] = trees.seq_len
+    at = (trees.tree, np.arange(count) - trees.first_node[trees.tree])
+    for name, padding, values in (
+        ("node_rows", 0, np.arange(count)),
+        ("token_ids", 0, trees.token_ids),
+        ("parent_index", -2, trees.parent_index),
+    ):
+        host[name].fill(padding)
+        host[name][at] = values
+    np.add(trees.seq_len[trees.tree] + 1, trees.depth, out=host["position"])
+    wants_logprobs = [request.open.logprobs for request in trees.requests]
+    logprob_rows = None
+    if any(wants_logprobs):
+        logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[trees.tree]))
     return VerifyInput(
         sampling=sampler.prepare(trees, staging),
-        req_idx=staging.add(np.array([tree.request.req_idx for tree in trees], dtype=np.int64)),
-        seq_len=staging.add(np.array([tree.seq_len for tree in trees], dtype=np.int64)),
-        logit_rows=staging.add(np.concatenate(logit_rows)),
-        node_rows=staging.add(node_rows),
-        token_ids=staging.add(token_ids),
-        parent_index=staging.add(parent_index),
-        position=staging.add(np.concatenate(position)),
-        max_depth=max(int(tree.depth.max()) for tree in trees),
-        logprob_rows=staging.add(np.concatenate(logprob_rows)) if logprob_rows else None,
-        num_top_logprobs=num_top,
+        req_idx=device["req_idx"],
+        seq_len=device["seq_len"],
+        num_logit_rows=count,
+        logit_rows=None if logit_rows is None else staging.add(np.array(logit_rows)),
+        node_rows=device["node_rows"],
+        token_ids=device["token_ids"],
+        parent_index=device["parent_index"],
+        position=device["position"],
+        max_depth=trees.path.shape[1] - 1,
+        logprob_rows=logprob_rows,
+        num_top_logprobs=max(
+            (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
+        ),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.types import AcceptedPath, FinishReason, TokenLogprob
-from target_service.batch import SampledTree
+from target_service.batch import SampledTrees
 from target_service.request import Phase, TargetRequest
 from target_service.runner import PathOutputs
 
@@ -21,6 +23,35 @@ class Cut:
     num_tokens: int
     reason: FinishReason = FinishReason.NONE
     stop_token_id: int | None = None
+
+
+class AcceptedNodes(NamedTuple):
+    """A verified tree and its path.
+
+    Args:
+        seq_len: Logical slot of the root.
+        num_nodes: Of the tree, root included.
+        accept_index: Nodes of the path, root first.
+        token_ids: The target's token at each of them, bonus last.
+    """
+
+    seq_len: int
+    num_nodes: int
+    accept_index: list[int]
+    token_ids: list[int]
+
+
+def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[AcceptedNodes]:
+    """Yield the path of every tree of a step."""
+    for seq_len, num_nodes, length, index, token_ids in zip(
+        trees.seq_len.tolist(),
+        trees.num_nodes.tolist(),
+        paths.accept_length.tolist(),
+        paths.accept_index.tolist(),
+        paths.token_ids.tolist(),
+        strict=True,
+    ):
+        yield AcceptedNodes(seq_len, num_nodes, index[:length], token_ids[:length])
 
 
 def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int) -> Cut:
@@ -42,7 +73,12 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
 
 
 def commit_path(
-    tree: SampledTree, paths: PathOutputs, row: int, *, max_context_len: int
+    request: TargetRequest,
+    path: AcceptedNodes,
+    paths: PathOutputs,
+    row: int,
+    *,
+    max_context_len: int,
 ) -> AcceptedPath:
     """Advance a request by its accepted path.
 
@@ -51,20 +87,17 @@ def commit_path(
     Returns: The reply; `finish_reason` is set when the request is over.
     Mutates: the request's tokens, seq_len, phase, round_idx, last_reply and num_in_flight.
     """
-    request = tree.request
-    length = int(paths.accept_length[row])
-    token_ids = paths.token_ids[row, :length].tolist()
-    cut = cut_path(request, token_ids, max_context_len)
-    token_ids = token_ids[: cut.num_tokens]
+    cut = cut_path(request, path.token_ids, max_context_len)
+    token_ids = path.token_ids[: cut.num_tokens]
     reply = AcceptedPath(
         request_id=request.request_id,
         target_epoch=request.open.target_epoch,
         round_idx=request.round_idx + 1,
-        seq_len=tree.seq_len + cut.num_tokens,
-        accept_index=tuple(paths.accept_index[row, : cut.num_tokens].tolist()),
+        seq_len=path.seq_len + cut.num_tokens,
+        accept_index=tuple(path.accept_index[: cut.num_tokens]),
         token_ids=tuple(token_ids),
-        num_accepted_drafts=length - 1,
-        num_draft_tokens=len(tree.token_ids),
+        num_accepted_drafts=len(path.token_ids) - 1,
+        num_draft_tokens=path.num_nodes,
         logprobs=_logprobs(request, paths, row, token_ids),
         finish_reason=cut.reason,
         matched_stop_token_id=cut.stop_token_id,

@@ -40,8 +40,8 @@ from shared.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from target_service.batch import StepBatch, build_batch
-from target_service.commit import commit_path
+from target_service.batch import SampledTrees, StepBatch, build_batch
+from target_service.commit import accepted_nodes, commit_path
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
 from target_service.read_back import PendingRead
 from target_service.request import Phase, TargetRequest
@@ -220,12 +220,11 @@ class TargetEngine:
                 chain.work.request.seq_len = chain.work.stop
             else:
                 chain.work.request.is_replaying = True
-        for tree in batch.trees:
-            request = tree.request
+        for request in batch.trees.requests if batch.trees else ():
+            request.is_tree_in_flight = request.next_num_rows > 1
             request.queued = None
             request.queued_order = next(self._order)
             request.num_in_flight += 1
-            request.is_tree_in_flight = len(tree.token_ids) > 1
         self._num_steps += 1
         self._num_rows += batch.num_rows
         self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
@@ -235,8 +234,9 @@ class TargetEngine:
         """Wait for a launched step, commit and answer it."""
         outputs = self._runner.finish_read(launched.batch, launched.read)
         self._commit_chains(launched.batch, outputs)
-        if outputs.paths is not None:
-            self._commit_paths(launched.batch, outputs.paths)
+        if launched.batch.trees is not None:
+            assert outputs.paths is not None
+            self._commit_paths(launched.batch.trees, outputs.paths)
 
     def _is_held(self, request: TargetRequest) -> bool:
         """Return whether a request is still there; it may have gone while a step was in flight."""
@@ -405,14 +405,14 @@ class TargetEngine:
                 self._emit_features(request, work.start, rows)
                 request.features.next = work.stop
 
-    def _commit_paths(self, batch: StepBatch, paths: PathOutputs) -> None:
+    def _commit_paths(self, trees: SampledTrees, paths: PathOutputs) -> None:
         committed = []
-        for row, tree in enumerate(batch.trees):
-            request = tree.request
+        nodes = accepted_nodes(trees, paths)
+        for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             if not self._is_held(request):
                 continue
             is_prefill = request.phase is Phase.PREFILL
-            reply = commit_path(tree, paths, row, max_context_len=self._max_context_len)
+            reply = commit_path(request, path, paths, row, max_context_len=self._max_context_len)
             self._outbox.append(reply)
             self._num_moved += reply.accept_index != tuple(range(len(reply.accept_index)))
             if reply.finish_reason is not FinishReason.NONE:
@@ -422,7 +422,7 @@ class TargetEngine:
             if request.features is not None and not is_prefill:
                 assert paths.features is not None
                 rows = paths.features[row, : len(reply.token_ids)]
-                request.features.append(tree.seq_len, rows.copy())
+                request.features.append(path.seq_len, rows.copy())
         self._runner.sampler.count(committed)
 
     def _send_features(self, request: TargetRequest) -> None:

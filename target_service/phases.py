@@ -52,7 +52,8 @@ class VerifyInput:
     Args:
         req_idx: [B] i64, rows of the page table.
         seq_len: [B] i64, logical slot of each root.
-        logit_rows: [L] i64, rows of the extend.
+        num_logit_rows: L.
+        logit_rows: [L] i64, rows of the extend; None: its first L.
         node_rows: [B, N] i64, logit row of each node; padding nodes point at row 0.
         token_ids: [B, N] i64, root included.
         parent_index: [B, N] i64, root = -1, padding = -2.
@@ -65,7 +66,8 @@ class VerifyInput:
 
     req_idx: torch.Tensor
     seq_len: torch.Tensor
-    logit_rows: torch.Tensor
+    num_logit_rows: int
+    logit_rows: torch.Tensor | None
     node_rows: torch.Tensor
     token_ids: torch.Tensor
     parent_index: torch.Tensor
@@ -74,6 +76,10 @@ class VerifyInput:
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
     sampling: SamplingInput
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logit rows of what an extend computed, [T, ...] -> [L, ...]."""
+        return rows[: self.num_logit_rows] if self.logit_rows is None else rows[self.logit_rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,13 +81,12 @@ class ReadBack:
 
 
 class PendingRead:
-    """A read under way."""
+    """A read under way. Where everything will lie is known; the values are not."""
 
     def __init__(
         self, fields: dict[str, _Field], host: torch.Tensor, copied: torch.cuda.Event | None
     ) -> None:
-        self._fields = fields
-        self._host = host
+        self._arrays = {name: _as_array(field.within(host)) for name, field in fields.items()}
         self._copied = copied
 
     def wait(self) -> dict[str, NDArray[Any]]:
@@ -97,7 +96,7 @@ class PendingRead:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        return {name: _as_array(field.within(self._host)) for name, field in self._fields.items()}
+        return self._arrays
 
 
 def _as_array(tensor: torch.Tensor) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from shared.kernels.logprobs import chosen_logprobs
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM
-from shared.packing import pack_rows
+from shared.packing import NO_BLOCKS, pack_rows
 from shared.staging import Staging
 from shared.types import FeatureSpec
 from target_service.batch import StepBatch
@@ -119,13 +119,15 @@ class TargetRunner:
         for done, bucket in enumerate(ROW_BUCKETS):
             progress(done / len(ROW_BUCKETS))
             self.staging.begin()
-            nothing = np.zeros(bucket, dtype=np.int64)
-            inputs = ExtendInput(
-                token_ids=self.staging.add(nothing),
-                position_ids=self.staging.add(nothing),
-                rows=pack_rows([], self.pool, window=window, staging=self.staging, num_rows=bucket),
-                bucket=bucket,
+            host, device = self.staging.place(
+                token_ids=(torch.int64, (bucket,)), position_ids=(torch.int64, (bucket,))
             )
+            for array in host.values():
+                array.fill(0)
+            rows = pack_rows(
+                NO_BLOCKS, self.pool, window=window, staging=self.staging, num_rows=bucket
+            )
+            inputs = ExtendInput(**device, rows=rows, bucket=bucket)
             self.staging.flush()
             self.extend(inputs)
 
@@ -148,7 +150,7 @@ class TargetRunner:
     def verify(self, inputs: VerifyInput, extended: ExtendOutput) -> VerifyOutput:
         """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
         sampling = inputs.sampling
-        logits = self.model.logits(extended.hidden[inputs.logit_rows])  # [L, V]
+        logits = self.model.logits(inputs.gather(extended.hidden))  # [L, V]
         raw, raw_rows = logits, inputs.logprob_rows
         if raw_rows is not None and sampling.edits_logits:
             raw = logits[raw_rows]
@@ -157,7 +159,7 @@ class TargetRunner:
         outputs = NodeOutputs(len(tokens))
         outputs.register("token_ids", tokens)
         if extended.features is not None:
-            outputs.register("features", extended.features[inputs.logit_rows])
+            outputs.register("features", inputs.gather(extended.features))
         if inputs.logprob_rows is not None:
             assert raw_rows is not None
             found = chosen_logprobs(
@@ -191,8 +193,8 @@ class TargetRunner:
 
         Mutates: KV slots [seq_len, seq_len + accept_length) of each request.
         """
-        if all(tree.is_chain for tree in batch.trees):
-            return  # every path is in place
+        if not batch.may_move_kv:
+            return
         walk, pool = verified.walk, self.pool
         move_kv(
             pool.caches,

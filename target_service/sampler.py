@@ -16,8 +16,7 @@ from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, app
 from shared.kernels.sampling import sample
 from shared.packing import to_device
 from shared.staging import Staging
-from shared.tree import tree_paths
-from target_service.batch import SampledTree
+from target_service.batch import SampledTrees
 from target_service.phases import BiasInput, ForbiddenInput, PenaltyInput, SamplingInput
 from target_service.request import TargetRequest
 
@@ -101,24 +100,28 @@ class Sampler:
         ones = torch.ones_like(index, dtype=torch.int32)
         self._output_counts.view(-1).index_add_(0, index, ones)
 
-    def prepare(self, trees: Sequence[SampledTree], staging: Staging) -> SamplingInput:
+    def prepare(self, trees: SampledTrees, staging: Staging) -> SamplingInput:
         """Lay out what the sampling of these trees needs; host work only.
 
         Args:
             staging: Between its `begin` and its `flush`.
         """
-        num_nodes = np.array([len(tree.token_ids) for tree in trees])
-        req_idx = np.array([tree.request.req_idx for tree in trees])
-        per_tree = self._parameters[req_idx]
-        per_row = np.repeat(per_tree, num_nodes)
+        per_tree = self._parameters[trees.req_idx]
+        per_row = per_tree[trees.tree]
+        shape = per_row.shape
+        host, device = staging.place(
+            temperature=(torch.float32, shape),
+            top_k=(torch.int32, shape),
+            top_p=(torch.float32, shape),
+            min_p=(torch.float32, shape),
+            seed=(torch.int64, shape),
+        )
+        for name, array in host.items():
+            array[:] = per_row[name]
         return SamplingInput(
-            temperature=staging.add(per_row["temperature"].copy()),
-            top_k=staging.add(per_row["top_k"].copy()),
-            top_p=staging.add(per_row["top_p"].copy()),
-            min_p=staging.add(per_row["min_p"].copy()),
-            seed=staging.add(per_row["seed"].copy()),
+            **device,
             has_filters=bool(per_tree["has_filters"].any()),
-            bias=self._biases(trees, per_row, staging),
+            bias=self._biases(trees, per_tree, staging),
             penalties=self._penalties(trees, per_row, staging),
             forbidden=self._forbidden(trees, per_tree, staging),
         )
@@ -151,19 +154,18 @@ class Sampler:
             has_filters=inputs.has_filters,
         )
 
-    def _biases(
-        self, trees: Sequence[SampledTree], per_row: NDArray, staging: Staging
-    ) -> BiasInput | None:
-        if not per_row["has_bias"].any():
+    def _biases(self, trees: SampledTrees, per_tree: NDArray, staging: Staging) -> BiasInput | None:
+        if not per_tree["has_bias"].any():
             return None
-        rows, ids, values, row = [], [], [], 0
-        for tree in trees:
-            count, bias = len(tree.token_ids), tree.request.open.sampling.logit_bias
+        rows, ids, values = [], [], []
+        for request, first, count in zip(
+            trees.requests, trees.first_node.tolist(), trees.num_nodes.tolist(), strict=True
+        ):
+            bias = request.open.sampling.logit_bias
             if bias:
-                rows.append(np.repeat(np.arange(row, row + count), len(bias)))
+                rows.append(np.repeat(np.arange(first, first + count), len(bias)))
                 ids.append(np.tile([token_id for token_id, _ in bias], count))
                 values.append(np.tile([value for _, value in bias], count))
-            row += count
         return BiasInput(
             rows=staging.add(np.concatenate(rows).astype(np.int64)),
             token_ids=staging.add(np.concatenate(ids).astype(np.int64)),
@@ -171,49 +173,34 @@ class Sampler:
         )
 
     def _forbidden(
-        self, trees: Sequence[SampledTree], per_tree: NDArray, staging: Staging
+        self, trees: SampledTrees, per_tree: NDArray, staging: Staging
     ) -> ForbiddenInput | None:
         """Return (row, stop id) pairs of the nodes whose output may not end yet."""
-        root_position = np.array([tree.seq_len + 1 for tree in trees])
-        least_depths = per_tree["may_end_at"] - root_position  # depths from here on may end it
-        if not (least_depths > 0).any():
+        least_depth = per_tree["may_end_at"] - (trees.seq_len + 1)  # from here on they may
+        if not (least_depth > 0).any():
             return None
-        rows, ids, row = [], [], 0
-        for tree, least_depth in zip(trees, least_depths.tolist(), strict=True):
-            stop_ids = tree.request.open.stopping.stop_token_ids
-            early = row + np.flatnonzero(tree.depth < least_depth)
-            rows.append(np.repeat(early, len(stop_ids)))
-            ids.append(np.tile(np.array(stop_ids, dtype=np.int64), len(early)))
-            row += len(tree.token_ids)
+        early = np.flatnonzero(trees.depth < least_depth[trees.tree])
+        stop_ids = [
+            trees.requests[tree].open.stopping.stop_token_ids for tree in trees.tree[early].tolist()
+        ]
         return ForbiddenInput(
-            rows=staging.add(np.concatenate(rows).astype(np.int64)),
-            token_ids=staging.add(np.concatenate(ids)),
+            rows=staging.add(np.repeat(early, [len(ids) for ids in stop_ids])),
+            token_ids=staging.add(np.array([i for ids in stop_ids for i in ids], dtype=np.int64)),
         )
 
     def _penalties(
-        self, trees: Sequence[SampledTree], per_row: NDArray, staging: Staging
+        self, trees: SampledTrees, per_row: NDArray, staging: Staging
     ) -> PenaltyInput | None:
         """Return the rows of the requests that ask for it; the tables hold node 0 already."""
-        rows = np.flatnonzero(per_row["has_penalties"])
-        if not len(rows):
+        if not per_row["has_penalties"].any():
             return None
-        chosen = [tree for tree in trees if tree.request.open.sampling.has_penalties]
-        paths = []
-        for tree in chosen:
-            _, path = tree_paths(tree.parent_index)
-            is_on_path = np.arange(path.shape[1]) <= tree.depth[:, None]
-            paths.append(np.where(is_on_path, tree.token_ids[path], -1)[:, 1:])
-        width = max(path.shape[1] for path in paths)
-        padded = [
-            np.pad(path, ((0, 0), (0, width - path.shape[1])), constant_values=-1) for path in paths
-        ]
-        req_idx = np.repeat(
-            [tree.request.req_idx for tree in chosen], [len(tree.token_ids) for tree in chosen]
-        )
+        rows = np.flatnonzero(per_row["has_penalties"])
+        path = trees.path[rows]
+        is_on_path = np.arange(path.shape[1]) <= trees.depth[rows, None]
         return PenaltyInput(
             rows=staging.add(rows),
-            req_idx=staging.add(req_idx.astype(np.int64)),
-            path_token_ids=staging.add(np.concatenate(padded).astype(np.int64)),
+            req_idx=staging.add(trees.req_idx[trees.tree[rows]]),
+            path_token_ids=staging.add(np.where(is_on_path, trees.token_ids[path], -1)[:, 1:]),
             repetition=staging.add(per_row["repetition"][rows]),
             presence=staging.add(per_row["presence"][rows]),
             frequency=staging.add(per_row["frequency"][rows]),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shared.buckets import bucket_of
 from shared.kernels.move_kv import move_kv
-from shared.packing import RowBlock, pack_rows, to_device
+from shared.packing import RowBlocks, pack_rows, to_device
 from shared.tree import tree_paths
 from target_service.phases import ExtendInput
 from target_service.runner import TargetRunner
@@ -109,9 +109,7 @@ class _SelfTest:
 
     def chain(self, tokens: NDArray, start: int, stop: int) -> torch.Tensor:
         """Extend tokens [start, stop) as a chain; return their logits."""
-        block = RowBlock(
-            req_idx=self._row, prefix_len=start, num_rows=stop - start, first_slot=start
-        )
+        block = self._block(start, stop - start)
         return self._extend(block, tokens[start:stop], np.arange(start, stop))
 
     def tree(self, tokens: NDArray, filler: NDArray) -> torch.Tensor:
@@ -119,14 +117,7 @@ class _SelfTest:
         depth, path = tree_paths(TREE_PARENTS)
         node_tokens = filler.copy()
         node_tokens[TREE_PATH] = tokens[PREFIX_LEN:]
-        block = RowBlock(
-            req_idx=self._row,
-            prefix_len=PREFIX_LEN,
-            num_rows=len(TREE_PARENTS),
-            first_slot=PREFIX_LEN,
-            depth=depth,
-            path=path,
-        )
+        block = self._block(PREFIX_LEN, len(TREE_PARENTS), depth, path)
         logits = self._extend(block, node_tokens, PREFIX_LEN + depth.astype(np.int64))
         pool = self._runner.pool
         src = pool.slots(self._row, PREFIX_LEN + TREE_PATH)
@@ -147,22 +138,37 @@ class _SelfTest:
         slots = to_device(pool.slots(self._row, np.arange(count)).astype(np.int64), pool.device)
         return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
 
-    def _extend(self, block: RowBlock, tokens: NDArray, positions: NDArray) -> torch.Tensor:
+    def _block(
+        self,
+        prefix_len: int,
+        num_rows: int,
+        depth: NDArray[np.int32] | None = None,
+        path: NDArray[np.int32] | None = None,
+    ) -> RowBlocks:
+        return RowBlocks(
+            req_idx=np.array([self._row]),
+            prefix_len=np.array([prefix_len]),
+            num_rows=np.array([num_rows]),
+            depth=depth,
+            path=path,
+        )
+
+    def _extend(self, block: RowBlocks, tokens: NDArray, positions: NDArray) -> torch.Tensor:
         """Run a block as a step of the engine would: prefills as they are, the rest in buckets."""
-        runner, count = self._runner, block.num_rows
+        runner, count = self._runner, len(tokens)
         is_prefill = block.depth is None and count > 1
         bucket = bucket_of(count) if runner.pads_rows and not is_prefill else None
-        padding = 0 if bucket is None else bucket - count
         staging = runner.staging
         staging.begin()
-        inputs = ExtendInput(
-            token_ids=staging.add(np.pad(tokens.astype(np.int64), (0, padding))),
-            position_ids=staging.add(np.pad(positions.astype(np.int64), (0, padding))),
-            rows=pack_rows(
-                [block], runner.pool, window=self._window, staging=staging, num_rows=bucket
-            ),
-            bucket=bucket,
+        shape = (bucket or count,)
+        host, device = staging.place(
+            token_ids=(torch.int64, shape), position_ids=(torch.int64, shape)
         )
+        for array, values in ((host["token_ids"], tokens), (host["position_ids"], positions)):
+            array[:count] = values
+            array[count:] = 0
+        rows = pack_rows(block, runner.pool, window=self._window, staging=staging, num_rows=bucket)
+        inputs = ExtendInput(**device, rows=rows, bucket=bucket)
         staging.flush()
         return runner.model.logits(runner.extend(inputs).hidden[:count])
 

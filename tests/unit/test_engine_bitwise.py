@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from shared.packing import RowBlock, pack_rows
-from shared.tree import tree_paths
+from shared.packing import pack_rows
 from shared.types import FeatureSpec
 from target_service.engine import TargetEngine
 from target_service.phases import ExtendInput
 from tests import checkpoints
 from tests.checkpoints import Shape
-from tests.engines import Models, Pairing, make_target, pool_of, random_tokens
+from tests.engines import Models, Pairing, make_target, pool_of, random_tokens, row_blocks
 
 NUM_TOKENS = 140
 # Paths of 7 tokens that end before, at and after the edges of 64-token tiles.
@@ -103,26 +102,17 @@ class Rig:
     @torch.inference_mode()
     def forward(self, works: Sequence[Work]) -> list[Bits]:
         """Run all works in one forward."""
-        blocks, tokens, positions = [], [], []
-        for work in works:
-            count = len(work.token_ids)
-            depth = path = None
-            if work.parents is not None:
-                depth, path = tree_paths(np.array(work.parents, dtype=np.int32))
-            blocks.append(
-                RowBlock(
-                    req_idx=work.req_idx, prefix_len=work.prefix_len, num_rows=count,
-                    first_slot=work.prefix_len, depth=depth, path=path,
-                )
-            )  # fmt: skip
-            tokens.extend(work.token_ids)
-            steps = np.arange(count) if depth is None else depth
-            positions.extend((work.prefix_len + steps).tolist())
-        inputs = ExtendInput(
-            token_ids=torch.tensor(tokens),
-            position_ids=torch.tensor(positions),
-            rows=pack_rows(blocks, self.pool, window=self.window),
+        blocks, position = row_blocks(
+            [(work.req_idx, work.prefix_len, len(work.token_ids), work.parents) for work in works]
         )
+        staging = self.runner.staging
+        staging.begin()
+        inputs = ExtendInput(
+            token_ids=torch.tensor([token for work in works for token in work.token_ids]),
+            position_ids=torch.from_numpy(position),
+            rows=pack_rows(blocks, self.pool, staging=staging, window=self.window),
+        )
+        staging.flush()
         output = self.runner.extend(inputs)
         assert output.features is not None
         logits, results, start = self.runner.model.logits(output.hidden), [], 0

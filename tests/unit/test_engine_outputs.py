@@ -82,10 +82,9 @@ def test_every_output_of_a_reply_is_that_of_its_own_node(
     start_read = target._runner.start_read
 
     def note_rows(batch: Any, extended: Any, verified: Any) -> Any:
-        row = 0
-        for tree in batch.trees:
-            first_row[tree.request.request_id] = row
-            row += len(tree.token_ids)
+        trees = batch.trees
+        for request, row in zip(trees.requests, trees.first_node.tolist(), strict=True):
+            first_row[request.request_id] = row
         return start_read(batch, extended, verified)
 
     monkeypatch.setattr(target._runner, "start_read", note_rows)

@@ -181,7 +181,7 @@ def test_a_small_pool_narrows_the_window(models: Models) -> None:
 
 
 def test_fit_window_leaves_room_for_everything_else() -> None:
-    assert CHUNK_ROWS <= EXTRA_SLOTS and 15 * 16 <= EXTRA_SLOTS
+    assert CHUNK_ROWS + 15 * 16 <= EXTRA_SLOTS
     assert fit_window(100, 10_000, 16) == 100
     for page_size in (1, 3, 16, 64):
         for num_pages in range(2, 700 // page_size):

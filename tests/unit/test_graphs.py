@@ -30,10 +30,10 @@ class Cache(GraphCache):
         self.is_capturing = True
         self.graphs: list[Graph] = []
 
-    def _capture(self, compute: Callable[[], Any], addresses: Any) -> _Captured:
+    def _capture(self, compute: Callable[[], Any], inputs: Any) -> _Captured:
         self.graphs.append(Graph())
         graph: Any = self.graphs[-1]
-        return _Captured(graph=graph, outputs=compute(), addresses=addresses, launches={"op": 3})
+        return _Captured(graph=graph, outputs=compute(), inputs=inputs, launches={"op": 3})
 
 
 def test_a_key_is_captured_once_and_replayed_every_time() -> None:

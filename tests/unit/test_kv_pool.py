@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,8 @@ from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.models.checkpoint import resolve_model, weight_bytes
-from shared.packing import RowBlock, pack_rows
+from shared.packing import RowBlocks, pack_rows
+from shared.staging import Staging
 
 MAX_TOKENS = 40
 
@@ -134,11 +137,12 @@ def test_a_row_that_would_write_to_the_sink_is_our_bug() -> None:
     pool = make_pool(page_size=4)
     row = pool.acquire()
     pool.reserve(row, 4)
-    block = RowBlock(req_idx=row, prefix_len=3, num_rows=2, first_slot=3)
+    staging = Staging(pool.device, 1 << 12)
+    block = RowBlocks(req_idx=np.array([row]), prefix_len=np.array([3]), num_rows=np.array([2]))
     with pytest.raises(AssertionError, match="sink"):
-        pack_rows([block], pool)
-    replay = RowBlock(req_idx=row, prefix_len=3, num_rows=2, first_slot=3, writes_kv=False)
-    assert pack_rows([replay], pool).slot_mapping.tolist() == [0, 0]
+        pack_rows(block, pool, staging=staging)
+    replay = replace(block, writes_kv=np.array([False]))
+    assert pack_rows(replay, pool, staging=staging).slot_mapping.tolist() == [0, 0]
 
 
 def test_a_dropped_slot_is_not_writable_again() -> None:

@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from shared.buckets import ROW_BUCKETS, bucket_of
-from shared.packing import RowBlock, pack_rows
-from shared.tree import tree_paths
+from shared.packing import pack_rows
 from shared.types import SamplingParams
 from target_service.engine import TargetEngine
 from target_service.phases import ExtendInput, ExtendOutput
-from tests.engines import SHAPES, Models, make_draft, make_target, pool_of, random_tokens, run_plain
+from tests.engines import (
+    SHAPES,
+    Models,
+    make_draft,
+    make_target,
+    pool_of,
+    random_tokens,
+    row_blocks,
+    run_plain,
+)
 from tests.local_pair import LocalPair, LocalRequest
 
 PREFIX_LEN = 70
@@ -55,28 +63,21 @@ class Trees:
     def _extend(
         self, rows: Sequence[int], trees: Sequence[list[int] | None], bucket: int | None
     ) -> ExtendOutput:
-        blocks, positions = [], []
-        for row, parents in zip(rows, trees, strict=True):
-            start = 0 if parents is None else PREFIX_LEN
-            count = PREFIX_LEN if parents is None else len(parents)
-            depth = path = None
-            if parents is not None:
-                depth, path = tree_paths(np.array(parents, dtype=np.int32))
-            blocks.append(
-                RowBlock(
-                    req_idx=row, prefix_len=start, num_rows=count, first_slot=start, depth=depth,
-                    path=path,
-                )
-            )  # fmt: skip
-            positions.append(start + (np.arange(count) if depth is None else depth))
-        position_ids = np.concatenate(positions).astype(np.int64)
-        token_ids = np.array(random_tokens(self._rng, len(position_ids)), dtype=np.int64)
+        blocks, position = row_blocks(
+            [
+                (row, 0, PREFIX_LEN, None)
+                if parents is None
+                else (row, PREFIX_LEN, len(parents), parents)
+                for row, parents in zip(rows, trees, strict=True)
+            ]
+        )
+        token_ids = np.array(random_tokens(self._rng, len(position)), dtype=np.int64)
         padding = (0, max(0, (bucket or 0) - len(token_ids)))
         staging = self.runner.staging
         staging.begin()
         inputs = ExtendInput(
             token_ids=staging.add(np.pad(token_ids, padding)),
-            position_ids=staging.add(np.pad(position_ids, padding)),
+            position_ids=staging.add(np.pad(position, padding)),
             rows=pack_rows(blocks, self.pool, staging=staging, num_rows=bucket),
             bucket=bucket,
         )

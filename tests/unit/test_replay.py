@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from draft_service.engine import DraftEngine
 from shared.graphs import GraphCache
 from shared.kernels import tree_attention
 from shared.kernels.tree_attention_ref import tree_attention_ref
-from shared.staging import ALIGNMENT, Staging
+from shared.staging import Staging
 from shared.types import SamplingParams, TreeShape
 from target_service.engine import TargetEngine
 from tests.engines import (
@@ -37,33 +36,13 @@ from tests.engines import (
 from tests.local_pair import LocalPair, LocalRequest
 
 
-class FixedStaging(Staging):
-    """Staging whose tensors lie where they lie on a GPU: at the same addresses every step."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.device = torch.device("cpu")
-        self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._end = 0
-        self._added: list[tuple[torch.Tensor, np.ndarray]] = []
+class ForgetfulStaging(Staging):
+    """Staging of which nothing of the step before is left."""
 
     def begin(self) -> None:
-        self._end = 0
-        self._added = []
-        self._memory.fill_(0x55)  # nothing of the step before is left
-
-    def add(self, array: np.ndarray) -> torch.Tensor:
-        array = np.ascontiguousarray(array)
-        begin, end = self._end, self._end + array.nbytes
-        assert end <= len(self._memory)
-        self._end = -(-end // ALIGNMENT) * ALIGNMENT
-        dtype = torch.from_numpy(array).dtype
-        tensor = self._memory[begin:end].view(dtype).view(array.shape)
-        self._added.append((tensor, array))
-        return tensor
-
-    def flush(self) -> None:
-        for tensor, array in self._added:
-            tensor.copy_(torch.from_numpy(array))
+        """Start a step."""
+        super().begin()
+        self._on_device.fill_(0x55)
 
 
 class ReplayedGraphs(GraphCache):
@@ -114,7 +93,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     runner.pads_rows = True
     for owner, name in ((runner, "staging"), (runner, "_staging")):
         if hasattr(owner, name):
-            setattr(owner, name, FixedStaging(1 << 22))
+            setattr(owner, name, ForgetfulStaging(torch.device("cpu"), 1 << 22))
     if isinstance(engine, TargetEngine):
         engine._scheduler.runs_ahead = True
     return graphs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,13 +36,14 @@ def test_a_draft_warms_up(
     pairing = models.pairing(kind)
     draft = make_draft(pairing, max_num_requests=max_num_requests)
     trees: list[TokenTree] = []
-    grow = draft._runner.grow
+    run = draft._runner.run
 
-    def grow_and_note(requests: list[object]) -> list[TokenTree]:
-        trees.extend(grow(requests))  # type: ignore[arg-type]
-        return trees[-len(requests) :]
+    def run_and_note(*args: Any) -> list[TokenTree]:
+        grown = run(*args)
+        trees.extend(grown)
+        return grown
 
-    monkeypatch.setattr(draft._runner, "grow", grow_and_note)
+    monkeypatch.setattr(draft._runner, "run", run_and_note)
     draft_service.warm_up.warm_up(draft, dtype=torch.float32, max_num_requests=max_num_requests)
     assert {len(tree.token_ids) for tree in trees} == {4, 32}
     assert draft._requests == {} and not draft.has_work
