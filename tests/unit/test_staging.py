@@ -1,0 +1,83 @@
+"""Arrays of a step reach the device with their values, and where those of other steps lay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shared.staging import ALIGNMENT, Staging
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_every_dtype_and_shape_arrives(device: torch.device) -> None:
+    staging = Staging(device, 1 << 14)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        staging.begin()
+        host, there = staging.place(
+            ids=(torch.int64, (3, 5)),
+            flags=(torch.bool, (7,)),
+            none=(torch.int32, (0,)),
+            rows=(torch.bfloat16, (2, 4)),
+        )
+        ids, flags = rng.integers(-(2**62), 2**62, (3, 5)), rng.random(7) < 0.5
+        rows = torch.from_numpy(rng.normal(size=(2, 4))).bfloat16()
+        host["ids"][:], host["flags"][:] = ids, flags
+        host["rows"][:] = rows.view(torch.int16).numpy()
+        added = staging.add(ids[:, 1])
+        staging.flush()
+        assert np.array_equal(there["ids"].cpu().numpy(), ids)
+        assert np.array_equal(there["flags"].cpu().numpy(), flags)
+        assert there["none"].shape == (0,)
+        assert torch.equal(there["rows"].cpu(), rows)
+        assert added.tolist() == ids[:, 1].tolist()
+
+
+def test_the_same_sizes_get_the_same_tensors(device: torch.device) -> None:
+    staging = Staging(device, 1 << 14)
+    seen = []
+    for extra in (1, 300, 2):
+        staging.begin()
+        _, first = staging.place(a=(torch.int32, (10,)), b=(torch.float32, (3,)))
+        _, behind = staging.place(c=(torch.int32, (extra,)))
+        staging.skip_to(8 * ALIGNMENT)
+        _, last = staging.place(a=(torch.int32, (10,)))
+        staging.flush()
+        seen.append((first["a"], first["b"], last["a"]))
+        assert first["a"].data_ptr() < behind["c"].data_ptr() < last["a"].data_ptr()
+    assert all(a is b for step in seen[1:] for a, b in zip(seen[0], step, strict=True))
+    staging.begin()
+    staging.place(a=(torch.int64, (8 * ALIGNMENT,)))
+    with pytest.raises(AssertionError, match="too long"):
+        staging.skip_to(8 * ALIGNMENT)
+
+
+def test_a_step_that_does_not_fit_goes_round(device: torch.device) -> None:
+    staging = Staging(device, 2 * ALIGNMENT)
+    for step in range(4):
+        staging.begin()
+        small = staging.add(np.arange(5) + step)
+        large = staging.add(np.arange(1000) + step)
+        other = staging.add(np.arange(6) + step)
+        staging.flush()
+        for tensor in (small, large, other):
+            assert tensor.tolist() == (np.arange(len(tensor)) + step).tolist()
+
+
+def test_entries_of_a_table_are_set_at_the_flush(device: torch.device) -> None:
+    staging = Staging(device, 1 << 12)
+    table = torch.zeros(6, dtype=torch.int32, device=device)
+    staging.begin()
+    staging.update(table, np.array([4, 1, 4]), np.array([7, 8, 7], dtype=np.int32))
+    assert table.tolist() == [0] * 6
+    staging.flush()
+    assert table.tolist() == [0, 8, 0, 0, 7, 0]
+    staging.begin()
+    table.zero_()
+    staging.flush()
+    assert table.tolist() == [0] * 6, "an update is made once"
