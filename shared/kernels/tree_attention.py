@@ -6,6 +6,7 @@ then row by row what is left: a tree row's own tiles, and the sum of it all.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
+from shared.kernels.dependent_launch import dependent_launch
+from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
 from shared.kernels.tree_attention_kernels import (
     _SEQUENTIAL_STATES,
     _finish_rows_kernel,
@@ -21,17 +23,22 @@ from shared.kernels.tree_attention_kernels import (
 )
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_ref import tree_attention_ref
+from shared.kernels.tree_attention_schedule import Cut, schedule
 from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE, num_chunks
 
-__all__ = ["TreeAttentionMetadata", "attend_in_chunks", "tree_attention", "tree_attention_ref"]
+__all__ = [
+    "TreeAttentionMetadata",
+    "attend_in_chunks",
+    "prepared",
+    "tree_attention",
+    "tree_attention_ref",
+]
 
 _Options = dict[str, Any]
 
 _LOG2_E = math.log2(math.e)
 # Programs that a step is split into, as far as its chunks go: a few per multiprocessor.
 _SPLIT_PROGRAMS = 1024
-# Fewer requests than a warp has lanes are no reason for another binary.
-_MIN_REQ_BLOCK = 32
 # Above either of these a step is not split: its rows fill a GPU, or its states its memory.
 _MAX_SPLIT_ROWS = 256
 _MAX_SPLIT_STATES = 1 << 14
@@ -85,30 +92,17 @@ def attend_in_chunks(
     assert k_cache.dtype == v_cache.dtype == q.dtype and num_heads % num_kv_heads == 0
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
-    num_reqs = metadata.req_idx.shape[0]
-    if num_rows == 0 or num_reqs == 0:
+    if num_rows == 0 or metadata.req_idx.shape[0] == 0:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, chunk_tiles)
-    is_sequential = num_splits == 0
-    if num_splits is None:
-        is_split = num_rows <= _MAX_SPLIT_ROWS and num_rows * max_chunks <= _MAX_SPLIT_STATES
-        is_sequential = not is_split
-
-    group = num_heads // num_kv_heads
-    group_block = triton.next_power_of_2(group)
-    dim_block = max(16, triton.next_power_of_2(head_dim))
     dot = dot_dtype(q)
-    queries = choose_queries(dot, is_sequential=is_sequential and dim_block <= 128)
-    queries = max(queries, group_block)
-    rows = queries // group_block
-    # Never fewer programs than blocks of rows, and no read-back of how many those are.
-    num_programs = min(num_rows, num_rows // rows + num_reqs)
-    if num_splits:
-        num_programs *= num_splits
-    elif not is_sequential:
-        wanted = max(num_programs, _SPLIT_PROGRAMS // num_kv_heads)
-        num_programs = min(num_programs * max_chunks, wanted)
-    num_states = _SEQUENTIAL_STATES.value if is_sequential else max_chunks
+    cut = _cut(metadata, dot, (num_heads, num_kv_heads, head_dim), num_splits, chunk_tiles)
+    assert num_rows == metadata.path_len.shape[0]
+    is_prepared = cut in metadata.plans  # else its tables are not complete when programs start
+    blocks, row_lines = schedule(metadata, cut)
+    is_sequential = cut.is_sequential
+    group = num_heads // num_kv_heads
+    dim_block = max(16, triton.next_power_of_2(head_dim))
+    num_states = _SEQUENTIAL_STATES.value if is_sequential else cut.max_chunks
     states = (num_rows, num_kv_heads, num_states, group)
     stats = torch.empty((*states, 2), dtype=torch.float32, device=q.device)
     acc = torch.empty((*states, head_dim), dtype=torch.float32, device=q.device)
@@ -121,18 +115,16 @@ def attend_in_chunks(
         "DOT_DTYPE": dot,
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
-        "GROUP_BLOCK": group_block,
+        "GROUP_BLOCK": triton.next_power_of_2(group),
         "HEAD_DIM": head_dim,
         "DIM_BLOCK": dim_block,
         "PAGE_SIZE": metadata.page_size,
         "TILE": TRITON_KV_TILE,
         "CHUNK_TILES": chunk_tiles,
-        "REQ_BLOCK": max(_MIN_REQ_BLOCK, triton.next_power_of_2(num_reqs)),
-        "HAS_WINDOW": metadata.window > 0,
         "SEQUENTIAL": is_sequential,
     }
     count_launch("tree_attention")
-    _shared_tiles_kernel[(num_programs, num_kv_heads)](
+    _shared_tiles_kernel[(cut.num_programs, num_kv_heads)](
         q,
         k_cache,
         v_cache,
@@ -140,22 +132,16 @@ def attend_in_chunks(
         stats,
         acc,
         metadata.page_table,
-        metadata.req_idx,
-        metadata.prefix_len,
-        metadata.row_indptr,
-        metadata.path_len,
-        metadata.is_chain,
-        num_reqs,
+        blocks,
+        row_lines,
         q.stride(0),
-        metadata.page_table.stride(0),
         num_states,
-        metadata.window,
-        1 if is_sequential else num_splits or 0,
         scale * _LOG2_E,
         **shape,
-        ROWS=rows,
-        **shared_options(dot, dim_block, queries),
-        **LAUNCH_OPTIONS,
+        HAS_WINDOW=metadata.window > 0,
+        ROWS=cut.rows,
+        **shared_options(dot, cut.rows * shape["GROUP_BLOCK"]),
+        **dependent_launch(q, is_early=is_prepared),
     )
     if is_done:
         return out
@@ -167,28 +153,82 @@ def attend_in_chunks(
         stats,
         acc,
         metadata.page_table,
-        metadata.req_idx,
-        metadata.prefix_len,
-        metadata.row_indptr,
-        metadata.path_len,
         metadata.path_offset,
-        metadata.is_chain,
-        num_reqs,
+        row_lines,
         q.stride(0),
-        metadata.page_table.stride(0),
         metadata.path_offset.stride(0),
         num_states,
-        metadata.window,
         scale * _LOG2_E,
         **shape,
-        QUERIES=max(choose_queries(dot), group_block),
+        QUERIES=max(16, shape["GROUP_BLOCK"]),
         **finish_options(dot, dim_block),
-        **LAUNCH_OPTIONS,
+        **dependent_launch(q),
     )
     return out
 
 
-def choose_queries(dot: tl.dtype, *, is_sequential: bool = False) -> int:
+def prepared(
+    metadata: TreeAttentionMetadata,
+    q_dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> TreeAttentionMetadata:
+    """Return the metadata of one forward, with what all of its layers share computed on a GPU.
+
+    Whoever does without has it computed at the first `tree_attention`, which then starts later.
+    """
+    if not use_triton(metadata.req_idx):
+        return metadata
+    # A captured forward computes it anew at every replay: nothing of an earlier one may be kept.
+    metadata = dataclasses.replace(metadata)
+    if metadata.path_len.shape[0] and metadata.req_idx.shape[0]:
+        dot = dot_dtype(metadata.req_idx.new_empty(0, dtype=q_dtype))
+        shape = (num_heads, num_kv_heads, head_dim)
+        schedule(metadata, _cut(metadata, dot, shape, None, TRITON_CHUNK_TILES))
+    return metadata
+
+
+def _cut(
+    metadata: TreeAttentionMetadata,
+    dot: tl.dtype,
+    shape: tuple[int, int, int],
+    num_splits: int | None,
+    chunk_tiles: int,
+) -> Cut:
+    """Return how the work is cut, see `attend_in_chunks`.
+
+    Args:
+        shape: (Hq, Hkv, d).
+    """
+    num_heads, num_kv_heads, head_dim = shape
+    num_rows, num_reqs = metadata.path_len.shape[0], metadata.req_idx.shape[0]
+    max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, chunk_tiles)
+    is_sequential = num_splits == 0
+    if num_splits is None:
+        is_split = num_rows <= _MAX_SPLIT_ROWS and num_rows * max_chunks <= _MAX_SPLIT_STATES
+        is_sequential = not is_split
+    group_block = triton.next_power_of_2(num_heads // num_kv_heads)
+    queries = choose_queries(dot, is_wide=is_sequential and head_dim <= 128)
+    rows = max(1, queries // group_block)
+    # Never fewer programs than blocks of rows, and no read-back of how many those are.
+    num_programs = min(num_rows, num_rows // rows + num_reqs)
+    if num_splits:
+        num_programs *= num_splits
+    elif not is_sequential:
+        wanted = max(num_programs, _SPLIT_PROGRAMS // num_kv_heads)
+        num_programs = min(num_programs * max_chunks, wanted)
+    return Cut(
+        rows=rows,
+        num_programs=num_programs,
+        num_splits=1 if is_sequential else num_splits or 0,
+        max_chunks=max_chunks,
+        chunk_tiles=chunk_tiles,
+        is_sequential=is_sequential,
+    )
+
+
+def choose_queries(dot: tl.dtype, *, is_wide: bool = False) -> int:
     """Return the rows x heads of a product: those of a tensor core's instruction, or of two.
 
     Float32 products have one shape, as the interpreter's BLAS may give rows of another one other
@@ -196,10 +236,10 @@ def choose_queries(dot: tl.dtype, *, is_sequential: bool = False) -> int:
     """
     if dot == tl.float32:
         return 16
-    return 128 if is_sequential else 64
+    return 128 if is_wide else 64
 
 
-def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
+def shared_options(dot: tl.dtype, queries: int) -> _Options:
     """Return launch options by which states stay in registers and tiles fit into shared memory."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
@@ -207,7 +247,9 @@ def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
 
 
 def finish_options(dot: tl.dtype, dim_block: int) -> _Options:
-    """Return launch options likewise."""
+    """Return launch options likewise; 128 registers let four programs share a multiprocessor."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
-    return {"num_warps": 4, "num_stages": 1}
+    if dim_block > 128:
+        return {"num_warps": 4, "num_stages": 1}
+    return {"num_warps": 4, "num_stages": 1, "maxnreg": 128}

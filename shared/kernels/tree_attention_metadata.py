@@ -28,8 +28,8 @@ class TreeAttentionMetadata:
         page_size: Slots per page.
         window: 0 = none; a row at KV index i sees j with i - j < window.
         has_trees: False: every request is a chain; a GPU then need not look for others.
-        plans: What a CPU derived from all this at the first layer, for the next ones; whoever
-            changes a tensor above needs a new object.
+        plans: What was derived from all this for one layer, for the next ones; whoever changes a
+            tensor above needs a new object.
     """
 
     page_table: torch.Tensor

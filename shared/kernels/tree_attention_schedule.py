@@ -7,6 +7,8 @@ before it loads the first K.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,8 @@ BLOCK_FIELDS = 16
 ROW_FIELDS = 8
 # Fewer requests than a warp has lanes are no reason for another binary.
 _MIN_REQ_BLOCK = 32
-_LINES = 128
+# Lines x requests that a program compares at once.
+_MOST_PAIRS = 1 << 13
 
 
 @triton.jit(
@@ -97,8 +100,7 @@ def _schedule_kernel(
     tl.store(blocks_ptr + 6, row_begin, mask=is_line)
     tl.store(blocks_ptr + 7, row_end, mask=is_line)
     tl.store(blocks_ptr + 8, req_idx * page_table_stride, mask=is_line)
-    tl.store(blocks_ptr + 9, prefix_len, mask=is_line)
-    tl.store(blocks_ptr + 10, is_chain.to(tl.int32), mask=is_line)
+    tl.store(blocks_ptr + 9, is_chain.to(tl.int32), mask=is_line)
 
     # Rows: tiles [first, own) are shared, [own, end) the row's own.
     is_line = line < num_rows
@@ -125,32 +127,44 @@ def _schedule_kernel(
     tl.store(rows_ptr + 7, is_chain.to(tl.int32), mask=is_line)
 
 
-def schedule(
-    metadata: TreeAttentionMetadata,
-    *,
-    rows_per_block: int,
-    num_programs: int,
-    num_splits: int,
-    chunk_tiles: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lines of the programs and of the rows; the same ones for every layer of a forward.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How the work of an attention is cut into programs.
 
     Args:
-        rows_per_block: Rows of a request that a program takes at most.
+        rows: Rows of a request that a program takes at most.
         num_programs: Per KV head; at least as many as there are blocks of rows.
         num_splits: Programs per block of rows; 0: as many as there are.
+        max_chunks: Chunks of the longest context.
         chunk_tiles: Tiles of the shortest chunks.
-    Returns: ([num_programs, 16] i32, [T, 8] i32), fields as `_schedule_kernel` writes them.
+        is_sequential: A program takes all chunks of its rows.
     """
-    key = ("schedule", rows_per_block, num_programs, num_splits, chunk_tiles)
-    if key in metadata.plans:
-        return metadata.plans[key]
+
+    rows: int
+    num_programs: int
+    num_splits: int
+    max_chunks: int
+    chunk_tiles: int
+    is_sequential: bool
+
+
+def schedule(metadata: TreeAttentionMetadata, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lines of the programs and of the rows, the same ones for every layer of a forward.
+
+    Returns: ([num_programs, 16] i32, [T, 8] i32), fields as `_schedule_kernel` writes them.
+    Mutates: `metadata.plans`.
+    """
+    if cut in metadata.plans:
+        return metadata.plans[cut]
     num_reqs, num_rows = metadata.req_idx.shape[0], metadata.path_len.shape[0]
+    num_programs = cut.num_programs
     device = metadata.req_idx.device
     blocks = torch.empty((num_programs, BLOCK_FIELDS), dtype=torch.int32, device=device)
     rows = torch.empty((num_rows, ROW_FIELDS), dtype=torch.int32, device=device)
+    req_block = max(_MIN_REQ_BLOCK, triton.next_power_of_2(num_reqs))
+    lines = max(16, min(128, _MOST_PAIRS // req_block))
     count_launch("tree_attention_schedule")
-    _schedule_kernel[(triton.cdiv(max(num_programs, num_rows), _LINES),)](
+    _schedule_kernel[(triton.cdiv(max(num_programs, num_rows), lines),)](
         blocks,
         rows,
         metadata.req_idx,
@@ -161,17 +175,17 @@ def schedule(
         num_reqs,
         num_rows,
         num_programs,
-        num_splits,
+        cut.num_splits,
         metadata.page_table.stride(0),
         metadata.window,
         TILE=TRITON_KV_TILE,
-        CHUNK_TILES=chunk_tiles,
-        REQ_BLOCK=max(_MIN_REQ_BLOCK, triton.next_power_of_2(num_reqs)),
+        CHUNK_TILES=cut.chunk_tiles,
+        REQ_BLOCK=req_block,
         HAS_WINDOW=metadata.window > 0,
-        ROWS=rows_per_block,
-        LINES=_LINES,
+        ROWS=cut.rows,
+        LINES=lines,
         num_warps=4,
         **LAUNCH_OPTIONS,
     )
-    metadata.plans[key] = blocks, rows
+    metadata.plans[cut] = blocks, rows
     return blocks, rows

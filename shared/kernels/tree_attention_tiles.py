@@ -3,15 +3,17 @@
 A tile is 64 adjacent KV indices. What rows take from it is a *state*: the largest score, the sum of
 the weights and the sum of the weighted V. The tiles of a chunk are added to the empty state in
 ascending order, then the states of the chunks are folded, from the empty state again. Chunks are
-cut at fixed KV indices, so a chunk's state is the same whoever computes it, and so is what is folded
-from all of them.
+cut at fixed KV indices, so a chunk's state is the same whoever computes it, and so is what is
+folded from all of them.
 
 A tile of which a row sees nothing, and an empty state, change nothing: the factor of what is there
 is 2^0. (A zero may change its sign, which is why `attention_of` ends with `+ 0.0`.)
 
 Sums over a tile are products, which add in order of K: none depends on how a compiler spreads a
 tensor over threads. That of the weights is a product with ones. A product has 64 rows, or 64 per
-group of 4 warps, whatever they are: a tensor core gives a row the same bits beside any others.
+group of 4 warps, whatever they are: a tensor core gives a row the same bits beside any others. It
+gives them, too, when the operands change sides, so that the few heads of a single row can be the
+narrow side.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ TRITON_CHUNK_TILES = 4
 
 # Below every score, and finite: a difference of two of it is 0.
 NOTHING = tl.constexpr(-1e38)
-# The narrowest product.
+# Of the product with ones, whose rows or columns are all the same: the least there is.
 TOTAL_COLUMNS = tl.constexpr(16)
+TOTAL_ROWS = tl.constexpr(64)
 _SHORT = tl.constexpr(16)
 _MEDIUM = tl.constexpr(12)
 
@@ -108,6 +111,38 @@ def add_tile(state, q, k, v, is_visible, scale):
 
 
 @triton.jit
+def narrow_state(QUERIES: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """Return the state of no tile on the other side: ([QUERIES], [64, QUERIES], [d, QUERIES])."""
+    largest = tl.full((QUERIES,), NOTHING, dtype=tl.float32)
+    total = tl.zeros((TOTAL_ROWS, QUERIES), dtype=tl.float32)
+    acc = tl.zeros((DIM_BLOCK, QUERIES), dtype=tl.float32)
+    return largest, total, acc
+
+
+@triton.jit
+def add_tile_narrow(state, q, k, v, is_visible, scale):
+    """Do what `add_tile` does with queries as columns.
+
+    Args:
+        state: See `narrow_state`.
+        q: [d, QUERIES].
+        k: [64, d].
+        v: [64, d].
+        is_visible: [64, QUERIES].
+        scale: As for `add_tile`.
+    """
+    scores = tl.dot(k, q, input_precision="ieee")
+    scores = tl.where(is_visible, scores, -float("inf"))
+    largest = tl.maximum(tl.max(scores, axis=0) * scale, state[0])
+    factor = tl.exp2(state[0] - largest)[None, :]
+    weights = tl.exp2(tl.fma(scores, scale, -largest[None, :])).to(v.dtype)
+    ones = tl.full((TOTAL_ROWS, k.shape[0]), 1.0, dtype=v.dtype)
+    total = tl.dot(ones, weights, state[1] * factor, input_precision="ieee")
+    acc = tl.dot(tl.trans(v), weights, state[2] * factor, input_precision="ieee")
+    return largest, total, acc
+
+
+@triton.jit
 def fold(state, following):
     """Return the state of two runs of tiles, `state` the earlier one."""
     largest = tl.maximum(state[0], following[0])
@@ -127,6 +162,5 @@ def first_column(total):
 
 @triton.jit
 def attention_of(state):
-    """Return the weighted mean of V, [QUERIES, d]; 0 of an empty state."""
-    total = first_column(state[1])
-    return state[2] / tl.where(total > 0.0, total, 1.0)[:, None] + 0.0
+    """Return the weighted mean of V, [H, d], of ([H], [H, 1], [H, d]); 0 of an empty state."""
+    return state[2] / tl.where(state[1] > 0.0, state[1], 1.0) + 0.0

@@ -12,7 +12,7 @@ from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
 from shared.kernels.rope_store import rope_store
-from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
+from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_attention
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.rope import rope_cos_sin
@@ -48,6 +48,7 @@ class RopeTable:
 
     def __init__(self, config: ModelConfig, num_positions: int, device: torch.device) -> None:
         self._cos, self._sin = rope_cos_sin(config, num_positions, device)
+        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
 
     @property
     def num_positions(self) -> int:
@@ -59,16 +60,18 @@ class RopeTable:
         position_ids: torch.Tensor,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
+        dtype: torch.dtype,
     ) -> Rows:
-        """Gather the rows' angles.
+        """Gather the rows' angles, and cut their attention.
 
         Args:
             position_ids: [T] i64.
+            dtype: Of queries, keys and values.
         """
         return Rows(
             cos=self._cos[position_ids],
             sin=self._sin[position_ids],
-            attention=attention,
+            attention=prepared(attention, dtype, *self._heads),
             slot_mapping=slot_mapping,
         )
 

@@ -116,7 +116,7 @@ class EagleDraft(Head):
     ) -> torch.Tensor:
         """Run rows through the layers; see DraftModel.forward."""
         assert recurrent is not None, "an EAGLE head needs a feature or a hidden state per row"
-        rows = self._rope.rows(position_ids, attention, slot_mapping)
+        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         x = torch.cat([self._embed(token_ids), recurrent], dim=-1)
         x = linear(x, self._fc, self._fc_bias)
         pending: Product | None = None

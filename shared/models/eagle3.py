@@ -133,7 +133,7 @@ class Eagle3Draft(Head):
     ) -> torch.Tensor:
         """Run rows through the layer; see DraftModel.forward."""
         assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"
-        rows = self._rope.rows(position_ids, attention, slot_mapping)
+        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         x = torch.cat(
             [
                 rms_norm(self._embed(token_ids), self._input_norm, self._eps),

@@ -98,7 +98,7 @@ class CausalLM:
         Returns: ForwardOutput.
         Mutates: `kv` rows named by `slot_mapping`.
         """
-        rows = self._rope.rows(position_ids, attention, slot_mapping)
+        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         x = embed(token_ids, self._embedding, roots)
         pending: Product | None = None
         captured = {}

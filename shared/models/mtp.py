@@ -104,7 +104,7 @@ class MTPDraft(Head):
     ) -> torch.Tensor:
         """Run rows through the layer; see DraftModel.forward."""
         assert recurrent is not None, "an MTP layer needs a feature or a hidden state per row"
-        rows = self._rope.rows(position_ids, attention, slot_mapping)
+        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         embeds = self._embed(token_ids).masked_fill((position_ids == 0)[:, None], 0)
         x = torch.cat(
             [

@@ -27,6 +27,7 @@ from shared.kernels import (
     sampling_filters,
     tree_attention,
     tree_attention_kernels,
+    tree_attention_schedule,
     tree_attention_tiles,
     tree_beams,
     tree_children,
@@ -120,6 +121,18 @@ def kernels(dtype: str):
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
     if dtype == "fp32":
         yield (
+            tree_attention_schedule._schedule_kernel,
+            [*["*i32"] * 6, "*i1", *["i32"] * 6],
+            {
+                "TILE": tree_attention_tiles.TRITON_KV_TILE,
+                "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
+                "REQ_BLOCK": 64,
+                "HAS_WINDOW": True,
+                "ROWS": 16,
+                "LINES": 128,
+            },
+        )
+        yield (
             accept_walk._accept_walk_kernel,
             ["*i64"] * 3
             + ["*i32"]
@@ -195,14 +208,12 @@ def sampling_kernels():
 def attention_kernels(dtype: str):
     """Yield tree attention: narrow, wide, of many rows, and of narrow and wide heads."""
     dot = DOT_DTYPES[dtype]
-    cases = [(80, 1, False), (128, 64, False), (128, 2048, True)]
+    cases = [(80, False), (128, False), (128, True)]
     if dtype != "fp32":
-        cases += [(64, 64, False), (256, 64, False), (256, 2048, True)]
-    for head_dim, num_rows, is_sequential in cases:
+        cases += [(64, False), (256, False), (256, True)]
+    for head_dim, is_sequential in cases:
         dim_block = triton.next_power_of_2(head_dim)
-        queries = tree_attention.choose_queries(
-            dot, is_sequential=is_sequential and dim_block <= 128
-        )
+        queries = tree_attention.choose_queries(dot, is_wide=is_sequential and dim_block <= 128)
         shape = {
             "DOT_DTYPE": dot,
             "NUM_KV_HEADS": 8,
@@ -213,21 +224,19 @@ def attention_kernels(dtype: str):
             "PAGE_SIZE": 16,
             "TILE": tree_attention_tiles.TRITON_KV_TILE,
             "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
-            "REQ_BLOCK": 32,
-            "HAS_WINDOW": False,
             "SEQUENTIAL": is_sequential,
         }
         values = [f"*{dtype}"] * 4 + ["*fp32"] * 2
         yield (
             tree_attention_kernels._shared_tiles_kernel,
-            [*values, *["*i32"] * 5, "*i1", *["i32"] * 6, "fp32"],
-            {**shape, "ROWS": queries // 8},
-            tree_attention.shared_options(dot, dim_block, queries),
+            [*values, *["*i32"] * 3, *["i32"] * 2, "fp32"],
+            {**shape, "HAS_WINDOW": False, "ROWS": queries // 8},
+            tree_attention.shared_options(dot, queries),
         )
         yield (
             tree_attention_kernels._finish_rows_kernel,
-            [*values, *["*i32"] * 6, "*i1", *["i32"] * 6, "fp32"],
-            {**shape, "QUERIES": tree_attention.choose_queries(dot)},
+            [*values, *["*i32"] * 3, *["i32"] * 3, "fp32"],
+            {**shape, "QUERIES": 16},
             tree_attention.finish_options(dot, dim_block),
         )
 
@@ -318,15 +327,19 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
     assert binary.asm["cubin"]
     assert binary.metadata.shared <= SHARED_MEMORY_BYTES, kernel.__name__
     if constexprs.get("IS_DEPENDENT"):
-        assert waits_first(binary.asm["ptx"]), f"{kernel.__name__} does not wait first"
+        # Attention reads its tables before: no layer writes them.
+        may_load = kernel.__module__ == tree_attention_kernels.__name__
+        assert waits_first(binary.asm["ptx"], may_load=may_load), (
+            f"{kernel.__name__} does not wait first"
+        )
     return binary
 
 
-def waits_first(ptx: str) -> bool:
+def waits_first(ptx: str, *, may_load: bool = False) -> bool:
     """Return whether a kernel waits for earlier ones before it branches or touches memory."""
     before, wait, _ = re.sub(r"//.*", "", ptx).partition("griddepcontrol.wait;")
     touched = re.findall(r"\b(ld|st|atom|red|cp|bra|ret|exit)\b([.\w]*)", before)
-    harmless = (".param", ".async.bulk.prefetch.L2")
+    harmless = (".param", ".async.bulk.prefetch.L2", *[".global"] * may_load)
     return bool(wait) and all(space.startswith(harmless) for _, space in touched)
 
 
