@@ -117,7 +117,10 @@ def _linear_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for split in range(0, 1 if IS_SPLIT else NUM_SPLITS):
         begin = (first_split + split) * SPLIT_K
-        end = tl.minimum(begin + SPLIT_K, width_k)
+        # At least one block, of zeros if K is out: were the loop one that may not run at all, ptxas
+        # would let each product wait for the one before it.
+        end = tl.maximum(tl.minimum(begin + SPLIT_K, width_k), begin + 1)
+        tl.assume(begin < end)
         acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(begin, end, BLOCK_K):
             weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)

@@ -6,11 +6,14 @@ Prints one line per binary: kernel, compute capability, dtype, instructions of i
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import tempfile
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from shared.kernels import (
@@ -64,7 +67,7 @@ def kernels(dtype: str):
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
     yield from attention_kernels(dtype)
-    for num_rows in (1, 64, 128, 2048):
+    for num_rows, num_splits in ((1, 4), (64, 4), (128, 4), (256, 1), (256, 4), (2048, 4)):
         tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear._linear_kernel,
@@ -72,14 +75,15 @@ def kernels(dtype: str):
             {
                 **dot,
                 **blocks(tiles),
-                "HAS_BIAS": True,
-                "IS_SPLIT": num_rows <= linear.MAX_SPLIT_ROWS,
-                "NUM_SPLITS": 4,
+                "HAS_BIAS": num_rows <= 16,
+                "IS_SPLIT": num_splits > 1 and num_rows <= linear.MAX_SPLIT_ROWS,
+                "NUM_SPLITS": num_splits,
                 "SPLIT_K": 1024,
                 "PREFETCH_K": 512 if num_rows <= 64 else 0,
             },
             launch_options(tiles),
         )
+    for num_rows in (1, 64, 128, 2048):
         tiles = linear_swiglu.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear_swiglu._linear_swiglu_kernel,
@@ -307,7 +311,7 @@ def main() -> None:
 
 
 def compile_kernel(kernel, types, constexprs, capability, options=None):
-    """Compile for arguments as they are in service: pointers and strides are multiples of 16."""
+    """Compile for arguments as they are in service: all but counts are multiples of 16."""
     if "IS_DEPENDENT" in kernel.arg_names:
         is_dependent = capability >= 90
         constexprs = constexprs | {"IS_DEPENDENT": is_dependent}
@@ -315,7 +319,11 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
     names = [name for name in kernel.arg_names if name not in constexprs]
     signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constexprs, "constexpr")
     position = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    is_aligned = [name for name in names if signature[name][0] == "*" or "stride" in name]
+    is_aligned = [
+        name
+        for name in names
+        if signature[name][0] == "*" or "stride" in name or name.startswith("width")
+    ]
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -332,7 +340,24 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
         assert waits_first(binary.asm["ptx"], may_load=may_load), (
             f"{kernel.__name__} does not wait first"
         )
+    if "wgmma" in binary.asm["ptx"]:
+        assert not is_serialized(binary.asm["ptx"], capability), f"{kernel.__name__} {constexprs}"
     return binary
+
+
+def is_serialized(ptx: str, capability: int) -> bool:
+    """Return whether the assembler lets every product wait for the one before it."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        result = subprocess.run(
+            [get_ptxas(capability).path, f"-arch=sm_{capability}a", "-v", file.name]
+            + ["--output-file", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return "serialized" in result.stderr
 
 
 def waits_first(ptx: str, *, may_load: bool = False) -> bool:
