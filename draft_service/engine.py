@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from draft_service.request import DraftRequest
@@ -220,8 +219,7 @@ class DraftEngine:
         self._outbox.append(replace(failure, draft_epoch=request.open.draft_epoch))
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        ids = np.asarray(token_ids, dtype=np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.info.vocab_size):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.info.vocab_size:
             raise InvalidArgumentError(
                 f"token ids must lie in 0..{self.info.vocab_size - 1}", field="token_ids"
             )

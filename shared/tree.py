@@ -69,27 +69,24 @@ def check_tree(
         raise InvalidTreeError(
             f"{len(parent_index)} parents for {num_nodes} nodes", field="tree.parent_index"
         )
-    tokens = np.asarray(token_ids, dtype=np.int64)
-    parents = np.asarray(parent_index, dtype=np.int64)
-    if parents[0] != -1:
+    # Plain loops: trees are small, and every call of numpy costs as much as ten nodes.
+    if parent_index[0] != -1:
         raise InvalidTreeError("parent_index[0] must be -1 (the root)", field="tree.parent_index")
-    bad = (parents[1:] < 0) | (parents[1:] >= np.arange(1, num_nodes))
-    if bad.any():
-        node = int(bad.argmax()) + 1
+    for node in range(1, num_nodes):
+        if not 0 <= parent_index[node] < node:
+            raise InvalidTreeError(
+                f"parent_index[{node}] is {parent_index[node]}, expected 0..{node - 1}",
+                field="tree.parent_index",
+            )
+    for node, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidTreeError(
+                f"token_ids[{node}] is {token_id}, expected 0..{vocab_size - 1}",
+                field="tree.token_ids",
+            )
+    if token_ids[0] != root_token_id:
         raise InvalidTreeError(
-            f"parent_index[{node}] is {parents[node]}, expected 0..{node - 1}",
-            field="tree.parent_index",
-        )
-    bad = (tokens < 0) | (tokens >= vocab_size)
-    if bad.any():
-        node = int(bad.argmax())
-        raise InvalidTreeError(
-            f"token_ids[{node}] is {tokens[node]}, expected 0..{vocab_size - 1}",
-            field="tree.token_ids",
-        )
-    if tokens[0] != root_token_id:
-        raise InvalidTreeError(
-            f"the root is token {tokens[0]}, the bonus token is {root_token_id}",
+            f"the root is token {token_ids[0]}, the bonus token is {root_token_id}",
             field="tree.token_ids",
         )
 
