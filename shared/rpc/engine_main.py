@@ -7,6 +7,7 @@ middle of a step. Exit codes: 0 = the front closed the pipe, 1 = an error (its t
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -82,6 +83,7 @@ def engine_main(
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)
+        gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
