@@ -54,11 +54,10 @@ class KVPool:
         self.cache_addresses = cache_addresses(self.caches)
         self._allocator = PageAllocator(num_pages)
         self._table = np.zeros((max_num_requests, max_pages_per_request), dtype=np.int32)
-        self._device_table = torch.from_numpy(self._table)
+        self._device_table = torch.from_numpy(self._table).to(device)
+        self._is_table_shared = device.type == "cpu"
         # Entries that changed since the device's table was brought up to date, flat.
         self._changed: list[NDArray[np.int64]] = []
-        if device.type != "cpu":
-            self._device_table = self._device_table.to(device)
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
         self._pages: dict[int, list[PageId]] = {}  # row -> pages of columns [first, ...)
         self._first: dict[int, int] = {}  # row -> first column still held
@@ -179,7 +178,7 @@ class KVPool:
     def _set(self, req_idx: int, first: int, pages: NDArray[Any]) -> None:
         """Write columns [first, first + len(pages)) of a row of the page table."""
         self._table[req_idx, first : first + len(pages)] = pages
-        if self.device.type != "cpu":
+        if not self._is_table_shared:
             begin = req_idx * self._table.shape[1] + first
             self._changed.append(np.arange(begin, begin + len(pages)))
 

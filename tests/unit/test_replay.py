@@ -36,13 +36,28 @@ from tests.engines import (
 from tests.local_pair import LocalPair, LocalRequest
 
 
-class ForgetfulStaging(Staging):
-    """Staging of which nothing of the step before is left."""
+class Event:
+    """Of a stream whose work is done at once."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class RemoteStaging(Staging):
+    """Staging to memory of its own, as a device's is; nothing of the step before is left in it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(torch.device("cpu"), num_bytes)
+        self._is_cpu = False
+        self._on_host = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(3)]
+        self._copied: list[Any] = [Event() for _ in self._on_host]
 
     def begin(self) -> None:
         """Start a step."""
         super().begin()
         self._on_device.fill_(0x55)
+        self._on_host[self._turn].fill_(0x55)
 
 
 class ReplayedGraphs(GraphCache):
@@ -93,7 +108,10 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     runner.pads_rows = True
     for owner, name in ((runner, "staging"), (runner, "_staging")):
         if hasattr(owner, name):
-            setattr(owner, name, ForgetfulStaging(torch.device("cpu"), 1 << 22))
+            setattr(owner, name, RemoteStaging(1 << 22))
+    pool = pool_of(engine)
+    pool._device_table = pool._device_table.clone()
+    pool._is_table_shared = False
     if isinstance(engine, TargetEngine):
         engine._scheduler.runs_ahead = True
     return graphs
