@@ -14,8 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,20 +26,12 @@ from benchmarks.models import Pair, add_model_flags, open_pair, parse_shape, res
 from benchmarks.rows import fill_noise
 from benchmarks.target_steps import StretchedRequests
 from benchmarks.timing import add_output_flag, report, synchronize
+from coppice.svg import Bar, Chart, Span, draw_charts
 from shared.types import MAX_TREE_NODES
 
 _WARM_UP = 8
-_WIDTH, _ROW, _LEFT = 1200, 18, 420  # of the picture, pixels
 _MOST_BARS = 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One kernel of a step, microseconds from the step's first kernel on."""
-
-    name: str
-    start_us: float
-    end_us: float
+_GAP = "(no kernel)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +76,12 @@ def main() -> None:
         if args.svg:
             path = Path(f"{args.svg}-{title.split(',')[0]}.svg")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(draw(f"{title}: {walls[title]}", kernels))
+            path.write_text(draw_charts([chart(f"{title}: {walls[title]}", kernels)]))
             sys.stdout.write(f"{path}\n")
     report(lines, args, extra={"model": args.model, "wall": walls})
 
 
-def _target(pair: Pair, args: argparse.Namespace) -> tuple[list[Kernel], float]:
+def _target(pair: Pair, args: argparse.Namespace) -> tuple[list[Span], float]:
     engine = pair.target_engine(
         args,
         max_num_requests=args.requests,
@@ -105,7 +96,7 @@ def _target(pair: Pair, args: argparse.Namespace) -> tuple[list[Kernel], float]:
     )
 
 
-def _draft(pair: Pair, args: argparse.Namespace) -> tuple[list[Kernel], float]:
+def _draft(pair: Pair, args: argparse.Namespace) -> tuple[list[Span], float]:
     num_new = 4
     engine = pair.draft_engine(
         args,
@@ -124,7 +115,7 @@ def _draft(pair: Pair, args: argparse.Namespace) -> tuple[list[Kernel], float]:
 
 def _profile(
     prepare: Callable[[], None], step: Callable[[], object], device: torch.device
-) -> tuple[list[Kernel], float]:
+) -> tuple[list[Span], float]:
     """Return the kernels of one step, and the wall time of the step before, milliseconds."""
     for _ in range(_WARM_UP):
         prepare()
@@ -149,7 +140,7 @@ def _profile(
     ]
     first = min(event.time_range.start for event in events)
     kernels = [
-        Kernel(
+        Span(
             name=event.name,
             start_us=event.time_range.start - first,
             end_us=event.time_range.end - first,
@@ -159,7 +150,7 @@ def _profile(
     return sorted(kernels, key=lambda kernel: kernel.start_us), wall_ms
 
 
-def summarize(title: str, kernels: Sequence[Kernel]) -> list[Line]:
+def summarize(title: str, kernels: Sequence[Span]) -> list[Line]:
     """Return a line per kernel, the longest first, and one for the time between kernels."""
     span = max(kernel.end_us for kernel in kernels)
     by_name: dict[str, list[float]] = {}
@@ -167,14 +158,14 @@ def summarize(title: str, kernels: Sequence[Kernel]) -> list[Line]:
         by_name.setdefault(short_name(kernel.name), []).append(kernel.end_us - kernel.start_us)
     totals = {name: (len(times), sum(times)) for name, times in by_name.items()}
     gaps = gaps_us(kernels)
-    totals["(no kernel)"] = (len(gaps), sum(gaps))
+    totals[_GAP] = (len(gaps), sum(gaps))
     return [
         Line(step=title, kernel=name, count=count, us=us, share=us / span)
         for name, (count, us) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
 
 
-def gaps_us(kernels: Sequence[Kernel]) -> list[float]:
+def gaps_us(kernels: Sequence[Span]) -> list[float]:
     """Return how long nothing ran, each time that nothing did.
 
     Args:
@@ -194,49 +185,22 @@ def short_name(name: str) -> str:
     return name[-56:]
 
 
-def draw(title: str, kernels: Sequence[Kernel]) -> str:
-    """Return an SVG: the step as one strip over time, and below a bar per kernel."""
-    lines = summarize("", kernels)[:_MOST_BARS]
+def chart(title: str, kernels: Sequence[Span]) -> Chart:
+    """Return the step as one strip over time, and a bar per kernel."""
     span = max(kernel.end_us for kernel in kernels)
-    hue = {line.kernel: i * 360 * 0.618 % 360 for i, line in enumerate(lines)}
-
-    def color(name: str) -> str:
-        return f"hsl({hue[name]:.0f},60%,55%)" if name in hue else "#888"
-
-    strip = _WIDTH - 20
-    parts = [_text(10, 20, f"{title}; {span:.0f} us from the first kernel to the end of the last")]
-    parts.append(_rect(10, 30, strip, 40, "#eee", "no kernel"))
-    for kernel in kernels:
-        name, us = short_name(kernel.name), kernel.end_us - kernel.start_us
-        left, width = 10 + kernel.start_us / span * strip, us / span * strip
-        hint = f"{name}: {us:.1f} us at {kernel.start_us:.1f}"
-        parts.append(_rect(left, 30, width, 40, color(name), hint))
-    longest = max(line.us for line in lines)
-    for i, line in enumerate(lines):
-        top = 90 + i * _ROW
-        width = line.us / longest * (_WIDTH - _LEFT - 220)
-        fill = "#ddd" if line.kernel == "(no kernel)" else color(line.kernel)
-        parts.append(_text(10, top + 12, line.kernel))
-        parts.append(_rect(_LEFT, top, width, _ROW - 3, fill, line.kernel))
-        label = f"{line.us:.1f} us, {line.share:.1%}, {line.count} x"
-        parts.append(_text(_LEFT + width + 6, top + 12, label))
-    height = 100 + len(lines) * _ROW
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'font-family="monospace" font-size="11">\n'
-        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    return Chart(
+        title=f"{title}; {span:.0f} us from the first kernel to the end of the last",
+        spans=[replace(kernel, name=short_name(kernel.name)) for kernel in kernels],
+        bars=[
+            Bar(
+                name=line.kernel,
+                us=line.us,
+                label=f"{line.us:.1f} us, {line.share:.1%}, {line.count} x",
+            )
+            for line in summarize("", kernels)[:_MOST_BARS]
+        ],
+        idle=_GAP,
     )
-
-
-def _rect(left: float, top: float, width: float, height: float, fill: str, hint: str) -> str:
-    return (
-        f'<rect x="{left:.2f}" y="{top:.0f}" width="{max(width, 0.2):.2f}" height="{height}" '
-        f'fill="{fill}"><title>{escape(hint)}</title></rect>'
-    )
-
-
-def _text(left: float, top: float, text: str) -> str:
-    return f'<text x="{left:.0f}" y="{top:.0f}">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class RequestOptions(TypedDict, total=False):
         logprobs: Ask for the log-probability of every output token.
         top_logprobs: Most likely alternatives per token; needs logprobs.
         omit_text: Ask for token ids only.
+        round_times: Have FinishInfo say where every round's time went.
         priority: Larger is served sooner when requests wait.
         session_id: Requests with one session_id prefer the same target worker.
         request_id: Name of the request, in logs too; made up by the server when absent.
@@ -57,6 +58,7 @@ class RequestOptions(TypedDict, total=False):
     logprobs: bool
     top_logprobs: int
     omit_text: bool
+    round_times: bool
     priority: int
     session_id: str
     request_id: str
@@ -84,7 +86,7 @@ _STOPPING = (
     "include_stop_in_output",
 )
 _SHAPE = ("num_steps", "topk", "num_draft_tokens")
-_OUTPUT = ("logprobs", "top_logprobs", "omit_text")
+_OUTPUT = ("logprobs", "top_logprobs", "omit_text", "round_times")
 _REQUEST = ("priority", "session_id", "request_id")
 _MODES = {
     None: pb.SPECULATION_MODE_AUTO,

@@ -7,6 +7,7 @@ round its speculation, nothing else.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.kernels.dispatch import launch_counts
 from shared.kv.allocator import OutOfPagesError
+from shared.step_timer import StepTimer
 from shared.tree import check_shape
 from shared.types import (
     DraftClose,
@@ -31,6 +33,7 @@ from shared.types import (
     FeatureUnsubscribe,
     RequestFailure,
     RequestRetracted,
+    TokenTree,
     WorkerInfo,
     WorkerLoad,
 )
@@ -112,19 +115,24 @@ class DraftEngine:
 
         Returns: TokenTree, RequestFailure, RequestRetracted and FeatureCommand messages.
         """
+        timer = StepTimer(
+            self._pool.device, is_on=any(r.pending_times for r in self._requests.values())
+        )
         works = self._plan_extend()
         for work in works:
             work.request.kv_len += work.num_rows
         growing = self._plan_growth()
         works = [work for work in works if work.request.request_id in self._requests]
         if works or growing:
-            self._outbox.extend(self._runner.run(works, growing))
+            trees = self._runner.run(works, growing, timer)
+            for tree, request in zip(trees, growing, strict=True):
+                self._outbox.append(_timed(tree, request, timer))
             self._num_steps += 1
             self._num_rows += sum(work.num_rows for work in works)
             touched = {w.request.request_id for w in works} | {r.request_id for r in growing}
             self._num_request_steps += len(touched)
         for request in growing:
-            request.pending = None
+            request.pending = request.pending_times = None
         if self._runner.window:
             for work in works:  # its rows have seen them
                 seen = work.request.kv_len - self._runner.window
@@ -197,6 +205,8 @@ class DraftEngine:
                 field="handle.shape",
             )
         rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype]).view(chunk.shape)
+        if request.open.is_timed:
+            request.features_ns = time.monotonic_ns()
         if not request.add_features(chunk.start, rows):
             logger.warning("feature gap, asking again", extra={"request_id": chunk.request_id})
             self._subscribe(request)
@@ -319,3 +329,13 @@ class DraftEngine:
                 round_idx=getattr(message, "round_idx", 0),
             )
         )
+
+
+def _timed(tree: TokenTree, request: DraftRequest, timer: StepTimer) -> TokenTree:
+    """Return a tree; of a timed request with how it went from the order on."""
+    if request.pending_times is None:
+        return tree
+    times = request.pending_times.then("features", request.features_ns)
+    times = times.then("queue", timer.begin_ns)
+    times = replace(times, stages=(*times.stages, *timer.stages()))
+    return replace(tree, times=times.then("tree", time.monotonic_ns()))

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shared.errors import StaleStateError
-from shared.types import DraftOpen, DraftRound
+from shared.times import take
+from shared.types import AnswerTimes, DraftOpen, DraftRound
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,6 +33,8 @@ class DraftRequest:
         features: Received rows not extended yet, oldest first; those of positions
             [base + kv_len, features_end).
         pending: Latest order for a tree, unanswered.
+        pending_times: Of that order, if the request is timed.
+        features_ns: When the last rows came, if the request is timed.
     """
 
     open: DraftOpen
@@ -44,6 +47,8 @@ class DraftRequest:
     features_end: int = 0
     features: deque[torch.Tensor] = field(default_factory=deque)
     pending: DraftRound | None = None
+    pending_times: AnswerTimes | None = None
+    features_ns: int = 0
 
     @property
     def request_id(self) -> str:
@@ -96,6 +101,7 @@ class DraftRequest:
                 f"seq_len is {order.seq_len}, have {len(self.tokens)} tokens", field="seq_len"
             )
         self.pending = order
+        self.pending_times = take(order.received_ns) if self.open.is_timed else None
 
     def add_features(self, start: int, rows: torch.Tensor) -> bool:
         """Take feature rows [n, width] of positions [start, start + n).

@@ -23,6 +23,7 @@ from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
 from shared.staging import ALIGNMENT, Staging
+from shared.step_timer import StepTimer
 from shared.types import MAX_TREE_NODES, DraftRound, TokenTree, TreeShape
 
 # Beside features: a few numbers per row and request.
@@ -79,7 +80,9 @@ class DraftRunner:
         self._results = _Results(device, _padded(pool.max_num_requests))
 
     @torch.inference_mode()
-    def run(self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest]) -> list[TokenTree]:
+    def run(
+        self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest], timer: StepTimer
+    ) -> list[TokenTree]:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
         then answer pending rounds, each with a tree. All is launched before any of it is awaited.
 
@@ -95,8 +98,10 @@ class DraftRunner:
         staging.skip_to(self._growth_bytes)
         extend = self._build_extend(works) if works else None
         staging.flush()
+        timer.host("pack")
         if extend is not None:
             self._extend(extend)
+        timer.device("extend")
         if growth is None:
             return []
         packed = self._graphs.run(
@@ -104,7 +109,10 @@ class DraftRunner:
             lambda: self._grower.grow(growth, self._last_hidden),
             growth.tensors,
         )
-        return _trees(growing, DraftOutput.unpack(self._results.read(packed)))
+        timer.device("grow")
+        result = self._results.read(packed)
+        timer.host("read")
+        return _trees(growing, DraftOutput.unpack(result))
 
     def num_scratch_slots(self, request: DraftRequest) -> int:
         """Return how many slots past kv_len the pending tree needs."""

@@ -17,6 +17,7 @@ import contextlib
 import enum
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tenacity import RetryCallState, wait_exponential_jitter
@@ -26,6 +27,7 @@ from orchestrator.request_log import RequestLog
 from orchestrator.workers import Garbled, Worker, WorkerLost
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidTreeError
+from shared.times import seen_from
 from shared.tree import check_tree
 from shared.types import (
     DraftClose,
@@ -62,6 +64,7 @@ class DraftLink:
         request_id: As the workers know it.
         shape: Tree shape to order; None = speculation is off.
         sampling: Temperature and seed matter to the draft.
+        is_timed: Have it say where its time goes.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class DraftLink:
         request_id: str,
         shape: TreeShape | None,
         sampling: SamplingParams,
+        is_timed: bool = False,
         pool: WorkerPool,
         config: OrchestratorConfig,
         log: RequestLog,
@@ -80,6 +84,7 @@ class DraftLink:
         self._request_id = request_id
         self._shape = shape
         self._sampling = sampling
+        self._is_timed = is_timed
         self._pool = pool
         self._config = config
         self._log = log
@@ -194,6 +199,14 @@ class DraftLink:
         if ordered_at is not None:
             took = now - ordered_at
             self._mean_round_s += _EWMA_WEIGHT * (took - self._mean_round_s)
+            if tree.times is not None:
+                times = seen_from(
+                    tree.times,
+                    kind="draft",
+                    sent_ns=int(ordered_at * 1e9),
+                    arrived_ns=int(now * 1e9),
+                )
+                tree = replace(tree, times=times)
         self._heard_at = now
         self._num_failures = 0
         self.state = DraftState.LIVE
@@ -263,6 +276,7 @@ class DraftLink:
                 target_address=self._target.address,
                 token_ids=tuple(tokens),
                 sampling=self._sampling,
+                is_timed=self._is_timed,
             )
         )
 

@@ -7,6 +7,7 @@ import dataclasses
 
 from orchestrator.meter import Meter
 from orchestrator.output import Output
+from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
 from shared.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
@@ -23,6 +24,7 @@ class Reply:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
         self.events: asyncio.Queue[GenerateEvent | None] = asyncio.Queue()
         self.meter = Meter()
+        self.timeline = Timeline()
         self._request = request
         self._num_output = 0
         self._num_cached_tokens: int | None = None
@@ -90,6 +92,7 @@ class Reply:
             speculation=self.meter.speculation,
             timings=self.meter.timings,
             retries=retries,
+            round_times=self.timeline.rounds,
         )
         self.events.put_nowait(finish)
         return finish

@@ -84,6 +84,7 @@ class Generation:
             request_id=worker_request_id,
             shape=request.shape if config.drafts else None,
             sampling=request.sampling,
+            is_timed=request.round_times,
             pool=pool,
             config=config,
             log=self._log,
@@ -127,6 +128,12 @@ class Generation:
         self._commit(path)
         self._reply.emit(path)
         self._order_next_tree()
+        self._reply.timeline.add(
+            self._round_idx,
+            tree=tree.times if tree is not None else None,
+            path=path.times,
+            now_ns=int(asyncio.get_running_loop().time() * 1e9),
+        )
 
     def _resume(self) -> None:
         """Take the output that the client already holds; it may be all there is."""
@@ -322,4 +329,5 @@ class Generation:
             top_logprobs=request.top_logprobs,
             wants_features=request.shape is not None and bool(self._config.drafts),
             priority=request.priority,
+            is_timed=request.round_times,
         )

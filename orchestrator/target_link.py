@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.workers import Garbled, Worker, WorkerLost
 from shared.errors import CoppiceError, StatusCode
 from shared.rpc.status import error_of
+from shared.times import seen_from
 from shared.types import (
     AcceptedPath,
     RequestFailure,
@@ -77,6 +79,7 @@ class TargetLink:
         self._on_admitted = on_admitted
         self._on_gone = on_gone
         self._awaited_round = -1
+        self._asked_at = 0.0
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
         self._granted_until = 0
         self._early: dict[int, AcceptedPath] = {}  # of granted rounds that nobody awaits yet
@@ -118,6 +121,7 @@ class TargetLink:
             case TargetAdmitted() if message.target_epoch == self.target_epoch:
                 self._admit(message)
             case AcceptedPath() if message.target_epoch == self.target_epoch:
+                message = self._timed(message)
                 if message.round_idx == self._awaited_round:
                     self._admit(None)
                     self._settle(message)
@@ -133,6 +137,19 @@ class TargetLink:
                 loss = Loss.MOVED if message.is_clean else Loss.LOST
                 self._fail(TargetGone(loss, is_kill=self._is_in_engine and not message.is_clean))
 
+    def _timed(self, path: AcceptedPath) -> AcceptedPath:
+        """Return a timed path with its times from order to arrival, as this process sees them."""
+        if path.times is None:
+            return path
+        is_granted = path.round_idx <= self._granted_until
+        times = seen_from(
+            path.times,
+            kind="target",
+            sent_ns=None if is_granted else int(self._asked_at * 1e9),
+            arrived_ns=int(asyncio.get_running_loop().time() * 1e9),
+        )
+        return replace(path, times=times)
+
     async def _ask(
         self,
         message: TargetOpen | VerifyRound | RoundGrant | None,
@@ -141,6 +158,8 @@ class TargetLink:
         counts_progress: bool,
     ) -> AcceptedPath:
         """Send a message, if there is one, and wait for the path of a round."""
+        loop = asyncio.get_running_loop()
+        asked = self._asked_at = loop.time()
         if message is not None and self._gone is None:
             self.worker.send(message)
         early = self._early.pop(round_idx, None)
@@ -148,10 +167,8 @@ class TargetLink:
             return early
         if self._gone is not None:
             raise self._gone
-        loop = asyncio.get_running_loop()
         self._awaited_round = round_idx
         self._reply = loop.create_future()
-        asked = loop.time()
         while not self._reply.done():
             since = max(asked, self.worker.last_progress) if counts_progress else asked
             remaining = since + self._step_timeout_s - loop.time()

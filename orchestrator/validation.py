@@ -66,6 +66,7 @@ class GenerationRequest:
     top_logprobs: int = 0
     omit_text: bool = False
     omit_token_ids: bool = False
+    round_times: bool = False
     priority: int = 0
     session_id: str = ""
     resume_ids: tuple[int, ...] = ()
@@ -114,6 +115,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         top_logprobs=_top_logprobs(message.output),
         omit_text=message.output.omit_text,
         omit_token_ids=message.output.omit_token_ids,
+        round_times=message.output.round_times,
         priority=message.priority,
         session_id=_short(message.session_id, "session_id"),
         resume_ids=resume_ids,

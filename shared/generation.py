@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.types import FinishReason, TokenLogprob
+from shared.types import FinishReason, StageTime, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +92,22 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTimes:
+    """Where the time of one round went; see proto RoundTimes."""
+
+    round_idx: int
+    begin_ns: int
+    stages: tuple[StageTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishInfo:
     """Why and how a request ended.
 
     Args:
         matched_stop: The stop string (str) or stop token id (int) that ended it, if one did.
         retries: Times that the request was moved to another worker or rebuilt on one.
+        round_times: When asked for.
     """
 
     reason: FinishReason
@@ -106,6 +116,7 @@ class FinishInfo:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     timings: Timings = field(default_factory=Timings)
     retries: int = 0
+    round_times: tuple[RoundTimes, ...] = ()
 
 
 GenerateEvent = PromptInfo | TokenDelta | FinishInfo

@@ -7,7 +7,7 @@ round before), `parent_index` is topological, root = -1.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 PageId = NewType("PageId", int)
@@ -107,6 +107,37 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTime:
+    """What was done or waited for up to a moment, from the end of the stage before on.
+
+    Args:
+        end_ns: Monotonic clock, as everywhere in times.
+    """
+
+    name: str
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTimes:
+    """How a worker spent the time from an order to its answer; see proto AnswerTimes."""
+
+    clock_id: int
+    begin_ns: int
+    stages: tuple[StageTime, ...] = ()
+
+    @property
+    def end_ns(self) -> int:
+        """Return the end of the last stage."""
+        return self.stages[-1].end_ns if self.stages else self.begin_ns
+
+    def then(self, name: str, end_ns: int) -> AnswerTimes:
+        """Return these times and one more stage; a stage never takes less than nothing."""
+        stage = StageTime(name=name, end_ns=max(end_ns, self.end_ns))
+        return replace(self, stages=(*self.stages, stage))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTree:
     """A candidate tree; see proto TokenTree.
 
@@ -114,6 +145,7 @@ class TokenTree:
         token_ids: [N] N = num_draft_tokens, root included.
         parent_index: [N] topological, root = -1.
         cumulative_logprobs: [N] sum of draft log-probabilities from the root.
+        times: Of a timed request.
     """
 
     request_id: str
@@ -124,6 +156,7 @@ class TokenTree:
     token_ids: tuple[int, ...]
     parent_index: tuple[int, ...]
     cumulative_logprobs: tuple[float, ...] = ()
+    times: AnswerTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +174,7 @@ class AcceptedPath:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason = FinishReason.NONE
     matched_stop_token_id: int | None = None
+    times: AnswerTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +249,16 @@ class TargetOpen:
     top_logprobs: int = 0
     wants_features: bool = False
     priority: int = 0
+    is_timed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRound:
-    """Verify a tree (None: a root-only round) at `seq_len`."""
+    """Verify a tree (None: a root-only round) at `seq_len`.
+
+    Args:
+        received_ns: When it reached the worker of a timed request; stays there.
+    """
 
     request_id: str
     target_epoch: int
@@ -227,6 +266,7 @@ class VerifyRound:
     seq_len: int
     root_token_id: int
     tree: TokenTree | None = None
+    received_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +390,7 @@ class DraftOpen:
     target_address: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    is_timed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +399,7 @@ class DraftRound:
 
     Args:
         token_offset: Index of token_ids[0] in prompt + output.
+        received_ns: When it reached the worker of a timed request; stays there.
     """
 
     request_id: str
@@ -368,6 +410,7 @@ class DraftRound:
     token_offset: int
     token_ids: tuple[int, ...]
     shape: TreeShape
+    received_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,11 @@ from shared.errors import (
     StaleStateError,
 )
 from shared.kernels.dispatch import launch_counts
+from shared.step_timer import StepTimer
+from shared.times import clock_id, take
 from shared.tree import check_tree
 from shared.types import (
+    AnswerTimes,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -33,6 +37,7 @@ from shared.types import (
     RequestFailure,
     RequestRetracted,
     RoundGrant,
+    StageTime,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -55,10 +60,17 @@ MAX_PENDING_SUBSCRIPTIONS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launched:
-    """A step that the device works on."""
+    """A step that the device works on.
+
+    Args:
+        timer: Measures it if one of its requests is timed.
+        order_times: Of the orders of timed rounds, by request.
+    """
 
     batch: StepBatch
     read: PendingRead
+    timer: StepTimer
+    order_times: Mapping[str, AnswerTimes]
 
 
 class TargetEngine:
@@ -101,6 +113,7 @@ class TargetEngine:
         self._order = itertools.count()
         self._outbox: list[Any] = []
         self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
+        self._device_free_ns = 0  # when the last timed step had left the device
 
     @property
     def has_work(self) -> bool:
@@ -200,6 +213,9 @@ class TargetEngine:
             )
         if plan.is_empty:
             return None
+        timer = StepTimer(
+            self._pool.device, is_on=any(request.open.is_timed for request in plan.verifies)
+        )
         batch = build_batch(
             plan,
             self._pool,
@@ -208,13 +224,17 @@ class TargetEngine:
             window=self._window,
             pads_rows=self._runner.pads_rows,
         )
+        timer.host("pack")
         extended = self._runner.extend(batch.extend)
+        timer.device("forward")
         verified = None
         if batch.verify is not None:
             verified = self._runner.verify(batch.verify, extended)
             self._runner.commit_kv(batch, verified)
         # Before the next step is launched: that one overwrites what this one computes.
         read = self._runner.start_read(batch, extended, verified)
+        timer.device("sample")
+        order_times = {}
         for chain in batch.chains:
             if isinstance(chain.work, PrefillWork):
                 chain.work.request.seq_len = chain.work.stop
@@ -223,20 +243,24 @@ class TargetEngine:
         for request in batch.trees.requests if batch.trees else ():
             request.is_tree_in_flight = request.next_num_rows > 1
             request.queued = None
+            if request.queued_times is not None:
+                order_times[request.request_id] = request.queued_times
+                request.queued_times = None
             request.queued_order = next(self._order)
             request.num_in_flight += 1
         self._num_steps += 1
         self._num_rows += batch.num_rows
         self._num_request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
-        return _Launched(batch=batch, read=read)
+        return _Launched(batch=batch, read=read, timer=timer, order_times=order_times)
 
     def _finish(self, launched: _Launched) -> None:
         """Wait for a launched step, commit and answer it."""
         outputs = self._runner.finish_read(launched.batch, launched.read)
+        launched.timer.host("read")
         self._commit_chains(launched.batch, outputs)
         if launched.batch.trees is not None:
             assert outputs.paths is not None
-            self._commit_paths(launched.batch.trees, outputs.paths)
+            self._commit_paths(launched, launched.batch.trees, outputs.paths)
 
     def _is_held(self, request: TargetRequest) -> bool:
         """Return whether a request is still there; it may have gone while a step was in flight."""
@@ -316,6 +340,7 @@ class TargetEngine:
                 vocab_size=self.info.vocab_size,
             )
         request.queued = message
+        request.queued_times = take(message.received_ns) if request.open.is_timed else None
         request.queued_order = next(self._order)
 
     def _close(self, message: TargetClose) -> None:
@@ -405,14 +430,18 @@ class TargetEngine:
                 self._emit_features(request, work.start, rows)
                 request.features.next = work.stop
 
-    def _commit_paths(self, trees: SampledTrees, paths: PathOutputs) -> None:
+    def _commit_paths(self, launched: _Launched, trees: SampledTrees, paths: PathOutputs) -> None:
         committed = []
         nodes = accepted_nodes(trees, paths)
+        stages = launched.timer.stages(device_free_ns=self._device_free_ns)
+        self._device_free_ns = launched.timer.device_end_ns(stages)
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             if not self._is_held(request):
                 continue
             is_prefill = request.phase is Phase.PREFILL
             reply = commit_path(request, path, paths, row, max_context_len=self._max_context_len)
+            if request.open.is_timed and not is_prefill:
+                reply = replace(reply, times=_times_of(launched, request, stages))
             self._outbox.append(reply)
             self._num_moved += reply.accept_index != tuple(range(len(reply.accept_index)))
             if reply.finish_reason is not FinishReason.NONE:
@@ -447,3 +476,17 @@ class TargetEngine:
                     data=part.tobytes(),
                 )
             )
+
+
+def _times_of(
+    launched: _Launched, request: TargetRequest, stages: Sequence[StageTime]
+) -> AnswerTimes:
+    """Return how a timed round went: from its order on, if it had one, else from its step on."""
+    begin_ns = launched.timer.begin_ns
+    times = launched.order_times.get(request.request_id)
+    if times is None:
+        times = AnswerTimes(clock_id=clock_id(), begin_ns=begin_ns)
+    else:
+        times = times.then("queue", begin_ns)
+    times = replace(times, stages=(*times.stages, *stages))
+    return times.then("commit", time.monotonic_ns())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from shared.types import AcceptedPath, TargetOpen, VerifyRound
+from shared.types import AcceptedPath, AnswerTimes, TargetOpen, VerifyRound
 from target_service.features import FeatureLog
 
 
@@ -33,6 +33,7 @@ class TargetRequest:
         round_idx: Last round answered; -1 before the prefill is.
         last_reply: Answer of that round, repeated when the round is.
         queued: The round to run next.
+        queued_times: Of its order, if the request is timed.
         queued_order: Order in which it came; rounds that have waited longest run first.
         granted_until: Last round that needs no order.
         token_limit: Tokens, the prompt included, with which the request ends.
@@ -51,6 +52,7 @@ class TargetRequest:
     round_idx: int = -1
     last_reply: AcceptedPath | None = None
     queued: VerifyRound | None = None
+    queued_times: AnswerTimes | None = None
     queued_order: int = 0
     granted_until: int = 0
     token_limit: int = 0

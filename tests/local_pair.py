@@ -55,6 +55,7 @@ class LocalRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     priority: int = 0
+    is_timed: bool = False
     joins_at: int = 0
     output: list[int] = field(default_factory=list)
     paths: list[AcceptedPath] = field(default_factory=list)
@@ -145,6 +146,7 @@ class LocalPair:
                 target_address="local",
                 token_ids=tuple(request.tokens),
                 sampling=request.sampling,
+                is_timed=request.is_timed,
             )
         )
 
@@ -196,6 +198,7 @@ class LocalPair:
                 top_logprobs=request.top_logprobs,
                 wants_features=request.shape is not None,
                 priority=request.priority,
+                is_timed=request.is_timed,
             )
         )
 

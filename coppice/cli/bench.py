@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from coppice.bench import CellResult, Mode
+    from coppice.timeline import TimelineResult
 
 COLUMNS = (
     ("mode", lambda r: r.mode),
@@ -61,6 +63,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--output", metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--plot", metavar="FILE", help="write tokens per second as SVG")
+    parser.add_argument(
+        "--timeline",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="say where a round's time goes instead: a table, and a picture (SVG) if there is a "
+        "FILE",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -68,37 +78,53 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write the files."""
     from coppice.bench import DEFAULT_PROMPTS, run_bench
     from coppice.bench_plot import draw_plot
+    from coppice.svg import draw_charts
+    from coppice.timeline import chart, measure_timelines
 
     prompts = _read_prompts(arguments.prompts) if arguments.prompts else list(DEFAULT_PROMPTS)
-    results = asyncio.run(
-        run_bench(
-            arguments.server,
-            modes=_modes(arguments),
-            concurrencies=_concurrencies(arguments.concurrency),
-            prompts=prompts,
-            requests_per_cell=arguments.requests,
-            # Equal lengths make modes comparable.
-            keywords={
-                "max_new_tokens": arguments.max_new_tokens,
-                "temperature": arguments.temperature,
-                "ignore_eos": True,
-            },
-            on_cell=_say,
-        )
-    )
-    _print_table(results)
-    if arguments.output:
-        document = {
-            "server": arguments.server,
+    what: dict[str, Any] = {
+        "modes": _modes(arguments),
+        "concurrencies": _concurrencies(arguments.concurrency),
+        "prompts": prompts,
+        "requests_per_cell": arguments.requests,
+        # Equal lengths make modes comparable.
+        "keywords": {
             "max_new_tokens": arguments.max_new_tokens,
             "temperature": arguments.temperature,
-            "num_prompts": len(prompts),
-            "cells": [dataclasses.asdict(result) for result in results],
-        }
-        Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
+            "ignore_eos": True,
+        },
+    }
+    if arguments.timeline is not None:
+        timelines = asyncio.run(measure_timelines(arguments.server, **what))
+        for timeline in timelines:
+            _print_timeline(timeline)
+        _write_json(arguments, prompts, timelines)
+        if arguments.timeline:
+            Path(arguments.timeline).write_text(draw_charts([chart(each) for each in timelines]))
+        return 0
+    results = asyncio.run(run_bench(arguments.server, **what, on_cell=_say))
+    _print_table(results)
+    _write_json(arguments, prompts, results)
     if arguments.plot:
         Path(arguments.plot).write_text(draw_plot(results, title="tokens per second"))
     return 0
+
+
+def _write_json(
+    arguments: argparse.Namespace,
+    prompts: Sequence[str],
+    cells: Sequence[CellResult] | Sequence[TimelineResult],
+) -> None:
+    if not arguments.output:
+        return
+    document = {
+        "server": arguments.server,
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "num_prompts": len(prompts),
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+    }
+    Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _say(result: CellResult) -> None:
@@ -159,3 +185,22 @@ def _print_table(results: list[CellResult]) -> None:
         table.add_row(*(text(result) for _, text in COLUMNS))
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
+
+
+def _print_timeline(timeline: TimelineResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=timeline.title, title_justify="left")
+    table.add_column("stage")
+    for title in ("rounds", "median us", "p95 us", "share"):
+        table.add_column(title, justify="right")
+    for stage in timeline.stages:
+        table.add_row(
+            stage.name,
+            str(stage.num_rounds),
+            f"{stage.median_us:.0f}",
+            f"{stage.p95_us:.0f}",
+            f"{stage.share:.1%}",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -119,16 +119,18 @@ class SpeculationOptions(_message.Message):
     def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logprobs", "top_logprobs", "omit_text", "omit_token_ids")
+    __slots__ = ("logprobs", "top_logprobs", "omit_text", "omit_token_ids", "round_times")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OMIT_TEXT_FIELD_NUMBER: _ClassVar[int]
     OMIT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TIMES_FIELD_NUMBER: _ClassVar[int]
     logprobs: bool
     top_logprobs: int
     omit_text: bool
     omit_token_ids: bool
-    def __init__(self, logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ...) -> None: ...
+    round_times: bool
+    def __init__(self, logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., round_times: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("prompt_info", "delta", "finish")
@@ -189,7 +191,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class FinishInfo(_message.Message):
-    __slots__ = ("reason", "stop_token_id", "stop_string", "usage", "speculation", "timings", "retries")
+    __slots__ = ("reason", "stop_token_id", "stop_string", "usage", "speculation", "timings", "retries", "round_times")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +199,7 @@ class FinishInfo(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TIMES_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_token_id: int
     stop_string: str
@@ -204,7 +207,8 @@ class FinishInfo(_message.Message):
     speculation: SpeculationStats
     timings: Timings
     retries: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., retries: _Optional[int] = ...) -> None: ...
+    round_times: _containers.RepeatedCompositeFieldContainer[RoundTimes]
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., retries: _Optional[int] = ..., round_times: _Optional[_Iterable[_Union[RoundTimes, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
@@ -247,3 +251,21 @@ class Timings(_message.Message):
     mean_draft_wait_ms: float
     mean_verify_ms: float
     def __init__(self, queue_ms: _Optional[float] = ..., time_to_first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., mean_draft_wait_ms: _Optional[float] = ..., mean_verify_ms: _Optional[float] = ...) -> None: ...
+
+class RoundTimes(_message.Message):
+    __slots__ = ("round_idx", "begin_ns", "stages")
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    round_idx: int
+    begin_ns: int
+    stages: _containers.RepeatedCompositeFieldContainer[StageTime]
+    def __init__(self, round_idx: _Optional[int] = ..., begin_ns: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ...) -> None: ...
+
+class StageTime(_message.Message):
+    __slots__ = ("name", "end_ns")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    END_NS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    end_ns: int
+    def __init__(self, name: _Optional[str] = ..., end_ns: _Optional[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from coppice.v1 import generation_pb2 as coppice_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63oppice/v1/tree.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\")\n\nTopkScores\x12\x1b\n\x13\x63umulative_logprobs\x18\x01 \x03(\x02\"\xbf\x01\n\tTokenTree\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x11\n\tround_idx\x18\x04 \x01(\x05\x12\x0f\n\x07seq_len\x18\x05 \x01(\x05\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x14\n\x0cparent_index\x18\x07 \x03(\x05\x12&\n\x06scores\x18\x08 \x01(\x0b\x32\x16.coppice.v1.TopkScores\"\xd7\x02\n\x0c\x41\x63\x63\x65ptedPath\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\tround_idx\x18\x03 \x01(\x05\x12\x0f\n\x07seq_len\x18\x04 \x01(\x05\x12\x14\n\x0c\x61\x63\x63\x65pt_index\x18\x05 \x03(\x05\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x1b\n\x13num_accepted_drafts\x18\x07 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\x05\x12*\n\x08logprobs\x18\t \x03(\x0b\x32\x18.coppice.v1.TokenLogprob\x12/\n\rfinish_reason\x18\n \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x0b \x01(\x05H\x00\x88\x01\x01\x42\x18\n\x16_matched_stop_token_id\"i\n\rFeatureHandle\x12\r\n\x05shape\x18\x01 \x03(\x05\x12&\n\x05\x64type\x18\x02 \x01(\x0e\x32\x17.coppice.v1.TensorDtype\x12\x15\n\x0binline_data\x18\x03 \x01(\x0cH\x00\x42\n\n\x08location\"W\n\x0b\x46\x65\x61tureSpec\x12\x11\n\tlayer_ids\x18\x01 \x03(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.coppice.v1.TensorDtype\"\xa0\x01\n\x0eRequestFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x11\n\tround_idx\x18\x04 \x01(\x05\x12\x0c\n\x04\x63ode\x18\x05 \x01(\x05\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\r\n\x05\x66ield\x18\x08 \x01(\t\"Q\n\x10RequestRetracted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"\xb7\x02\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x16\n\x0enum_free_pages\x18\x03 \x01(\x05\x12\x11\n\tnum_pages\x18\x04 \x01(\x05\x12\x11\n\tnum_steps\x18\x05 \x01(\x03\x12\x10\n\x08num_rows\x18\x06 \x01(\x03\x12\x19\n\x11num_request_steps\x18\x07 \x01(\x03\x12\x18\n\x10num_moved_rounds\x18\x08 \x01(\x03\x12\x43\n\x0fkernel_launches\x18\t \x03(\x0b\x32*.coppice.v1.WorkerLoad.KernelLaunchesEntry\x1a\x35\n\x13KernelLaunchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xc7\x02\n\nWorkerInfo\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x17\n\x0fmax_context_len\x18\x06 \x01(\x05\x12\x11\n\tpage_size\x18\x07 \x01(\x05\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12)\n\x08\x66\x65\x61tures\x18\n \x01(\x0b\x32\x17.coppice.v1.FeatureSpec\x12\x0c\n\x04kind\x18\x0b \x01(\t\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x14\n\x0c\x64raft_window\x18\x0e \x01(\x05*z\n\x0bTensorDtype\x12\x1c\n\x18TENSOR_DTYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14TENSOR_DTYPE_FLOAT32\x10\x01\x12\x18\n\x14TENSOR_DTYPE_FLOAT16\x10\x02\x12\x19\n\x15TENSOR_DTYPE_BFLOAT16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63oppice/v1/tree.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\")\n\nTopkScores\x12\x1b\n\x13\x63umulative_logprobs\x18\x01 \x03(\x02\"\xe7\x01\n\tTokenTree\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x11\n\tround_idx\x18\x04 \x01(\x05\x12\x0f\n\x07seq_len\x18\x05 \x01(\x05\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x14\n\x0cparent_index\x18\x07 \x03(\x05\x12&\n\x06scores\x18\x08 \x01(\x0b\x32\x16.coppice.v1.TopkScores\x12&\n\x05times\x18\t \x01(\x0b\x32\x17.coppice.v1.AnswerTimes\"X\n\x0b\x41nswerTimes\x12\x10\n\x08\x63lock_id\x18\x01 \x01(\x06\x12\x10\n\x08\x62\x65gin_ns\x18\x02 \x01(\x06\x12%\n\x06stages\x18\x03 \x03(\x0b\x32\x15.coppice.v1.StageTime\"\xff\x02\n\x0c\x41\x63\x63\x65ptedPath\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\tround_idx\x18\x03 \x01(\x05\x12\x0f\n\x07seq_len\x18\x04 \x01(\x05\x12\x14\n\x0c\x61\x63\x63\x65pt_index\x18\x05 \x03(\x05\x12\x11\n\ttoken_ids\x18\x06 \x03(\x05\x12\x1b\n\x13num_accepted_drafts\x18\x07 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\x05\x12*\n\x08logprobs\x18\t \x03(\x0b\x32\x18.coppice.v1.TokenLogprob\x12/\n\rfinish_reason\x18\n \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x0b \x01(\x05H\x00\x88\x01\x01\x12&\n\x05times\x18\x0c \x01(\x0b\x32\x17.coppice.v1.AnswerTimesB\x18\n\x16_matched_stop_token_id\"i\n\rFeatureHandle\x12\r\n\x05shape\x18\x01 \x03(\x05\x12&\n\x05\x64type\x18\x02 \x01(\x0e\x32\x17.coppice.v1.TensorDtype\x12\x15\n\x0binline_data\x18\x03 \x01(\x0cH\x00\x42\n\n\x08location\"W\n\x0b\x46\x65\x61tureSpec\x12\x11\n\tlayer_ids\x18\x01 \x03(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.coppice.v1.TensorDtype\"\xa0\x01\n\x0eRequestFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x11\n\tround_idx\x18\x04 \x01(\x05\x12\x0c\n\x04\x63ode\x18\x05 \x01(\x05\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\r\n\x05\x66ield\x18\x08 \x01(\t\"Q\n\x10RequestRetracted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"\xb7\x02\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x16\n\x0enum_free_pages\x18\x03 \x01(\x05\x12\x11\n\tnum_pages\x18\x04 \x01(\x05\x12\x11\n\tnum_steps\x18\x05 \x01(\x03\x12\x10\n\x08num_rows\x18\x06 \x01(\x03\x12\x19\n\x11num_request_steps\x18\x07 \x01(\x03\x12\x18\n\x10num_moved_rounds\x18\x08 \x01(\x03\x12\x43\n\x0fkernel_launches\x18\t \x03(\x0b\x32*.coppice.v1.WorkerLoad.KernelLaunchesEntry\x1a\x35\n\x13KernelLaunchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xc7\x02\n\nWorkerInfo\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x17\n\x0fmax_context_len\x18\x06 \x01(\x05\x12\x11\n\tpage_size\x18\x07 \x01(\x05\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12)\n\x08\x66\x65\x61tures\x18\n \x01(\x0b\x32\x17.coppice.v1.FeatureSpec\x12\x0c\n\x04kind\x18\x0b \x01(\t\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x14\n\x0c\x64raft_window\x18\x0e \x01(\x05*z\n\x0bTensorDtype\x12\x1c\n\x18TENSOR_DTYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14TENSOR_DTYPE_FLOAT32\x10\x01\x12\x18\n\x14TENSOR_DTYPE_FLOAT16\x10\x02\x12\x19\n\x15TENSOR_DTYPE_BFLOAT16\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,26 +34,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERLOAD_KERNELLAUNCHESENTRY']._loaded_options = None
   _globals['_WORKERLOAD_KERNELLAUNCHESENTRY']._serialized_options = b'8\001'
-  _globals['_TENSORDTYPE']._serialized_start=1735
-  _globals['_TENSORDTYPE']._serialized_end=1857
+  _globals['_TENSORDTYPE']._serialized_start=1905
+  _globals['_TENSORDTYPE']._serialized_end=2027
   _globals['_TOPKSCORES']._serialized_start=66
   _globals['_TOPKSCORES']._serialized_end=107
   _globals['_TOKENTREE']._serialized_start=110
-  _globals['_TOKENTREE']._serialized_end=301
-  _globals['_ACCEPTEDPATH']._serialized_start=304
-  _globals['_ACCEPTEDPATH']._serialized_end=647
-  _globals['_FEATUREHANDLE']._serialized_start=649
-  _globals['_FEATUREHANDLE']._serialized_end=754
-  _globals['_FEATURESPEC']._serialized_start=756
-  _globals['_FEATURESPEC']._serialized_end=843
-  _globals['_REQUESTFAILURE']._serialized_start=846
-  _globals['_REQUESTFAILURE']._serialized_end=1006
-  _globals['_REQUESTRETRACTED']._serialized_start=1008
-  _globals['_REQUESTRETRACTED']._serialized_end=1089
-  _globals['_WORKERLOAD']._serialized_start=1092
-  _globals['_WORKERLOAD']._serialized_end=1403
-  _globals['_WORKERLOAD_KERNELLAUNCHESENTRY']._serialized_start=1350
-  _globals['_WORKERLOAD_KERNELLAUNCHESENTRY']._serialized_end=1403
-  _globals['_WORKERINFO']._serialized_start=1406
-  _globals['_WORKERINFO']._serialized_end=1733
+  _globals['_TOKENTREE']._serialized_end=341
+  _globals['_ANSWERTIMES']._serialized_start=343
+  _globals['_ANSWERTIMES']._serialized_end=431
+  _globals['_ACCEPTEDPATH']._serialized_start=434
+  _globals['_ACCEPTEDPATH']._serialized_end=817
+  _globals['_FEATUREHANDLE']._serialized_start=819
+  _globals['_FEATUREHANDLE']._serialized_end=924
+  _globals['_FEATURESPEC']._serialized_start=926
+  _globals['_FEATURESPEC']._serialized_end=1013
+  _globals['_REQUESTFAILURE']._serialized_start=1016
+  _globals['_REQUESTFAILURE']._serialized_end=1176
+  _globals['_REQUESTRETRACTED']._serialized_start=1178
+  _globals['_REQUESTRETRACTED']._serialized_end=1259
+  _globals['_WORKERLOAD']._serialized_start=1262
+  _globals['_WORKERLOAD']._serialized_end=1573
+  _globals['_WORKERLOAD_KERNELLAUNCHESENTRY']._serialized_start=1520
+  _globals['_WORKERLOAD_KERNELLAUNCHESENTRY']._serialized_end=1573
+  _globals['_WORKERINFO']._serialized_start=1576
+  _globals['_WORKERINFO']._serialized_end=1903
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ class TopkScores(_message.Message):
     def __init__(self, cumulative_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenTree(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_ids", "parent_index", "scores")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_ids", "parent_index", "scores", "times")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class TokenTree(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDEX_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
@@ -43,10 +44,21 @@ class TokenTree(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     parent_index: _containers.RepeatedScalarFieldContainer[int]
     scores: TopkScores
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., scores: _Optional[_Union[TopkScores, _Mapping]] = ...) -> None: ...
+    times: AnswerTimes
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., scores: _Optional[_Union[TopkScores, _Mapping]] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ...) -> None: ...
+
+class AnswerTimes(_message.Message):
+    __slots__ = ("clock_id", "begin_ns", "stages")
+    CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    clock_id: int
+    begin_ns: int
+    stages: _containers.RepeatedCompositeFieldContainer[_generation_pb2.StageTime]
+    def __init__(self, clock_id: _Optional[int] = ..., begin_ns: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[_generation_pb2.StageTime, _Mapping]]] = ...) -> None: ...
 
 class AcceptedPath(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "accept_index", "token_ids", "num_accepted_drafts", "num_draft_tokens", "logprobs", "finish_reason", "matched_stop_token_id")
+    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "accept_index", "token_ids", "num_accepted_drafts", "num_draft_tokens", "logprobs", "finish_reason", "matched_stop_token_id", "times")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +70,7 @@ class AcceptedPath(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     round_idx: int
@@ -69,7 +82,8 @@ class AcceptedPath(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
     finish_reason: _generation_pb2.FinishReason
     matched_stop_token_id: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ...) -> None: ...
+    times: AnswerTimes
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class FeatureHandle(_message.Message):
     __slots__ = ("shape", "dtype", "inline_data")

@@ -19,6 +19,7 @@ def draft_open_to_proto(value: types.DraftOpen) -> draft_pb2.DraftOpen:
         target_address=value.target_address,
         token_ids=value.token_ids,
         sampling=sampling_to_proto(value.sampling),
+        is_timed=value.is_timed,
     )
 
 
@@ -36,6 +37,7 @@ def draft_open_from_proto(message: draft_pb2.DraftOpen) -> types.DraftOpen:
         target_address=message.target_address,
         token_ids=require_ids(message.token_ids, "token_ids", at_least=1),
         sampling=sampling,
+        is_timed=message.is_timed,
     )
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from coppice.v1 import generation_pb2 as pb
 from shared import generation
 from shared.errors import InvalidArgumentError
-from shared.rpc.convert_tree import logprob_from_proto, logprob_to_proto
+from shared.rpc.convert_tree import (
+    logprob_from_proto,
+    logprob_to_proto,
+    stage_from_proto,
+    stage_to_proto,
+)
 from shared.types import FinishReason
 
 
@@ -107,6 +112,14 @@ def _finish_to_proto(finish: generation.FinishInfo) -> pb.FinishInfo:
             mean_verify_ms=finish.timings.mean_verify_ms,
         ),
         retries=finish.retries,
+        round_times=[
+            pb.RoundTimes(
+                round_idx=times.round_idx,
+                begin_ns=times.begin_ns,
+                stages=map(stage_to_proto, times.stages),
+            )
+            for times in finish.round_times
+        ],
     )
 
 
@@ -145,4 +158,12 @@ def _finish_from_proto(message: pb.FinishInfo) -> generation.FinishInfo:
             mean_verify_ms=timings.mean_verify_ms,
         ),
         retries=message.retries,
+        round_times=tuple(
+            generation.RoundTimes(
+                round_idx=times.round_idx,
+                begin_ns=times.begin_ns,
+                stages=tuple(map(stage_from_proto, times.stages)),
+            )
+            for times in message.round_times
+        ),
     )

@@ -29,6 +29,7 @@ def target_open_to_proto(value: types.TargetOpen) -> target_pb2.TargetOpen:
         top_logprobs=value.top_logprobs,
         wants_features=value.wants_features,
         priority=value.priority,
+        is_timed=value.is_timed,
     )
 
 
@@ -53,6 +54,7 @@ def target_open_from_proto(message: target_pb2.TargetOpen) -> types.TargetOpen:
         top_logprobs=require_range(message.top_logprobs, "top_logprobs", 0, MAX_TOP_LOGPROBS),
         wants_features=message.wants_features,
         priority=message.priority,
+        is_timed=message.is_timed,
     )
 
 

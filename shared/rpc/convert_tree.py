@@ -9,6 +9,34 @@ from shared.rpc.convert_features import feature_spec_from_proto, feature_spec_to
 from shared.rpc.fields import require_ids, require_range, require_request_id, within
 
 
+def stage_to_proto(stage: types.StageTime) -> generation_pb2.StageTime:
+    """Convert the end of a stage."""
+    return generation_pb2.StageTime(name=stage.name, end_ns=stage.end_ns)
+
+
+def stage_from_proto(message: generation_pb2.StageTime) -> types.StageTime:
+    """Convert the end of a stage."""
+    return types.StageTime(name=message.name, end_ns=message.end_ns)
+
+
+def times_to_proto(times: types.AnswerTimes) -> tree_pb2.AnswerTimes:
+    """Convert the times of an answer."""
+    return tree_pb2.AnswerTimes(
+        clock_id=times.clock_id,
+        begin_ns=times.begin_ns,
+        stages=map(stage_to_proto, times.stages),
+    )
+
+
+def times_from_proto(message: tree_pb2.AnswerTimes) -> types.AnswerTimes:
+    """Convert the times of an answer."""
+    return types.AnswerTimes(
+        clock_id=message.clock_id,
+        begin_ns=message.begin_ns,
+        stages=tuple(map(stage_from_proto, message.stages)),
+    )
+
+
 def tree_to_proto(tree: types.TokenTree) -> tree_pb2.TokenTree:
     """Convert a token tree."""
     return tree_pb2.TokenTree(
@@ -20,6 +48,7 @@ def tree_to_proto(tree: types.TokenTree) -> tree_pb2.TokenTree:
         token_ids=tree.token_ids,
         parent_index=tree.parent_index,
         scores=tree_pb2.TopkScores(cumulative_logprobs=tree.cumulative_logprobs),
+        times=None if tree.times is None else times_to_proto(tree.times),
     )
 
 
@@ -55,6 +84,7 @@ def tree_from_proto(message: tree_pb2.TokenTree) -> types.TokenTree:
         token_ids=token_ids,
         parent_index=parent_index,
         cumulative_logprobs=scores,
+        times=times_from_proto(message.times) if message.HasField("times") else None,
     )
 
 
@@ -90,6 +120,7 @@ def accepted_path_to_proto(path: types.AcceptedPath) -> tree_pb2.AcceptedPath:
         logprobs=[logprob_to_proto(value) for value in path.logprobs],
         finish_reason=generation_pb2.FinishReason.Name(path.finish_reason),
         matched_stop_token_id=path.matched_stop_token_id,
+        times=None if path.times is None else times_to_proto(path.times),
     )
 
 
@@ -126,6 +157,7 @@ def accepted_path_from_proto(message: tree_pb2.AcceptedPath) -> types.AcceptedPa
         logprobs=tuple(logprob_from_proto(value) for value in message.logprobs),
         finish_reason=finish_reason,
         matched_stop_token_id=message.matched_stop_token_id if has_stop else None,
+        times=times_from_proto(message.times) if message.HasField("times") else None,
     )
 
 

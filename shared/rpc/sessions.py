@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc.aio
@@ -21,6 +21,7 @@ from shared.errors import CoppiceError, NotFoundError, StaleStateError, Unavaila
 from shared.rpc.batches import Batch
 from shared.rpc.outbox import Outbox
 from shared.rpc.status import failure_of
+from shared.times import leave
 from shared.types import RequestFailure, WorkerLoad
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class SessionProtocol:
 class _Session:
     outbox: Outbox = field(default_factory=Outbox)
     epochs: dict[str, int] = field(default_factory=dict)  # of the requests that it owns
+    timed: set[str] = field(default_factory=set)
     last_write: float = 0.0
 
 
@@ -103,7 +105,7 @@ class SessionHub:
                 while True:
                     messages = await session.outbox.take()
                     session.last_write = time.monotonic()
-                    await context.write(self._protocol.pack(messages, self._load))
+                    await context.write(self._protocol.pack(leave(messages), self._load))
             await reader
         finally:
             reader.cancel()
@@ -131,10 +133,13 @@ class SessionHub:
 
     async def _read(self, session: _Session, request_iterator: AsyncIterator[Any]) -> None:
         async for request in request_iterator:
+            received_ns = time.monotonic_ns() if session.timed else 0
             batch = self._protocol.unpack(request)
             if batch.rejected:
                 session.outbox.put(batch.rejected)
             accepted = [message for message in batch.messages if self._admit(session, message)]
+            if received_ns:
+                accepted = [_received(message, session.timed, received_ns) for message in accepted]
             self._send(accepted)
 
     def _admit(self, session: _Session, message: Any) -> bool:
@@ -151,8 +156,11 @@ class SessionHub:
                     session.outbox.put([_refusal(message, _stale(owner.epochs[request_id]))])
                     return False
                 del owner.epochs[request_id]
+                owner.timed.discard(request_id)
             self._routes[request_id] = session
             session.epochs[request_id] = epoch
+            if message.is_timed:
+                session.timed.add(request_id)
             self._idle.clear()
             return True
         if isinstance(message, self._protocol.close_type):
@@ -170,6 +178,7 @@ class SessionHub:
     def _forget(self, request_id: str) -> None:
         session = self._routes.pop(request_id)
         del session.epochs[request_id]
+        session.timed.discard(request_id)
         if not self._routes:
             self._idle.set()
 
@@ -185,6 +194,13 @@ class SessionHub:
         if closes:
             logger.info("a session stream ended, closing its %d requests", len(closes))
         self._send(closes)
+
+
+def _received(message: Any, timed: set[str], received_ns: int) -> Any:
+    """Return a message; a timed request's order of a round knows when it came."""
+    if message.request_id in timed and hasattr(message, "received_ns"):
+        return replace(message, received_ns=received_ns)
+    return message
 
 
 _DRAINING = UnavailableError(

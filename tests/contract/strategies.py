@@ -50,6 +50,15 @@ logprob = st.builds(
     top=st.lists(st.tuples(token_ids, floats(-1000, 0)), max_size=4).map(tuple),
 )
 
+times_ns = st.integers(0, 2**64 - 1)
+stages = st.builds(types.StageTime, name=st.text(max_size=20), end_ns=times_ns)
+answer_times = st.builds(
+    types.AnswerTimes,
+    clock_id=times_ns,
+    begin_ns=times_ns,
+    stages=st.lists(stages, max_size=4).map(tuple),
+)
+
 
 @st.composite
 def trees(draw: st.DrawFn) -> types.TokenTree:
@@ -66,6 +75,7 @@ def trees(draw: st.DrawFn) -> types.TokenTree:
             st.just(())
             | st.lists(floats(-1000, 0), min_size=num_nodes, max_size=num_nodes).map(tuple)
         ),
+        times=draw(st.none() | answer_times),
     )
 
 
@@ -84,6 +94,7 @@ def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
         logprobs=draw(st.just(()) | st.lists(logprob, min_size=length, max_size=length).map(tuple)),
         finish_reason=draw(st.sampled_from(types.FinishReason)),
         matched_stop_token_id=draw(st.none() | token_ids),
+        times=draw(st.none() | answer_times),
     )
 
 
@@ -125,6 +136,7 @@ def target_opens(draw: st.DrawFn) -> types.TargetOpen:
         top_logprobs=draw(st.integers(0, 20)),
         wants_features=draw(st.booleans()),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
+        is_timed=draw(st.booleans()),
     )
 
 
@@ -211,6 +223,7 @@ draft_opens = st.builds(
     target_address=st.text(min_size=1, max_size=30),
     token_ids=ids(min_size=1),
     sampling=sampling,
+    is_timed=st.booleans(),
 )
 draft_rounds = st.builds(
     types.DraftRound,
@@ -229,6 +242,8 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.SamplingParams: sampling,
     types.StoppingParams: stopping,
     types.TokenLogprob: logprob,
+    types.StageTime: stages,
+    types.AnswerTimes: answer_times,
     types.TokenTree: trees(),
     types.AcceptedPath: accepted_paths(),
     types.RequestFailure: failures,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -16,13 +17,14 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from coppice import AsyncClient, Client, FinishReason, PromptInfo, TokenDelta
+from coppice import AsyncClient, Client, FinishInfo, FinishReason, PromptInfo, TokenDelta
 from coppice.v1 import generation_pb2 as pb
 from orchestrator.server import SERVICE, SPECULATION
 from shared.rpc.convert_generation import event_from_proto, event_to_proto
-from shared.types import FeatureSpec
+from shared.types import DraftRound, FeatureSpec, VerifyRound
 from tests.contract.serving import freed, serving, write_model
 from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate
+from tests.fakes.target import FORWARD_NS
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
 
@@ -58,6 +60,37 @@ async def test_a_completion_has_everything(model: Path) -> None:
     assert 0 < timings.queue_ms <= timings.time_to_first_token_ms < timings.total_ms
     assert timings.mean_verify_ms > 0 and timings.mean_draft_wait_ms > 0
     assert done.retries == 0
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+async def test_rounds_are_timed_when_asked_for(model: Path, *, is_timed: bool) -> None:
+    async with (
+        fake_target() as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        async for event in client.stream(
+            token_ids=PROMPT, max_new_tokens=40, speculation=True, round_times=is_timed
+        ):
+            finish = event
+    assert isinstance(finish, FinishInfo)
+    orders = [m for m in target.engine.received if isinstance(m, VerifyRound)]
+    orders += [m for m in draft.engine.received if isinstance(m, DraftRound)]
+    assert all(bool(order.received_ns) is is_timed for order in orders)
+    assert len(finish.round_times) == (finish.speculation.num_rounds if is_timed else 0)
+    for times in finish.round_times[:-1]:
+        assert [stage.name for stage in times.stages] == [
+            "target: hop to it", "target: front", "target: forward", "target: answer",
+            "target: hop back", "orchestrator: commit",
+            "draft: hop to it", "draft: front", "draft: answer", "draft: hop back",
+            "orchestrator: order",
+        ]  # fmt: skip
+        took = [
+            after - before
+            for before, after in pairwise([times.begin_ns, *(s.end_ns for s in times.stages)])
+        ]
+        assert min(took) >= 0 and took[2] == FORWARD_NS
 
 
 async def test_text_prompts_and_text_output(model: Path) -> None:

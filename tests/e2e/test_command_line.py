@@ -120,6 +120,31 @@ def test_bench_writes_table_json_and_plot(server: str, tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
+def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
+    output, picture = tmp_path / "bench.json", tmp_path / "timeline.svg"
+    result = coppice(
+        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--trees=3/2/6"),
+        *("--max-new-tokens=48", f"--output={output}", f"--timeline={picture}"),
+    )
+    assert result.returncode == 0, result.stderr
+    plain, tree = json.loads(output.read_text())["cells"]
+    assert plain["num_rounds"] > tree["num_rounds"] > 0
+    assert [stage["name"] for stage in tree["stages"]] == [
+        "target: hop to it", "target: front", "target: queue", "target: pack", "target: forward",
+        "target: sample", "target: read", "target: commit", "target: answer", "target: hop back",
+        "orchestrator: commit",
+        "draft: hop to it", "draft: front", "draft: features", "draft: queue", "draft: pack",
+        "draft: extend", "draft: grow", "draft: read", "draft: tree", "draft: answer",
+        "draft: hop back",
+        "orchestrator: order",
+    ]  # fmt: skip
+    assert 0 < tree["outside_us"] < tree["round_us"]
+    assert plain["busy_shares"].keys() == {"target"}
+    assert 0.1 < tree["busy_shares"]["target"] + tree["busy_shares"]["draft"] < 1
+    assert "draft: grow" in result.stdout
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
 def test_health_of_the_orchestrator(server: str) -> None:
     result = coppice("health", server, "--service", "coppice.v1.GenerationService")
     assert (result.returncode, result.stdout) == (0, "SERVING\n")

@@ -7,6 +7,7 @@ from typing import Any
 
 from shared.errors import CoppiceError, InvalidArgumentError
 from shared.rpc.status import failure_of
+from shared.times import take
 from shared.types import (
     DraftClose,
     DraftOpen,
@@ -214,6 +215,7 @@ class FakeDraft:
             token_ids=tuple(tokens),
             parent_index=tuple(parents),
             cumulative_logprobs=tuple(scores),
+            times=take(order.received_ns) if request.open.is_timed else None,
         )
 
     def _drop(self, request: _Request) -> None:

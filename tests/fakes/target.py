@@ -8,9 +8,11 @@ from typing import Any
 
 from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
 from shared.rpc.status import failure_of
+from shared.times import take
 from shared.tree import check_tree
 from shared.types import (
     AcceptedPath,
+    AnswerTimes,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -32,6 +34,7 @@ from shared.types import (
 from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
 
 NUM_PAGES = 1000
+FORWARD_NS = 1000  # of a timed round
 
 
 @dataclass(eq=False)
@@ -245,9 +248,15 @@ class FakeTarget:
 
     def _verify(self, request: _Request, message: VerifyRound) -> None:
         self._num_rows += len(message.tree.token_ids) if message.tree else 1
-        self._commit(request, message.tree)
+        times = None
+        if request.open.is_timed:
+            times = take(message.received_ns)
+            times = times.then("forward", times.end_ns + FORWARD_NS)
+        self._commit(request, message.tree, times)
 
-    def _commit(self, request: _Request, tree: TokenTree | None) -> None:
+    def _commit(
+        self, request: _Request, tree: TokenTree | None, times: AnswerTimes | None = None
+    ) -> None:
         """Walk from the root and commit what agrees; a prefill is the root alone."""
         emitted: list[int] = []
         path = [0]
@@ -277,6 +286,7 @@ class FakeTarget:
             logprobs=logprobs if request.open.logprobs else (),
             finish_reason=reason,
             matched_stop_token_id=stop_id,
+            times=times,
         )
         self._outbox.append(request.last_reply)
         if reason is not FinishReason.NONE:

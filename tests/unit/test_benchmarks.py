@@ -14,15 +14,16 @@ import torch
 
 from benchmarks import decode, draft, fidelity, forward, kernels, steps
 from benchmarks.rows import tree_of
-from benchmarks.steps import Kernel, draw, gaps_us, summarize
+from benchmarks.steps import chart, gaps_us, summarize
 from benchmarks.timing import time_ms
+from coppice.svg import Span, draw_charts
 from shared.tree import check_tree
 
 CHECKS = ("is_right", "is_exact", "identical", "identical_outputs", "identical_trees")
 KERNELS = [
-    Kernel(name="void gemm<float, 4>(float*)", start_us=0.0, end_us=6.0),
-    Kernel(name="norm & <scale>", start_us=5.0, end_us=7.0),
-    Kernel(name="void gemm<half, 8>(half*)", start_us=8.0, end_us=10.0),
+    Span(name="void gemm<float, 4>(float*)", start_us=0.0, end_us=6.0),
+    Span(name="norm & <scale>", start_us=5.0, end_us=7.0),
+    Span(name="void gemm<half, 8>(half*)", start_us=8.0, end_us=10.0),
 ]
 
 
@@ -76,7 +77,7 @@ def test_the_time_between_kernels_is_counted() -> None:
 
 
 def test_a_picture_holds_every_kernel() -> None:
-    root = ElementTree.fromstring(draw("a < b", KERNELS))
+    root = ElementTree.fromstring(draw_charts([chart("a < b", KERNELS)]))
     hints = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert sum(hint is not None and " at " in hint for hint in hints) == len(KERNELS)
 

@@ -1,0 +1,199 @@
+"""Where a round's time goes on a running server: medians per stage, and how busy engines are."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coppice.bench import Mode, percentile
+from coppice.client import AsyncClient
+from coppice.svg import Bar, Chart, Span
+from shared.errors import ConfigError
+from shared.generation import FinishInfo, RoundTimes
+
+WARM_UP_ROUNDS = 4
+"""First rounds of a request that are left out: the draft may still be reading the prompt."""
+COMPUTING = {
+    "target": ("target: forward", "target: sample"),
+    "draft": ("draft: extend", "draft: grow"),
+}
+"""Stages in which an engine's device computes."""
+IN_ENGINES = frozenset(
+    {
+        *("target: pack", "target: busy device", "target: read", "target: commit"),
+        *("draft: pack", "draft: read", "draft: tree"),
+        *itertools.chain(*COMPUTING.values()),
+    }
+)
+"""Stages of the engines' steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage over all rounds that have it, microseconds.
+
+    Args:
+        share: Of the time of all rounds.
+    """
+
+    name: str
+    num_rounds: int
+    median_us: float
+    p95_us: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineResult:
+    """Rounds of one mode at one concurrency.
+
+    Args:
+        round_us: Median, from an order to verify to the next one.
+        outside_us: Median of what a round spends outside of the engines' steps.
+        stages: In the order of a round.
+        busy_shares: Of each kind of engine: the share of the rounds' time in which it computed
+            some of them.
+    """
+
+    mode: str
+    concurrency: int
+    num_rounds: int
+    round_us: float
+    outside_us: float
+    stages: Sequence[Stage]
+    busy_shares: Mapping[str, float]
+
+    @property
+    def title(self) -> str:
+        """Return the whole in a line."""
+        busy = ", ".join(f"{kind} busy {share:.0%}" for kind, share in self.busy_shares.items())
+        return (
+            f"{self.mode}, {self.concurrency} at once: {self.round_us:.0f} us a round, "
+            f"{self.outside_us:.0f} us outside of the engines; {busy}; {self.num_rounds} rounds"
+        )
+
+
+async def measure_timelines(
+    address: str,
+    *,
+    modes: Sequence[Mode],
+    concurrencies: Sequence[int],
+    prompts: Sequence[str],
+    requests_per_cell: int,
+    keywords: Mapping[str, Any],
+) -> list[TimelineResult]:
+    """Time the rounds of every mode at every concurrency.
+
+    Args:
+        requests_per_cell: At least the concurrency is run.
+        keywords: For AsyncClient.stream, in every mode.
+    Raises: CoppiceError of the first request that fails, ConfigError if requests are too short.
+    """
+    results = []
+    async with AsyncClient(address) as client:
+        for concurrency, mode in itertools.product(concurrencies, modes):
+            count = max(concurrency, requests_per_cell)
+            finished: list[FinishInfo] = []
+            texts = iter(list(itertools.islice(itertools.cycle(prompts), count)))
+
+            async def work(
+                texts: Any = texts, finished: list[FinishInfo] = finished, mode: Mode = mode
+            ) -> None:
+                for text in texts:
+                    options = {**keywords, **mode.keywords, "round_times": True}
+                    async for event in client.stream(text, **options):
+                        if isinstance(event, FinishInfo):
+                            finished.append(event)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(work())
+            rounds = [times for f in finished for times in f.round_times[WARM_UP_ROUNDS:-1]]
+            if not rounds:
+                raise ConfigError(
+                    f"no request of {mode.name} took more than {WARM_UP_ROUNDS + 1} rounds; "
+                    "raise --max-new-tokens"
+                )
+            results.append(summarize(mode.name, concurrency, rounds))
+    return results
+
+
+def summarize(mode: str, concurrency: int, rounds: Sequence[RoundTimes]) -> TimelineResult:
+    """Turn rounds into medians."""
+    spans = [spans_of(times) for times in rounds]
+    durations: dict[str, list[float]] = {}
+    for span in itertools.chain(*spans):
+        durations.setdefault(span.name, []).append(span.end_us - span.start_us)
+    total_us = sum(map(sum, durations.values()))
+    wall_us = _union_us(itertools.chain(*spans))
+    outside = [
+        sum(span.end_us - span.start_us for span in each if span.name not in IN_ENGINES)
+        for each in spans
+    ]
+    busy_shares = {}
+    for kind, names in COMPUTING.items():
+        busy_us = _union_us(span for span in itertools.chain(*spans) if span.name in names)
+        if busy_us:
+            busy_shares[kind] = busy_us / wall_us
+    return TimelineResult(
+        mode=mode,
+        concurrency=concurrency,
+        num_rounds=len(rounds),
+        round_us=statistics.median(each[-1].end_us - each[0].start_us for each in spans),
+        outside_us=statistics.median(outside),
+        stages=[
+            Stage(
+                name=name,
+                num_rounds=len(values),
+                median_us=statistics.median(values),
+                p95_us=percentile(values, 95),
+                share=sum(values) / total_us,
+            )
+            for name, values in durations.items()
+        ],
+        busy_shares=busy_shares,
+    )
+
+
+def spans_of(times: RoundTimes) -> list[Span]:
+    """Return the stages of a round, microseconds of the server's clock."""
+    spans = []
+    begin_ns = times.begin_ns
+    for stage in times.stages:
+        span = Span(name=stage.name, start_us=begin_ns / 1e3, end_us=stage.end_ns / 1e3)
+        spans.append(span)
+        begin_ns = stage.end_ns
+    return spans
+
+
+def chart(result: TimelineResult) -> Chart:
+    """Return a round made of the stages' medians, and a bar per stage."""
+    ends = list(itertools.accumulate(stage.median_us for stage in result.stages))
+    return Chart(
+        title=result.title,
+        spans=[
+            Span(name=stage.name, start_us=end - stage.median_us, end_us=end)
+            for stage, end in zip(result.stages, ends, strict=True)
+        ],
+        bars=[
+            Bar(
+                name=stage.name,
+                us=stage.median_us,
+                label=f"{stage.median_us:.0f} us, p95 {stage.p95_us:.0f} us, {stage.share:.1%}",
+            )
+            for stage in result.stages
+        ],
+    )
+
+
+def _union_us(spans: Any) -> float:
+    """Return how long at least one of the spans was under way."""
+    total = end = 0.0
+    for span in sorted(spans, key=lambda span: span.start_us):
+        total += max(0.0, span.end_us - max(end, span.start_us))
+        end = max(end, span.end_us)
+    return total

@@ -1,0 +1,92 @@
+"""A round's times: without gaps from one order to the next, and only when asked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from orchestrator import timeline
+from shared.generation import FinishInfo, RoundTimes
+from shared.types import TokenTree
+from tests.fakes.in_memory import LATENCY_S, run_virtual
+from tests.unit.scene import Scene, finish_of, scripted
+
+TARGET = ["target: hop to it", "target: front", "target: forward", "target: hop back"]
+DRAFT = ["draft: hop to it", "draft: front", "draft: hop back"]
+
+
+def foreign(message: Any) -> list[tuple[float, Any]]:
+    """Let a timed answer come from another machine: time is virtual here, not on the workers."""
+    times = getattr(message, "times", None)
+    if times is not None:
+        message = replace(message, times=replace(times, clock_id=times.clock_id ^ 1))
+    return [(0.0, message)]
+
+
+def received(message: Any) -> list[tuple[float, Any]]:
+    """Do what a worker's front does with a timed request's order."""
+    if hasattr(message, "received_ns"):
+        message = replace(message, received_ns=time.monotonic_ns())
+    return [(0.0, message)]
+
+
+def late(message: Any) -> list[tuple[float, Any]]:
+    return [(3.0, message) for _, message in foreign(message)]
+
+
+def serve(*, late_tree: int = 0, **fields: object) -> FinishInfo:
+    """Serve a request; `late_tree` is the number of a tree that comes too late."""
+
+    async def main() -> FinishInfo:
+        scene = Scene()
+        scene.add_target(on_request=received, on_reply=foreign)
+        faults = [late if number == late_tree else foreign for number in range(1, 100)]
+        replies = scripted(iter(faults), only=TokenTree)
+        scene.add_draft(on_request=received, on_reply=replies)
+        return finish_of(await scene.serve(**fields))
+
+    return run_virtual(main())
+
+
+def names(times: RoundTimes) -> list[str]:
+    return [stage.name for stage in times.stages]
+
+
+def test_rounds_follow_each_other_without_a_gap() -> None:
+    finish = serve(round_times=True)
+    rounds = finish.round_times
+    assert [times.round_idx for times in rounds] == list(
+        range(1, finish.speculation.num_rounds + 1)
+    )
+    for before, after in pairwise(rounds):
+        assert names(before) == [*TARGET, "orchestrator: commit", *DRAFT, "orchestrator: order"]
+        assert before.stages[-1].end_ns == after.begin_ns
+    for times in rounds:
+        ends = [times.begin_ns, *(stage.end_ns for stage in times.stages)]
+        assert all(first <= second for first, second in pairwise(ends))
+    assert names(rounds[-1]) == [*TARGET, "orchestrator: commit"]
+
+
+def test_hops_take_what_the_way_takes() -> None:
+    times = serve(round_times=True).round_times[2]
+    hop_ns = times.stages[0].end_ns - times.begin_ns
+    assert hop_ns == pytest.approx(LATENCY_S * 1e9, rel=0.1)
+
+
+def test_nothing_is_measured_unless_asked() -> None:
+    assert serve().round_times == ()
+
+
+def test_a_round_whose_tree_is_late_has_no_stages_of_the_draft() -> None:
+    rounds = serve(round_times=True, late_tree=2).round_times
+    assert names(rounds[0]) == [*TARGET, "orchestrator: commit"]
+    assert any("draft: front" in names(times) for times in rounds)
+
+
+def test_only_so_many_rounds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MAX_TIMED_ROUNDS", 3)
+    assert [times.round_idx for times in serve(round_times=True).round_times] == [1, 2, 3]
