@@ -103,14 +103,16 @@ def tree_paths(
         path: [N, D] i32, D = max depth + 1. path[n, :depth[n] + 1] are the nodes from the root to
             n, ascending; the rest is 0.
     """
-    above = np.append(parent_index, -1).astype(np.int32)  # and -1 is above -1
-    climb = [np.arange(len(parent_index), dtype=np.int32)]
-    while (up := above[climb[-1]]).max(initial=-1) >= 0:
+    num_nodes = len(parent_index)
+    above = np.zeros(num_nodes + 1, dtype=np.int32)  # node n is n + 1 here, 0 is above every root
+    np.add(parent_index, 1, out=above[1:], casting="unsafe")
+    climb = [np.arange(1, num_nodes + 1, dtype=np.int32)]
+    while np.count_nonzero(up := above[climb[-1]]):
         climb.append(up)
-    ups = np.stack(climb, axis=1)  # [N, D], node, parent, grandparent, ..., root, then -1
-    depth = (ups >= 0).sum(axis=1, dtype=np.int32) - 1
+    ups = np.array(climb)  # [D, N], node, parent, grandparent, ..., root, then 0
+    depth = np.count_nonzero(ups, axis=0).astype(np.int32) - 1
     back = depth[:, None] - np.arange(len(climb), dtype=np.int32)  # how far up path token m lies
-    path = ups[climb[0][:, None], np.maximum(back, 0)]
+    path = ups[np.maximum(back, 0), np.arange(num_nodes)[:, None]] - 1
     return depth, np.where(back >= 0, path, 0)
 
 

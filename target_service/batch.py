@@ -1,4 +1,7 @@
-"""Build a step's tensors from its plan; host side, over all requests at once."""
+"""Build a step's tensors from its plan; host side, over all requests at once.
+
+What the forward needs comes first; the rest is built while the device computes.
+"""
 
 from __future__ import annotations
 
@@ -74,27 +77,25 @@ class StepBatch:
 
     Args:
         trees: None when nothing is sampled.
-        may_move_kv: Whether some accepted path may not be contiguous.
+        logit_rows: [L] rows of the extend that are sampled; None: the first L.
     """
 
     extend: ExtendInput
-    verify: VerifyInput | None
     trees: SampledTrees | None
     chains: Sequence[ChainRows]
     num_rows: int
-    may_move_kv: bool
+    logit_rows: Sequence[int] | None
 
 
 def build_batch(
     plan: StepPlan,
     pool: KVPool,
     staging: Staging,
-    sampler: Sampler,
     *,
     window: int,
     pads_rows: bool,
 ) -> StepBatch:
-    """Pack trees, prefill chunks and replays into one forward.
+    """Pack trees, prefill chunks and replays into one forward, and start to bring it over.
 
     Args:
         pads_rows: Pad the rows of a step without prefills and replays up to a bucket.
@@ -159,17 +160,13 @@ def build_batch(
         rows=pack_rows(rows, pool, window=window, staging=staging, num_rows=bucket),
         bucket=bucket,
     )
-    verify = None
-    if trees is not None:
-        verify = _build_verify(trees, logit_rows if works else None, staging, sampler)
     staging.flush()
     return StepBatch(
         extend=extend,
-        verify=verify,
         trees=trees,
         chains=chains,
         num_rows=num_rows,
-        may_move_kv=trees is not None and not trees.are_chains,
+        logit_rows=logit_rows if works else None,
     )
 
 
@@ -220,9 +217,15 @@ def _gather_trees(
     )
 
 
-def _build_verify(
+def build_verify(
     trees: SampledTrees, logit_rows: Sequence[int] | None, staging: Staging, sampler: Sampler
 ) -> VerifyInput:
+    """Lay out how the trees of a step are sampled and walked, and start to bring it over.
+
+    Args:
+        logit_rows: [L] rows of the extend; None: the first L.
+    """
+    staging.begin()
     num_trees, count = len(trees.requests), len(trees.token_ids)
     square = (num_trees, int(trees.num_nodes.max()))
     host, device = staging.place(
@@ -248,7 +251,7 @@ def _build_verify(
     logprob_rows = None
     if any(wants_logprobs):
         logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[trees.tree]))
-    return VerifyInput(
+    inputs = VerifyInput(
         sampling=sampler.prepare(trees, staging),
         req_idx=device["req_idx"],
         seq_len=device["seq_len"],
@@ -259,8 +262,11 @@ def _build_verify(
         parent_index=device["parent_index"],
         position=device["position"],
         max_depth=trees.path.shape[1] - 1,
+        may_move_kv=not trees.are_chains,
         logprob_rows=logprob_rows,
         num_top_logprobs=max(
             (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
         ),
     )
+    staging.flush()
+    return inputs

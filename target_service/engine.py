@@ -45,7 +45,7 @@ from shared.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from target_service.batch import SampledTrees, StepBatch, build_batch
+from target_service.batch import SampledTrees, StepBatch, build_batch, build_verify
 from target_service.commit import accepted_nodes, commit_path
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
 from target_service.read_back import PendingRead
@@ -219,8 +219,7 @@ class TargetEngine:
         batch = build_batch(
             plan,
             self._pool,
-            self._runner.staging,
-            self._runner.sampler,
+            self._runner.extend_staging,
             window=self._window,
             pads_rows=self._runner.pads_rows,
         )
@@ -228,9 +227,12 @@ class TargetEngine:
         extended = self._runner.extend(batch.extend)
         timer.device("forward")
         verified = None
-        if batch.verify is not None:
-            verified = self._runner.verify(batch.verify, extended)
-            self._runner.commit_kv(batch, verified)
+        if batch.trees is not None:
+            verify = build_verify(
+                batch.trees, batch.logit_rows, self._runner.verify_staging, self._runner.sampler
+            )
+            verified = self._runner.verify(verify, extended)
+            self._runner.commit_kv(verify, verified)
         # Before the next step is launched: that one overwrites what this one computes.
         read = self._runner.start_read(batch, extended, verified)
         timer.device("sample")

@@ -59,6 +59,7 @@ class VerifyInput:
         parent_index: [B, N] i64, root = -1, padding = -2.
         position: [L] i64, absolute position of the token sampled at each row.
         max_depth: Depth of the deepest tree.
+        may_move_kv: Whether some accepted path may not be contiguous.
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: nobody did.
         num_top_logprobs: Alternatives per row.
         sampling: How the rows are sampled.
@@ -73,6 +74,7 @@ class VerifyInput:
     parent_index: torch.Tensor
     position: torch.Tensor
     max_depth: int
+    may_move_kv: bool
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
     sampling: SamplingInput

@@ -31,7 +31,8 @@ from target_service.read_back import PendingRead, ReadBack
 from target_service.sampler import Sampler
 
 # Far more than a step of trees takes; longer steps go round it.
-STAGING_BYTES = 8 << 20
+EXTEND_BYTES = 8 << 20
+VERIFY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,8 @@ class TargetRunner:
         self.pool = pool
         self.sampler = sampler
         self.features = features
-        self.staging = Staging(pool.device, STAGING_BYTES)
+        self.extend_staging = Staging(pool.device, EXTEND_BYTES)
+        self.verify_staging = Staging(pool.device, VERIFY_BYTES)
         # The newest token of every request, by row of the page table.
         self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
         self._graphs = GraphCache(pool.device)
@@ -118,17 +120,17 @@ class TargetRunner:
         """Make the graph of every bucket, from rows of padding. Mutates: the sink page."""
         for done, bucket in enumerate(ROW_BUCKETS):
             progress(done / len(ROW_BUCKETS))
-            self.staging.begin()
-            host, device = self.staging.place(
+            self.extend_staging.begin()
+            host, device = self.extend_staging.place(
                 token_ids=(torch.int64, (bucket,)), position_ids=(torch.int64, (bucket,))
             )
             for array in host.values():
                 array.fill(0)
             rows = pack_rows(
-                NO_BLOCKS, self.pool, window=window, staging=self.staging, num_rows=bucket
+                NO_BLOCKS, self.pool, window=window, staging=self.extend_staging, num_rows=bucket
             )
             inputs = ExtendInput(**device, rows=rows, bucket=bucket)
-            self.staging.flush()
+            self.extend_staging.flush()
             self.extend(inputs)
 
     def _forward(self, inputs: ExtendInput) -> ExtendOutput:
@@ -188,12 +190,12 @@ class TargetRunner:
         return VerifyOutput(node_outputs=outputs, walk=walk)
 
     @torch.inference_mode()
-    def commit_kv(self, batch: StepBatch, verified: VerifyOutput) -> None:
+    def commit_kv(self, inputs: VerifyInput, verified: VerifyOutput) -> None:
         """Move the KV of each accepted path to the front of its round's slots.
 
         Mutates: KV slots [seq_len, seq_len + accept_length) of each request.
         """
-        if not batch.may_move_kv:
+        if not inputs.may_move_kv:
             return
         walk, pool = verified.walk, self.pool
         move_kv(

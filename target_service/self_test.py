@@ -158,7 +158,7 @@ class _SelfTest:
         runner, count = self._runner, len(tokens)
         is_prefill = block.depth is None and count > 1
         bucket = bucket_of(count) if runner.pads_rows and not is_prefill else None
-        staging = runner.staging
+        staging = runner.extend_staging
         staging.begin()
         shape = (bucket or count,)
         host, device = staging.place(

@@ -105,7 +105,7 @@ class Rig:
         blocks, position = row_blocks(
             [(work.req_idx, work.prefix_len, len(work.token_ids), work.parents) for work in works]
         )
-        staging = self.runner.staging
+        staging = self.runner.extend_staging
         staging.begin()
         inputs = ExtendInput(
             token_ids=torch.tensor([token for work in works for token in work.token_ids]),

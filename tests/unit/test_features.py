@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -167,19 +168,19 @@ def test_a_late_subscriber_catches_up_while_rounds_go_on(models: Models, retain_
 def test_replays_write_no_kv(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(models.pairing("eagle3"), feature_retain_rows=0, prefill_chunk_len=20)
     pair, _ = open_request(target)
-    batches: list[StepBatch] = []
+    batches: list[tuple[StepBatch, torch.Tensor]] = []
 
     def build_and_note(*args: Any, **options: Any) -> StepBatch:
-        batches.append(build_batch(*args, **options))
-        return batches[-1]
+        batch = build_batch(*args, **options)
+        batches.append((batch, batch.extend.rows.slot_mapping.clone()))
+        return batch
 
     monkeypatch.setattr("target_service.engine.build_batch", build_and_note)
     target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=0))
     for _ in range(4):
         pair.step()
     spans = []
-    for batch in batches:
-        slots = batch.extend.rows.slot_mapping
+    for batch, slots in batches:
         assert slots[0] >= target.info.page_size, "the row of the verify writes"
         for chain in batch.chains:
             assert isinstance(chain.work, ReplayWork)

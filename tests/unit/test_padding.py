@@ -73,7 +73,7 @@ class Trees:
         )
         token_ids = np.array(random_tokens(self._rng, len(position)), dtype=np.int64)
         padding = (0, max(0, (bucket or 0) - len(token_ids)))
-        staging = self.runner.staging
+        staging = self.runner.extend_staging
         staging.begin()
         inputs = ExtendInput(
             token_ids=staging.add(np.pad(token_ids, padding)),

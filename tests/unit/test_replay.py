@@ -106,9 +106,9 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     graphs = ReplayedGraphs()
     runner._graphs = graphs
     runner.pads_rows = True
-    for owner, name in ((runner, "staging"), (runner, "_staging")):
-        if hasattr(owner, name):
-            setattr(owner, name, RemoteStaging(1 << 22))
+    for name in ("extend_staging", "verify_staging", "_staging"):
+        if hasattr(runner, name):
+            setattr(runner, name, RemoteStaging(1 << 22))
     pool = pool_of(engine)
     pool._device_table = pool._device_table.clone()
     pool._is_table_shared = False
