@@ -11,15 +11,12 @@ import triton.language as tl
 from shared.kernels.dependent_launch import wait_for_previous
 from shared.kernels.tree_attention_tiles import (
     NOTHING,
-    TOTAL_COLUMNS,
-    TOTAL_ROWS,
     add_tile,
     add_tile_narrow,
     attention_of,
     chunk_begin,
     chunk_of,
     empty_state,
-    first_column,
     fold,
     narrow_state,
 )
@@ -104,9 +101,7 @@ def _store_state(
     dim = tl.arange(0, in_dim.shape[0])
     index = row_offset * GROUP + head
     tl.store(stats_ptr + 2 * index, state[0], mask=is_live)
-    column = tl.arange(0, TOTAL_COLUMNS)[None, :]
-    is_total = is_live[:, None] & (column == 0)
-    tl.store(stats_ptr + 2 * index[:, None] + 1 + column, state[1], mask=is_total)
+    tl.store(stats_ptr + 2 * index + 1, state[1], mask=is_live)
     acc_ptrs = acc_ptr + index[:, None] * HEAD_DIM + dim[None, :]
     tl.store(acc_ptrs, state[2], mask=is_live[:, None] & in_dim[None, :])
 
@@ -122,7 +117,7 @@ def _load_state(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Load a state of one row, or the empty one if nothing `is_stored`: ([H], [H, 1], [H, d]).
+    """Load a state of one row, or the empty one if nothing `is_stored`: ([H], [H], [H, d]).
 
     Args:
         row_offset: Index of the row's state.
@@ -135,7 +130,7 @@ def _load_state(
     total = tl.load(stats_ptr + 2 * index + 1, mask=is_live, other=0.0)
     acc_ptrs = acc_ptr + index[:, None] * HEAD_DIM + dim[None, :]
     acc = tl.load(acc_ptrs, mask=is_live[:, None] & in_dim[None, :], other=0.0)
-    return largest, total[:, None], acc
+    return largest, total, acc
 
 
 @triton.jit
@@ -155,7 +150,6 @@ def _load_narrow_state(
     index = row_offset * GROUP + head
     largest = tl.load(stats_ptr + 2 * index, mask=is_live, other=NOTHING)
     total = tl.load(stats_ptr + 2 * index + 1, mask=is_live, other=0.0)
-    total = total[None, :] + tl.zeros((TOTAL_ROWS, 1), dtype=tl.float32)
     acc_ptrs = acc_ptr + index[None, :] * HEAD_DIM + dim[:, None]
     acc = tl.load(acc_ptrs, mask=is_live[None, :] & in_dim[:, None], other=0.0)
     return largest, total, acc
@@ -177,9 +171,7 @@ def _store_narrow_state(
     dim = tl.arange(0, in_dim.shape[0])
     index = row_offset * GROUP + head
     tl.store(stats_ptr + 2 * index, state[0], mask=is_live)
-    total_row = tl.arange(0, TOTAL_ROWS)[:, None]
-    is_total = is_live[None, :] & (total_row == 0)
-    tl.store(stats_ptr + 2 * index[None, :] + 1 + total_row, state[1], mask=is_total)
+    tl.store(stats_ptr + 2 * index + 1, state[1], mask=is_live)
     acc_ptrs = acc_ptr + index[None, :] * HEAD_DIM + dim[:, None]
     tl.store(acc_ptrs, state[2], mask=is_live[None, :] & in_dim[:, None])
 
@@ -298,9 +290,7 @@ def _shared_tiles_kernel(
 
     if SEQUENTIAL:
         if is_chain:
-            largest, total, acc = fold(closed, state)
-            out = attention_of((largest, first_column(total)[:, None], acc))
-            out = out.to(out_ptr.dtype.element_ty)
+            out = attention_of(fold(closed, state)).to(out_ptr.dtype.element_ty)
             out_ptr += (row_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
             out_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
             tl.store(out_ptr + out_offset[:, None] + dim[None, :], out, mask=is_value)
@@ -450,11 +440,7 @@ def _finish_rows_kernel(
         return
 
     head = tl.arange(0, GROUP_BLOCK)
-    folded = (
-        tl.full((GROUP_BLOCK,), NOTHING, dtype=tl.float32),
-        tl.zeros((GROUP_BLOCK, 1), dtype=tl.float32),
-        tl.zeros((GROUP_BLOCK, DIM_BLOCK), dtype=tl.float32),
-    )
+    folded = empty_state(GROUP_BLOCK, DIM_BLOCK)
     end_chunk = tl.where(kv_len > 0, last_chunk + 1, first_chunk)
     for first in range(first_chunk, end_chunk, _STATES_AHEAD):
         for ahead in tl.static_range(_STATES_AHEAD):

@@ -9,11 +9,11 @@ folded from all of them.
 A tile of which a row sees nothing, and an empty state, change nothing: the factor of what is there
 is 2^0. (A zero may change its sign, which is why `attention_of` ends with `+ 0.0`.)
 
-Sums over a tile are products, which add in order of K: none depends on how a compiler spreads a
-tensor over threads. That of the weights is a product with ones. A product has 64 rows, or 64 per
-group of 4 warps, whatever they are: a tensor core gives a row the same bits beside any others. It
-gives them, too, when the operands change sides, so that the few heads of a single row can be the
-narrow side.
+No sum over a tile depends on how a compiler spreads a tensor over threads: that of the weights is
+taken in explicit pairs, the others are products, which add in order of K. A product has 64 rows, or
+64 per group of 4 warps, whatever they are: a tensor core gives a row the same bits beside any
+others. It gives them, too, when the operands change sides, so that the few heads of a single row
+can be the narrow side.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ TRITON_CHUNK_TILES = 4
 
 # Below every score, and finite: a difference of two of it is 0.
 NOTHING = tl.constexpr(-1e38)
-# Of the product with ones, whose rows or columns are all the same: the least there is.
-TOTAL_COLUMNS = tl.constexpr(16)
-TOTAL_ROWS = tl.constexpr(64)
 _SHORT = tl.constexpr(16)
 _MEDIUM = tl.constexpr(12)
 
@@ -78,12 +75,9 @@ def chunk_begin(chunk, CHUNK_TILES: tl.constexpr):
 
 @triton.jit
 def empty_state(QUERIES: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Return the state of no tile: (largest [QUERIES], total [QUERIES, 16], acc [QUERIES, d]).
-
-    All columns of the total are the same.
-    """
+    """Return the state of no tile: (largest [QUERIES], total [QUERIES], acc [QUERIES, d])."""
     largest = tl.full((QUERIES,), NOTHING, dtype=tl.float32)
-    total = tl.zeros((QUERIES, TOTAL_COLUMNS), dtype=tl.float32)
+    total = tl.zeros((QUERIES,), dtype=tl.float32)
     acc = tl.zeros((QUERIES, DIM_BLOCK), dtype=tl.float32)
     return largest, total, acc
 
@@ -99,22 +93,28 @@ def add_tile(state, q, k, v, is_visible, scale):
         is_visible: [QUERIES, 64].
         scale: Of the scores, > 0, times log2(e): weights are powers of 2.
     """
+    QUERIES: tl.constexpr = q.shape[0]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores = tl.where(is_visible, scores, -float("inf"))
     largest = tl.maximum(tl.max(scores, axis=1) * scale, state[0])
-    factor = tl.exp2(state[0] - largest)[:, None]
-    weights = tl.exp2(tl.fma(scores, scale, -largest[:, None])).to(v.dtype)
-    ones = tl.full((k.shape[0], TOTAL_COLUMNS), 1.0, dtype=v.dtype)
-    total = tl.dot(weights, ones, state[1] * factor, input_precision="ieee")
-    acc = tl.dot(weights, v, state[2] * factor, input_precision="ieee")
+    factor = tl.exp2(state[0] - largest)
+    weights = tl.exp2(tl.fma(scores, scale, -largest[:, None]))
+    pairs = tl.sum(tl.reshape(weights, (QUERIES, 2, 32)), axis=1)
+    pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 16)), axis=1)
+    pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 8)), axis=1)
+    pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 4)), axis=1)
+    pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 2)), axis=1)
+    total = tl.fma(state[1], factor, tl.sum(pairs, axis=1))
+    acc = state[2] * factor[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return largest, total, acc
 
 
 @triton.jit
 def narrow_state(QUERIES: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Return the state of no tile on the other side: ([QUERIES], [64, QUERIES], [d, QUERIES])."""
+    """Return the state of no tile on the other side: ([QUERIES], [QUERIES], [d, QUERIES])."""
     largest = tl.full((QUERIES,), NOTHING, dtype=tl.float32)
-    total = tl.zeros((TOTAL_ROWS, QUERIES), dtype=tl.float32)
+    total = tl.zeros((QUERIES,), dtype=tl.float32)
     acc = tl.zeros((DIM_BLOCK, QUERIES), dtype=tl.float32)
     return largest, total, acc
 
@@ -131,14 +131,20 @@ def add_tile_narrow(state, q, k, v, is_visible, scale):
         is_visible: [64, QUERIES].
         scale: As for `add_tile`.
     """
+    QUERIES: tl.constexpr = q.shape[1]
     scores = tl.dot(k, q, input_precision="ieee")
     scores = tl.where(is_visible, scores, -float("inf"))
     largest = tl.maximum(tl.max(scores, axis=0) * scale, state[0])
-    factor = tl.exp2(state[0] - largest)[None, :]
-    weights = tl.exp2(tl.fma(scores, scale, -largest[None, :])).to(v.dtype)
-    ones = tl.full((TOTAL_ROWS, k.shape[0]), 1.0, dtype=v.dtype)
-    total = tl.dot(ones, weights, state[1] * factor, input_precision="ieee")
-    acc = tl.dot(tl.trans(v), weights, state[2] * factor, input_precision="ieee")
+    factor = tl.exp2(state[0] - largest)
+    weights = tl.exp2(tl.fma(scores, scale, -largest[None, :]))
+    pairs = tl.sum(tl.reshape(weights, (2, 32, QUERIES)), axis=0)
+    pairs = tl.sum(tl.reshape(pairs, (2, 16, QUERIES)), axis=0)
+    pairs = tl.sum(tl.reshape(pairs, (2, 8, QUERIES)), axis=0)
+    pairs = tl.sum(tl.reshape(pairs, (2, 4, QUERIES)), axis=0)
+    pairs = tl.sum(tl.reshape(pairs, (2, 2, QUERIES)), axis=0)
+    total = tl.fma(state[1], factor, tl.sum(pairs, axis=0))
+    acc = state[2] * factor[None, :]
+    acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision="ieee")
     return largest, total, acc
 
 
@@ -146,21 +152,14 @@ def add_tile_narrow(state, q, k, v, is_visible, scale):
 def fold(state, following):
     """Return the state of two runs of tiles, `state` the earlier one."""
     largest = tl.maximum(state[0], following[0])
-    factor = tl.exp2(state[0] - largest)[:, None]
-    following_factor = tl.exp2(following[0] - largest)[:, None]
+    factor = tl.exp2(state[0] - largest)
+    following_factor = tl.exp2(following[0] - largest)
     total = tl.fma(state[1], factor, following[1] * following_factor)
-    acc = tl.fma(state[2], factor, following[2] * following_factor)
+    acc = tl.fma(state[2], factor[:, None], following[2] * following_factor[:, None])
     return largest, total, acc
 
 
 @triton.jit
-def first_column(total):
-    """Return one of equal columns."""
-    column = tl.arange(0, total.shape[1])
-    return tl.sum(tl.where(column[None, :] == 0, total, 0.0), axis=1)
-
-
-@triton.jit
 def attention_of(state):
-    """Return the weighted mean of V, [H, d], of ([H], [H, 1], [H, d]); 0 of an empty state."""
-    return state[2] / tl.where(state[1] > 0.0, state[1], 1.0) + 0.0
+    """Return the weighted mean of V, [QUERIES, d]; 0 of an empty state."""
+    return state[2] / tl.where(state[1] > 0.0, state[1], 1.0)[:, None] + 0.0
