@@ -11,7 +11,6 @@ Grid: (tiles of T, tiles of N, splits or 1).
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,12 +19,7 @@ import triton.language as tl
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared.kernels.dependent_launch import (
-    dependent_launch,
-    prefetch_rows,
-    prefetch_width,
-    wait_for_previous,
-)
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
 
 # Rows of one CPU product. BLAS picks another order of accumulation for another height.
@@ -83,20 +77,18 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
         return Tiles(64, 64, 128, 4, 3)
     if num_rows <= 128:
         return Tiles(64, 128, 64, 4, 4)
-    return Tiles(128, 128, 64, 8, 4)
+    return Tiles(128, 256, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
-    weight_ptr,  # [N, K]
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N], or [splits, T, N] f32 if IS_SPLIT; mutated
     num_rows,
     width_n,
     width_k,
-    weight_stride,
     DOT_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -105,14 +97,11 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PREFETCH_K: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     first_t = tl.program_id(0) * BLOCK_T
     first_n = tl.program_id(1) * BLOCK_N
     first_split = tl.program_id(2)
-    first_k = first_split * SPLIT_K
-    prefetch_rows(weight_ptr, weight_stride, first_n, width_n, first_k, BLOCK_N, PREFETCH_K)
     wait_for_previous(IS_DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for split in range(0, 1 if IS_SPLIT else NUM_SPLITS):
@@ -278,34 +267,23 @@ def _multiply(
         triton.cdiv(width_n, tiles.block_n),
         splits if is_split else 1,
     )
-    split_k = split_width(width_k, splits)
-    weight_blocks = blocks_of(weight, tiles.block_n, tiles.block_k)
     count_launch("linear")
     _linear_kernel[grid](
         blocks_of(x, tiles.block_t, tiles.block_k),
-        weight_blocks,
-        weight_blocks.base,
+        blocks_of(weight, tiles.block_n, tiles.block_k),
         weight if bias is None else bias.contiguous(),
         out,
         num_rows,
         width_n,
         width_k,
-        weight_blocks.strides[0],
         DOT_DTYPE=dot_dtype(x),
         HAS_BIAS=bias is not None,
         IS_SPLIT=is_split,
         NUM_SPLITS=splits,
-        SPLIT_K=split_k,
+        SPLIT_K=split_width(width_k, splits),
         BLOCK_N=tiles.block_n,
         BLOCK_T=tiles.block_t,
         BLOCK_K=tiles.block_k,
-        PREFETCH_K=prefetch_width(
-            weight,
-            num_rows,
-            num_programs=math.prod(grid),
-            program_rows=tiles.block_n,
-            width_k=width_k - (splits - 1) * split_k,
-        ),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **dependent_launch(x),

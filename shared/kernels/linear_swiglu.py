@@ -6,18 +6,11 @@ The K schedule is that of `linear` with one split. Grid: (tiles of T, tiles of F
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dependent_launch import (
-    dependent_launch,
-    prefetch_rows,
-    prefetch_width,
-    wait_for_previous,
-)
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
 from shared.kernels.linear import INTERPRETED_TILES, Tiles, blocks_of, linear_ref
 from shared.kernels.swiglu import swiglu
@@ -33,40 +26,34 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
         return Tiles(64, 32, 64, 4, 5)
     if num_rows <= 64:
         return Tiles(64, 64, 64, 4, 4)
-    return Tiles(64, 128, 64, 4, 3) if num_rows <= 128 else Tiles(128, 128, 64, 8, 3)
+    return Tiles(64, 128, 64, 4, 3) if num_rows <= 256 else Tiles(64, 256, 64, 8, 3)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_swiglu_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [2 F, K] in blocks [BLOCK_N, BLOCK_K], gate above up
-    weight_ptr,  # [2 F, K]
     bias_ptr,  # [2 F], unread unless HAS_BIAS
     out_ptr,  # [T, F] mutated
     num_rows,
     width_f,
     width_k,
-    weight_stride,
     DOT_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PREFETCH_K: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     first_t = tl.program_id(0) * BLOCK_T
     first_n = tl.program_id(1) * BLOCK_N
-    last_n = first_n + width_f
-    prefetch_rows(weight_ptr, weight_stride, first_n, width_f, 0, BLOCK_N, PREFETCH_K)
-    prefetch_rows(weight_ptr, weight_stride, last_n, 2 * width_f, 0, BLOCK_N, PREFETCH_K)
     wait_for_previous(IS_DEPENDENT)
     gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for k in range(0, width_k, BLOCK_K):
         x = x_desc.load([first_t, k]).to(DOT_DTYPE)
         gate_weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)
-        up_weight = weight_desc.load([last_n, k]).to(DOT_DTYPE)
+        up_weight = weight_desc.load([first_n + width_f, k]).to(DOT_DTYPE)
         gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
         up = tl.dot(up_weight, x.T, up, input_precision="ieee")
     t = first_t + tl.arange(0, BLOCK_T)
@@ -102,30 +89,20 @@ def linear_swiglu(
         return out
     tiles = choose_tiles(num_rows, x.element_size()) if x.is_cuda else INTERPRETED_TILES
     grid = (triton.cdiv(num_rows, tiles.block_t), triton.cdiv(width_f, tiles.block_n))
-    weight_blocks = blocks_of(weight, tiles.block_n, tiles.block_k)
     count_launch("linear_swiglu")
     _linear_swiglu_kernel[grid](
         blocks_of(x, tiles.block_t, tiles.block_k),
-        weight_blocks,
-        weight_blocks.base,
+        blocks_of(weight, tiles.block_n, tiles.block_k),
         weight if bias is None else bias.contiguous(),
         out,
         num_rows,
         width_f,
         width_k,
-        weight_blocks.strides[0],
         DOT_DTYPE=dot_dtype(x),
         HAS_BIAS=bias is not None,
         BLOCK_N=tiles.block_n,
         BLOCK_T=tiles.block_t,
         BLOCK_K=tiles.block_k,
-        PREFETCH_K=prefetch_width(
-            weight,
-            num_rows,
-            num_programs=math.prod(grid),
-            program_rows=2 * tiles.block_n,
-            width_k=width_k,
-        ),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **dependent_launch(x),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from shared.kernels import dependent_launch
-from shared.kernels.dependent_launch import PREFETCH_BYTES, prefetch_width
 from shared.kernels.linear import linear, linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
@@ -64,38 +63,10 @@ def captured(compute: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], t
     return graph.replay, out
 
 
-@pytest.mark.parametrize("num_programs", [1, 64, 192, 256, 2004])
-@pytest.mark.parametrize("program_rows", [32, 64, 128])
-def test_prefetch_stays_within_the_row_and_the_cache(
-    monkeypatch: pytest.MonkeyPatch, num_programs: int, program_rows: int
-) -> None:
-    monkeypatch.setattr(dependent_launch, "can_overlap", lambda device: True)
-    weight = torch.empty(num_programs * program_rows, 1, dtype=torch.bfloat16)
-    for width_k in (0, 100, 1024, 3584, 14336):
-        width = prefetch_width(
-            weight, 1, num_programs=num_programs, program_rows=program_rows, width_k=width_k
-        )
-        assert width % 128 == 0 and 0 <= 2 * width <= width_k
-        assert 2 * width * program_rows * min(num_programs, 264) <= PREFETCH_BYTES
-    assert width > 0
-
-
-def test_no_prefetch_for_many_rows_or_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    def width(num_rows: int) -> int:
-        weight = torch.empty(64, 4096, dtype=torch.bfloat16)
-        return prefetch_width(weight, num_rows, num_programs=1, program_rows=64, width_k=4096)
-
-    assert width(1) == 0  # a CPU
-    monkeypatch.setattr(dependent_launch, "can_overlap", lambda device: True)
-    assert width(dependent_launch.MAX_PREFETCH_ROWS) > 0
-    assert width(dependent_launch.MAX_PREFETCH_ROWS + 1) == 0
-
-
 @pytest.mark.parametrize(
     ("ptx", "is_first"),
     [
         ("ld.param.b64 %rd1; // .exit\n griddepcontrol.wait; ld.global.b32 %r1;", True),
-        ("cp.async.bulk.prefetch.L2.global [%rd1], %r1; griddepcontrol.wait;", True),
         ("ld.global.b32 %r1; griddepcontrol.wait;", False),
         ("cp.async.bulk.tensor.2d [%r1]; griddepcontrol.wait;", False),
         ("@%p1 bra $L1; griddepcontrol.wait;", False),
