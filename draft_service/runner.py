@@ -22,7 +22,7 @@ from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
-from shared.staging import ALIGNMENT, Staging
+from shared.staging import Staging
 from shared.step_timer import StepTimer
 from shared.types import MAX_TREE_NODES, DraftRound, TokenTree, TreeShape
 
@@ -70,9 +70,8 @@ class DraftRunner:
         self._graphs = GraphCache(device)
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
-        self._staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
-        most = -(-8 * _padded(pool.max_num_requests) // ALIGNMENT) * ALIGNMENT
-        self._growth_bytes = len(_GROWTH) * most
+        self._extend_staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
+        self._growth_staging = Staging(device, _STAGED_BYTES)
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
@@ -84,26 +83,23 @@ class DraftRunner:
         self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest], timer: StepTimer
     ) -> list[TokenTree]:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
-        then answer pending rounds, each with a tree. All is launched before any of it is awaited.
+        then answer pending rounds, each with a tree.
+
+        Growth is laid out while the device extends, and only the trees are waited for.
 
         Args:
             growing: Requests whose kv_len counts their rows among `works`.
         Mutates: KV slots of the rows; the hidden rows that trees grow from; scratch KV slots past
             kv_len; takes features from the requests.
         """
-        staging = self._staging
-        staging.begin()
-        growth = self._build_grow(growing) if growing else None
-        # Where extends lie must not depend on what grows.
-        staging.skip_to(self._growth_bytes)
         extend = self._build_extend(works) if works else None
-        staging.flush()
         timer.host("pack")
         if extend is not None:
             self._extend(extend)
         timer.device("extend")
-        if growth is None:
+        if not growing:
             return []
+        growth = self._build_grow(growing)
         packed = self._graphs.run(
             ("grow", len(growth.seed), growth.bounds, growth.is_random),
             lambda: self._grower.grow(growth, self._last_hidden),
@@ -159,28 +155,25 @@ class DraftRunner:
         num_live = len(tokens)
         bucket = bucket_of(num_live) if self.pads_rows else None
         total, num_reqs = bucket or num_live, bucket or len(works)
-        host, device = self._staging.place(
+        staging = self._extend_staging
+        staging.begin()
+        host, device = staging.place(
             token_ids=(torch.int64, (total,)),
             position_ids=(torch.int64, (total,)),
             last_rows=(torch.int64, (num_reqs,)),
             hidden_idx=(torch.int64, (num_reqs,)),
         )
         blocks = RowBlocks(req_idx=req_idx, prefix_len=kv_len, num_rows=num_rows)
-        rows = pack_rows(
-            blocks, self.pool, window=self.window, staging=self._staging, num_rows=bucket
-        )
+        rows = pack_rows(blocks, self.pool, window=self.window, staging=staging, num_rows=bucket)
         first_row = rows.row_indptr[:-1]
         step = np.arange(num_live) - np.repeat(first_row, num_rows)
         _fill(host["token_ids"], tokens)
         _fill(host["position_ids"], np.repeat(position, num_rows) + step)
         _fill(host["last_rows"], rows.row_indptr[1:] - 1)
         _fill(host["hidden_idx"], req_idx, padding=self.pool.max_num_requests)
-        return DraftExtendInput(
-            **device,
-            rows=rows,
-            features=_stage_features(features, self._staging, total),
-            bucket=bucket,
-        )
+        staged = _stage_features(features, staging, total)
+        staging.flush()
+        return DraftExtendInput(**device, rows=rows, features=staged, bucket=bucket)
 
     def _build_grow(self, requests: Sequence[DraftRequest]) -> DraftInput:
         """Lay out what the requests' trees depend on."""
@@ -188,9 +181,9 @@ class DraftRunner:
         shapes = [order.shape for order in orders]
         samplings = [request.open.sampling for request in requests]
         batch = _padded(len(requests)) if self.pads_rows else len(requests)
-        host, device = self._staging.place(
-            **{name: (dtype, (batch,)) for name, dtype in _GROWTH.items()}
-        )
+        staging = self._growth_staging
+        staging.begin()
+        host, device = staging.place(**{name: (dtype, (batch,)) for name, dtype in _GROWTH.items()})
         for name, values in (
             ("req_idx", [request.req_idx for request in requests]),
             ("kv_len", [request.kv_len for request in requests]),
@@ -207,6 +200,8 @@ class DraftRunner:
         has_slots = num_slots > 0
         last = host["kv_len"] + num_slots - 1
         self.pool.slots(host["req_idx"][has_slots], last[has_slots])  # checks them
+        page_table = self.pool.stage_page_table(staging)
+        staging.flush()
         return DraftInput(
             trees=GrowingTrees(
                 req_idx=device["req_idx"],
@@ -214,7 +209,7 @@ class DraftRunner:
                 node_position=device["node_position"],
                 topk=device["topk"],
                 num_steps=device["num_steps"],
-                page_table=self.pool.stage_page_table(self._staging),
+                page_table=page_table,
                 page_size=self.pool.page_size,
             ),
             num_nodes=device["num_nodes"],

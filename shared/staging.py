@@ -81,11 +81,6 @@ class Staging:
             self._turn = (self._turn + 1) % len(self._on_host)
             self._copied[self._turn].synchronize()
 
-    def skip_to(self, num_bytes: int) -> None:
-        """Place what follows from there on, whatever came before."""
-        assert self._used <= num_bytes, "what came before is too long"
-        self._used = num_bytes
-
     def place(self, **fields: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Arrays, Tensors]:
         """Make room for arrays, each given as (dtype, shape).
 

@@ -16,11 +16,14 @@ from draft_service.runner import DraftRunner
 from shared.config import DraftConfig
 from shared.device import DTYPES
 from shared.graphs import GraphCache
+from shared.step_timer import StepTimer
 from shared.types import DraftOpen, DraftRound, FeatureChunk, SamplingParams, TokenTree, TreeShape
 from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
 from tests.engines import random_tokens as tokens_of
 from tests.local_pair import LocalRequest
 from tests.waits import forbidden_waits
+
+UNTIMED = StepTimer(torch.device("cpu"), is_on=False)
 
 
 def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine:
@@ -113,7 +116,7 @@ def open_requests(
 def extended(engine: DraftEngine) -> list[DraftRequest]:
     """Extend what was given; return the requests that can grow."""
     works = engine._plan_extend()
-    engine._runner.run(works, [])
+    engine._runner.run(works, [], UNTIMED)
     for work in works:
         work.request.kv_len += work.num_rows
     return engine._plan_growth()
@@ -141,7 +144,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
         cache[~committed] = torch.nan
     before = [cache.clone() for cache in (*pool.k, *pool.v)]
     hidden = runner._last_hidden.clone()
-    trees = runner.run([], growing)
+    trees = runner.run([], growing, UNTIMED)
     assert [len(tree.token_ids) for tree in trees] == [s.num_draft_tokens for s in shapes]
     assert torch.equal(runner._last_hidden, hidden)
     for cache, old in zip((*pool.k, *pool.v), before, strict=True):
@@ -168,7 +171,7 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
             cache.fill_(torch.nan)
         works = engine._plan_extend()
         assert sum(work.num_rows for work in works) == num_rows
-        runner.run(works, [])
+        runner.run(works, [], UNTIMED)
         caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
         assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
         hiddens.append(runner._last_hidden[:3].clone())
@@ -199,8 +202,8 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
         sampling = SamplingParams(temperature=temperature, seed=1)
         open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
         growing = extended(engine)
-        trees.append(runner.run([], growing))
+        trees.append(runner.run([], growing, UNTIMED))
         with forbidden_waits():
-            trees += [runner.run([], growing) for _ in range(2)]
+            trees += [runner.run([], growing, UNTIMED) for _ in range(2)]
         assert len(runner._graphs) == 2 * is_capturing
     assert all(again == trees[0] for again in trees)

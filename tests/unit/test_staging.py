@@ -45,16 +45,10 @@ def test_the_same_sizes_get_the_same_tensors(device: torch.device) -> None:
         staging.begin()
         _, first = staging.place(a=(torch.int32, (10,)), b=(torch.float32, (3,)))
         _, behind = staging.place(c=(torch.int32, (extra,)))
-        staging.skip_to(8 * ALIGNMENT)
-        _, last = staging.place(a=(torch.int32, (10,)))
         staging.flush()
-        seen.append((first["a"], first["b"], last["a"]))
-        assert first["a"].data_ptr() < behind["c"].data_ptr() < last["a"].data_ptr()
+        seen.append((first["a"], first["b"]))
+        assert first["a"].data_ptr() < first["b"].data_ptr() < behind["c"].data_ptr()
     assert all(a is b for step in seen[1:] for a, b in zip(seen[0], step, strict=True))
-    staging.begin()
-    staging.place(a=(torch.int64, (8 * ALIGNMENT,)))
-    with pytest.raises(AssertionError, match="too long"):
-        staging.skip_to(8 * ALIGNMENT)
 
 
 def test_a_step_that_does_not_fit_goes_round(device: torch.device) -> None:
