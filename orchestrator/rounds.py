@@ -119,15 +119,15 @@ class Generation:
             self._reply.close()
 
     async def _round(self) -> None:
-        """Run one round: tree -> verify -> commit -> emit -> order the next tree."""
+        """Run one round: tree -> verify -> commit -> order the next tree -> emit."""
         self._start_round()
         with self._reply.meter.draft_wait():
             tree = await self._draft.tree(self._round_idx)  # None: the root alone
         with self._reply.meter.verify():
             path = await self._verify(tree)
         self._commit(path)
+        self._order_next_tree(path)
         self._reply.emit(path)
-        self._order_next_tree()
         self._reply.timeline.add(
             self._round_idx,
             tree=tree.times if tree is not None else None,
@@ -183,8 +183,9 @@ class Generation:
         self._num_fruitless = 0
         self._reply.meter.count(path)
 
-    def _order_next_tree(self) -> None:
-        if not self._reply.is_finished:
+    def _order_next_tree(self, path: AcceptedPath) -> None:
+        """Order a tree before the tokens are sent on: if a stop string ends them, it is in vain."""
+        if path.finish_reason is FinishReason.NONE:
             self._draft.order(
                 round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
             )
@@ -201,8 +202,8 @@ class Generation:
                 except TargetGone as gone:
                     self._lose_target(gone)  # raises when enough is enough
                     raise
+        self._order_next_tree(path)
         self._reply.emit(path)
-        self._order_next_tree()
 
     async def _prefill(self) -> AcceptedPath:
         """Pick a target, open the next epoch there and wait for round 0."""

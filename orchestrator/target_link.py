@@ -80,6 +80,8 @@ class TargetLink:
         self._on_gone = on_gone
         self._awaited_round = -1
         self._asked_at = 0.0
+        self._counts_progress = False
+        self._watch: asyncio.TimerHandle | None = None
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
         self._granted_until = 0
         self._early: dict[int, AcceptedPath] = {}  # of granted rounds that nobody awaits yet
@@ -159,7 +161,7 @@ class TargetLink:
     ) -> AcceptedPath:
         """Send a message, if there is one, and wait for the path of a round."""
         loop = asyncio.get_running_loop()
-        asked = self._asked_at = loop.time()
+        self._asked_at, self._counts_progress = loop.time(), counts_progress
         if message is not None and self._gone is None:
             self.worker.send(message)
         early = self._early.pop(round_idx, None)
@@ -169,16 +171,27 @@ class TargetLink:
             raise self._gone
         self._awaited_round = round_idx
         self._reply = loop.create_future()
-        while not self._reply.done():
-            since = max(asked, self.worker.last_progress) if counts_progress else asked
-            remaining = since + self._step_timeout_s - loop.time()
-            if remaining <= 0:
-                raise TargetGone(Loss.SILENT, is_kill=True)
-            await asyncio.wait([self._reply], timeout=remaining)
-        reply = self._reply.result()
+        self._watch_silence()
+        try:
+            reply = await self._reply
+        finally:
+            if self._watch is not None:
+                self._watch.cancel()
         if isinstance(reply, Exception):
             raise reply
         return reply
+
+    def _watch_silence(self) -> None:
+        """Give the target up if it shows no progress for too long; else look again in time."""
+        loop = asyncio.get_running_loop()
+        since = self._asked_at
+        if self._counts_progress:
+            since = max(since, self.worker.last_progress)
+        deadline = since + self._step_timeout_s
+        if deadline <= loop.time():
+            self._settle(TargetGone(Loss.SILENT, is_kill=True))
+        else:
+            self._watch = loop.call_at(deadline, self._watch_silence)
 
     def _admit(self, message: TargetAdmitted | None) -> None:
         if not self._is_admitted:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from orchestrator import timeline
+from orchestrator.draft_link import DraftLink
+from orchestrator.reply import Reply
 from shared.generation import FinishInfo, RoundTimes
-from shared.types import TokenTree
+from shared.types import AcceptedPath, TokenTree
 from tests.fakes.in_memory import LATENCY_S, run_virtual
 from tests.unit.scene import Scene, finish_of, scripted
 
@@ -85,6 +87,26 @@ def test_a_round_whose_tree_is_late_has_no_stages_of_the_draft() -> None:
     rounds = serve(round_times=True, late_tree=2).round_times
     assert names(rounds[0]) == [*TARGET, "orchestrator: commit"]
     assert any("draft: front" in names(times) for times in rounds)
+
+
+def test_the_next_tree_is_ordered_before_tokens_are_sent_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    order, emit = DraftLink.order, Reply.emit
+
+    def ordered(self: DraftLink, **fields: Any) -> None:
+        events.append("order")
+        order(self, **fields)
+
+    def emitted(self: Reply, path: AcceptedPath) -> None:
+        events.append("emit")
+        emit(self, path)
+
+    monkeypatch.setattr(DraftLink, "order", ordered)
+    monkeypatch.setattr(Reply, "emit", emitted)
+    num_rounds = serve().speculation.num_rounds
+    assert events == ["order", "emit"] * num_rounds + ["emit"]
 
 
 def test_only_so_many_rounds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
