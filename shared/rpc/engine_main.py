@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Between two rounds of a request the engine is idle for a moment, too short for a full check.
 CHECK_INTERVAL_S = 1.0
+REPORT_DELAY_S = 0.05
 
 _PR_SET_PDEATHSIG = 1
 
@@ -106,7 +107,9 @@ def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
             if is_empty or time.monotonic() >= next_check:
                 engine.check_integrity()
                 next_check = time.monotonic() + CHECK_INTERVAL_S
-            if reported != (load, num_received):
+            # That messages were only taken is said when nothing else comes: it wakes the front.
+            is_urgent = reported is None or reported[0] != load
+            if reported != (load, num_received) and (is_urgent or not pipe.poll(REPORT_DELAY_S)):
                 reported = (load, num_received)
                 pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
         for messages in pipe.receive(wait=is_idle):

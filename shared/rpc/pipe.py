@@ -7,14 +7,15 @@ other's half-written frame, which is why this is not multiprocessing.Connection.
 from __future__ import annotations
 
 import asyncio
+import collections
 import pickle
+import select
 import socket
 import struct
 from typing import Any
 
 _HEADER = struct.Struct("<Q")
 _RECEIVE_BYTES = 1024 * 1024
-_READ_LIMIT = 8 * 1024 * 1024
 
 
 def _encode(message: Any) -> bytes:
@@ -22,43 +23,15 @@ def _encode(message: Any) -> bytes:
     return b"".join((_HEADER.pack(len(body)), body))
 
 
-class BlockingPipe:
-    """The engine's end."""
+class _Frames:
+    """What has arrived of the frames that are not complete yet."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(None)
-        self._socket = sock
+    def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def send(self, message: Any) -> None:
-        """Send one message; waits while the other end is behind.
-
-        Raises: OSError if the other end is gone.
-        """
-        self._socket.sendall(_encode(message))
-
-    def receive(self, *, wait: bool) -> list[Any]:
-        """Take every complete message that has arrived.
-
-        Args:
-            wait: Block until there is at least one.
-        Raises: EOFError if the other end is gone.
-        """
-        messages = self._decode()
-        while True:
-            flags = 0 if wait and not messages else socket.MSG_DONTWAIT
-            try:
-                data = self._socket.recv(_RECEIVE_BYTES, flags)
-            except BlockingIOError:
-                return messages
-            except ConnectionError:
-                data = b""
-            if not data:
-                raise EOFError("the other end of the pipe is closed")
-            self._buffer += data
-            messages += self._decode()
-
-    def _decode(self) -> list[Any]:
+    def decode(self, data: bytes) -> list[Any]:
+        """Take bytes; return the messages that they complete."""
+        self._buffer += data
         messages = []
         begin, end = 0, len(self._buffer)
         with memoryview(self._buffer) as view:
@@ -73,35 +46,97 @@ class BlockingPipe:
         return messages
 
 
-class AsyncPipe:
-    """The front's end."""
+class BlockingPipe:
+    """The engine's end."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self._socket = sock
+        self._frames = _Frames()
+
+    def send(self, message: Any) -> None:
+        """Send one message; waits while the other end is behind.
+
+        Raises: OSError if the other end is gone.
+        """
+        self._socket.sendall(_encode(message))
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait until there is something to receive, or the other end is gone, or time is up."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
+    def receive(self, *, wait: bool) -> list[Any]:
+        """Take every complete message that has arrived.
+
+        Args:
+            wait: Block until there is at least one.
+        Raises: EOFError if the other end is gone.
+        """
+        messages: list[Any] = []
+        while True:
+            flags = 0 if wait and not messages else socket.MSG_DONTWAIT
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES, flags)
+            except BlockingIOError:
+                return messages
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise EOFError("the other end of the pipe is closed")
+            messages += self._frames.decode(data)
+
+
+class AsyncPipe(asyncio.Protocol):
+    """The front's end; messages are decoded as they arrive, so that one wake-up takes them all."""
+
+    def __init__(self) -> None:
+        self._frames = _Frames()
+        self._messages: collections.deque[Any] = collections.deque()
+        self._has_news = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+        self._is_over = False
 
     @classmethod
     async def connect(cls, sock: socket.socket) -> AsyncPipe:
         """Attach one end of a socket pair to the running loop."""
         sock.settimeout(0)
-        return cls(*await asyncio.open_connection(sock=sock, limit=_READ_LIMIT))
+        _, pipe = await asyncio.get_running_loop().create_connection(cls, sock=sock)
+        return pipe
 
     def send(self, message: Any) -> None:
         """Queue one message; never blocks, and says nothing if the other end is gone."""
-        if not self._writer.is_closing():
-            self._writer.write(_encode(message))
+        assert self._transport is not None
+        if not self._transport.is_closing():
+            self._transport.write(_encode(message))
 
     async def receive(self) -> Any:
         """Wait for one message.
 
         Raises: EOFError if the other end is gone.
         """
-        try:
-            (length,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-            return pickle.loads(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError("the other end of the pipe is closed") from error
+        while not self._messages:
+            if self._is_over:
+                raise EOFError("the other end of the pipe is closed")
+            self._has_news.clear()
+            await self._has_news.wait()
+        return self._messages.popleft()
 
     def close(self) -> None:
         """Close this end; the other one reads EOF."""
-        self._writer.close()
+        assert self._transport is not None
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take note of the transport."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has arrived."""
+        self._messages += self._frames.decode(data)
+        self._has_news.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take note of the end."""
+        self._is_over = True
+        self._has_news.set()

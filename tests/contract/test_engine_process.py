@@ -96,6 +96,21 @@ async def test_messages_keep_their_order_and_values() -> None:
         assert not engine.is_pending
 
 
+async def test_messages_without_an_answer_are_reported_together() -> None:
+    async with engine_process() as engine:
+        await engine.start(no_progress)
+        reports = engine.outputs()
+        await anext(reports)  # idle
+        for _ in range(10):
+            engine.send(["ignore"])
+            await asyncio.sleep(0.002)
+        assert engine.is_pending
+        async with asyncio.timeout(10):
+            report = await anext(reports)
+            assert (report.num_received, report.outputs, report.has_work) == (10, [], False)
+        assert not engine.is_pending
+
+
 async def test_front_never_waits_for_a_busy_engine() -> None:
     block = bytes(4 * 1024 * 1024)
     async with engine_process() as engine:
