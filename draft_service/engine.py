@@ -41,6 +41,8 @@ from shared.types import (
 logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 256
+ACK_ROWS = 64
+"""Feature rows between acknowledgements: each wakes both workers, in the middle of a round."""
 
 
 class DraftEngine:
@@ -174,6 +176,7 @@ class DraftEngine:
             input_shift=shift,
             tokens=list(message.token_ids),
             features_end=base,
+            acknowledged=base,
         )
         self._order += 1
         self._requests[message.request_id] = request
@@ -211,14 +214,16 @@ class DraftEngine:
             logger.warning("feature gap, asking again", extra={"request_id": chunk.request_id})
             self._subscribe(request)
             return
-        self._tell_target(
-            request,
-            FeatureAck(
-                request_id=request.request_id,
-                target_epoch=chunk.target_epoch,
-                position=request.features_end,
-            ),
-        )
+        if request.features_end - request.acknowledged >= ACK_ROWS:
+            request.acknowledged = request.features_end
+            self._tell_target(
+                request,
+                FeatureAck(
+                    request_id=request.request_id,
+                    target_epoch=chunk.target_epoch,
+                    position=request.features_end,
+                ),
+            )
 
     def _lose_features(self, failure: RequestFailure) -> None:
         """The target gives no features for a request: there is nothing to draft from."""

@@ -30,6 +30,7 @@ class DraftRequest:
         tokens: Prompt + output, root last once there is one.
         kv_len: Committed rows (extended with true inputs).
         features_end: Position after the last feature row received.
+        acknowledged: The target knows that rows of positions below it were received.
         features: Received rows not extended yet, oldest first; those of positions
             [base + kv_len, features_end).
         pending: Latest order for a tree, unanswered.
@@ -45,6 +46,7 @@ class DraftRequest:
     tokens: list[int]
     kv_len: int = 0
     features_end: int = 0
+    acknowledged: int = 0
     features: deque[torch.Tensor] = field(default_factory=deque)
     pending: DraftRound | None = None
     pending_times: AnswerTimes | None = None

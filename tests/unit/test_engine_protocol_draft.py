@@ -13,6 +13,7 @@ from shared.types import (
     DraftClose,
     DraftOpen,
     DraftRound,
+    FeatureAck,
     FeatureChunk,
     FeatureCommand,
     FeatureUnsubscribe,
@@ -105,6 +106,21 @@ def test_order_and_features_may_come_in_any_order_or_overlap(models: Models) -> 
         [tree] = outputs
         trees.append(content(tree))
     assert len(set(trees)) == 1
+
+
+def test_features_are_acknowledged_now_and_then(draft: Draft) -> None:
+    """And a position that was is never acknowledged again."""
+    draft.tokens += range(150)
+    draft.open()
+    positions = []
+    for start in range(0, 150, 5):
+        draft.engine.submit(draft.chunk(start, start + 5))
+        draft.engine.submit(draft.chunk(start, start + 5))
+        while draft.engine.has_work:
+            for output in draft.engine.step():
+                if isinstance(output, FeatureCommand) and isinstance(output.command, FeatureAck):
+                    positions.append(output.command.position)
+    assert positions == [65, 130]
 
 
 def test_a_repeated_order_gets_the_same_tree(draft: Draft) -> None:
