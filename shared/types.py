@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
-from typing import NewType
+from typing import NamedTuple, NewType
 
 PageId = NewType("PageId", int)
 Slot = NewType("Slot", int)
@@ -106,8 +106,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTime:
+class StageTime(NamedTuple):
     """What was done or waited for up to a moment, from the end of the stage before on.
 
     Args:

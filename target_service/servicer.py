@@ -67,11 +67,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._identity.set(info)
 
     def deliver(self, report: EngineReport) -> None:
-        """Route what the engine answered."""
+        """Route what the engine answered: answers first, they have a longer way to the draft."""
         feature_types = (FeatureChunk, FeatureFailure)
-        self.features.deliver([o for o in report.outputs if isinstance(o, feature_types)])
         answers = [o for o in report.outputs if not isinstance(o, feature_types)]
         self.sessions.deliver(answers, report.load)
+        self.features.deliver([o for o in report.outputs if isinstance(o, feature_types)])
 
     async def close(self) -> None:
         """Do nothing: every stream here ends with the server."""

@@ -9,10 +9,10 @@ becomes a RequestFailure in `Batch.rejected`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from coppice.v1 import draft_pb2, target_pb2
+from coppice.v1 import draft_pb2, target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
 from shared.rpc.convert import from_proto, to_proto
@@ -71,7 +71,7 @@ def pack_target_response(
     messages: Iterable[TargetReply], load: types.WorkerLoad
 ) -> target_pb2.TargetServiceSessionResponse:
     """Pack what a target answers."""
-    batch = target_pb2.TargetServiceSessionResponse(load=load_to_proto(load))
+    batch = target_pb2.TargetServiceSessionResponse(load=_brief(load))
     fields = {
         types.TargetAdmitted: batch.admitted,
         types.AcceptedPath: batch.accepted_paths,
@@ -116,7 +116,7 @@ def pack_draft_response(
     messages: Iterable[DraftReply], load: types.WorkerLoad
 ) -> draft_pb2.DraftServiceSessionResponse:
     """Pack what a draft answers."""
-    batch = draft_pb2.DraftServiceSessionResponse(load=load_to_proto(load))
+    batch = draft_pb2.DraftServiceSessionResponse(load=_brief(load))
     fields = {
         types.TokenTree: batch.trees,
         types.RequestFailure: batch.failures,
@@ -161,6 +161,11 @@ def pack_feature_response(messages: Iterable[FeatureReply]) -> target_pb2.Stream
 def unpack_feature_response(batch: target_pb2.StreamFeaturesResponse) -> Batch[FeatureReply]:
     """Unpack chunks and failures of a feature stream."""
     return _unpack(batch.chunks, batch.failures)
+
+
+def _brief(load: types.WorkerLoad) -> tree_pb2.WorkerLoad:
+    """Return the load without its counts per kernel, which only GetInfo gives."""
+    return load_to_proto(replace(load, kernel_launches=()) if load.kernel_launches else load)
 
 
 def _pack(messages: Iterable[Any], fields: dict[Any, Any]) -> None:

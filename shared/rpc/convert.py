@@ -40,7 +40,6 @@ _PAIRS: tuple[_Pair, ...] = (
     _pair(convert_params, "sampling", types.SamplingParams, generation_pb2.SamplingParams),
     _pair(convert_params, "stopping", types.StoppingParams, generation_pb2.StoppingCriteria),
     _pair(convert_tree, "logprob", types.TokenLogprob, generation_pb2.TokenLogprob),
-    _pair(convert_tree, "stage", types.StageTime, generation_pb2.StageTime),
     _pair(convert_tree, "times", types.AnswerTimes, tree_pb2.AnswerTimes),
     _pair(convert_tree, "tree", types.TokenTree, tree_pb2.TokenTree),
     _pair(convert_tree, "accepted_path", types.AcceptedPath, tree_pb2.AcceptedPath),

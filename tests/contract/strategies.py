@@ -242,7 +242,6 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.SamplingParams: sampling,
     types.StoppingParams: stopping,
     types.TokenLogprob: logprob,
-    types.StageTime: stages,
     types.AnswerTimes: answer_times,
     types.TokenTree: trees(),
     types.AcceptedPath: accepted_paths(),

@@ -88,7 +88,7 @@ def test_batch_survives_in_the_order_of_its_kinds(name: str, data: st.DataObject
     batch = unpack(type(message).FromString(message.SerializeToString()))
     assert batch.messages == [m for kind in kinds for m in messages if type(m) is kind]
     assert batch.rejected == []
-    assert batch.load == load
+    assert batch.load == (load and dataclasses.replace(load, kernel_launches=()))
 
 
 @pytest.mark.parametrize(
