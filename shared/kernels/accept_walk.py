@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 
 # Most nodes of a tree, root included.
 NODES = 64
@@ -56,7 +57,9 @@ def _accept_walk_kernel(
     table_stride,
     PAGE_SIZE: tl.constexpr,
     NODES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     is_node = node < num_nodes
@@ -185,7 +188,7 @@ def accept_walk(
         PAGE_SIZE=page_size,
         NODES=NODES,
         num_warps=1,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(token_ids),
     )
     return walk
 

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 
 
 @triton.jit
@@ -23,7 +24,9 @@ def _gather_kv_kernel(
     moving_ptr,  # [num_caches, M, Hkv, d] mutated
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     cache = tl.program_id(0).to(tl.int64)
     move = tl.program_id(1).to(tl.int64)
     num_moves = tl.num_programs(1)
@@ -45,7 +48,9 @@ def _scatter_kv_kernel(
     moving_ptr,  # [num_caches, M, Hkv, d]
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     cache = tl.program_id(0).to(tl.int64)
     move = tl.program_id(1).to(tl.int64)
     num_moves = tl.num_programs(1)
@@ -104,10 +109,10 @@ def move_kv(
     block = triton.next_power_of_2(row)
     count_launch("move_kv")
     _gather_kv_kernel[grid](
-        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
+        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **dependent_launch(first)
     )
     _scatter_kv_kernel[grid](
-        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **LAUNCH_OPTIONS
+        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **dependent_launch(first)
     )
 
 

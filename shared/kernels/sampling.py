@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.gumbel import gumbel_block, gumbel_bound_block, gumbel_noise_ref
 from shared.kernels.order_key import key_index, key_value, order_key
 from shared.kernels.sampling_filters import (
@@ -54,7 +55,9 @@ def _best_of_chunk_kernel(
     width,
     HAS_FILTERS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     num_chunks = tl.num_programs(1)
@@ -330,7 +333,9 @@ def _best_of_row_kernel(
     CAPACITY: tl.constexpr,
     STEP: tl.constexpr,
     LANES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     chunk = tl.arange(0, CHUNKS)
@@ -439,7 +444,7 @@ def sample(
         HAS_FILTERS=has_filters,
         BLOCK=block,
         num_warps=4,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(logits),
     )
     listed = shortlist(logits, filters, value, block=block) if has_filters else None
     _best_of_row_kernel[(num_rows,)](
@@ -463,7 +468,7 @@ def sample(
         STEP=STEP,
         LANES=LANES,
         num_warps=STEP // 32 if has_filters else 4,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(logits),
     )
     return out
 

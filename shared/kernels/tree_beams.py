@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.order_key import NO_KEY, best_keys, key_index, key_value, order_key
 
 
@@ -154,7 +155,9 @@ def _next_beams_kernel(
     CHILD_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     PARENTS: tl.constexpr = 1 if IS_ROOT else WIDTH
     request = tl.program_id(0).to(tl.int64)
     topk = tl.load(topk_ptr + request)
@@ -288,7 +291,7 @@ def next_beams(
         WIDTH_BLOCK=triton.next_power_of_2(width),
         DEPTH_BLOCK=triton.next_power_of_2(depth),
         num_warps=1,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(child_score),
     )
     return None if is_last else out
 

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.gumbel import gumbel_block, gumbel_noise_ref
 from shared.kernels.order_key import NO_KEY, best_keys, key_index, key_value, order_key
 from shared.kernels.topk import stable_topk
@@ -59,7 +60,9 @@ def _chunk_children_kernel(
     COUNT: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -98,7 +101,9 @@ def _merge_children_kernel(
     COUNT: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, KEYS_BLOCK)
     row_key_ptr = key_ptr + row * NUM_CHUNKS * COUNT
@@ -170,7 +175,7 @@ def best_children(
         COUNT_BLOCK=count_block,
         CHUNK=_CHUNK,
         num_warps=1,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(logits),
     )
     count_launch("merge_children")
     _merge_children_kernel[(num_rows,)](
@@ -185,7 +190,7 @@ def best_children(
         COUNT_BLOCK=count_block,
         KEYS_BLOCK=keys_block,
         num_warps=1 if keys_block <= 1024 else 4,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(logits),
     )
     return score, token
 

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, use_triton
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.order_key import NO_KEY, order_key
 from shared.kernels.tree_beams import Candidates
 
@@ -27,7 +28,9 @@ def _select_nodes_kernel(
     most_nodes,
     BLOCK: tl.constexpr,
     NODE_BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(IS_DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     num_wanted = tl.load(num_nodes_ptr + request)
     lane = tl.arange(0, BLOCK)
@@ -93,7 +96,7 @@ def select_nodes(
         BLOCK=block,
         NODE_BLOCK=triton.next_power_of_2(most_nodes),
         num_warps=1 if block <= 64 else 4 if block <= 1024 else 8,
-        **LAUNCH_OPTIONS,
+        **dependent_launch(candidates.score),
     )
     return out
 
