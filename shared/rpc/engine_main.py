@@ -98,7 +98,7 @@ def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
     """
     num_received = 0
     reported: tuple[WorkerLoad, int] | None = None  # load, num_received
-    next_check = 0.0
+    next_check = next_report = 0.0
     while True:
         is_idle = not engine.has_work
         if is_idle:
@@ -118,6 +118,9 @@ def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
             num_received += len(messages)
         if engine.has_work:
             outputs = engine.step()
+            if not outputs and time.monotonic() < next_report:
+                continue  # a step that was only launched, most likely: the next one answers
+            next_report = time.monotonic() + REPORT_DELAY_S
             load = engine.load
             reported = (load, num_received)
             report = EngineReport(
