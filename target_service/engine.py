@@ -177,7 +177,10 @@ class TargetEngine:
 
         Returns: TargetAdmitted, AcceptedPath, FeatureChunk, RequestFailure, RequestRetracted.
         """
-        launched = self._launch(self._scheduler.plan())
+        if self._in_flight is not None and self._in_flight.read.is_done:
+            launched = None  # what is computed is answered at once; the next step launches
+        else:
+            launched = self._launch(self._scheduler.plan())
         if self._in_flight is not None:
             self._finish(self._in_flight)
         self._in_flight = launched

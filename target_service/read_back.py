@@ -89,6 +89,11 @@ class PendingRead:
         self._arrays = {name: _as_array(field.within(host)) for name, field in fields.items()}
         self._copied = copied
 
+    @property
+    def is_done(self) -> bool:
+        """Return whether a device has said that `wait` would not wait; a CPU never says so."""
+        return self._copied is not None and self._copied.query()
+
     def wait(self) -> dict[str, NDArray[Any]]:
         """Return every tensor by name; bfloat16, which numpy lacks, as bytes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from shared.types import (
 )
 from target_service.engine import TargetEngine
 from target_service.phases import ExtendInput
+from target_service.read_back import PendingRead
 from tests.engines import SHAPES, Models, make_draft, make_target, random_tokens, run_plain
 from tests.local_pair import LocalPair, LocalRequest
 
@@ -227,3 +229,33 @@ def test_a_repeated_order_is_not_run_twice_while_it_is_in_flight(models: Models)
     assert target.step() == []
     [path] = answers(target, order)
     assert isinstance(path, AcceptedPath) and path.round_idx == 1
+
+
+def test_what_is_computed_is_answered_before_the_next_launch(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = ahead(make_target(models.pairing("eagle3")))
+    for request_id in ("a", "b"):
+        target.submit(
+            TargetOpen(
+                request_id=request_id, target_epoch=1, token_ids=(5, 6, 7), num_prompt_tokens=3,
+                sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=20),
+            )
+        )  # fmt: skip
+        while target.has_work:
+            outputs = target.step()
+        [path] = [output for output in outputs if isinstance(output, AcceptedPath)]
+    order = VerifyRound(
+        request_id="a", target_epoch=1, round_idx=1, seq_len=3, root_token_id=path.token_ids[-1]
+    )
+    target.submit(order)
+    assert target.step() == []
+    target.submit(replace(order, request_id="b"))
+    monkeypatch.setattr(PendingRead, "is_done", True)
+    counts = roots_in_flight(target, monkeypatch)
+    [answer] = target.step()
+    assert (answer.request_id, answer.round_idx, counts) == ("a", 1, [])
+    target.step()
+    [answer] = target.step()
+    assert (answer.request_id, answer.round_idx, len(counts)) == ("b", 1, 1)
+    assert not target.has_work
