@@ -18,6 +18,7 @@ from draft_service.request import DraftRequest
 from draft_service.runner import DraftRunner, ExtendWork
 from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
+from shared.feature_ring import RingReader
 from shared.kernels.dispatch import launch_counts
 from shared.kv.allocator import OutOfPagesError
 from shared.step_timer import StepTimer
@@ -33,6 +34,7 @@ from shared.types import (
     FeatureUnsubscribe,
     RequestFailure,
     RequestRetracted,
+    RingSpan,
     TokenTree,
     WorkerInfo,
     WorkerLoad,
@@ -67,6 +69,7 @@ class DraftEngine:
         self._max_batch_rows = max_batch_rows
         self._max_context_len = max_context_len
         self._requests: dict[str, DraftRequest] = {}
+        self._rings = RingReader()
         self._order = 0
         self._outbox: list[Any] = []
         self._num_steps = self._num_rows = self._num_request_steps = 0
@@ -207,13 +210,27 @@ class DraftEngine:
                 reason="FEATURE_MISMATCH",
                 field="handle.shape",
             )
-        rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype]).view(chunk.shape)
         if request.open.is_timed:
             request.features_ns = time.monotonic_ns()
-        if not request.add_features(chunk.start, rows):
-            logger.warning("feature gap, asking again", extra={"request_id": chunk.request_id})
-            self._subscribe(request)
+        if chunk.start > request.features_end:
+            if not request.is_awaiting:
+                logger.warning("feature gap, asking again", extra={"request_id": chunk.request_id})
+                self._subscribe(request)
             return
+        if isinstance(chunk.data, RingSpan):
+            data = self._rings.read(chunk.data)
+            if data is None:
+                logger.warning(
+                    "feature rows from %d on were overwritten in the ring, asking for bytes",
+                    chunk.start,
+                    extra={"request_id": chunk.request_id},
+                )
+                self._subscribe(request, avoids_ring=True)
+                return
+            rows = torch.from_numpy(data).view(DTYPES[chunk.dtype])
+        else:
+            rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype])
+        request.add_features(chunk.start, rows.view(chunk.shape))
         if request.features_end - request.acknowledged >= ACK_ROWS:
             request.acknowledged = request.features_end
             self._tell_target(
@@ -299,21 +316,26 @@ class DraftEngine:
                 ),
             )
 
-    def _subscribe(self, request: DraftRequest) -> None:
-        self._tell_target(
-            request,
-            FeatureSubscribe(
-                request_id=request.request_id,
-                target_epoch=request.open.target_epoch,
-                from_position=request.features_end,
-            ),
+    def _subscribe(self, request: DraftRequest, *, avoids_ring: bool = False) -> None:
+        request.is_awaiting = True
+        command = FeatureSubscribe(
+            request_id=request.request_id,
+            target_epoch=request.open.target_epoch,
+            from_position=request.features_end,
         )
+        self._tell_target(request, command, avoids_ring=avoids_ring)
 
     def _tell_target(
-        self, request: DraftRequest, command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe
+        self,
+        request: DraftRequest,
+        command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe,
+        *,
+        avoids_ring: bool = False,
     ) -> None:
         self._outbox.append(
-            FeatureCommand(target_address=request.open.target_address, command=command)
+            FeatureCommand(
+                target_address=request.open.target_address, command=command, avoids_ring=avoids_ring
+            )
         )
 
     def _fail(self, message: Any, error: CoppiceError) -> None:

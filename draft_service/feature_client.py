@@ -2,6 +2,9 @@
 
 A broken stream is dialled again with backoff and every subscription goes on from the last row that
 arrived. A request whose rows cannot be had any more is handed to the engine as a RequestFailure.
+
+A target on this host names the ring in shared memory that it writes rows to. A subscription that
+repeats the nonce found there gets spans of the ring; any other gets bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +23,8 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_r
 
 from coppice.v1 import target_pb2, target_pb2_grpc
 from shared.errors import CoppiceError, InvalidArgumentError, UnavailableError
-from shared.rpc.batches import FeatureRequest, pack_feature_request, unpack_feature_response
+from shared.feature_ring import RING_DIR, read_nonce
+from shared.rpc.batches import FeatureRequest, pack_feature_requests, unpack_feature_response
 from shared.rpc.channel import open_channel
 from shared.rpc.outbox import Outbox
 from shared.rpc.status import failure_of, from_rpc_error
@@ -55,11 +60,19 @@ class FeatureClient:
     Args:
         deliver: Takes chunks in order per request, and failures of subscriptions.
         reconnect_timeout_s: A target that cannot be reached for so long fails its subscriptions.
+        ring_dir: Where the rings of targets on this host are.
     """
 
-    def __init__(self, deliver: Deliver, *, reconnect_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        deliver: Deliver,
+        *,
+        reconnect_timeout_s: float = 30.0,
+        ring_dir: Path = RING_DIR,
+    ) -> None:
         self._deliver = deliver
         self._reconnect_timeout_s = reconnect_timeout_s
+        self._ring_dir = ring_dir
         self._streams: dict[str, _TargetStream] = {}
         self.width = 0
 
@@ -70,11 +83,15 @@ class FeatureClient:
             if not isinstance(command.command, FeatureSubscribe):
                 return
             stream = _TargetStream(
-                command.target_address, self._deliver, self._reconnect_timeout_s, self.width
+                command.target_address,
+                self._deliver,
+                self._reconnect_timeout_s,
+                self.width,
+                self._ring_dir,
             )
             self._streams[command.target_address] = stream
             stream.task = asyncio.create_task(self._run(stream))
-        stream.handle(command.command)
+        stream.handle(command.command, avoids_ring=command.avoids_ring)
 
     async def close(self) -> None:
         """Close every stream."""
@@ -98,6 +115,7 @@ class FeatureClient:
 class _Subscription:
     target_epoch: int
     next_position: int
+    avoids_ring: bool
     is_awaiting: bool = True  # rows from next_position on were asked for, none came yet
 
 
@@ -105,7 +123,12 @@ class _TargetStream:
     """The stream from one target address and its subscriptions."""
 
     def __init__(
-        self, address: str, deliver: Deliver, reconnect_timeout_s: float, width: int
+        self,
+        address: str,
+        deliver: Deliver,
+        reconnect_timeout_s: float,
+        width: int,
+        ring_dir: Path,
     ) -> None:
         self.address = address
         self.task: asyncio.Task[None] | None = None
@@ -113,21 +136,27 @@ class _TargetStream:
         self._deliver = deliver
         self._reconnect_timeout_s = reconnect_timeout_s
         self._width = width
+        self._ring_dir = ring_dir
+        self._ring_name = ""
         self._subscriptions: dict[str, _Subscription] = {}
-        self._outbox = Outbox()  # of the stream that is up; a new stream starts from the table
+        self._outbox: Outbox | None = None  # of the stream that is up; a new one reads the table
 
-    def handle(self, command: FeatureRequest) -> None:
+    def handle(self, command: FeatureRequest, *, avoids_ring: bool = False) -> None:
         """Update the table of subscriptions and tell the target, if it is connected."""
         match command:
             case FeatureSubscribe():
                 self._subscriptions[command.request_id] = _Subscription(
-                    target_epoch=command.target_epoch, next_position=command.from_position
+                    target_epoch=command.target_epoch,
+                    next_position=command.from_position,
+                    avoids_ring=avoids_ring,
                 )
+                command = self._resume(command.request_id)
             case FeatureUnsubscribe():
                 held = self._subscriptions.get(command.request_id)
                 if held is not None and held.target_epoch <= command.target_epoch:
                     del self._subscriptions[command.request_id]
-        self._outbox.put([command])
+        if self._outbox is not None:
+            self._outbox.put([command])
 
     async def run(self) -> None:
         """Keep the stream up while anything is subscribed."""
@@ -170,13 +199,17 @@ class _TargetStream:
     async def _stream(self, stub: Any) -> None:
         """Run one stream; returns when one that was up breaks, raises if it never came up."""
         call = stub.StreamFeatures()
-        self._outbox = Outbox()
-        self._outbox.put([self._resume(request_id) for request_id in self._subscriptions])
-        writer = asyncio.create_task(_write(call, self._outbox))
+        outbox = Outbox()
+        writer = asyncio.create_task(_write(call, outbox))
         is_up = False
         try:
             async for response in call:
-                is_up = True
+                if not is_up:
+                    is_up = True
+                    self._ring_name = response.feature_ring
+                    self._log_path()
+                    self._outbox = outbox
+                    outbox.put([self._resume(request_id) for request_id in self._subscriptions])
                 self._take(response)
             if not is_up:
                 raise _unavailable("the target ended the stream")
@@ -185,7 +218,8 @@ class _TargetStream:
                 raise
             logger.warning("the feature stream from %s broke: %s", self.address, error.details())
         finally:
-            self._outbox.close()
+            self._outbox = None
+            outbox.close()
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -229,6 +263,7 @@ class _TargetStream:
                     chunk.start,
                     chunk.request_id,
                 )
+                assert self._outbox is not None
                 self._outbox.put([self._resume(chunk.request_id)])
             return []
         held.is_awaiting = False
@@ -236,15 +271,7 @@ class _TargetStream:
         if num_old >= num_rows:
             return []
         held.next_position = chunk.start + num_rows
-        if num_old:
-            row_bytes = len(chunk.data) // num_rows
-            chunk = replace(
-                chunk,
-                start=chunk.start + num_old,
-                shape=(num_rows - num_old, width),
-                data=chunk.data[num_old * row_bytes :],
-            )
-        return [chunk]
+        return [chunk.rows(num_old, num_rows) if num_old else chunk]
 
     def _reject(self, failure: RequestFailure) -> list[FeatureChunk | RequestFailure]:
         """Give up a subscription whose rows cannot be used."""
@@ -264,14 +291,32 @@ class _TargetStream:
             request_id=request_id,
             target_epoch=held.target_epoch,
             from_position=held.next_position,
+            ring_nonce=b"" if held.avoids_ring else self._read_nonce(),
         )
+
+    def _read_nonce(self) -> bytes:
+        """Return what proves to the target that its ring can be read here; empty: it cannot."""
+        if not self._ring_name:
+            return b""
+        try:
+            return read_nonce(self._ring_name, directory=self._ring_dir)
+        except OSError:
+            return b""
+
+    def _log_path(self) -> None:
+        if self._read_nonce():
+            logger.info("features from %s come through shared memory", self.address)
+        elif self._ring_name:
+            logger.info("features from %s come as bytes: its memory is elsewhere", self.address)
+        else:
+            logger.info("features from %s come as bytes: it has no ring", self.address)
 
 
 async def _write(call: Any, outbox: Outbox) -> None:
     with contextlib.suppress(EOFError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            for command in _newest_acks(await outbox.take()):
-                await call.write(pack_feature_request(command))
+            for message in pack_feature_requests(_newest_acks(await outbox.take())):
+                await call.write(message)
 
 
 def _newest_acks(commands: Sequence[FeatureRequest]) -> list[FeatureRequest]:

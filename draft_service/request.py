@@ -31,6 +31,7 @@ class DraftRequest:
         kv_len: Committed rows (extended with true inputs).
         features_end: Position after the last feature row received.
         acknowledged: The target knows that rows of positions below it were received.
+        is_awaiting: Rows from features_end on were asked for, none came yet.
         features: Received rows not extended yet, oldest first; those of positions
             [base + kv_len, features_end).
         pending: Latest order for a tree, unanswered.
@@ -47,6 +48,7 @@ class DraftRequest:
     kv_len: int = 0
     features_end: int = 0
     acknowledged: int = 0
+    is_awaiting: bool = False
     features: deque[torch.Tensor] = field(default_factory=deque)
     pending: DraftRound | None = None
     pending_times: AnswerTimes | None = None
@@ -105,18 +107,13 @@ class DraftRequest:
         self.pending = order
         self.pending_times = take(order.received_ns) if self.open.is_timed else None
 
-    def add_features(self, start: int, rows: torch.Tensor) -> bool:
-        """Take feature rows [n, width] of positions [start, start + n).
-
-        Returns: False if rows in between are missing; nothing was taken.
-        """
-        if start > self.features_end:
-            return False
+    def add_features(self, start: int, rows: torch.Tensor) -> None:
+        """Take feature rows [n, width] of positions [start, start + n), start <= features_end."""
         new = rows[self.features_end - start :]
+        self.is_awaiting = False
         if len(new):
             self.features.append(new)
             self.features_end += len(new)
-        return True
 
     def take_features(self, count: int) -> list[torch.Tensor]:
         """Return the next `count` rows to extend, in parts of [n, width]."""

@@ -126,6 +126,11 @@ class TargetConfig(WorkerConfig):
         "feature rows kept per request until acknowledged; older ones are replayed",
         minimum=0,
     )
+    feature_ring_mb: int = option(
+        256,
+        "most MiB of /dev/shm for the feature rows of drafts on this host; 0 = send them as bytes",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,7 +213,11 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Identity and limits of a worker; see proto WorkerInfo."""
+    """Identity and limits of a worker; see proto WorkerInfo.
+
+    Args:
+        feature_ring: Name of the target's feature ring; empty: it has none.
+    """
 
     incarnation: str
     model: str
@@ -229,6 +233,7 @@ class WorkerInfo:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     eos_token_ids: tuple[int, ...] = ()
     draft_window: int = 0
+    feature_ring: str = ""
 
 
 # --- messages of the target's session and feature streams ---------------------------------------
@@ -319,11 +324,17 @@ class RequestRetracted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSubscribe:
-    """Ask for every feature row from `from_position` on."""
+    """Ask for every feature row from `from_position` on.
+
+    Args:
+        ring_nonce: What the subscriber read from the target's feature ring; empty: rows must come
+            in the messages.
+    """
 
     request_id: str
     target_epoch: int
     from_position: int
+    ring_nonce: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,12 +371,26 @@ class FeatureFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RingSpan:
+    """Bytes in a target's feature ring (shared/feature_ring.py).
+
+    Args:
+        ring: Name of the ring.
+        begin: Place of the first byte in the stream of everything ever written there.
+    """
+
+    ring: str
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureChunk:
     """Consecutive feature rows from position `start` on.
 
     Args:
         shape: (num_rows, feature_width).
-        data: Row-major little-endian values of `dtype`.
+        data: Row-major little-endian values of `dtype`, or where they lie.
     """
 
     request_id: str
@@ -373,7 +398,28 @@ class FeatureChunk:
     start: int
     shape: tuple[int, int]
     dtype: str
-    data: bytes
+    data: bytes | RingSpan
+
+    @property
+    def num_inline_bytes(self) -> int:
+        """Return how many bytes of rows travel in the message itself."""
+        return 0 if isinstance(self.data, RingSpan) else len(self.data)
+
+    def rows(self, first: int, stop: int) -> FeatureChunk:
+        """Return rows [first, stop) of the chunk."""
+        num_rows, width = self.shape
+        data = self.data
+        if isinstance(data, RingSpan):
+            row_bytes = data.num_bytes // num_rows
+            data = RingSpan(
+                ring=data.ring,
+                begin=data.begin + first * row_bytes,
+                num_bytes=(stop - first) * row_bytes,
+            )
+        else:
+            row_bytes = len(data) // num_rows
+            data = data[first * row_bytes : stop * row_bytes]
+        return replace(self, start=self.start + first, shape=(stop - first, width), data=data)
 
 
 # --- messages of the draft's session stream -------------------------------------------------------
@@ -422,7 +468,12 @@ class DraftClose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureCommand:
-    """What a draft engine asks its front to tell a target's feature stream."""
+    """What a draft engine asks its front to tell a target's feature stream.
+
+    Args:
+        avoids_ring: A subscription whose rows were overwritten in the ring: send them as bytes.
+    """
 
     target_address: str
     command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe
+    avoids_ring: bool = False

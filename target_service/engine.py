@@ -22,6 +22,7 @@ from shared.errors import (
     NotFoundError,
     StaleStateError,
 )
+from shared.feature_ring import FeatureRing
 from shared.kernels.dispatch import launch_counts
 from shared.step_timer import StepTimer
 from shared.times import clock_id, take
@@ -81,6 +82,7 @@ class TargetEngine:
         window: Sliding window of the target's attention, tokens; 0 = none.
         max_context_len: Longest sequence, prompt and output.
         feature_retain_rows: Feature rows kept per request until acknowledged.
+        ring: Carries rows to drafts on this host; None: rows travel in the messages.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class TargetEngine:
         feature_retain_rows: int,
         runs_ahead: bool = False,
         window: int = 0,
+        ring: FeatureRing | None = None,
     ) -> None:
         self.info = info
         self._in_flight: _Launched | None = None
@@ -102,6 +105,7 @@ class TargetEngine:
         self._window = window
         self._max_context_len = max_context_len
         self._retain_rows = feature_retain_rows
+        self._ring = ring
         self._scheduler = Scheduler(
             runner.pool,
             max_batch_rows=max_batch_rows,
@@ -191,6 +195,8 @@ class TargetEngine:
             self._send_features(request)
             if request.features is not None:
                 request.features.trim()
+        if self._ring is not None:
+            self._ring.start_burst()
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -376,7 +382,10 @@ class TargetEngine:
                 f"from_position is {message.from_position}, expected 0..{len(request.tokens)}",
                 field="from_position",
             )
-        request.features.subscribe(message.from_position)
+        reads_ring = self._ring is not None and message.ring_nonce == self._ring.nonce
+        if message.ring_nonce and not reads_ring:
+            logger.warning("a draft read another feature ring than this target's; it gets bytes")
+        request.features.subscribe(message.from_position, reads_ring=reads_ring)
         self._send_features(request)
 
     def _unsubscribe(self, message: FeatureUnsubscribe) -> None:
@@ -468,9 +477,12 @@ class TargetEngine:
         self, request: TargetRequest, position: int, rows: np.ndarray[Any, np.dtype[np.uint8]]
     ) -> None:
         """Queue rows [n, row_bytes] for the subscriber, at most 1 MiB a message."""
+        assert request.features is not None
+        ring = self._ring if request.features.reads_ring else None
         most = max(1, MAX_CHUNK_BYTES // self._row_bytes)
         for begin in range(0, len(rows), most):
             part = rows[begin : begin + most]
+            span = ring.write(part) if ring is not None else None
             self._outbox.append(
                 FeatureChunk(
                     request_id=request.request_id,
@@ -478,7 +490,7 @@ class TargetEngine:
                     start=position + begin,
                     shape=(len(part), self._runner.features.width),
                     dtype=self.info.features.dtype,
-                    data=part.tobytes(),
+                    data=part.tobytes() if span is None else span,
                 )
             )
 

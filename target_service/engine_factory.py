@@ -9,6 +9,7 @@ from pathlib import Path
 from shared.config import TargetConfig
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
+from shared.feature_ring import FeatureRing, remove_stale_rings
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
@@ -23,6 +24,9 @@ from target_service.self_test import NUM_SLOTS, run_self_test
 from target_service.warm_up import NUM_TOKENS, warm_up
 
 logger = logging.getLogger(__name__)
+
+# Steps whose rows a feature ring holds, if it may be as large as that.
+RING_STEPS = 4
 
 
 def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEngine:
@@ -111,6 +115,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             run_self_test(runner, model_config.vocab_size, model_config.sliding_window)
         else:
             logger.warning("the context is too short for the self-test; exactness is unproven")
+    ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
@@ -124,6 +129,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         features=spec,
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
+        feature_ring=ring.name if ring is not None else "",
     )
     engine = TargetEngine(
         runner,
@@ -134,11 +140,31 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         feature_retain_rows=config.feature_retain_rows,
         runs_ahead=device.type == "cuda",
         window=model_config.sliding_window,
+        ring=ring,
     )
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
         warm_up(engine)
     return engine
+
+
+def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
+    """Create the feature ring; None where there is none to be had, or nothing to put into it.
+
+    Args:
+        step_bytes: Most bytes of feature rows that one step computes.
+    """
+    if not step_bytes or not config.feature_ring_mb:
+        return None
+    remove_stale_rings()
+    num_bytes = min(RING_STEPS * step_bytes, config.feature_ring_mb << 20)
+    try:
+        ring = FeatureRing(num_bytes)
+    except OSError as error:
+        logger.warning("no feature ring, features go as bytes: %s", error)
+        return None
+    logger.info("feature ring: %.1f MiB of shared memory", ring.capacity / (1 << 20))
+    return ring
 
 
 def resolve_features(config: TargetConfig, target: Path) -> FeatureSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -42,6 +42,7 @@ class FeatureHub:
     def __init__(self, send: Callable[[Sequence[Any]], None]) -> None:
         self._send = send
         self._routes: dict[str, _Stream] = {}
+        self.ring_name = ""
 
     @property
     def num_subscriptions(self) -> int:
@@ -55,7 +56,8 @@ class FeatureHub:
     ) -> None:
         """Serve one stream until its draft worker closes it."""
         stream = _Stream()
-        await context.write(pack_feature_response([]))  # the stream is up
+        # The stream is up.
+        await context.write(pack_feature_response([], feature_ring=self.ring_name))
         reader = asyncio.create_task(self._read(stream, request_iterator))
         reader.add_done_callback(lambda _: stream.outbox.close())
         try:
@@ -127,21 +129,15 @@ class FeatureHub:
 
 
 def split_chunk(chunk: FeatureChunk) -> Iterator[FeatureChunk]:
-    """Cut a chunk at row boundaries into ones of at most 1 MiB."""
-    if len(chunk.data) <= MAX_CHUNK_BYTES:
+    """Cut a chunk at row boundaries into ones that carry at most 1 MiB."""
+    num_bytes = chunk.num_inline_bytes
+    if num_bytes <= MAX_CHUNK_BYTES:
         yield chunk
         return
-    num_rows, width = chunk.shape
-    row_bytes = len(chunk.data) // num_rows
-    most = max(1, MAX_CHUNK_BYTES // row_bytes)
+    num_rows = chunk.shape[0]
+    most = max(1, MAX_CHUNK_BYTES // (num_bytes // num_rows))
     for first in range(0, num_rows, most):
-        count = min(most, num_rows - first)
-        yield replace(
-            chunk,
-            start=chunk.start + first,
-            shape=(count, width),
-            data=chunk.data[first * row_bytes : (first + count) * row_bytes],
-        )
+        yield chunk.rows(first, min(first + most, num_rows))
 
 
 def _bounded(messages: Sequence[Any]) -> Iterator[list[Any]]:
@@ -150,7 +146,7 @@ def _bounded(messages: Sequence[Any]) -> Iterator[list[Any]]:
     num_bytes = 0
     for message in messages:
         group.append(message)
-        num_bytes += len(message.data) if isinstance(message, FeatureChunk) else 0
+        num_bytes += message.num_inline_bytes if isinstance(message, FeatureChunk) else 0
         if num_bytes >= MAX_CHUNK_BYTES:
             yield group
             group, num_bytes = [], 0

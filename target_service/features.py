@@ -29,6 +29,7 @@ class FeatureLog:
         start: Position of the oldest row retained.
         end: Position after the newest row.
         next: Next position to send; None while nobody subscribes.
+        reads_ring: Whether the subscriber can read the feature ring.
     """
 
     row_bytes: int
@@ -36,6 +37,7 @@ class FeatureLog:
     start: int = 0
     end: int = 0
     next: int | None = None
+    reads_ring: bool = False
     _blocks: deque[NDArray[np.uint8]] = field(default_factory=deque)  # each [n, row_bytes]
 
     def append(self, position: int, rows: NDArray[np.uint8]) -> None:
@@ -58,9 +60,10 @@ class FeatureLog:
         while self._blocks and self.end - self.start - len(self._blocks[0]) >= self.retain_rows:
             self.start += len(self._blocks.popleft())
 
-    def subscribe(self, from_position: int) -> None:
+    def subscribe(self, from_position: int, *, reads_ring: bool = False) -> None:
         """Send every row from `from_position` on."""
         self.next = from_position
+        self.reads_ring = reads_ring
 
     def acknowledge(self, position: int) -> None:
         """Drop whole blocks below `position`; the subscriber has them."""

@@ -9,6 +9,7 @@ import grpc.aio
 
 from coppice.v1 import target_pb2, target_pb2_grpc
 from shared.errors import StatusCode
+from shared.feature_ring import remove_ring
 from shared.rpc.batches import pack_target_response, unpack_target_request
 from shared.rpc.convert_tree import info_to_proto
 from shared.rpc.engine import EngineReport
@@ -65,6 +66,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
+        self.features.ring_name = info.feature_ring
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered: answers first, they have a longer way to the draft."""
@@ -74,7 +76,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.features.deliver([o for o in report.outputs if isinstance(o, feature_types)])
 
     async def close(self) -> None:
-        """Do nothing: every stream here ends with the server."""
+        """Remove the ring, should the engine have crashed; every stream ends with the server."""
+        remove_ring(self.features.ring_name)
 
     async def Session(
         self,

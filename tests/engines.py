@@ -85,7 +85,11 @@ class Models:
 
 def make_target(pairing: Pairing, **options: Any) -> TargetEngine:
     """Build a target engine; the start-up self-test has tests of its own."""
-    options = {"self_test": False, "num_pages": -(-8192 // options.get("page_size", 16))} | options
+    options = {
+        "self_test": False,
+        "feature_ring_mb": 0,
+        "num_pages": -(-8192 // options.get("page_size", 16)),
+    } | options
     config = TargetConfig(
         model=str(pairing.target),
         draft_model=str(pairing.draft),

@@ -6,11 +6,13 @@ gives a tree up as late: a round waits for its tree as long as the draft holds t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draft_service.engine import DraftEngine
+from shared.feature_ring import read_nonce
 from shared.types import (
     AcceptedPath,
     DraftClose,
@@ -19,6 +21,7 @@ from shared.types import (
     FeatureChunk,
     FeatureCommand,
     FeatureFailure,
+    FeatureSubscribe,
     FinishReason,
     RequestFailure,
     RequestRetracted,
@@ -290,7 +293,7 @@ class LocalPair:
             case TokenTree():
                 self._on_tree(message)
             case FeatureCommand():
-                self.target.submit(message.command)
+                self.target.submit(self._with_nonce(message))
             case RequestRetracted() | RequestFailure():
                 request = self.requests[message.request_id]
                 if message.draft_epoch != request.draft_epoch or not request.has_draft:
@@ -301,6 +304,15 @@ class LocalPair:
                 self._lose_draft(request)
             case _:
                 raise AssertionError(f"unexpected {message}")
+
+    def _with_nonce(self, message: FeatureCommand) -> Any:
+        """Return the command as a draft's front would send it."""
+        ring, command = self.target.info.feature_ring, message.command
+        if not ring or message.avoids_ring or not isinstance(command, FeatureSubscribe):
+            return command
+        with contextlib.suppress(OSError):
+            return replace(command, ring_nonce=read_nonce(ring))
+        return command
 
     def _on_tree(self, tree: TokenTree) -> None:
         request = self.requests[tree.request_id]

@@ -105,24 +105,26 @@ class TargetClose(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ...) -> None: ...
 
 class StreamFeaturesRequest(_message.Message):
-    __slots__ = ("subscribe", "ack", "unsubscribe")
+    __slots__ = ("subscribe", "unsubscribe", "acks")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
     UNSUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    ACKS_FIELD_NUMBER: _ClassVar[int]
     subscribe: FeatureSubscribe
-    ack: FeatureAck
     unsubscribe: FeatureUnsubscribe
-    def __init__(self, subscribe: _Optional[_Union[FeatureSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FeatureAck, _Mapping]] = ..., unsubscribe: _Optional[_Union[FeatureUnsubscribe, _Mapping]] = ...) -> None: ...
+    acks: _containers.RepeatedCompositeFieldContainer[FeatureAck]
+    def __init__(self, subscribe: _Optional[_Union[FeatureSubscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[FeatureUnsubscribe, _Mapping]] = ..., acks: _Optional[_Iterable[_Union[FeatureAck, _Mapping]]] = ...) -> None: ...
 
 class FeatureSubscribe(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "from_position")
+    __slots__ = ("request_id", "target_epoch", "from_position", "ring_nonce")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
+    RING_NONCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     from_position: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., from_position: _Optional[int] = ...) -> None: ...
+    ring_nonce: bytes
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., from_position: _Optional[int] = ..., ring_nonce: _Optional[bytes] = ...) -> None: ...
 
 class FeatureAck(_message.Message):
     __slots__ = ("request_id", "target_epoch", "position")
@@ -143,12 +145,14 @@ class FeatureUnsubscribe(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ...) -> None: ...
 
 class StreamFeaturesResponse(_message.Message):
-    __slots__ = ("chunks", "failures")
+    __slots__ = ("chunks", "failures", "feature_ring")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_RING_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[FeatureChunk]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ...) -> None: ...
+    feature_ring: str
+    def __init__(self, chunks: _Optional[_Iterable[_Union[FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., feature_ring: _Optional[str] = ...) -> None: ...
 
 class FeatureChunk(_message.Message):
     __slots__ = ("request_id", "target_epoch", "start", "handle")

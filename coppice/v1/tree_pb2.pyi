@@ -86,14 +86,24 @@ class AcceptedPath(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class FeatureHandle(_message.Message):
-    __slots__ = ("shape", "dtype", "inline_data")
+    __slots__ = ("shape", "dtype", "inline_data", "ring_span")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     INLINE_DATA_FIELD_NUMBER: _ClassVar[int]
+    RING_SPAN_FIELD_NUMBER: _ClassVar[int]
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: TensorDtype
     inline_data: bytes
-    def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[TensorDtype, str]] = ..., inline_data: _Optional[bytes] = ...) -> None: ...
+    ring_span: RingSpan
+    def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[TensorDtype, str]] = ..., inline_data: _Optional[bytes] = ..., ring_span: _Optional[_Union[RingSpan, _Mapping]] = ...) -> None: ...
+
+class RingSpan(_message.Message):
+    __slots__ = ("ring", "begin")
+    RING_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ring: str
+    begin: int
+    def __init__(self, ring: _Optional[str] = ..., begin: _Optional[int] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
     __slots__ = ("layer_ids", "width", "dtype")
@@ -165,7 +175,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window")
+    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +190,7 @@ class WorkerInfo(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_RING_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     model: str
     model_hash: str
@@ -194,4 +205,5 @@ class WorkerInfo(_message.Message):
     load: WorkerLoad
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_window: int
-    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ...) -> None: ...
+    feature_ring: str
+    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ..., feature_ring: _Optional[str] = ...) -> None: ...

@@ -131,29 +131,41 @@ def unpack_draft_response(batch: draft_pb2.DraftServiceSessionResponse) -> Batch
     return _unpack(batch.trees, batch.failures, batch.retracted, load=load_from_proto(batch.load))
 
 
-def pack_feature_request(command: FeatureRequest) -> target_pb2.StreamFeaturesRequest:
-    """Pack one command of a feature stream."""
-    match command:
-        case types.FeatureSubscribe():
-            return target_pb2.StreamFeaturesRequest(subscribe=to_proto(command))
-        case types.FeatureAck():
-            return target_pb2.StreamFeaturesRequest(ack=to_proto(command))
-        case types.FeatureUnsubscribe():
-            return target_pb2.StreamFeaturesRequest(unsubscribe=to_proto(command))
+def pack_feature_requests(
+    commands: Iterable[FeatureRequest],
+) -> list[target_pb2.StreamFeaturesRequest]:
+    """Pack what a draft tells a target: a message per command, one for all acknowledgements."""
+    acks = target_pb2.StreamFeaturesRequest()
+    messages = []
+    for command in commands:
+        match command:
+            case types.FeatureAck():
+                acks.acks.append(to_proto(command))
+            case types.FeatureSubscribe():
+                messages.append(target_pb2.StreamFeaturesRequest(subscribe=to_proto(command)))
+            case types.FeatureUnsubscribe():
+                messages.append(target_pb2.StreamFeaturesRequest(unsubscribe=to_proto(command)))
+    return [acks, *messages] if acks.acks else messages
 
 
 def unpack_feature_request(message: target_pb2.StreamFeaturesRequest) -> Batch[FeatureRequest]:
-    """Unpack one command of a feature stream; an empty one is rejected."""
+    """Unpack what a draft told a target; a message with nothing in it is rejected."""
     name = message.WhichOneof("command")
-    if name is None:
+    if name is None and not message.acks:
         error = InvalidArgumentError("command is absent or unknown", field="command")
         return Batch(messages=[], rejected=[failure_of(error)])
-    return _unpack([getattr(message, name)])
+    return _unpack([getattr(message, name)] if name else [], message.acks)
 
 
-def pack_feature_response(messages: Iterable[FeatureReply]) -> target_pb2.StreamFeaturesResponse:
-    """Pack chunks and failures of a feature stream."""
-    batch = target_pb2.StreamFeaturesResponse()
+def pack_feature_response(
+    messages: Iterable[FeatureReply], *, feature_ring: str = ""
+) -> target_pb2.StreamFeaturesResponse:
+    """Pack chunks and failures of a feature stream.
+
+    Args:
+        feature_ring: In the first response: the target's ring.
+    """
+    batch = target_pb2.StreamFeaturesResponse(feature_ring=feature_ring)
     _pack(messages, {types.FeatureChunk: batch.chunks, types.RequestFailure: batch.failures})
     return batch
 

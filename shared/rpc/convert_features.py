@@ -5,6 +5,7 @@ from __future__ import annotations
 from coppice.v1 import target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
+from shared.feature_ring import is_ring_name
 from shared.rpc.fields import require_ids, require_range, require_request_id, within
 
 MAX_CHUNK_BYTES = 1 << 20
@@ -50,6 +51,7 @@ def feature_subscribe_to_proto(value: types.FeatureSubscribe) -> target_pb2.Feat
         request_id=value.request_id,
         target_epoch=value.target_epoch,
         from_position=value.from_position,
+        ring_nonce=value.ring_nonce,
     )
 
 
@@ -59,6 +61,7 @@ def feature_subscribe_from_proto(message: target_pb2.FeatureSubscribe) -> types.
         request_id=require_request_id(message.request_id),
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
         from_position=require_range(message.from_position, "from_position", 0),
+        ring_nonce=message.ring_nonce,
     )
 
 
@@ -96,14 +99,18 @@ def feature_unsubscribe_from_proto(
 
 
 def feature_chunk_to_proto(chunk: types.FeatureChunk) -> target_pb2.FeatureChunk:
-    """Convert consecutive feature rows; the bytes travel inline."""
+    """Convert consecutive feature rows, or where in the ring they lie."""
+    handle = tree_pb2.FeatureHandle(shape=chunk.shape, dtype=_DTYPE_TO_PROTO[chunk.dtype])
+    if isinstance(chunk.data, types.RingSpan):
+        handle.ring_span.ring = chunk.data.ring
+        handle.ring_span.begin = chunk.data.begin
+    else:
+        handle.inline_data = chunk.data
     return target_pb2.FeatureChunk(
         request_id=chunk.request_id,
         target_epoch=chunk.target_epoch,
         start=chunk.start,
-        handle=tree_pb2.FeatureHandle(
-            shape=chunk.shape, dtype=_DTYPE_TO_PROTO[chunk.dtype], inline_data=chunk.data
-        ),
+        handle=handle,
     )
 
 
@@ -125,23 +132,29 @@ def feature_chunk_from_proto(message: target_pb2.FeatureChunk) -> types.FeatureC
     )
 
 
-def _check_handle(handle: tree_pb2.FeatureHandle) -> tuple[tuple[int, int], str, bytes]:
+def _check_handle(
+    handle: tree_pb2.FeatureHandle,
+) -> tuple[tuple[int, int], str, bytes | types.RingSpan]:
     shape = tuple(handle.shape)
     if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
         raise InvalidArgumentError(
             f"shape is {list(shape)}, must be [num_rows, feature_width], both >= 1", field="shape"
         )
     dtype = _dtype_from_proto(handle.dtype, may_be_absent=False)
+    num_bytes = shape[0] * shape[1] * ITEM_BYTES[dtype]
     location = handle.WhichOneof("location")
+    if location == "ring_span":
+        with within("ring_span"):
+            return shape, dtype, _check_span(handle.ring_span, num_bytes)
     if location != "inline_data":
         raise InvalidArgumentError(
-            f"location is {location or 'absent'}, only inline_data is understood", field="location"
+            f"location is {location or 'absent'}, must be inline_data or ring_span",
+            field="location",
         )
     data = handle.inline_data  # one copy per access
-    expected = shape[0] * shape[1] * ITEM_BYTES[dtype]
-    if len(data) != expected:
+    if len(data) != num_bytes:
         raise InvalidArgumentError(
-            f"inline_data has {len(data)} bytes, shape {list(shape)} of {dtype} needs {expected}",
+            f"inline_data has {len(data)} bytes, shape {list(shape)} of {dtype} needs {num_bytes}",
             field="inline_data",
         )
     if len(data) > MAX_CHUNK_BYTES:
@@ -150,3 +163,10 @@ def _check_handle(handle: tree_pb2.FeatureHandle) -> tuple[tuple[int, int], str,
             field="inline_data",
         )
     return shape, dtype, data
+
+
+def _check_span(span: tree_pb2.RingSpan, num_bytes: int) -> types.RingSpan:
+    if not is_ring_name(span.ring):
+        raise InvalidArgumentError(f"ring is {span.ring!r}, no name of a ring", field="ring")
+    begin = require_range(span.begin, "begin", 0)
+    return types.RingSpan(ring=span.ring, begin=begin, num_bytes=num_bytes)

@@ -254,6 +254,7 @@ def info_to_proto(info: types.WorkerInfo) -> tree_pb2.WorkerInfo:
         load=load_to_proto(info.load),
         eos_token_ids=info.eos_token_ids,
         draft_window=info.draft_window,
+        feature_ring=info.feature_ring,
     )
 
 
@@ -278,4 +279,5 @@ def info_from_proto(message: tree_pb2.WorkerInfo) -> types.WorkerInfo:
         load=load_from_proto(message.load),
         eos_token_ids=require_ids(message.eos_token_ids, "eos_token_ids"),
         draft_window=require_range(message.draft_window, "draft_window", 0),
+        feature_ring=message.feature_ring,
     )

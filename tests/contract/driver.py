@@ -1,28 +1,36 @@
-"""The orchestrator's side of session streams, as short as a test wants it."""
+"""The other side of a worker's streams, as short as a test wants it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
 
 from coppice.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
+from draft_service.feature_client import FeatureClient
+from shared.feature_ring import RING_DIR, RingReader
 from shared.rpc import batches
 from shared.rpc.channel import open_channel
 from shared.types import (
     DraftOpen,
+    FeatureAck,
     FeatureChunk,
+    FeatureCommand,
     FeatureSubscribe,
+    FeatureUnsubscribe,
     RequestFailure,
+    RingSpan,
     SamplingParams,
     StoppingParams,
     TargetOpen,
     TokenTree,
     VerifyRound,
 )
+from tests.fakes import WIDTH
 
 REPLY_TIMEOUT_S = 10.0
 Kind = TypeVar("Kind")
@@ -121,8 +129,8 @@ class Peer:
 
 
 def _pack_one(commands: Sequence[Any]) -> target_pb2.StreamFeaturesRequest:
-    (command,) = commands
-    return batches.pack_feature_request(command)
+    (message,) = batches.pack_feature_requests(commands)
+    return message
 
 
 def target_open(
@@ -214,6 +222,7 @@ async def read_rows(stream: Stream, request_id: str, start: int, end: int) -> by
         chunk = await stream.next(FeatureChunk, request_id)
         assert chunk.start == position, "rows must come in order"
         position += chunk.shape[0]
+        assert isinstance(chunk.data, bytes)
         data += chunk.data
     assert position == end
     return data
@@ -221,3 +230,79 @@ async def read_rows(stream: Stream, request_id: str, start: int, end: int) -> by
 
 async def failure(stream: Stream, request_id: str | None = None) -> RequestFailure:
     return await stream.next(RequestFailure, request_id)
+
+
+class Listener:
+    """Collects what a FeatureClient hands to its engine."""
+
+    def __init__(
+        self,
+        *,
+        reconnect_timeout_s: float = 10.0,
+        width: int = WIDTH,
+        ring_dir: Path = RING_DIR,
+    ) -> None:
+        self.client = FeatureClient(
+            self._take, reconnect_timeout_s=reconnect_timeout_s, ring_dir=ring_dir
+        )
+        self.client.width = width
+        self._rings = RingReader(ring_dir)
+        self.chunks: list[FeatureChunk] = []
+        self.failures: list[RequestFailure] = []
+
+    async def __aenter__(self) -> Listener:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+
+    def tell(
+        self,
+        address: str,
+        command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe,
+        *,
+        avoids_ring: bool = False,
+    ) -> None:
+        self.client.handle(
+            FeatureCommand(target_address=address, command=command, avoids_ring=avoids_ring)
+        )
+
+    def subscribe(
+        self,
+        address: str,
+        *,
+        from_position: int = 0,
+        target_epoch: int = 1,
+        avoids_ring: bool = False,
+    ) -> None:
+        command = subscribe(target_epoch=target_epoch, from_position=from_position)
+        self.tell(address, command, avoids_ring=avoids_ring)
+
+    @property
+    def end(self) -> int:
+        return self.chunks[-1].start + self.chunks[-1].shape[0] if self.chunks else 0
+
+    @property
+    def data(self) -> bytes:
+        """Rows from the first chunk on; they must be consecutive."""
+        position = self.chunks[0].start
+        for chunk in self.chunks:
+            assert chunk.start == position
+            position += chunk.shape[0]
+        return b"".join(map(self._read, self.chunks))
+
+    @property
+    def rings(self) -> list[str]:
+        """Ring of each chunk; "": its rows came as bytes."""
+        return [c.data.ring if isinstance(c.data, RingSpan) else "" for c in self.chunks]
+
+    def _read(self, chunk: FeatureChunk) -> bytes:
+        if not isinstance(chunk.data, RingSpan):
+            return chunk.data
+        rows = self._rings.read(chunk.data)
+        assert rows is not None
+        return rows.tobytes()
+
+    def _take(self, messages: Any) -> None:
+        for message in messages:
+            (self.chunks if isinstance(message, FeatureChunk) else self.failures).append(message)

@@ -103,13 +103,19 @@ def chunks(draw: st.DrawFn) -> types.FeatureChunk:
     num_rows, width = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     dtype, item_bytes = draw(st.sampled_from([("float32", 4), ("float16", 2), ("bfloat16", 2)]))
     size = num_rows * width * item_bytes
+    spans = st.builds(
+        types.RingSpan,
+        ring=st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True),
+        begin=st.integers(0, 2**63 - 1),
+        num_bytes=st.just(size),
+    )
     return types.FeatureChunk(
         request_id=draw(request_ids),
         target_epoch=draw(epochs),
         start=draw(counts),
         shape=(num_rows, width),
         dtype=dtype,
-        data=draw(st.binary(min_size=size, max_size=size)),
+        data=draw(st.binary(min_size=size, max_size=size) | spans),
     )
 
 
@@ -176,6 +182,7 @@ infos = st.builds(
     load=loads,
     eos_token_ids=ids(max_size=3),
     draft_window=counts,
+    feature_ring=st.text(max_size=20),
 )
 failures = st.builds(
     types.RequestFailure,
@@ -211,7 +218,11 @@ admissions = st.builds(
     types.TargetAdmitted, request_id=request_ids, target_epoch=epochs, num_cached_tokens=counts
 )
 subscribes = st.builds(
-    types.FeatureSubscribe, request_id=request_ids, target_epoch=epochs, from_position=counts
+    types.FeatureSubscribe,
+    request_id=request_ids,
+    target_epoch=epochs,
+    from_position=counts,
+    ring_nonce=st.binary(max_size=16),
 )
 acks = st.builds(types.FeatureAck, request_id=request_ids, target_epoch=epochs, position=counts)
 unsubscribes = st.builds(types.FeatureUnsubscribe, request_id=request_ids, target_epoch=epochs)

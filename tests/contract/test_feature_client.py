@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 
 from coppice.v1 import target_pb2_grpc
-from draft_service.feature_client import FeatureClient
 from shared.errors import StatusCode
 from shared.rpc.batches import pack_feature_response, unpack_feature_request
 from shared.rpc.channel import server_options
@@ -19,64 +18,16 @@ from shared.types import (
     AcceptedPath,
     FeatureAck,
     FeatureChunk,
-    FeatureCommand,
     FeatureSubscribe,
     FeatureUnsubscribe,
     RequestFailure,
 )
-from tests.contract.driver import Peer, target_open, verify_after
-from tests.fakes import eventually, fake_target, feature_rows
+from tests.contract.driver import Listener, Peer, target_open, verify_after
+from tests.fakes import WIDTH, eventually, fake_target, feature_rows
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 PROMPT = tuple(range(100, 140))
-WIDTH = 6
-
-
-class Listener:
-    """Collects what a FeatureClient hands to its engine."""
-
-    def __init__(self, *, reconnect_timeout_s: float = 10.0, width: int = WIDTH) -> None:
-        self.client = FeatureClient(self._take, reconnect_timeout_s=reconnect_timeout_s)
-        self.client.width = width
-        self.chunks: list[FeatureChunk] = []
-        self.failures: list[RequestFailure] = []
-
-    async def __aenter__(self) -> Listener:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.client.close()
-
-    def tell(
-        self, address: str, command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe
-    ) -> None:
-        self.client.handle(FeatureCommand(target_address=address, command=command))
-
-    def subscribe(self, address: str, *, from_position: int = 0, target_epoch: int = 1) -> None:
-        self.tell(
-            address,
-            FeatureSubscribe(
-                request_id="a", target_epoch=target_epoch, from_position=from_position
-            ),
-        )
-
-    @property
-    def end(self) -> int:
-        return self.chunks[-1].start + self.chunks[-1].shape[0] if self.chunks else 0
-
-    @property
-    def data(self) -> bytes:
-        """Rows from the first chunk on; they must be consecutive."""
-        position = self.chunks[0].start
-        for chunk in self.chunks:
-            assert chunk.start == position
-            position += chunk.shape[0]
-        return b"".join(chunk.data for chunk in self.chunks)
-
-    def _take(self, messages: Any) -> None:
-        for message in messages:
-            (self.chunks if isinstance(message, FeatureChunk) else self.failures).append(message)
 
 
 class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
@@ -85,7 +36,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.script: Callable[[Any], list[Any]] = lambda command: []
-        self.num_streams = 0
+        self.num_streams = self.num_requests = 0
         self.status: grpc.StatusCode | None = None
 
     async def StreamFeatures(
@@ -96,10 +47,11 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
             await context.abort(self.status, "scripted")
         await context.write(pack_feature_response([]))
         async for request in request_iterator:
-            (command,) = unpack_feature_request(request).messages
-            self.commands.append(command)
-            for response in self.script(command):
-                await context.write(response)
+            self.num_requests += 1
+            for command in unpack_feature_request(request).messages:
+                self.commands.append(command)
+                for response in self.script(command):
+                    await context.write(response)
 
 
 @pytest_asyncio.fixture
@@ -312,6 +264,19 @@ async def test_acknowledgements_that_wait_are_merged(
             listener.tell(address, FeatureAck(request_id="a", target_epoch=1, position=position))
         await eventually(lambda: getattr(target.commands[-1], "position", 0) == 100)
         assert len(target.commands) < 10
+
+
+async def test_acknowledgements_of_many_requests_share_messages(
+    scripted: tuple[ScriptedTarget, str],
+) -> None:
+    target, address = scripted
+    async with Listener() as listener:
+        listener.subscribe(address)
+        await eventually(lambda: len(target.commands) == 1)
+        for i in range(32):
+            listener.tell(address, FeatureAck(request_id=f"r{i}", target_epoch=1, position=4))
+        await eventually(lambda: len(target.commands) == 33)
+        assert target.num_requests <= 4
 
 
 async def test_nothing_is_dialled_without_a_subscription(

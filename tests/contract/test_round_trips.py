@@ -19,8 +19,9 @@ from tests.contract.strategies import BY_TYPE
 
 pytestmark = pytest.mark.timeout(60)
 
+RING = "coppice-features-" + "0" * 32
 # Parts and wrappers: they have no message of their own.
-NO_MESSAGE = {types.TreeShape, types.FeatureCommand, types.FeatureFailure}
+NO_MESSAGE = {types.TreeShape, types.RingSpan, types.FeatureCommand, types.FeatureFailure}
 
 
 def test_every_wire_type_is_covered() -> None:
@@ -100,8 +101,20 @@ def test_batch_survives_in_the_order_of_its_kinds(name: str, data: st.DataObject
     ],
 )
 def test_feature_command_survives(command: Any) -> None:
-    message = batches.pack_feature_request(command)
+    (message,) = batches.pack_feature_requests([command])
     assert batches.unpack_feature_request(message).messages == [command]
+
+
+def test_acknowledgements_share_a_message_and_commands_keep_their_order() -> None:
+    def ack(request_id: str) -> types.FeatureAck:
+        return types.FeatureAck(request_id=request_id, target_epoch=1, position=3)
+
+    end = types.FeatureUnsubscribe(request_id="a", target_epoch=1)
+    again = types.FeatureSubscribe(request_id="a", target_epoch=1, from_position=0)
+    messages = batches.pack_feature_requests([ack("a"), end, again, ack("b")])
+    assert [batches.unpack_feature_request(message).messages for message in messages] == [
+        [ack("a"), ack("b")], [end], [again],
+    ]  # fmt: skip
 
 
 def test_unknown_feature_command_is_rejected() -> None:
@@ -312,6 +325,12 @@ MALFORMED: list[tuple[Callable[[], Any], Callable[[Any], None], str]] = [
         _chunk,
         _set(handle__shape=[1 << 18, 2], handle__inline_data=b""),
         "handle.inline_data",
+    ),
+    (_chunk, _set(handle__ring_span__ring="../../etc/passwd"), "handle.ring_span.ring"),
+    (
+        _chunk,
+        _set(handle__ring_span__ring=RING, handle__ring_span__begin=-1),
+        "handle.ring_span.begin",
     ),
     (_draft_open, _set(target_address=""), "target_address"),
     (_draft_open, _set(token_ids=[]), "token_ids"),

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
+from shared.feature_ring import FeatureRing
 from shared.rpc.status import failure_of
 from shared.times import take
 from shared.tree import check_tree
@@ -21,6 +24,7 @@ from shared.types import (
     FeatureUnsubscribe,
     FinishReason,
     RequestRetracted,
+    RingSpan,
     RoundGrant,
     TargetAdmitted,
     TargetClose,
@@ -45,6 +49,7 @@ class _Request:
     round_idx: int = -1
     last_reply: AcceptedPath | None = None
     next_feature: int | None = None  # None: nobody subscribes
+    reads_ring: bool = False
     acknowledged: int = 0
     granted_until: int = 0
 
@@ -61,6 +66,7 @@ class FakeTarget:
     Args:
         rows_per_chunk: Feature rows per FeatureChunk.
         has_features: Whether requests keep features at all.
+        ring: Carries rows to subscribers that can read it.
     """
 
     incarnation: str = "fake-target"
@@ -69,6 +75,7 @@ class FakeTarget:
     has_features: bool = True
     width: int = WIDTH
     eos_token_ids: tuple[int, ...] = ()
+    ring: FeatureRing | None = None
     requests: dict[str, _Request] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)  # every message, in order
 
@@ -95,6 +102,7 @@ class FakeTarget:
             kind="target",
             eos_token_ids=self.eos_token_ids,
             load=self.load,
+            feature_ring=self.ring.name if self.ring is not None else "",
         )
 
     @property
@@ -319,6 +327,7 @@ class FakeTarget:
         if message.from_position > len(request.tokens):
             raise InvalidArgumentError("past the end", field="from_position")
         request.next_feature = message.from_position
+        request.reads_ring = self.ring is not None and message.ring_nonce == self.ring.nonce
         self._send_features(request)
 
     def _send_features(self, request: _Request) -> None:
@@ -334,10 +343,17 @@ class FakeTarget:
                     start=request.next_feature,
                     shape=(end - request.next_feature, self.width),
                     dtype="float32",
-                    data=data,
+                    data=self._to_ring(data) if request.reads_ring else data,
                 )
             )
             request.next_feature = end
+
+    def _to_ring(self, data: bytes) -> RingSpan:
+        assert self.ring is not None
+        self.ring.start_burst()
+        span = self.ring.write(np.frombuffer(data, np.uint8).reshape(1, -1))
+        assert span is not None
+        return span
 
     def _drop(self, request: _Request) -> None:
         del self.requests[request.open.request_id]

@@ -16,6 +16,7 @@ from coppice.cli.serve import ROLES as SERVE_ROLES
 from coppice.health import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config_loader import load_config
+from shared.feature_ring import RING_DIR
 from tests.compose_file import COMPOSE_FILE, ROLES, ROOT, load_compose, services_of
 
 HEALTH_SERVICES = {
@@ -134,6 +135,19 @@ def test_cpu_workers_ask_for_no_gpu(name: str) -> None:
     service = load_compose()["services"][name]
     assert "deploy" not in service
     assert config_of(service, ROLES[name]).device == "cpu"
+
+
+def test_workers_share_their_shared_memory_and_nobody_else_has_it() -> None:
+    document = load_compose()
+    for name, role in ROLES.items():
+        is_mounted = f"shared_memory:{RING_DIR}" in document["services"][name]["volumes"]
+        assert is_mounted == (role != "orchestrator")
+    options = document["volumes"]["shared_memory"]["driver_opts"]
+    assert options["type"] == options["device"] == "tmpfs"
+    size, mode, *rest = options["o"].split(",")
+    assert size == "size=2g" and TargetConfig().feature_ring_mb * 4 <= 2048
+    assert mode == "mode=1777", "for users that are not root; rings are their owners' alone"
+    assert rest == ["nosuid", "nodev", "noexec"]
 
 
 def test_models_and_tree_shape_come_from_the_shell() -> None:

@@ -1,0 +1,233 @@
+"""A ring of feature rows in shared memory: a target writes, drafts on its host read.
+
+    [0, 64)               magic, nonce, capacity
+    [64, 72)              claimed: bytes that the writer has begun to write since the start
+    [4096, 4096 + capacity)  rows; byte i of everything ever written lies at i % capacity
+
+A span is named by its place in the stream of everything ever written, which never repeats. The
+writer raises `claimed` before it overwrites anything, and waits for nobody. A reader copies first
+and looks at `claimed` after: rows that were overwritten meanwhile are never used.
+
+The file is locked as long as its writer lives, so that the next one can tell what a crash left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+import weakref
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.types import RingSpan
+
+logger = logging.getLogger(__name__)
+
+RING_DIR = Path("/dev/shm")
+NONCE_BYTES = 16
+_PREFIX = "coppice-features-"
+_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
+_MAGIC = b"coppice1"
+_HEADER = struct.Struct(f"<8s{NONCE_BYTES}sQ")
+_CLAIMED = 64
+_DATA = 4096
+_ALIGNMENT = 64
+# The last of these parts before the place of writing count as overwritten: `claimed` may become
+# visible a little after what was written, where memory is ordered weakly.
+_NUM_PARTS = 8
+
+
+class FeatureRing:
+    """The writer's end; the file goes when this does.
+
+    Args:
+        num_bytes: Of rows; rounded up to whole pages.
+    Raises: OSError if there is no room, or no shared memory at all.
+    """
+
+    def __init__(self, num_bytes: int, *, directory: Path = RING_DIR) -> None:
+        self.capacity = max(-(-num_bytes // mmap.PAGESIZE), _NUM_PARTS) * mmap.PAGESIZE
+        self.name = _PREFIX + secrets.token_hex(16)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        _require_room(directory, _DATA + self.capacity)
+        # Without a name until it is complete and locked: then nobody can find it half made.
+        self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            # All pages now: a full file system is an error here, and a fatal signal later.
+            os.posix_fallocate(self._fd, 0, _DATA + self.capacity)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(self._fd, _DATA + self.capacity, flags)
+            _HEADER.pack_into(memory, 0, _MAGIC, self.nonce, self.capacity)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            _publish(self._fd, directory, self.name)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._claimed = np.frombuffer(memory, np.uint64, count=1, offset=_CLAIMED)
+        self._data = np.frombuffer(memory, np.uint8, offset=_DATA)
+        self._end = 0
+        self.close = weakref.finalize(self, _close, directory / self.name, self._fd)
+        self.start_burst()
+
+    def start_burst(self) -> None:
+        """Let half of the ring be written; readers have the other half to keep up."""
+        self._burst_end = self._end + self.capacity // 2
+
+    def write(self, rows: NDArray[np.uint8]) -> RingSpan | None:
+        """Write rows over the oldest ones.
+
+        Args:
+            rows: [n, row_bytes] u8.
+        Returns: Where they lie; None if they are too many at a time.
+        """
+        begin = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        offset = begin % self.capacity
+        if offset + rows.nbytes > self.capacity:  # a span never wraps
+            begin, offset = begin + self.capacity - offset, 0
+        end = begin + rows.nbytes
+        if rows.nbytes > self.capacity // _NUM_PARTS or end > self._burst_end:
+            return None
+        self._claimed[0] = self._end = end
+        self._data[offset : offset + rows.nbytes].reshape(rows.shape)[:] = rows
+        return RingSpan(ring=self.name, begin=begin, num_bytes=rows.nbytes)
+
+
+class RingReader:
+    """The reader's end of any number of rings; each is mapped at its first span."""
+
+    def __init__(self, directory: Path = RING_DIR) -> None:
+        self._directory = directory
+        self._mapped: dict[str, _MappedRing] = {}
+
+    def read(self, span: RingSpan) -> NDArray[np.uint8] | None:
+        """Return a copy of a span's bytes; None if they, or the whole ring, are gone."""
+        ring = self._mapped.get(span.ring)
+        if ring is None:
+            self._forget_removed()
+            try:
+                ring = self._mapped[span.ring] = _MappedRing(self._directory, span.ring)
+            except OSError as error:
+                logger.warning("feature ring %s cannot be read: %s", span.ring, error)
+                return None
+        return ring.read(span)
+
+    def _forget_removed(self) -> None:
+        """Unmap rings whose target has ended."""
+        for name in list(self._mapped):
+            if not (self._directory / name).exists():
+                del self._mapped[name]
+
+
+class _MappedRing:
+    def __init__(self, directory: Path, name: str) -> None:
+        fd = _open(directory, name)
+        try:
+            _, self._capacity = _read_header(fd)
+            memory = mmap.mmap(fd, _DATA + self._capacity, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._claimed = np.frombuffer(memory, np.uint64, count=1, offset=_CLAIMED)
+        self._data = np.frombuffer(memory, np.uint8, offset=_DATA)
+
+    def read(self, span: RingSpan) -> NDArray[np.uint8] | None:
+        offset = span.begin % self._capacity
+        if offset + span.num_bytes > self._capacity or not self._is_intact(span):
+            return None
+        copy = self._data[offset : offset + span.num_bytes].copy()
+        return copy if self._is_intact(span) else None
+
+    def _is_intact(self, span: RingSpan) -> bool:
+        claimed = int(self._claimed[0])
+        oldest = claimed - self._capacity + self._capacity // _NUM_PARTS
+        return oldest <= span.begin and span.begin + span.num_bytes <= claimed
+
+
+def read_nonce(name: str, *, directory: Path = RING_DIR) -> bytes:
+    """Return what the writer of a ring put into it, which proves that the memory is shared.
+
+    Raises: OSError if there is no such ring here.
+    """
+    fd = _open(directory, name)
+    try:
+        return _read_header(fd)[0]
+    finally:
+        os.close(fd)
+
+
+def remove_ring(name: str, *, directory: Path = RING_DIR) -> None:
+    """Remove the file of a ring whose writer has ended; what is mapped stays valid."""
+    if _NAME.fullmatch(name):
+        (directory / name).unlink(missing_ok=True)
+
+
+def remove_stale_rings(directory: Path = RING_DIR) -> None:
+    """Remove the rings of writers that were killed: nobody holds their locks."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, locked, or gone meanwhile
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                logger.info("removed %s, which a target left that was killed", path)
+            finally:
+                os.close(fd)
+
+
+def is_ring_name(name: str) -> bool:
+    """Return whether a name can be that of a ring, and of no other file."""
+    return _NAME.fullmatch(name) is not None
+
+
+def _open(directory: Path, name: str) -> int:
+    if not is_ring_name(name):
+        raise FileNotFoundError(f"{name!r} is no name of a ring")
+    fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(f"{name} is not a file of this user")
+    return fd
+
+
+def _read_header(fd: int) -> tuple[bytes, int]:
+    """Return nonce and capacity."""
+    header = os.pread(fd, _HEADER.size, 0)
+    if len(header) == _HEADER.size:
+        magic, nonce, capacity = _HEADER.unpack(header)
+        if magic == _MAGIC and capacity and os.fstat(fd).st_size == _DATA + capacity:
+            return nonce, capacity
+    raise OSError("it is not a feature ring of this version")
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
+    if free < num_bytes:
+        raise OSError(
+            f"{directory} has {free >> 20} MiB left, {num_bytes >> 20} are needed; make it larger "
+            "or lower --feature-ring-mb"
+        )
+
+
+def _publish(fd: int, directory: Path, name: str) -> None:
+    """Give a file without a name a name."""
+    folder = os.open(directory, os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Only with a folder's descriptor does Python follow the link to the file itself.
+        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+
+
+def _close(path: Path, fd: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(fd)
