@@ -17,7 +17,7 @@ from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, 
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
 from shared.models.draft import load_draft
 from shared.rpc.engine import ProgressCallback
-from shared.types import MAX_NUM_STEPS, MAX_TOPK, FeatureSpec, WorkerInfo
+from shared.types import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
     target = resolve_model(config.target_model, "target")
     directory = resolve_draft(config.model, config.algorithm, target)
     target_config = ModelConfig.from_checkpoint(target)
-    kind, spec = feature_spec(directory, target, config.algorithm)
+    kind, spec = feature_spec(
+        directory, target, config.algorithm, is_projected=config.project_features
+    )
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=target_config.dtype, device=device)
     longest = config.max_context_len or target_config.max_position_embeddings
 
@@ -53,6 +55,7 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         device=device,
         dtype=dtype,
         num_positions=longest + MAX_NUM_STEPS + 1,
+        is_projected=config.project_features,
     )
     window = min(config.window or model.max_position, model.max_position, longest)
     progress("allocating the KV pool", 0.8)
@@ -96,8 +99,7 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         page_size=config.page_size,
         dtype=dtype_name(dtype),
         device=device.type,
-        # The target's dtype is the target's to say; the orchestrator compares layers and width.
-        features=FeatureSpec(layer_ids=spec.layer_ids, width=spec.width),
+        features=spec,  # without a dtype, which is the target's to say
         kind=str(kind),
         draft_window=window,
     )

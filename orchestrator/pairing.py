@@ -76,9 +76,19 @@ def pair_problem(target: WorkerInfo, draft: WorkerInfo) -> str:
             f"the draft needs features of layers {list(needs.layer_ids)}, the target captures "
             f"{list(has.layer_ids)}; start the target with the draft's checkpoint"
         )
+    if needs.projection != has.projection:
+        return (
+            f"the draft needs {_projected(needs.projection)}, the target sends "
+            f"{_projected(has.projection)}; start both with the same draft checkpoint and the same "
+            "--project-features"
+        )
     if needs.width != has.width or needs.dtype not in ("", has.dtype):
         return (
             f"the draft needs feature rows of {needs.width} x {needs.dtype or 'any dtype'}, the "
             f"target sends {has.width} x {has.dtype}; start both with the same two checkpoints"
         )
     return ""
+
+
+def _projected(projection: str) -> str:
+    return f"features projected by head {projection[:12]}" if projection else "features as captured"

@@ -89,6 +89,11 @@ class WorkerConfig:
         "seconds without an engine step, while work waits, after which health is NOT_SERVING",
         minimum=0.1,
     )
+    project_features: bool = option(
+        default=True,
+        help="the target applies an EAGLE-3 draft's fc to features, which makes rows a third as "
+        "wide; the same on target and draft",
+    )
     self_test: bool = option(
         default=True, help="prove bitwise exactness on the loaded model at start-up"
     )

@@ -185,11 +185,14 @@ class FeatureSpec:
             empty: the output of the final norm.
         width: Values per row; 0 = the draft needs no features.
         dtype: "float32", "float16" or "bfloat16"; "" when width is 0.
+        projection: model_hash of the EAGLE-3 head whose fc the target applies to what it captured;
+            "": rows are as they were captured.
     """
 
     layer_ids: tuple[int, ...] = ()
     width: int = 0
     dtype: str = ""
+    projection: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

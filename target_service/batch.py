@@ -267,6 +267,7 @@ def build_verify(
         num_top_logprobs=max(
             (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
         ),
+        wants_features=any(request.features is not None for request in trees.requests),
     )
     staging.flush()
     return inputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import replace
 from pathlib import Path
 
 from shared.config import TargetConfig
@@ -14,6 +15,7 @@ from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
+from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.rpc.engine import ProgressCallback
 from shared.types import MAX_TREE_NODES, FeatureSpec, WorkerInfo
@@ -53,6 +55,14 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     model = CausalLM.from_checkpoint(
         directory, device, dtype, num_positions=longest + MAX_TREE_NODES
     )
+    projection = None
+    if features.projection:
+        projection = FeatureProjection.from_checkpoint(
+            resolve_draft(config.draft_model, config.algorithm, directory),
+            len(features.layer_ids) * model_config.hidden_size,
+            device=device,
+            dtype=dtype,
+        )
     progress("allocating the KV pool", 0.8)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
@@ -93,17 +103,13 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         config.page_size,
         pool.num_pages * config.page_size,
     )
-    spec = FeatureSpec(
-        layer_ids=features.layer_ids,
-        width=features.width,
-        dtype=dtype_name(dtype) if features.width else "",
-    )
+    spec = replace(features, dtype=dtype_name(dtype) if features.width else "")
     sampler = Sampler(
         max_num_requests=config.max_num_requests,
         vocab_size=model_config.vocab_size,
         device=device,
     )
-    runner = TargetRunner(model, pool, sampler, spec)
+    runner = TargetRunner(model, pool, sampler, spec, projection=projection)
     if runner.pads_rows:
         runner.capture(
             window=model_config.sliding_window,
@@ -168,9 +174,9 @@ def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
 
 
 def resolve_features(config: TargetConfig, target: Path) -> FeatureSpec:
-    """Return what to capture for the configured draft; width 0 when it needs nothing."""
+    """Return what to send to the configured draft; width 0 when it needs nothing."""
     if config.algorithm == "none" or config.draft_model == "none":
         return FeatureSpec()
     draft = resolve_draft(config.draft_model, config.algorithm, target)
-    _, spec = feature_spec(draft, target, config.algorithm)
+    _, spec = feature_spec(draft, target, config.algorithm, is_projected=config.project_features)
     return spec

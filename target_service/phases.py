@@ -38,7 +38,7 @@ class ExtendOutput:
 
     Args:
         hidden: [T, h], after the final norm.
-        features: [T, feature_width] in the model's dtype; None when the target captures none.
+        features: [T, captured width] in the model's dtype; None when the target captures none.
     """
 
     hidden: torch.Tensor
@@ -62,6 +62,7 @@ class VerifyInput:
         may_move_kv: Whether some accepted path may not be contiguous.
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: nobody did.
         num_top_logprobs: Alternatives per row.
+        wants_features: Whether some request keeps the features of its path.
         sampling: How the rows are sampled.
     """
 
@@ -77,6 +78,7 @@ class VerifyInput:
     may_move_kv: bool
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
+    wants_features: bool
     sampling: SamplingInput
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:

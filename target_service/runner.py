@@ -15,6 +15,7 @@ from shared.kernels.accept_walk import accept_walk
 from shared.kernels.logprobs import chosen_logprobs
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
+from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.packing import NO_BLOCKS, pack_rows
 from shared.staging import Staging
@@ -46,7 +47,7 @@ class PathOutputs:
         token_ids: The target's token at each path node.
         logprobs: Of those tokens; None when nobody asked.
         top_ids, top_logprobs: [B, D + 1, num_top].
-        features: [B, D + 1, row_bytes] u8; None when the target captures none.
+        features: [B, D + 1, row_bytes] u8; None when nobody keeps them.
     """
 
     accept_index: NDArray[np.int64]
@@ -77,6 +78,7 @@ class TargetRunner:
 
     Args:
         features: What to capture for a draft.
+        projection: Of captured rows; None: they are sent as they are.
         pads_rows: Pad steps up to buckets; None: where graphs are captured.
     """
 
@@ -87,12 +89,14 @@ class TargetRunner:
         sampler: Sampler,
         features: FeatureSpec,
         *,
+        projection: FeatureProjection | None = None,
         pads_rows: bool | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.sampler = sampler
         self.features = features
+        self._projection = projection
         self.extend_staging = Staging(pool.device, EXTEND_BYTES)
         self.verify_staging = Staging(pool.device, VERIFY_BYTES)
         # The newest token of every request, by row of the page table.
@@ -148,6 +152,10 @@ class TargetRunner:
             features = output.hidden
         return ExtendOutput(hidden=output.hidden, features=features)
 
+    def _project(self, captured: torch.Tensor) -> torch.Tensor:
+        """Return the rows that a draft gets, [T, features.width]."""
+        return captured if self._projection is None else self._projection(captured)
+
     @torch.inference_mode()
     def verify(self, inputs: VerifyInput, extended: ExtendOutput) -> VerifyOutput:
         """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
@@ -160,8 +168,8 @@ class TargetRunner:
         tokens = self.sampler.sample(logits, sampling, inputs.position)  # [L]
         outputs = NodeOutputs(len(tokens))
         outputs.register("token_ids", tokens)
-        if extended.features is not None:
-            outputs.register("features", inputs.gather(extended.features))
+        if extended.features is not None and inputs.wants_features:
+            outputs.register("features", self._project(inputs.gather(extended.features)))
         if inputs.logprob_rows is not None:
             assert raw_rows is not None
             found = chosen_logprobs(
@@ -223,7 +231,7 @@ class TargetRunner:
                 assert extended.features is not None
                 count = chain.work.stop - chain.work.start
                 rows = extended.features[chain.first_row : chain.first_row + count]
-                read.add(f"chain {i}", rows)
+                read.add(f"chain {i}", self._project(rows))
         return read.start()
 
     def finish_read(self, batch: StepBatch, pending: PendingRead) -> StepOutputs:

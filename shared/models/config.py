@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError, ConfigError
-from shared.models.checkpoint import DEMO, read_tensor_infos, resolve_model, tokenizer_hash
+from shared.models.checkpoint import (
+    DEMO,
+    model_hash,
+    read_tensor_infos,
+    resolve_model,
+    tokenizer_hash,
+)
 from shared.models.decoder_config import (
     MIMO,
     ModelConfig,
@@ -186,12 +192,13 @@ def detect_kind(draft_dir: Path, algorithm: str) -> DraftKind:
 
 
 def feature_spec(
-    draft_dir: Path, target_dir: Path, algorithm: str
+    draft_dir: Path, target_dir: Path, algorithm: str, *, is_projected: bool = False
 ) -> tuple[DraftKind, FeatureSpec]:
     """Return a draft's kind and what it reads of the target; the dtype is left "".
 
     Args:
         algorithm: "auto" or a DraftKind.
+        is_projected: The target applies an EAGLE-3 head's fc, where that makes rows narrower.
     Raises: CheckpointError when the two checkpoints do not fit each other, naming the field.
     """
     kind = detect_kind(draft_dir, algorithm)
@@ -226,6 +233,12 @@ def feature_spec(
             f"not lie in the target's {target.num_layers} layers"
         )
     width = len(layer_ids) * target.hidden_size
+    if is_projected and head.decoder.hidden_size < width:
+        return kind, FeatureSpec(
+            layer_ids=layer_ids,
+            width=head.decoder.hidden_size,
+            projection=model_hash(draft_dir),
+        )
     return kind, FeatureSpec(layer_ids=layer_ids, width=width)
 
 

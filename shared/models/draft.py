@@ -109,6 +109,7 @@ def load_draft(
     device: torch.device,
     dtype: torch.dtype,
     num_positions: int | None = None,
+    is_projected: bool = False,
 ) -> DraftModel:
     """Load a draft, every tensor of its checkpoint accounted for.
 
@@ -118,9 +119,10 @@ def load_draft(
             from there, and nothing else.
         num_positions: Length of the rotary tables; None = the target's max_position_embeddings,
             which may exceed the draft's: past its own it attends to a sliding window.
+        is_projected: As in `feature_spec`.
     Raises: CheckpointError naming what is missing, left over, mis-shaped or does not fit.
     """
-    kind, spec = feature_spec(draft_dir, target_dir, algorithm)
+    kind, spec = feature_spec(draft_dir, target_dir, algorithm, is_projected=is_projected)
     if num_positions is None:
         num_positions = ModelConfig.from_checkpoint(target_dir).max_position_embeddings
     place: dict[str, Any] = {"device": device, "dtype": dtype, "num_positions": num_positions}

@@ -31,7 +31,41 @@ from shared.types import FeatureSpec
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 # t2d is d2t seen from the other side.
+_PROJECTION = ("fc.weight", "fc.bias")
 _KNOWN_EXTRAS = ("t2d", "midlayer.self_attn.rotary_emb.inv_freq")
+
+
+class FeatureProjection:
+    """fc of an EAGLE-3 head: what it does to a feature before anything else.
+
+    The target may apply it in place of the draft; in the same dtype and on the same kind of device
+    the bits are the same.
+
+    Args:
+        reader: Of the head's checkpoint.
+        width: Values of a feature.
+    """
+
+    def __init__(self, reader: CheckpointReader, config: HeadConfig, width: int) -> None:
+        hidden = config.decoder.hidden_size
+        self._weight = reader.load("fc.weight", (hidden, width))
+        self._bias = reader.load("fc.bias", (hidden,)) if config.has_fc_bias else None
+
+    @classmethod
+    def from_checkpoint(
+        cls, directory: Path, width: int, *, device: torch.device, dtype: torch.dtype
+    ) -> FeatureProjection:
+        """Load fc and nothing else.
+
+        Raises: CheckpointError if it is missing or mis-shaped.
+        """
+        config = HeadConfig.from_checkpoint(directory, DraftKind.EAGLE3)
+        with CheckpointReader(directory, device=device, dtype=dtype, rename=_rename) as reader:
+            return cls(reader, config, width)
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        """Return [T, h] of features [T, width]."""
+        return linear(features, self._weight, self._bias)
 
 
 class Eagle3Draft(Head):
@@ -39,6 +73,7 @@ class Eagle3Draft(Head):
 
     Args:
         reader: Of the head's checkpoint.
+        feature_spec: With a projection: features arrive projected, and fc is not loaded.
         embedding: [V, h], the head's own or the target's.
         target_head: The target's output layer when the head has none, else None.
     """
@@ -64,8 +99,9 @@ class Eagle3Draft(Head):
         )
         hidden = decoder.hidden_size
         self._feeds_back_norm = config.feeds_back_norm
-        self._fc = reader.load("fc.weight", (hidden, feature_spec.width))
-        self._fc_bias = reader.load("fc.bias", (hidden,)) if config.has_fc_bias else None
+        self._projection = None
+        if not feature_spec.projection:
+            self._projection = FeatureProjection(reader, config, feature_spec.width)
         self._input_norm = reader.load("midlayer.input_layernorm.weight", (hidden,))
         self._hidden_norm = reader.load("midlayer.hidden_norm.weight", (hidden,))
         self._attention = Attention(reader, "midlayer.self_attn", decoder, 2 * hidden)
@@ -115,12 +151,13 @@ class Eagle3Draft(Head):
                 target_head=target_head,
                 num_positions=num_positions,
             )
-            reader.finish(_KNOWN_EXTRAS)
+            reader.finish([*_KNOWN_EXTRAS, *(_PROJECTION if feature_spec.projection else ())])
         return draft
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        """Return [T, h] = fc of the captured layers."""
-        return linear(self._cast(features), self._fc, self._fc_bias)
+        """Return [T, h] = fc of the captured layers, unless the target has applied it."""
+        features = self._cast(features)
+        return features if self._projection is None else self._projection(features)
 
     def forward(
         self,

@@ -32,7 +32,10 @@ def _dtype_from_proto(number: int, *, may_be_absent: bool) -> str:
 def feature_spec_to_proto(spec: types.FeatureSpec) -> tree_pb2.FeatureSpec:
     """Convert what a target captures or a draft needs."""
     return tree_pb2.FeatureSpec(
-        layer_ids=spec.layer_ids, width=spec.width, dtype=_DTYPE_TO_PROTO[spec.dtype]
+        layer_ids=spec.layer_ids,
+        width=spec.width,
+        dtype=_DTYPE_TO_PROTO[spec.dtype],
+        projection=spec.projection,
     )
 
 
@@ -42,6 +45,7 @@ def feature_spec_from_proto(message: tree_pb2.FeatureSpec) -> types.FeatureSpec:
         layer_ids=require_ids(message.layer_ids, "layer_ids"),
         width=require_range(message.width, "width", 0),
         dtype=_dtype_from_proto(message.dtype, may_be_absent=True),
+        projection=message.projection,
     )
 
 

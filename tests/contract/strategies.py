@@ -165,6 +165,7 @@ feature_specs = st.builds(
     layer_ids=ids(max_size=5),
     width=counts,
     dtype=st.sampled_from(["", "float32", "float16", "bfloat16"]),
+    projection=st.text(max_size=64),
 )
 infos = st.builds(
     types.WorkerInfo,

@@ -268,6 +268,10 @@ PAIR_PROBLEMS = {
     "tokenizer": ({"tokenizer_hash": "other"}, "tokenizer"),
     "layers": ({"features": FeatureSpec(layer_ids=(1, 2, 4), width=96)}, "layers"),
     "width": ({"features": FeatureSpec(layer_ids=(1, 2, 3), width=64)}, "64"),
+    "projection": (
+        {"features": FeatureSpec(layer_ids=(1, 2, 3), width=32, projection="cafe")},
+        "--project-features",
+    ),
     "dtype": (
         {"features": FeatureSpec(layer_ids=(1, 2, 3), width=96, dtype="bfloat16")},
         "bfloat16",

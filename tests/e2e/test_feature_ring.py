@@ -1,0 +1,103 @@
+"""Features between processes, through shared memory or as bytes: the same trees, no file left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from coppice import Completion
+from shared.feature_ring import RING_DIR
+from tests.e2e.serving import Server, eventually, generate_all, running, stack_config
+from tests.e2e.streaming import streams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "def merge(left, right):\n", "max_new_tokens": 120, "ignore_eos": True},
+    {
+        "prompt": "import asyncio\n\n\nasync def main",
+        "max_new_tokens": 120,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "seed": 3,
+    },
+]
+BY_RING = "come through shared memory"
+
+
+def is_there(ring: str) -> bool:
+    return bool(ring) and (RING_DIR / ring).exists()
+
+
+def speculated(completions: list[Completion]) -> list[object]:
+    """Return outputs, and how each of their tokens came about."""
+    return [
+        (c.token_ids, c.speculation.num_rounds, c.speculation.num_accepted_drafts)
+        for c in completions
+    ]
+
+
+@pytest.fixture(scope="module")
+def by_bytes() -> list[object]:
+    """What comes of raw features as bytes, one request after the other."""
+    plain_ways = {"project_features": False}
+    config = stack_config(target={**plain_ways, "feature_ring_mb": 0}, draft=plain_ways)
+    with running(config) as server:
+        server.wait_paired()
+        assert server.info("target-0").feature_ring == ""
+        results = speculated(alone(server))
+        assert server.logged("come as bytes: it has no ring", service="draft-0") == 1
+    return results
+
+
+def alone(server: Server) -> list[Completion]:
+    """Serve one after the other, so that the rounds are the same every time."""
+    return [generate_all(server.address, [request])[0] for request in REQUESTS]
+
+
+@pytest.mark.parametrize("ways", [{"project_features": False}, {}], ids=["raw", "projected"])
+def test_speculation_is_the_same_by_ring_and_by_bytes(
+    by_bytes: list[object], ways: dict[str, bool]
+) -> None:
+    with running(stack_config(target=ways, draft=ways)) as server:
+        server.wait_paired()
+        ring = server.info("target-0").feature_ring
+        assert is_there(ring)
+        assert speculated(alone(server)) == by_bytes
+        assert server.logged(BY_RING, service="draft-0") == 1
+        projection = server.info("target-0").features.projection
+        assert bool(projection) == (ways == {})
+        assert projection == server.info("draft-0").features.projection
+    assert not is_there(ring)
+
+
+@pytest.mark.parametrize("killed", ["engine", "target-0", "draft-0"])
+def test_a_worker_that_is_killed_comes_back_to_the_ring(killed: str) -> None:
+    """Nothing changes for clients; rings of dead targets are swept by their successors."""
+    with running(stack_config()) as server:
+        server.wait_paired()
+        undisturbed = [c.token_ids for c in alone(server)]
+        first = server.info("target-0").feature_ring
+        with streams(server.address, REQUESTS) as running_streams:
+            for stream in running_streams:
+                stream.reaches(20)
+            if killed == "engine":
+                os.kill(server.engine("target-0"), signal.SIGKILL)
+            else:
+                server.kill(killed)
+            for stream, token_ids in zip(running_streams, undisturbed, strict=True):
+                stream.result()
+                assert stream.token_ids == token_ids
+        name = "target-0" if killed == "engine" else killed
+        eventually(lambda: server.services[name].num_restarts == 1)
+        server.wait_paired()
+        assert [c.token_ids for c in alone(server)] == undisturbed
+        ring = server.info("target-0").feature_ring
+        assert (ring == first) == (killed == "draft-0")
+        assert is_there(ring)
+        assert is_there(first) == (killed == "draft-0")
+        assert server.logged(BY_RING, service="draft-0") >= 2
+    assert not is_there(ring)
