@@ -135,7 +135,9 @@ class TargetRunner:
             )
             inputs = ExtendInput(**device, rows=rows, bucket=bucket)
             self.extend_staging.flush()
-            self.extend(inputs)
+            features = self.extend(inputs).features
+            if features is not None:
+                self._project(features)  # compiles it; no graph has it
 
     def _forward(self, inputs: ExtendInput) -> ExtendOutput:
         output = self.model.forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shared.feature_ring import RING_DIR, RingReader, remove_ring
 from shared.models.checkpoint import model_hash
 from shared.types import FeatureChunk, FeatureSpec, RingSpan, SamplingParams
 from target_service.engine import TargetEngine
+from target_service.runner import StepOutputs
 from tests import checkpoints
 from tests.engines import (
     SHAPES,
@@ -286,6 +288,31 @@ def test_projected_rows_are_fc_of_the_raw_ones(
         raw = torch.frombuffer(bytearray(by_bytes[1].rows[key]), dtype=torch.float32).double()
         got = torch.frombuffer(bytearray(row), dtype=torch.float32).double()
         torch.testing.assert_close(got, weight @ raw, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_that_nobody_keeps_are_neither_projected_nor_read(
+    pairing: Pairing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(pairing)
+    runner = target._runner
+    project, read = runner._project, runner.finish_read
+    num_projected, has_features = [], []
+
+    def count(captured: torch.Tensor) -> torch.Tensor:
+        num_projected.append(len(captured))
+        return project(captured)
+
+    def note(*args: Any) -> StepOutputs:
+        outputs = read(*args)
+        has_features.append(outputs.paths is not None and outputs.paths.features is not None)
+        return outputs
+
+    monkeypatch.setattr(runner, "_project", count)
+    monkeypatch.setattr(runner, "finish_read", note)
+    run_plain(target, requests_of())
+    assert num_projected == [] and not any(has_features)
+    run(target, make_draft(pairing), Wire())
+    assert num_projected and any(has_features)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
