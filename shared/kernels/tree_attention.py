@@ -160,7 +160,7 @@ def attend_in_chunks(
         num_states,
         scale * _LOG2_E,
         **shape,
-        QUERIES=max(16, shape["GROUP_BLOCK"]),
+        QUERIES=max(choose_queries(dot), shape["GROUP_BLOCK"]),
         **finish_options(dot, dim_block),
         **dependent_launch(q),
     )
@@ -247,9 +247,9 @@ def shared_options(dot: tl.dtype, queries: int) -> _Options:
 
 
 def finish_options(dot: tl.dtype, dim_block: int) -> _Options:
-    """Return launch options likewise; 128 registers let four programs share a multiprocessor."""
+    """Return launch options likewise; 168 registers let three programs share a multiprocessor."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
     if dim_block > 128:
         return {"num_warps": 4, "num_stages": 1}
-    return {"num_warps": 4, "num_stages": 1, "maxnreg": 128}
+    return {"num_warps": 4, "num_stages": 1, "maxnreg": 168}

@@ -12,13 +12,11 @@ from shared.kernels.dependent_launch import wait_for_previous
 from shared.kernels.tree_attention_tiles import (
     NOTHING,
     add_tile,
-    add_tile_narrow,
     attention_of,
     chunk_begin,
     chunk_of,
     empty_state,
     fold,
-    narrow_state,
 )
 
 # States that are read before the first of them is folded.
@@ -93,7 +91,7 @@ def _store_state(
     """Store a state of rows x heads.
 
     Args:
-        row_offset: [QUERIES], index of each row's state.
+        row_offset: Index of each row's state: [QUERIES], or one.
         head: [QUERIES], of the group.
         is_live: [QUERIES].
         in_dim: [d].
@@ -131,49 +129,6 @@ def _load_state(
     acc_ptrs = acc_ptr + index[:, None] * HEAD_DIM + dim[None, :]
     acc = tl.load(acc_ptrs, mask=is_live[:, None] & in_dim[None, :], other=0.0)
     return largest, total, acc
-
-
-@triton.jit
-def _load_narrow_state(
-    stats_ptr,
-    acc_ptr,
-    row_offset,
-    head,
-    is_stored,
-    in_dim,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Load a state of one row as `narrow_state` has it."""
-    is_live = head < tl.where(is_stored, GROUP, 0)
-    dim = tl.arange(0, in_dim.shape[0])
-    index = row_offset * GROUP + head
-    largest = tl.load(stats_ptr + 2 * index, mask=is_live, other=NOTHING)
-    total = tl.load(stats_ptr + 2 * index + 1, mask=is_live, other=0.0)
-    acc_ptrs = acc_ptr + index[None, :] * HEAD_DIM + dim[:, None]
-    acc = tl.load(acc_ptrs, mask=is_live[None, :] & in_dim[:, None], other=0.0)
-    return largest, total, acc
-
-
-@triton.jit
-def _store_narrow_state(
-    stats_ptr,
-    acc_ptr,
-    row_offset,
-    head,
-    is_live,
-    in_dim,
-    state,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Store what `add_tile_narrow` computed of one row."""
-    dim = tl.arange(0, in_dim.shape[0])
-    index = row_offset * GROUP + head
-    tl.store(stats_ptr + 2 * index, state[0], mask=is_live)
-    tl.store(stats_ptr + 2 * index + 1, state[1], mask=is_live)
-    acc_ptrs = acc_ptr + index[None, :] * HEAD_DIM + dim[:, None]
-    tl.store(acc_ptrs, state[2], mask=is_live[None, :] & in_dim[:, None])
 
 
 @triton.jit(do_not_specialize=["num_states"])
@@ -385,15 +340,15 @@ def _finish_rows_kernel(
     if has_path:
         head = tl.arange(0, QUERIES)
         is_live = head < GROUP
-        is_value = is_live[None, :] & in_dim[:, None]
+        is_value = is_live[:, None] & in_dim[None, :]
         q_ptrs = q_ptr + row * q_stride + kv_head * (GROUP * HEAD_DIM)
-        q_ptrs = q_ptrs + head[None, :] * HEAD_DIM + dim[:, None]
+        q_ptrs = q_ptrs + head[:, None] * HEAD_DIM + dim[None, :]
         q = tl.load(q_ptrs, mask=is_value, other=0.0).to(DOT_DTYPE)
         k_cache_ptr += kv_head * HEAD_DIM
         v_cache_ptr += kv_head * HEAD_DIM
         # Own tiles continue the last shared chunk, if they begin inside of it.
         chunk = chunk_of(own_tile, CHUNK_TILES)
-        state = _load_narrow_state(
+        state = _load_state(
             stats_ptr,
             acc_ptr,
             row_states + chunk,
@@ -414,12 +369,12 @@ def _finish_rows_kernel(
                 DOT_DTYPE,
             )
             is_seen = (kv_index >= kv_start) & (kv_index < kv_len)
-            is_visible = is_seen[:, None] & (head >= 0)[None, :]
-            state = add_tile_narrow(state, q, k, v, is_visible, scale)
+            is_visible = (head >= 0)[:, None] & is_seen[None, :]
+            state = add_tile(state, q, k, v, is_visible, scale)
             chunk = chunk_of(tile, CHUNK_TILES)
             closes = tile + 1 == chunk_begin(chunk + 1, CHUNK_TILES)
             if closes | (tile + 1 == end_tile):
-                _store_narrow_state(
+                _store_state(
                     stats_ptr,
                     acc_ptr,
                     row_states + chunk,
@@ -430,7 +385,7 @@ def _finish_rows_kernel(
                     GROUP,
                     HEAD_DIM,
                 )
-                state = narrow_state(QUERIES, DIM_BLOCK)
+                state = empty_state(QUERIES, DIM_BLOCK)
             kv_index += TILE
             slot = _path_slots(
                 pages_ptr, path_ptr, kv_index, prefix_len, kv_start, kv_len, has_path, PAGE_SIZE

@@ -12,8 +12,7 @@ is 2^0. (A zero may change its sign, which is why `attention_of` ends with `+ 0.
 No sum over a tile depends on how a compiler spreads a tensor over threads: that of the weights is
 taken in explicit pairs, the others are products, which add in order of K. A product has 64 rows, or
 64 per group of 4 warps, whatever they are: a tensor core gives a row the same bits beside any
-others. It gives them, too, when the operands change sides, so that the few heads of a single row
-can be the narrow side.
+others.
 """
 
 from __future__ import annotations
@@ -107,44 +106,6 @@ def add_tile(state, q, k, v, is_visible, scale):
     total = tl.fma(state[1], factor, tl.sum(pairs, axis=1))
     acc = state[2] * factor[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return largest, total, acc
-
-
-@triton.jit
-def narrow_state(QUERIES: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Return the state of no tile on the other side: ([QUERIES], [QUERIES], [d, QUERIES])."""
-    largest = tl.full((QUERIES,), NOTHING, dtype=tl.float32)
-    total = tl.zeros((QUERIES,), dtype=tl.float32)
-    acc = tl.zeros((DIM_BLOCK, QUERIES), dtype=tl.float32)
-    return largest, total, acc
-
-
-@triton.jit
-def add_tile_narrow(state, q, k, v, is_visible, scale):
-    """Do what `add_tile` does with queries as columns.
-
-    Args:
-        state: See `narrow_state`.
-        q: [d, QUERIES].
-        k: [64, d].
-        v: [64, d].
-        is_visible: [64, QUERIES].
-        scale: As for `add_tile`.
-    """
-    QUERIES: tl.constexpr = q.shape[1]
-    scores = tl.dot(k, q, input_precision="ieee")
-    scores = tl.where(is_visible, scores, -float("inf"))
-    largest = tl.maximum(tl.max(scores, axis=0) * scale, state[0])
-    factor = tl.exp2(state[0] - largest)
-    weights = tl.exp2(tl.fma(scores, scale, -largest[None, :]))
-    pairs = tl.sum(tl.reshape(weights, (2, 32, QUERIES)), axis=0)
-    pairs = tl.sum(tl.reshape(pairs, (2, 16, QUERIES)), axis=0)
-    pairs = tl.sum(tl.reshape(pairs, (2, 8, QUERIES)), axis=0)
-    pairs = tl.sum(tl.reshape(pairs, (2, 4, QUERIES)), axis=0)
-    pairs = tl.sum(tl.reshape(pairs, (2, 2, QUERIES)), axis=0)
-    total = tl.fma(state[1], factor, tl.sum(pairs, axis=0))
-    acc = state[2] * factor[None, :]
-    acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision="ieee")
     return largest, total, acc
 
 

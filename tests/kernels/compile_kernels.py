@@ -238,7 +238,7 @@ def attention_kernels(dtype: str):
         yield (
             tree_attention_kernels._finish_rows_kernel,
             [*values, *["*i32"] * 3, *["i32"] * 3, "fp32"],
-            {**shape, "QUERIES": 16},
+            {**shape, "QUERIES": tree_attention.choose_queries(dot)},
             tree_attention.finish_options(dot, dim_block),
         )
 
