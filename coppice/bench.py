@@ -126,7 +126,7 @@ async def run_bench(
             for mode in modes:
                 cell_keywords = {**keywords, **mode.keywords}
                 started = time.perf_counter()
-                requests = await _run_cell(client, prompts, cell_keywords, concurrency, count)
+                requests = await run_cell(client, prompts, cell_keywords, concurrency, count)
                 elapsed_s = time.perf_counter() - started
                 if mode.name == "plain":
                     plain_outputs = {i: request.token_ids for i, request in enumerate(requests)}
@@ -181,13 +181,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ranked[max(0, math.ceil(len(ranked) * percent / 100) - 1)]
 
 
-async def _run_cell(
+async def run_cell(
     client: AsyncClient,
     prompts: Sequence[str],
     keywords: Mapping[str, Any],
     concurrency: int,
     count: int,
 ) -> list[RequestResult]:
+    """Run `count` requests, so many at a time, over the prompts in turn.
+
+    Raises: CoppiceError of the first request that fails.
+    """
     results: dict[int, RequestResult] = {}
     indices = iter(range(count))
     texts = list(itertools.islice(itertools.cycle(prompts), count))
@@ -196,9 +200,12 @@ async def _run_cell(
         for index in indices:
             results[index] = await _run_request(client, texts[index], {"seed": index, **keywords})
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
     return [results[index] for index in range(count)]
 
 

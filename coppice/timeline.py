@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coppice.bench import Mode, percentile
+from coppice.bench import Mode, percentile, run_cell
 from coppice.client import AsyncClient
 from coppice.svg import Bar, Chart, Span
 from shared.errors import ConfigError
-from shared.generation import FinishInfo, RoundTimes
+from shared.generation import RoundTimes
 
 WARM_UP_ROUNDS = 4
 """First rounds of a request that are left out: the draft may still be reading the prompt."""
@@ -97,22 +96,10 @@ async def measure_timelines(
     async with AsyncClient(address) as client:
         for concurrency, mode in itertools.product(concurrencies, modes):
             count = max(concurrency, requests_per_cell)
-            finished: list[FinishInfo] = []
-            texts = iter(list(itertools.islice(itertools.cycle(prompts), count)))
-
-            async def work(
-                texts: Any = texts, finished: list[FinishInfo] = finished, mode: Mode = mode
-            ) -> None:
-                for text in texts:
-                    options = {**keywords, **mode.keywords, "round_times": True}
-                    async for event in client.stream(text, **options):
-                        if isinstance(event, FinishInfo):
-                            finished.append(event)
-
-            async with asyncio.TaskGroup() as group:
-                for _ in range(concurrency):
-                    group.create_task(work())
-            rounds = [times for f in finished for times in f.round_times[WARM_UP_ROUNDS:-1]]
+            options = {**keywords, **mode.keywords, "round_times": True}
+            await run_cell(client, prompts, options, concurrency, concurrency)  # warm up
+            requests = await run_cell(client, prompts, options, concurrency, count)
+            rounds = [times for r in requests for times in r.finish.round_times[WARM_UP_ROUNDS:-1]]
             if not rounds:
                 raise ConfigError(
                     f"no request of {mode.name} took more than {WARM_UP_ROUNDS + 1} rounds; "

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import xml.etree.ElementTree as ElementTree
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from coppice.bench import CellResult, RequestResult, percentile, summarize
+from coppice.bench import CellResult, RequestResult, percentile, run_cell, summarize
 from coppice.bench_plot import draw_plot
+from shared.errors import UnavailableError
 from shared.generation import FinishInfo, SpeculationStats
 from shared.types import FinishReason
 
@@ -52,6 +56,16 @@ def test_without_a_plain_run_nothing_is_compared() -> None:
     result = summarize("x", 1, [request((1,), rounds=0, accepted=0)], 1.0, {})
     assert result.identical_share is None
     assert (result.accept_length, result.time_per_output_token_ms_p50) == (0.0, 0.0)
+
+
+def test_the_error_of_a_request_is_the_error_of_its_cell() -> None:
+    class Broken:
+        async def stream(self, prompt: str, **keywords: Any) -> AsyncIterator[Any]:
+            raise UnavailableError("no target worker is ready")
+            yield
+
+    with pytest.raises(UnavailableError):
+        asyncio.run(run_cell(Broken(), ["a"], {}, concurrency=3, count=5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
