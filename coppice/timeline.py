@@ -25,6 +25,7 @@ IN_ENGINES = frozenset(
     {
         *("target: pack", "target: busy device", "target: read", "target: commit"),
         *("draft: pack", "draft: read", "draft: tree"),
+        *("target: busy engine", "draft: busy engine"),  # steps of other requests
         *itertools.chain(*COMPUTING.values()),
     }
 )
@@ -140,7 +141,7 @@ def summarize(mode: str, concurrency: int, rounds: Sequence[RoundTimes]) -> Time
                 p95_us=percentile(values, 95),
                 share=sum(values) / total_us,
             )
-            for name, values in durations.items()
+            for name, values in ((name, durations[name]) for name in _in_order(spans))
         ],
         busy_shares=busy_shares,
     )
@@ -175,6 +176,18 @@ def chart(result: TimelineResult) -> Chart:
             for stage in result.stages
         ],
     )
+
+
+def _in_order(rounds: Sequence[Sequence[Span]]) -> list[str]:
+    """Return the names of all stages; one that few rounds have stands where those have it."""
+    order: list[str] = []
+    for spans in rounds:
+        place = 0
+        for span in spans:
+            if span.name not in order:
+                order.insert(place, span.name)
+            place = order.index(span.name) + 1
+    return order
 
 
 def _union_us(spans: Any) -> float:

@@ -72,6 +72,7 @@ class DraftEngine:
         self._rings = RingReader()
         self._order = 0
         self._outbox: list[Any] = []
+        self._busy_until_ns = 0  # when the last step ended
         self._num_steps = self._num_rows = self._num_request_steps = 0
 
     @property
@@ -143,6 +144,7 @@ class DraftEngine:
                 seen = work.request.kv_len - self._runner.window
                 self._pool.drop_before(work.request.req_idx, seen)
         outbox, self._outbox = self._outbox, []
+        self._busy_until_ns = time.monotonic_ns()
         return outbox
 
     def check_integrity(self) -> None:
@@ -196,7 +198,7 @@ class DraftEngine:
             raise InvalidArgumentError(
                 f"seq_len {message.seq_len} exceeds max_context_len", field="seq_len"
             )
-        request.accept_round(message)
+        request.accept_round(message, busy_until_ns=self._busy_until_ns)
 
     def _take_features(self, chunk: FeatureChunk) -> None:
         request = self._requests.get(chunk.request_id)

@@ -78,11 +78,13 @@ class DraftRequest:
             return False
         return self.next_position == self.pending.seq_len + 1 - self.input_shift
 
-    def accept_round(self, order: DraftRound) -> None:
+    def accept_round(self, order: DraftRound, *, busy_until_ns: int = 0) -> None:
         """Take new committed tokens; they supersede an unanswered round.
 
         An order that is older than what is held came late, and changes nothing.
 
+        Args:
+            busy_until_ns: When the engine's last step ended.
         Raises: StaleStateError if tokens are missing in between or differ from those held.
         """
         if order.seq_len + 1 < len(self.tokens):
@@ -105,7 +107,8 @@ class DraftRequest:
                 f"seq_len is {order.seq_len}, have {len(self.tokens)} tokens", field="seq_len"
             )
         self.pending = order
-        self.pending_times = take(order.received_ns) if self.open.is_timed else None
+        if self.open.is_timed:
+            self.pending_times = take(order.received_ns, busy_until_ns=busy_until_ns)
 
     def add_features(self, start: int, rows: torch.Tensor) -> None:
         """Take feature rows [n, width] of positions [start, start + n), start <= features_end."""

@@ -29,13 +29,17 @@ def clock_id() -> int:
     return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8]) if parts else 0
 
 
-def take(received_ns: int) -> AnswerTimes:
+def take(received_ns: int, *, busy_until_ns: int = 0) -> AnswerTimes:
     """Begin the times of an order that the engine takes now.
 
     Args:
         received_ns: When the order reached the worker.
+        busy_until_ns: When the engine's last step ended; it takes orders between steps.
     """
-    return AnswerTimes(clock_id=clock_id(), begin_ns=received_ns).then("front", time.monotonic_ns())
+    times = AnswerTimes(clock_id=clock_id(), begin_ns=received_ns)
+    if busy_until_ns > received_ns:
+        times = times.then("busy engine", busy_until_ns)
+    return times.then("front", time.monotonic_ns())
 
 
 def leave(answers: Sequence[Any]) -> Sequence[Any]:

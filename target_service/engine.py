@@ -117,6 +117,7 @@ class TargetEngine:
         self._order = itertools.count()
         self._outbox: list[Any] = []
         self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
+        self._busy_until_ns = 0  # when the last step ended
         self._device_free_ns = 0  # when the last timed step had left the device
 
     @property
@@ -198,6 +199,7 @@ class TargetEngine:
         if self._ring is not None:
             self._ring.start_burst()
         outbox, self._outbox = self._outbox, []
+        self._busy_until_ns = time.monotonic_ns()
         return outbox
 
     def check_integrity(self) -> None:
@@ -351,7 +353,8 @@ class TargetEngine:
                 vocab_size=self.info.vocab_size,
             )
         request.queued = message
-        request.queued_times = take(message.received_ns) if request.open.is_timed else None
+        if request.open.is_timed:
+            request.queued_times = take(message.received_ns, busy_until_ns=self._busy_until_ns)
         request.queued_order = next(self._order)
 
     def _close(self, message: TargetClose) -> None:

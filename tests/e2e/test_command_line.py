@@ -129,7 +129,8 @@ def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     plain, tree = json.loads(output.read_text())["cells"]
     assert plain["num_rounds"] > tree["num_rounds"] > 0
-    assert [stage["name"] for stage in tree["stages"]] == [
+    names = [stage["name"] for stage in tree["stages"]]
+    assert [name for name in names if "busy" not in name] == [
         "target: hop to it", "target: front", "target: queue", "target: pack", "target: forward",
         "target: sample", "target: read", "target: commit", "target: answer", "target: hop back",
         "orchestrator: commit",

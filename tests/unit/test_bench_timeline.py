@@ -57,6 +57,14 @@ def test_a_stage_that_some_rounds_lack_does_not_count_there() -> None:
     assert result.outside_us == 20  # the median of 40 and 0
 
 
+def test_a_stage_that_few_rounds_have_stands_in_its_place() -> None:
+    late = round_times(
+        1700, target_hop=20, target_busy=7, target_forward=100, draft_grow=60, orchestrator_order=1
+    )
+    names = [stage.name for stage in summarize("x", 1, [*ROUNDS, late]).stages]
+    assert names[:3] == ["target: hop", "target: busy", "target: forward"]
+
+
 def test_the_picture_holds_every_stage_of_every_mode() -> None:
     results = [summarize("a < b", 1, ROUNDS), summarize("plain", 2, ROUNDS)]
     root = ElementTree.fromstring(draw_charts([chart(result) for result in results]))

@@ -70,6 +70,11 @@ def test_only_timed_answers_are_stamped_when_they_leave() -> None:
     assert [stage.name for stage in left[1].times.stages] == ["front", "answer"]
 
 
+def test_an_order_that_comes_during_a_step_waits_for_its_end() -> None:
+    assert named(take(50, busy_until_ns=80))["busy engine"] == 80
+    assert "busy engine" not in named(take(50, busy_until_ns=40))
+
+
 def test_a_clock_without_a_name_is_like_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "_CLOCK_FILES", (Path("/nonexistent"),))
     clock_id.cache_clear()
@@ -130,6 +135,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
+def own_stages(measured: AnswerTimes) -> list[str]:
+    """Return the stages, the wait for other requests' steps left out."""
+    return [stage.name for stage in measured.stages if stage.name != "busy engine"]
+
+
 def test_engines_time_rounds_of_timed_requests_only(models: Models) -> None:
     pairing = models.pairing("eagle3")
     pair = LocalPair(make_target(pairing), make_draft(pairing), num_granted=4)
@@ -146,11 +156,11 @@ def test_engines_time_rounds_of_timed_requests_only(models: Models) -> None:
     for request, names in ((timed, ["front", "queue", *step]), (granted, step)):
         for path in request.paths[1:]:
             assert path.times is not None
-            assert [stage.name for stage in path.times.stages] == names
+            assert own_stages(path.times) == names
     for tree in timed.trees:
         assert tree.times is not None
-        names = [stage.name for stage in tree.times.stages]
-        assert names == ["front", "features", "queue", *step[:1], "extend", "grow", "read", "tree"]
+        expected = ["front", "features", "queue", "pack", "extend", "grow", "read", "tree"]
+        assert own_stages(tree.times) == expected
     for times_ in [path.times for path in timed.paths[1:]] + [tree.times for tree in timed.trees]:
         assert times_ is not None
         ends = [times_.begin_ns, *(stage.end_ns for stage in times_.stages)]
