@@ -151,11 +151,21 @@ def _profile(
 
 
 def summarize(title: str, kernels: Sequence[Span]) -> list[Line]:
-    """Return a line per kernel, the longest first, and one for the time between kernels."""
+    """Return a line per kernel, the longest first, and one for the time between kernels.
+
+    Kernels overlap: one that starts early waits for the one before it, and what it takes begins
+    when that one ends.
+
+    Args:
+        kernels: By start.
+    """
     span = max(kernel.end_us for kernel in kernels)
     by_name: dict[str, list[float]] = {}
+    busy_until = 0.0
     for kernel in kernels:
-        by_name.setdefault(short_name(kernel.name), []).append(kernel.end_us - kernel.start_us)
+        start = max(kernel.start_us, busy_until)
+        by_name.setdefault(short_name(kernel.name), []).append(max(kernel.end_us - start, 0.0))
+        busy_until = max(busy_until, kernel.end_us)
     totals = {name: (len(times), sum(times)) for name, times in by_name.items()}
     gaps = gaps_us(kernels)
     totals[_GAP] = (len(gaps), sum(gaps))

@@ -124,7 +124,9 @@ class TargetConfig(WorkerConfig):
         aliases=("context_length",),
     )
     prefill_chunk_len: int = option(
-        256, "most prompt tokens of one request per engine step", minimum=1
+        0,
+        "most prompt tokens of one request per engine step; 0 = 256 on a CPU, 1024 on a GPU",
+        minimum=0,
     )
     feature_retain_rows: int = option(
         8192,

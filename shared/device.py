@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.config import WorkerConfig
+from shared.config import TargetConfig, WorkerConfig
 from shared.errors import ConfigError
 
 DTYPES = {
@@ -57,3 +57,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def max_batch_rows(config: WorkerConfig, device: torch.device) -> int:
     """Return the row budget of an engine step."""
     return config.max_batch_rows or (512 if device.type == "cpu" else 4096)
+
+
+def prefill_chunk_len(config: TargetConfig, device: torch.device) -> int:
+    """Return the most prompt tokens of one request per engine step."""
+    return config.prefill_chunk_len or (256 if device.type == "cpu" else 1024)

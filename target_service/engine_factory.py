@@ -8,7 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from shared.config import TargetConfig
-from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
+from shared.device import (
+    dtype_name,
+    max_batch_rows,
+    prefill_chunk_len,
+    resolve_device,
+    resolve_dtype,
+)
 from shared.errors import ConfigError
 from shared.feature_ring import FeatureRing, remove_stale_rings
 from shared.kv.pool import KVPool
@@ -141,7 +147,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         runner,
         info,
         max_batch_rows=max_batch_rows(config, device),
-        prefill_chunk_len=config.prefill_chunk_len,
+        prefill_chunk_len=prefill_chunk_len(config, device),
         max_context_len=context_len,
         feature_retain_rows=config.feature_retain_rows,
         runs_ahead=device.type == "cuda",

@@ -1,9 +1,11 @@
 """From the QKV product to attention: add up, norm q and k, rotate them, store k and v in pages.
 
-Grid: (num_rows, query heads + 2 * KV heads).
+Grid: (num_rows, groups of heads).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -14,6 +16,9 @@ from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.linear import sum_addends_block, sum_addends_ref
 from shared.kernels.rms_norm import rms_norm_ref
 from shared.kernels.rope import apply_rope
+
+# Heads of one program.
+_MOST_HEADS = 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -37,15 +42,17 @@ def _rope_store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    first_head = tl.program_id(1) * HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    pair = tl.arange(0, HALF_BLOCK)
-    in_half = pair < HALF
+    head = first_head + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = (pair < HALF) & (head >= 0)
     column = head * HEAD_DIM + pair
     split_stride = num_rows.to(tl.int64) * WIDTH
     offset = row * WIDTH + column
@@ -56,15 +63,13 @@ def _rope_store_kernel(
         second += tl.load(bias_ptr + column + HALF, mask=in_half, other=0.0).to(tl.float32)
     dtype = q_ptr.dtype.element_ty
     first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-    if head < NUM_HEADS + NUM_KV_HEADS:
+    if first_head < NUM_HEADS + NUM_KV_HEADS:
         if HAS_NORM:
             norm_ptr = q_norm_ptr
-            if head >= NUM_HEADS:
+            if first_head >= NUM_HEADS:
                 norm_ptr = k_norm_ptr
-            mean_square = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (
-                HEAD_DIM
-            )
-            scale = 1.0 / tl.sqrt(mean_square + eps)
+            square_sum = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+            scale = 1.0 / tl.sqrt(square_sum / HEAD_DIM + eps)[:, None]
             first_weight = tl.load(norm_ptr + pair, mask=in_half, other=0.0).to(tl.float32)
             second_weight = tl.load(norm_ptr + HALF + pair, mask=in_half, other=0.0).to(tl.float32)
             first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype)
@@ -76,19 +81,18 @@ def _rope_store_kernel(
         second = second * cos + first * sin
         first = rotated
     first, second = first.to(dtype), second.to(dtype)
-    if head < NUM_HEADS:
-        out_ptr = q_ptr + (row * NUM_HEADS + head) * HEAD_DIM
-        tl.store(out_ptr + pair, first, mask=in_half)
-        tl.store(out_ptr + HALF + pair, second, mask=in_half)
+    if first_head < NUM_HEADS:
+        out_ptr = q_ptr
+        head_offset = row * NUM_HEADS + head
     else:
         slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
-        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         out_ptr = k_cache_ptr
-        if head >= NUM_HEADS + NUM_KV_HEADS:
+        if first_head >= NUM_HEADS + NUM_KV_HEADS:
             out_ptr = v_cache_ptr
-        out_ptr += (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        tl.store(out_ptr + pair, first, mask=in_half)
-        tl.store(out_ptr + HALF + pair, second, mask=in_half)
+        head_offset = slot * NUM_KV_HEADS + (head - NUM_HEADS) % NUM_KV_HEADS
+    out_ptrs = out_ptr + head_offset * HEAD_DIM + pair
+    tl.store(out_ptrs, first, mask=in_half)
+    tl.store(out_ptrs + HALF, second, mask=in_half)
 
 
 def rope_store(
@@ -128,8 +132,10 @@ def rope_store(
         return q
     q_norm, k_norm = (cos, cos) if norms is None else norms
     half = head_dim // 2
+    # Of one kind each: a power of 2 that divides the heads of q and those of k.
+    heads = math.gcd(num_heads, num_kv_heads, _MOST_HEADS)
     count_launch("rope_store")
-    _rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+    _rope_store_kernel[(num_rows, (num_heads + 2 * num_kv_heads) // heads)](
         addends,
         addends if bias is None else bias,
         q_norm,
@@ -149,7 +155,8 @@ def rope_store(
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
         HALF_BLOCK=triton.next_power_of_2(half),
-        num_warps=1,
+        HEADS=heads,
+        num_warps=max(1, heads // 2),
         **dependent_launch(addends),
     )
     return q

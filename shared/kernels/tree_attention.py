@@ -38,7 +38,7 @@ _Options = dict[str, Any]
 
 _LOG2_E = math.log2(math.e)
 # Programs that a step is split into, as far as its chunks go: a few per multiprocessor.
-_SPLIT_PROGRAMS = 1024
+_SPLIT_PROGRAMS = 512
 # Above either of these a step is not split: its rows fill a GPU, or its states its memory.
 _MAX_SPLIT_ROWS = 256
 _MAX_SPLIT_STATES = 1 << 14
@@ -140,7 +140,7 @@ def attend_in_chunks(
         **shape,
         HAS_WINDOW=metadata.window > 0,
         ROWS=cut.rows,
-        **shared_options(dot, cut.rows * shape["GROUP_BLOCK"]),
+        **shared_options(dot, dim_block, cut.rows * shape["GROUP_BLOCK"]),
         **dependent_launch(q, is_early=is_prepared),
     )
     if is_done:
@@ -239,11 +239,11 @@ def choose_queries(dot: tl.dtype, *, is_wide: bool = False) -> int:
     return 128 if is_wide else 64
 
 
-def shared_options(dot: tl.dtype, queries: int) -> _Options:
+def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     """Return launch options by which states stay in registers and tiles fit into shared memory."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
-    return {"num_warps": 4 * (queries // 64), "num_stages": 2}
+    return {"num_warps": 4 * (queries // 64), "num_stages": 3 if dim_block <= 128 else 2}
 
 
 def finish_options(dot: tl.dtype, dim_block: int) -> _Options:

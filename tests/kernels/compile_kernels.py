@@ -117,6 +117,7 @@ def kernels(dtype: str):
             "NUM_KV_HEADS": 8,
             "HALF": 64,
             "HALF_BLOCK": 64,
+            "HEADS": 8,
         },
     )
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
@@ -233,7 +234,7 @@ def attention_kernels(dtype: str):
             tree_attention_kernels._shared_tiles_kernel,
             [*values, *["*i32"] * 3, *["i32"] * 2, "fp32"],
             {**shape, "HAS_WINDOW": False, "ROWS": queries // 8},
-            tree_attention.shared_options(dot, queries),
+            tree_attention.shared_options(dot, dim_block, queries),
         )
         yield (
             tree_attention_kernels._finish_rows_kernel,
