@@ -25,6 +25,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
     lines = [line.split() for line in result.stdout.splitlines()]
     names = {name for name, *_ in lines}
     assert names == {
+        "_schedule_kernel",
         "_shared_tiles_kernel",
         "_finish_rows_kernel",
         "_linear_kernel",
