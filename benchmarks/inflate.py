@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,7 +24,9 @@ from benchmarks.inflation import SHAPES, Checkpoint, Recipe, inflate_pair
 from shared.models.checkpoint import resolve_model
 
 TARGET, HEAD = "target", "eagle3"
-MAX_SHARD_BYTES = 5 * 10**9
+MAX_SHARD_BYTES = 5 * 10**8
+MAX_THREADS = 16
+"""Shards written at once, each holding one of its tensors in memory."""
 _COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _DTYPES = {torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
 
@@ -34,6 +38,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     args = parser.parse_args()
     started = time.perf_counter()
+    torch.set_num_threads(1)  # in each of those that write shards
     for role, checkpoint in inflate_bundled(args.shape).items():
         num_bytes = write_checkpoint(checkpoint, args.out / role)
         sys.stdout.write(f"{args.out / role}: {num_bytes / 1e9:.2f} GB\n")
@@ -72,10 +77,15 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path, *, has_data: bool 
         _write_shard(directory / "model.safetensors", shards[0], has_data=has_data)
         return total
     weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards):
-        file_name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(directory / file_name, shard, has_data=has_data)
-        weight_map |= dict.fromkeys(shard, file_name)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        written = []
+        for i, shard in enumerate(shards):
+            file_name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            path = directory / file_name
+            written.append(threads.submit(_write_shard, path, shard, has_data=has_data))
+            weight_map |= dict.fromkeys(shard, file_name)
+    for each in written:
+        each.result()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return total
@@ -96,7 +106,7 @@ def _write_shard(path: Path, recipes: dict[str, Recipe], *, has_data: bool) -> N
         if has_data:
             for name, recipe in recipes.items():
                 tensor = recipe.make(name, torch.device("cpu"))
-                tensor.view(torch.uint8).numpy().tofile(file)
+                file.write(tensor.view(torch.uint8).numpy().data)
         else:
             file.truncate(file.tell() + end)
 
