@@ -1,10 +1,13 @@
 """Per draft and tree shape: speed, accept_length, and whether the output is the plain one.
-one.
 
-Starts a server for each draft, runs held-out prompts through gRPC one after another (or several at
-a time), plain and with every shape, and compares outputs token by token.
+Starts a server for each draft, or takes a running one, and sends held-out prompts through gRPC in
+waves of one or several, plain and with every shape. Outputs are compared token by token with the
+first of the same prompt at the same temperature, which is plain. The file is written after every
+line.
 
     python -m benchmarks.speculation --shapes 3/1/4,4/2/8 --output benchmarks/results/cpu.json
+    python -m benchmarks.speculation --server 127.0.0.1:50051 --drafts eagle3 --prompt-len 256 \\
+        --cells plain@1,5/4/16@1,plain@8@1.0,5/4/16@8@1.0
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -19,14 +23,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from benchmarks.machine import describe_machine
-from coppice.client import AsyncClient, Completion
+from coppice.bench import RequestResult, run_request
+from coppice.client import AsyncClient
 from coppice.stack import Stack
 from coppice.stack.config import stack_config
 from shared.config import OrchestratorConfig
+from shared.models.checkpoint import resolve_model
 
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
 SHAPES = "3/1/4,5/1/6,3/2/6,4/2/8,5/4/16,5/8/32,6/8/64"
+
+
+# Tokens of a warm-up: of the first request, and how many more each further one has. So a batch of
+# every size is seen, for which kernels are compiled and graphs captured.
+WARM_UP_TOKENS, WARM_UP_SPREAD = 32, 2
+
+Prompt = str | list[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one line measures.
+
+    Args:
+        shape: num_steps/topk/num_draft_tokens, or plain.
+        concurrency: Requests of a wave.
+    """
+
+    shape: str
+    concurrency: int
+    temperature: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +63,13 @@ class Row:
     """One line of the table.
 
     Args:
+        tokens_per_second: All output over the time that the waves took, prompts included.
+        decode_tokens_per_second: While all requests of a wave were decoding: from the last one's
+            first token to the first one's last.
+        first_token_ms: Mean over requests.
+        round_ms: Mean over requests, from the first token to the last, per round.
         accept_length: Tokens per round, bonus included, over all rounds of all prompts.
-        identical: Share of outputs equal to the plain run's, token by token.
+        identical: Share of outputs equal to the plain ones, token by token.
         draft_wait_ms, verify_ms: Means over rounds.
     """
 
@@ -43,7 +77,11 @@ class Row:
     shape: str
     temperature: float
     concurrency: int
+    num_requests: int
     tokens_per_second: float
+    decode_tokens_per_second: float
+    first_token_ms: float
+    round_ms: float
     accept_length: float
     identical: float
     root_only_rounds: int
@@ -51,19 +89,42 @@ class Row:
     verify_ms: float
 
 
+class Report:
+    """Lines as they come: on the terminal, and in the file."""
+
+    def __init__(self, path: str) -> None:
+        self.rows: list[Row] = []
+        self._path = path
+        self._machine = describe_machine() if path else {}
+
+    def add(self, row: Row) -> None:
+        """Print a line and write the file."""
+        self.rows.append(row)
+        _print([row])
+        if self._path:
+            rows = [dataclasses.asdict(row) for row in self.rows]
+            text = json.dumps({**self._machine, "rows": rows}, indent=1)
+            Path(self._path).write_text(text + "\n")
+
+
 def main() -> None:
     """Measure what the flags ask for."""
     args = _parse()
-    prompts = [json.loads(line)["text"] for line in PROMPTS.read_text().splitlines()]
-    prompts = prompts[: args.num_prompts]
-    rows: list[Row] = []
+    cells = _cells(args)
+    prompts = _prompts(args, max(_num_waves(cell, args) * cell.concurrency for cell in cells))
+    report = Report(args.output)
     for name in args.drafts.split(","):
         algorithm, _, directory = name.partition("=")
+        if args.server:
+            asyncio.run(_measure(args.server, algorithm, cells, prompts, args, report))
+            break
         given = {
             "target_model": args.target_model,
             "draft_model": directory or "demo",
             "algorithm": algorithm,
             "device": args.device,
+            "target_gpus": args.target_gpus,
+            "draft_gpus": args.draft_gpus,
             "dtype": args.dtype,
             "draft_dtype": args.dtype,
             "page_size": args.page_size,
@@ -73,12 +134,9 @@ def main() -> None:
         orchestrator = OrchestratorConfig(draft_timeout_ms=60_000, draft_open_timeout_ms=60_000)
         config = stack_config(given, orchestrator=orchestrator)
         with Stack(config, on_log=_log) as stack:
-            rows += asyncio.run(_measure(stack.address, algorithm, prompts, args))
-    _print(rows)
-    if args.output:
-        result = {**describe_machine(), "rows": [dataclasses.asdict(row) for row in rows]}
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
-    if any(row.identical < 1 for row in rows):
+            asyncio.run(_measure(stack.address, algorithm, cells, prompts, args, report))
+    _print(report.rows)
+    if any(row.identical < 1 for row in report.rows):
         sys.exit("speculation changed an output: that is a bug")
 
 
@@ -86,41 +144,96 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--drafts", default="eagle3,standalone", help="ALGORITHM[=DIR], ...")
     parser.add_argument("--target-model", default="demo")
+    parser.add_argument("--server", default="", help="HOST:PORT of a running one; start none")
     parser.add_argument("--shapes", default=SHAPES, help="num_steps/topk/num_draft_tokens, ...")
     parser.add_argument("--temperatures", default="0", help="comma-separated")
     parser.add_argument("--concurrency", default="1", help="requests at a time, comma-separated")
-    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument(
+        "--cells",
+        default="",
+        help="SHAPE@CONCURRENCY[@TEMPERATURE], ... in this order instead of all combinations; "
+        "plain before the shapes to compare with it",
+    )
+    parser.add_argument("--num-prompts", type=int, default=16, help="per line, at least")
+    parser.add_argument("--waves", type=int, default=1, help="per line, at least")
+    parser.add_argument("--prompt-len", type=int, default=0, help="tokens; 0 = texts as they are")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--target-gpus", default="")
+    parser.add_argument("--draft-gpus", default="")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", default="", help="file to write, JSON")
     return parser.parse_args()
 
 
+def _cells(args: argparse.Namespace) -> list[Cell]:
+    if args.cells:
+        parts = [text.split("@") for text in args.cells.split(",")]
+        return [
+            Cell(shape=shape, concurrency=int(count), temperature=float(rest[0] if rest else 0))
+            for shape, count, *rest in parts
+        ]
+    return [
+        Cell(shape=shape, concurrency=concurrency, temperature=temperature)
+        for concurrency in map(int, args.concurrency.split(","))
+        for temperature in map(float, args.temperatures.split(","))
+        for shape in ("plain", *args.shapes.split(","))
+    ]
+
+
+def _num_waves(cell: Cell, args: argparse.Namespace) -> int:
+    return max(args.waves, -(-args.num_prompts // cell.concurrency))
+
+
+def _prompts(args: argparse.Namespace, count: int) -> list[Prompt]:
+    """Return held-out texts, or pieces of one length cut from them; as many as there are."""
+    texts = [json.loads(line)["text"] for line in PROMPTS.read_text().splitlines()]
+    if not args.prompt_len:
+        return texts[:count]
+    directory = resolve_model(args.target_model, "target")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokens = [token for text in texts for token in tokenizer.encode(text).ids]
+    starts = [i * args.prompt_len % (len(tokens) - args.prompt_len) for i in range(count)]
+    return [tokens[start : start + args.prompt_len] for start in starts]
+
+
 async def _measure(
-    address: str, draft: str, prompts: Sequence[str], args: argparse.Namespace
-) -> list[Row]:
-    rows = []
+    address: str,
+    draft: str,
+    cells: Sequence[Cell],
+    prompts: Sequence[Prompt],
+    args: argparse.Namespace,
+    report: Report,
+) -> None:
+    first: dict[tuple[float, int], tuple[int, ...]] = {}  # outputs
     async with AsyncClient(address) as client:
-        for concurrency in map(int, args.concurrency.split(",")):
-            for temperature in map(float, args.temperatures.split(",")):
-                plain: list[Completion] = []
-                for shape in ("plain", *args.shapes.split(",")):
-                    keywords = _keywords(shape, temperature, args)
-                    await _run(client, prompts[:concurrency], concurrency, keywords)  # warm up
-                    outputs, seconds = await _run(client, prompts, concurrency, keywords)
-                    plain = plain or outputs
-                    rows.append(
-                        _row(draft, shape, temperature, concurrency, outputs, plain, seconds)
-                    )
-                    _print(rows[-1:])
-    return rows
+        for cell in cells:
+            keywords = _keywords(cell.shape, cell.temperature)
+            lengths = [WARM_UP_TOKENS + WARM_UP_SPREAD * i for i in range(cell.concurrency)]
+            await _wave(client, prompts, lengths, keywords)
+            waves, seconds, num_same = [], 0.0, 0
+            for wave in range(_num_waves(cell, args)):
+                begin = wave * cell.concurrency
+                indices = [i % len(prompts) for i in range(begin, begin + cell.concurrency)]
+                started = time.perf_counter()
+                results = await _wave(
+                    client,
+                    [prompts[i] for i in indices],
+                    [args.max_new_tokens] * cell.concurrency,
+                    keywords,
+                )
+                seconds += time.perf_counter() - started
+                waves.append(results)
+                num_same += sum(
+                    first.setdefault((cell.temperature, i), result.token_ids) == result.token_ids
+                    for i, result in zip(indices, results, strict=True)
+                )
+            report.add(_row(draft, cell, waves, seconds, num_same))
 
 
-def _keywords(shape: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+def _keywords(shape: str, temperature: float) -> dict[str, Any]:
     keywords: dict[str, Any] = {
-        "max_new_tokens": args.max_new_tokens,
         "ignore_eos": True,
         "temperature": temperature,
         "seed": 1234,
@@ -137,47 +250,73 @@ def _keywords(shape: str, temperature: float, args: argparse.Namespace) -> dict[
     return keywords
 
 
-async def _run(
-    client: AsyncClient, prompts: Sequence[str], concurrency: int, keywords: dict[str, Any]
-) -> tuple[list[Completion], float]:
-    """Return the completions in order of prompts, and how long they took together, seconds."""
-    slots = asyncio.Semaphore(concurrency)
+async def _wave(
+    client: AsyncClient,
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int],
+    keywords: dict[str, Any],
+) -> list[RequestResult]:
+    """Send a request for each of `lengths` at once, of the prompts in turn."""
 
-    async def one(prompt: str) -> Completion:
-        async with slots:
-            return await client.generate(prompt, **keywords)
+    def one(prompt: Prompt, length: int) -> Any:
+        options = {**keywords, "max_new_tokens": length}
+        if isinstance(prompt, str):
+            return run_request(client, prompt, options)
+        return run_request(client, None, {**options, "token_ids": prompt})
 
-    started = time.perf_counter()
-    outputs = await asyncio.gather(*(one(prompt) for prompt in prompts))
-    return list(outputs), time.perf_counter() - started
+    pairs = zip(itertools.cycle(prompts), lengths, strict=False)
+    return list(await asyncio.gather(*(one(*pair) for pair in pairs)))
 
 
 def _row(
     draft: str,
-    shape: str,
-    temperature: float,
-    concurrency: int,
-    outputs: Sequence[Completion],
-    plain: Sequence[Completion],
+    cell: Cell,
+    waves: Sequence[Sequence[RequestResult]],
     seconds: float,
+    num_same: int,
 ) -> Row:
-    stats = [output.speculation for output in outputs]
+    requests = [request for wave in waves for request in wave]
+    finishes = [request.finish for request in requests]
+    stats = [finish.speculation for finish in finishes]
     num_rounds = sum(stat.num_rounds for stat in stats)
     accepted = sum(stat.num_accepted_drafts for stat in stats)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, plain, strict=True))
-    is_plain = shape == "plain"
+    is_plain = cell.shape == "plain"
     return Row(
         draft="none" if is_plain else draft,
-        shape=shape,
-        temperature=temperature,
-        concurrency=concurrency,
-        tokens_per_second=round(sum(len(o.token_ids) for o in outputs) / seconds, 1),
+        shape=cell.shape,
+        temperature=cell.temperature,
+        concurrency=cell.concurrency,
+        num_requests=len(requests),
+        tokens_per_second=round(sum(len(r.token_ids) for r in requests) / seconds, 1),
+        decode_tokens_per_second=decode_rate(waves),
+        first_token_ms=_mean([1e3 * request.time_to_first_token_s for request in requests]),
+        round_ms=_mean([_decode_ms(r) / max(1, r.finish.speculation.num_rounds) for r in requests]),
         accept_length=round(1 + accepted / num_rounds, 3),
-        identical=same / len(outputs),
+        identical=num_same / len(requests),
         root_only_rounds=0 if is_plain else sum(stat.num_root_only_rounds for stat in stats),
-        draft_wait_ms=_mean([output.timings.mean_draft_wait_ms for output in outputs]),
-        verify_ms=_mean([output.timings.mean_verify_ms for output in outputs]),
+        draft_wait_ms=_mean([finish.timings.mean_draft_wait_ms for finish in finishes]),
+        verify_ms=_mean([finish.timings.mean_verify_ms for finish in finishes]),
     )
+
+
+def decode_rate(waves: Sequence[Sequence[RequestResult]]) -> float:
+    """Return tokens per second while all requests of a wave were decoding; 0 if they never were.
+
+    Args:
+        waves: Requests of each were sent at the same time.
+    """
+    num_tokens, seconds = 0, 0.0
+    for wave in waves:
+        begin = max(request.arrivals[0][0] for request in wave)
+        end = min(request.arrivals[-1][0] for request in wave)
+        seconds += max(0.0, end - begin)
+        arrivals = itertools.chain(*(request.arrivals for request in wave))
+        num_tokens += sum(count for at, count in arrivals if begin < at <= end)
+    return round(num_tokens / seconds, 1) if seconds else 0.0
+
+
+def _decode_ms(request: RequestResult) -> float:
+    return 1e3 * (request.arrivals[-1][0] - request.arrivals[0][0])
 
 
 def _mean(values: Sequence[float]) -> float:

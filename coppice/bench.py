@@ -120,7 +120,7 @@ async def run_bench(
     plain_outputs: dict[int, tuple[int, ...]] = {}
     async with AsyncClient(address) as client:
         for mode in modes:  # warm up: compiled kernels, caches, connections
-            await _run_request(client, prompts[0], {**keywords, **mode.keywords, "seed": 0})
+            await run_request(client, prompts[0], {**keywords, **mode.keywords, "seed": 0})
         for concurrency in concurrencies:
             count = max(concurrency, requests_per_cell)
             for mode in modes:
@@ -198,7 +198,7 @@ async def run_cell(
 
     async def work() -> None:
         for index in indices:
-            results[index] = await _run_request(client, texts[index], {"seed": index, **keywords})
+            results[index] = await run_request(client, texts[index], {"seed": index, **keywords})
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -209,9 +209,14 @@ async def run_cell(
     return [results[index] for index in range(count)]
 
 
-async def _run_request(
-    client: AsyncClient, prompt: str, keywords: Mapping[str, Any]
+async def run_request(
+    client: AsyncClient, prompt: str | None, keywords: Mapping[str, Any]
 ) -> RequestResult:
+    """Stream one request to its end.
+
+    Args:
+        keywords: For AsyncClient.stream.
+    """
     token_ids: list[int] = []
     arrivals: list[tuple[float, int]] = []
     finish: FinishInfo | None = None
