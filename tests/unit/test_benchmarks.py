@@ -12,12 +12,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import decode, draft, fidelity, forward, kernels, steps
+from benchmarks import decode, draft, fidelity, forward, kernels, speculation, steps
 from benchmarks.rows import tree_of
+from benchmarks.speculation import decode_rate
 from benchmarks.steps import chart, gaps_us, summarize
 from benchmarks.timing import time_ms
+from coppice.bench import RequestResult
 from coppice.svg import Span, draw_charts
+from shared.generation import FinishInfo
 from shared.tree import check_tree
+from shared.types import FinishReason
 
 CHECKS = ("is_right", "is_exact", "identical", "identical_outputs", "identical_trees")
 KERNELS = [
@@ -37,6 +41,12 @@ KERNELS = [
         (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 8", 2),
         (fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
         (steps, "--requests 2 --shape 3/2/5 --context 20", None),
+        (
+            speculation,
+            "--drafts eagle3 --cells plain@1,3/2/5@2 --num-prompts 2 --max-new-tokens 8 "
+            "--prompt-len 24",
+            2,
+        ),
     ],
 )
 def test_a_command_writes_its_result(
@@ -63,6 +73,24 @@ def test_a_command_writes_its_result(
     if module is steps:
         for step in ("target", "draft"):
             ElementTree.parse(tmp_path / f"picture-{step}.svg")
+
+
+def test_speed_counts_only_while_all_requests_decode() -> None:
+    def wave(*requests: list[tuple[float, int]]) -> list[RequestResult]:
+        return [
+            RequestResult(
+                token_ids=(),
+                arrivals=tuple(arrivals),
+                elapsed_s=arrivals[-1][0],
+                finish=FinishInfo(reason=FinishReason.LENGTH),
+            )
+            for arrivals in requests
+        ]
+
+    early, late = [(0.5, 1), (1.0, 4), (2.0, 5)], [(1.0, 1), (2.0, 3), (9.0, 2)]
+    assert decode_rate([wave(early, late)]) == 8.0  # (1, 2]: 5 and 3
+    assert decode_rate([wave(early, late), wave([(0.0, 1), (3.0, 4)])]) == 3.0  # 12 in 4 s
+    assert decode_rate([wave([(0.0, 1), (1.0, 1)], [(2.0, 1), (3.0, 1)])]) == 0.0
 
 
 def test_the_time_between_kernels_is_counted() -> None:
