@@ -38,7 +38,20 @@ def read_prompts(tokenizer_dir: Path, count: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def final_hidden_rows(target_dir: Path, head_dir: Path, *, num_prompts: int = 24) -> HiddenRows:
-    """Run the target and its EAGLE-3 head over held-out prompts, in float32 on the CPU."""
+    """Run the target and its EAGLE-3 head over held-out prompts, in float32 on the CPU.
+
+    By one thread: many would wait for each other at every small product, for minutes when the
+    machine is busy.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _final_hidden_rows(target_dir, head_dir, num_prompts)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _final_hidden_rows(target_dir: Path, head_dir: Path, num_prompts: int) -> HiddenRows:
     _, spec = feature_spec(head_dir, target_dir, "eagle3")
     target = CausalLM.from_checkpoint(target_dir, _CPU, torch.float32)
     head = Eagle3Draft.from_checkpoint(
