@@ -194,7 +194,8 @@ class TargetEngine:
             self._in_flight = None
         for request in self._requests.values():
             self._send_features(request)
-            if request.features is not None:
+            # A replay in flight ends where the rows held begin: they must not go meanwhile.
+            if request.features is not None and not request.is_replaying:
                 request.features.trim()
         if self._ring is not None:
             self._ring.start_burst()

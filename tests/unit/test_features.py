@@ -165,6 +165,33 @@ def test_a_late_subscriber_catches_up_while_rounds_go_on(models: Models, retain_
     pair.check_idle()
 
 
+@pytest.mark.parametrize("retain_rows", [0, 5, 30])
+def test_a_late_subscriber_catches_up_with_a_target_that_runs_ahead(
+    models: Models, retain_rows: int
+) -> None:
+    target = make_target(
+        models.pairing("eagle3"), feature_retain_rows=retain_rows, prefill_chunk_len=20
+    )
+    target._scheduler.runs_ahead = True
+    pair, request = open_request(target)
+    for _ in range(5):
+        pair.step()
+    target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=0))
+    position = 0
+    for step in range(20):
+        for chunk in chunks_of_step(pair):
+            assert chunk.start == position
+            position += chunk.shape[0]
+        if step > 8:  # 65 rows in replays of 20
+            log = target._requests["r1"].features
+            assert log is not None and position == log.end
+    assert len(request.output) == 13, "rounds went on meanwhile, each two steps long"
+    target.submit(TargetClose(request_id="r1", target_epoch=1))
+    while target.has_work:
+        target.step()
+    pair.check_idle()
+
+
 def test_replays_write_no_kv(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(models.pairing("eagle3"), feature_retain_rows=0, prefill_chunk_len=20)
     pair, _ = open_request(target)
