@@ -84,6 +84,7 @@ def engine_main(
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)
+        gc.collect()  # what loading left behind would be kept for ever with the rest
         gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe)
