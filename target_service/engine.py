@@ -245,9 +245,9 @@ class TargetEngine:
             )
             verified = self._runner.verify(verify, extended)
             self._runner.commit_kv(verify, verified)
+        timer.device("sample")  # before the read, which is all that is waited for
         # Before the next step is launched: that one overwrites what this one computes.
         read = self._runner.start_read(batch, extended, verified)
-        timer.device("sample")
         order_times = {}
         for chain in batch.chains:
             if isinstance(chain.work, PrefillWork):

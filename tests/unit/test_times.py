@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from shared import step_timer, times
 from shared.step_timer import StepTimer
 from shared.times import clock_id, leave, seen_from, take
 from shared.types import AcceptedPath, AnswerTimes, StageTime, TreeShape
-from tests.engines import Models, make_draft, make_target
+from tests.engines import Models, make_draft, make_target, run_plain
 from tests.local_pair import LocalPair, LocalRequest
 
 
@@ -133,6 +134,29 @@ def test_a_busy_device_begins_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
+
+
+def test_the_read_waits_for_every_mark_of_the_device(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of an event that is still to come cannot be asked for."""
+    target = make_target(models.pairing("standalone"))
+    start_read, mark = target._runner.start_read, StepTimer.device
+    order: list[str] = []
+
+    def noted_read(*args: Any) -> Any:
+        order.append("read")
+        return start_read(*args)
+
+    def noted_mark(timer: StepTimer, name: str) -> None:
+        order.append(name)
+        mark(timer, name)
+
+    monkeypatch.setattr(target._runner, "start_read", noted_read)
+    monkeypatch.setattr(StepTimer, "device", noted_mark)
+    run_plain(target, [LocalRequest(prompt=[5, 6, 7], max_new_tokens=4, is_timed=True)])
+    num_steps = target.load.num_steps
+    assert num_steps > 2 and order == ["forward", "sample", "read"] * num_steps
 
 
 def own_stages(measured: AnswerTimes) -> list[str]:
