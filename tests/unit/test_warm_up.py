@@ -8,20 +8,38 @@ import pytest
 import torch
 
 import draft_service.warm_up
+import target_service.engine
 import target_service.warm_up
+from shared.buckets import ROW_BUCKETS
 from shared.types import TokenTree
+from target_service.batch import StepBatch
 from tests.engines import KINDS, Models, make_draft, make_target, run_plain
 from tests.local_pair import LocalPair, LocalRequest
 
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 1, "num_pages": 84, "max_num_requests": 1}])
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_target_warms_up(models: Models, options: dict[str, int], *, runs_ahead: bool) -> None:
-    target = make_target(models.pairing("standalone"), **options)
+def test_a_target_warms_up(
+    models: Models, options: dict[str, int], monkeypatch: pytest.MonkeyPatch, *, runs_ahead: bool
+) -> None:
+    target = make_target(models.pairing("standalone"), **{"prefill_chunk_len": 512} | options)
     expected = run_plain(target, [LocalRequest(prompt=[5, 6, 7], max_new_tokens=9)])
     steps = target.load.num_steps
     target._scheduler.runs_ahead = runs_ahead
+    build_batch = target_service.engine.build_batch
+    batches: list[StepBatch] = []
+
+    def noted_batch(*args: Any, **options: Any) -> StepBatch:
+        batches.append(build_batch(*args, **options))
+        return batches[-1]
+
+    monkeypatch.setattr(target_service.engine, "build_batch", noted_batch)
     target_service.warm_up.warm_up(target)
+    has_long_step = any(
+        batch.num_rows > ROW_BUCKETS[-1] and batch.extend.rows.attention.has_trees
+        for batch in batches
+    )
+    assert has_long_step == (not options), "a long prompt beside trees, if there is room"
     assert target.load.num_steps > steps + 3 and target.load.num_moved_rounds >= 0
     assert target._requests == {} and not target.has_work
     assert target.load.num_free_pages == target.load.num_pages
