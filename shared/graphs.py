@@ -57,7 +57,7 @@ class GraphCache:
                 self._drop_oldest()
             captured = self._capture(compute, inputs)
         self._captured[key] = captured  # the newest is last
-        assert all(map(_is_same, captured.inputs, inputs)), f"the inputs of graph {key} moved"
+        assert _are_same(captured.inputs, inputs), f"the inputs of graph {key} moved"
         captured.graph.replay()
         add_launches(captured.launches)
         return captured.outputs
@@ -81,6 +81,10 @@ class GraphCache:
         }
         add_launches({name: -count for name, count in launches.items()})  # captured, not launched
         return _Captured(graph=graph, outputs=outputs, inputs=inputs, launches=launches)
+
+
+def _are_same(captured: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    return len(captured) == len(inputs) and all(map(_is_same, captured, inputs))
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

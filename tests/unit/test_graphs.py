@@ -57,6 +57,8 @@ def test_an_input_elsewhere_or_of_another_shape_is_refused(other: torch.Tensor) 
         cache.run("a", lambda: None, [other])
     with pytest.raises(AssertionError, match="moved"):
         cache.run("a", lambda: None, [x[:2]])
+    with pytest.raises(AssertionError, match="moved"):
+        cache.run("a", lambda: None, [x, x])
     cache.run("a", lambda: None, [x])
 
 
