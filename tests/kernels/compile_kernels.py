@@ -360,11 +360,15 @@ def is_serialized(ptx: str, capability: int) -> bool:
 
 
 def waits_first(ptx: str, *, may_load: bool = False) -> bool:
-    """Return whether a kernel waits for earlier ones before it branches or touches memory."""
+    """Return whether a kernel waits for earlier ones before it branches or touches memory.
+
+    Args:
+        may_load: It may load from memory before.
+    """
     before, wait, _ = re.sub(r"//.*", "", ptx).partition("griddepcontrol.wait;")
     touched = re.findall(r"\b(ld|st|atom|red|cp|bra|ret|exit)\b([.\w]*)", before)
     harmless = (".param", *[".global"] * may_load)
-    return bool(wait) and all(space.startswith(harmless) for _, space in touched)
+    return bool(wait) and all(op == "ld" and space.startswith(harmless) for op, space in touched)
 
 
 if __name__ == "__main__":

@@ -76,3 +76,16 @@ def captured(compute: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], t
 )
 def test_what_counts_as_waiting_first(ptx: str, *, is_first: bool) -> None:
     assert waits_first(ptx) == is_first
+
+
+@pytest.mark.parametrize(
+    ("ptx", "is_first"),
+    [
+        ("ld.global.b32 %r1; griddepcontrol.wait; st.global.b32 [%rd1], %r1;", True),
+        ("st.global.b32 [%rd1], %r1; griddepcontrol.wait;", False),
+        ("red.global.add.u32 [%rd1], %r1; griddepcontrol.wait;", False),
+        ("@%p1 bra $L1; griddepcontrol.wait;", False),
+    ],
+)
+def test_what_may_load_may_not_store_before_it_waits(ptx: str, *, is_first: bool) -> None:
+    assert waits_first(ptx, may_load=True) == is_first
