@@ -108,15 +108,21 @@ def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
             if is_empty or time.monotonic() >= next_check:
                 engine.check_integrity()
                 next_check = time.monotonic() + CHECK_INTERVAL_S
-            # That messages were only taken is said when nothing else comes: it wakes the front.
-            is_urgent = reported is None or reported[0] != load
-            if reported != (load, num_received) and (is_urgent or not pipe.poll(REPORT_DELAY_S)):
-                reported = (load, num_received)
-                pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
+            has_told = reported == (load, num_received)
+            if not has_told:
+                # That messages were only taken can wait a little: it wakes the front.
+                is_urgent = reported is None or reported[0] != load
+                is_late = time.monotonic() >= next_report
+                if is_urgent or is_late or not pipe.poll(REPORT_DELAY_S):
+                    reported = (load, num_received)
+                    has_told = True
+                    pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
         for messages in pipe.receive(wait=is_idle):
             for message in messages:
                 engine.submit(message)
             num_received += len(messages)
+        if is_idle and has_told:
+            next_report = time.monotonic() + REPORT_DELAY_S
         if engine.has_work:
             outputs = engine.step()
             if not outputs and time.monotonic() < next_report:

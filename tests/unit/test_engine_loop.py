@@ -58,19 +58,29 @@ class Clock:
 
 
 class ScriptedPipe:
-    """Gives one batch of messages per wait, then ends; `polls` are the answers of `poll`."""
+    """Gives one batch of messages per wait, then ends; `polls` are the answers of `poll`.
 
-    def __init__(self, batches: list[list[Any]], polls: list[bool]) -> None:
+    Args:
+        poll_s: How long a poll takes on the clock that finds messages.
+    """
+
+    def __init__(
+        self, clock: Clock, batches: list[list[Any]], polls: list[bool], *, poll_s: float
+    ) -> None:
         self.reports: list[EngineReport] = []
+        self._clock = clock
         self._batches = batches
         self._polls = polls
+        self._poll_s = poll_s
 
     def send(self, report: EngineReport) -> None:
         self.reports.append(report)
 
     def poll(self, timeout_s: float) -> bool:
         assert timeout_s == REPORT_DELAY_S
-        return self._polls.pop(0)
+        has_news = self._polls.pop(0)
+        self._clock.now += self._poll_s if has_news else timeout_s
+        return has_news
 
     def receive(self, *, wait: bool) -> list[Any]:
         if not wait:
@@ -87,10 +97,11 @@ def run(
     batches: list[list[Any]],
     polls: list[bool] | None = None,
     step_s: float = 0.0,
+    poll_s: float = 0.0,
 ) -> list[EngineReport]:
     clock = Clock()
     monkeypatch.setattr(engine_main.time, "monotonic", clock.monotonic)
-    pipe = ScriptedPipe(batches, polls or [])
+    pipe = ScriptedPipe(clock, batches, polls or [], poll_s=poll_s)
     with pytest.raises(EOFError):
         run_engine(Scripted(clock, steps, step_s=step_s), pipe)  # type: ignore[arg-type]
     return pipe.reports[1:]  # the first one says that it is idle
@@ -117,3 +128,14 @@ def test_messages_that_were_only_taken_are_reported_once_nothing_else_comes(
     batches: list[list[Any]] = [["x"], ["x", "x"], ["x"]]
     reports = run(monkeypatch, steps=[], batches=batches, polls=[True, True, False])
     assert [report.num_received for report in reports] == [4]
+
+
+def test_messages_that_never_cease_do_not_make_an_engine_look_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches: list[list[Any]] = [["x"] for _ in range(50)]
+    polls = [True] * 50
+    reports = run(monkeypatch, steps=[], batches=batches, polls=polls, poll_s=REPORT_DELAY_S / 5)
+    received = [report.num_received for report in reports]
+    assert len(received) >= 8 and received[-1] > 40
+    assert max(b - a for a, b in zip(received, received[1:], strict=False)) <= 6
