@@ -8,19 +8,59 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
+import functools
+import io
 import pickle
 import select
 import socket
 import struct
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 _HEADER = struct.Struct("<Q")
 _RECEIVE_BYTES = 1024 * 1024
 
 
+class _Reducers(dict[type, Callable[[Any], tuple[Any, ...]]]):
+    """How to pickle the values of a dataclass, in a third of the time that its own way takes."""
+
+    def __missing__(self, cls: type) -> Callable[[Any], tuple[Any, ...]]:
+        is_all_slots = dataclasses.is_dataclass(cls) and cls.__dictoffset__ == 0
+        names = [field.name for field in dataclasses.fields(cls)] if is_all_slots else []
+        if len(names) < 2:  # of one name attrgetter makes no tuple
+            raise KeyError(cls)
+        values_of = attrgetter(*names)
+        self[cls] = reduce = lambda value: (_restore, (cls, *values_of(value)))
+        return reduce
+
+
+_REDUCERS = _Reducers()
+
+
+def _restore(cls: type, *values: Any) -> Any:
+    restored: Any = object.__new__(cls)
+    for set_field, value in zip(_setters(cls), values, strict=True):
+        set_field(restored, value)
+    return restored
+
+
+@functools.cache
+def _setters(cls: type) -> tuple[Callable[[Any, Any], None], ...]:
+    """Return the setters of a dataclass's slots, which work on a frozen one too."""
+    return tuple(getattr(cls, field.name).__set__ for field in dataclasses.fields(cls))
+
+
 def _encode(message: Any) -> bytes:
-    body = pickle.dumps(message, protocol=5)
-    return b"".join((_HEADER.pack(len(body)), body))
+    frame = io.BytesIO()
+    frame.write(bytes(_HEADER.size))
+    pickler = pickle.Pickler(frame, protocol=5)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(message)
+    with frame.getbuffer() as view:
+        _HEADER.pack_into(view, 0, len(view) - _HEADER.size)
+    return frame.getvalue()
 
 
 class _Frames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from shared import types
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
 from shared.rpc import batches
 from shared.rpc.convert import from_proto, to_proto
+from shared.rpc.engine import EngineReport
+from shared.rpc.pipe import BlockingPipe
 from tests.contract.strategies import BY_TYPE
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,6 +44,27 @@ def test_value_survives_the_wire(value_type: type[Any], data: st.DataObject) -> 
     message = to_proto(value)
     parsed = type(message).FromString(message.SerializeToString())
     assert from_proto(parsed) == value
+
+
+@pytest.mark.parametrize("value_type", BY_TYPE, ids=lambda value_type: value_type.__name__)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_value_survives_the_pipe(value_type: type[Any], data: st.DataObject) -> None:
+    """Between a front and its engine values are pickled, parts and wrappers included."""
+    value = data.draw(BY_TYPE[value_type])
+    failure = types.FeatureFailure(failure=data.draw(BY_TYPE[types.RequestFailure]))
+    report = EngineReport(
+        outputs=[value, value, failure], load=types.WorkerLoad(), num_received=1, has_work=False
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        BlockingPipe(ours).send(report)
+        BlockingPipe(ours).send([value])
+        pipe, received = BlockingPipe(theirs), []
+        while len(received) < 2:
+            received += pipe.receive(wait=True)
+    assert received == [report, [value]]
+    assert all(hash(one) == hash(value) for one in received[0].outputs[:2])  # still frozen values
 
 
 PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any], ...]]] = {
