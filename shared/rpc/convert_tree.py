@@ -8,6 +8,8 @@ from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.rpc.convert_features import feature_spec_from_proto, feature_spec_to_proto
 from shared.rpc.fields import require_ids, require_range, require_request_id, within
 
+_FINISH_REASONS = {int(reason): reason for reason in types.FinishReason}
+
 
 def stage_to_proto(stage: types.StageTime) -> generation_pb2.StageTime:
     """Convert the end of a stage."""
@@ -117,8 +119,8 @@ def accepted_path_to_proto(path: types.AcceptedPath) -> tree_pb2.AcceptedPath:
         token_ids=path.token_ids,
         num_accepted_drafts=path.num_accepted_drafts,
         num_draft_tokens=path.num_draft_tokens,
-        logprobs=[logprob_to_proto(value) for value in path.logprobs],
-        finish_reason=generation_pb2.FinishReason.Name(path.finish_reason),
+        logprobs=map(logprob_to_proto, path.logprobs),
+        finish_reason=int(path.finish_reason),  # type: ignore[arg-type]
         matched_stop_token_id=path.matched_stop_token_id,
         times=None if path.times is None else times_to_proto(path.times),
     )
@@ -128,22 +130,22 @@ def accepted_path_from_proto(message: tree_pb2.AcceptedPath) -> types.AcceptedPa
     """Convert an accepted path."""
     accept_index = require_ids(message.accept_index, "accept_index")
     token_ids = require_ids(message.token_ids, "token_ids")
+    logprobs = tuple(map(logprob_from_proto, message.logprobs))
     if len(accept_index) != len(token_ids):
         raise InvalidArgumentError(
             f"accept_index has {len(accept_index)} entries for {len(token_ids)} token_ids",
             field="accept_index",
         )
-    if message.logprobs and len(message.logprobs) != len(token_ids):
+    if logprobs and len(logprobs) != len(token_ids):
         raise InvalidArgumentError(
-            f"logprobs has {len(message.logprobs)} entries for {len(token_ids)} token_ids",
+            f"logprobs has {len(logprobs)} entries for {len(token_ids)} token_ids",
             field="logprobs",
         )
-    try:
-        finish_reason = types.FinishReason(message.finish_reason)
-    except ValueError:
+    finish_reason = _FINISH_REASONS.get(message.finish_reason)
+    if finish_reason is None:
         raise InvalidArgumentError(
             f"finish_reason has the unknown value {message.finish_reason}", field="finish_reason"
-        ) from None
+        )
     has_stop = message.HasField("matched_stop_token_id")
     return types.AcceptedPath(
         request_id=require_request_id(message.request_id),
@@ -154,7 +156,7 @@ def accepted_path_from_proto(message: tree_pb2.AcceptedPath) -> types.AcceptedPa
         token_ids=token_ids,
         num_accepted_drafts=require_range(message.num_accepted_drafts, "num_accepted_drafts", 0),
         num_draft_tokens=require_range(message.num_draft_tokens, "num_draft_tokens", 1),
-        logprobs=tuple(logprob_from_proto(value) for value in message.logprobs),
+        logprobs=logprobs,
         finish_reason=finish_reason,
         matched_stop_token_id=message.matched_stop_token_id if has_stop else None,
         times=times_from_proto(message.times) if message.HasField("times") else None,
@@ -233,7 +235,9 @@ def load_from_proto(message: tree_pb2.WorkerLoad) -> types.WorkerLoad:
         num_rows=message.num_rows,
         num_request_steps=message.num_request_steps,
         num_moved_rounds=message.num_moved_rounds,
-        kernel_launches=tuple(sorted(message.kernel_launches.items())),
+        kernel_launches=tuple(sorted(message.kernel_launches.items()))
+        if message.kernel_launches
+        else (),
     )
 
 
