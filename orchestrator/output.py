@@ -83,11 +83,12 @@ class Output:
 
     def extend(self, path: AcceptedPath) -> list[TokenDelta]:
         """Take what a round committed; return what may leave now."""
+        drops_last = path.matched_stop_token_id is not None and not self._includes_stop
+        token_ids = path.token_ids[:-1] if drops_last else path.token_ids
+        if self._matcher is None:
+            return self._pass_on(token_ids, path)
         self._round_number += 1
-        for index, token_id in enumerate(path.token_ids):
-            is_stop = path.matched_stop_token_id is not None and index == len(path.token_ids) - 1
-            if is_stop and not self._includes_stop:
-                break
+        for index, token_id in enumerate(token_ids):
             self._append(
                 token_id,
                 is_draft=index < path.num_accepted_drafts,
@@ -108,6 +109,36 @@ class Output:
         if not self.is_finished:
             self._finish(reason, None)
         return self._release_all()
+
+    def _pass_on(self, token_ids: Sequence[int], path: AcceptedPath) -> list[TokenDelta]:
+        """Send a round's tokens with the text that they complete: nothing can be cut later."""
+        num_drafts = min(path.num_accepted_drafts, len(token_ids))
+        draft_text = text = self._read(token_ids[:num_drafts])
+        if num_drafts < len(token_ids):
+            text += self._read(token_ids[num_drafts:])
+        if path.finish_reason is not FinishReason.NONE:
+            text += self._detokenizer.flush() if self._detokenizer is not None else ""
+            self._finish(path.finish_reason, path.matched_stop_token_id)
+        if num_drafts == len(token_ids) > 0:
+            draft_text = text
+        if not token_ids and not text:
+            return []
+        delta = TokenDelta(
+            token_offset=self._num_sent_tokens,
+            token_ids=tuple(token_ids),
+            text=text,
+            logprobs=path.logprobs[: len(token_ids)],
+            num_accepted_drafts=num_drafts,
+            num_accepted_draft_chars=len(draft_text),
+        )
+        self._num_sent_tokens += len(token_ids)
+        self._text_len = self._num_sent_chars = self._text_len + len(text)
+        return [delta]
+
+    def _read(self, token_ids: Sequence[int]) -> str:
+        if self._detokenizer is None or not token_ids:
+            return ""
+        return self._detokenizer.push(*token_ids)
 
     def _append(self, token_id: int, *, is_draft: bool, logprob: TokenLogprob | None) -> None:
         self._held.append(
@@ -168,8 +199,7 @@ class Output:
         self.matched_stop = matched_stop
 
     def _release_safe(self) -> list[TokenDelta]:
-        if self._matcher is None:
-            return self._release_all()
+        assert self._matcher is not None
         count = 0
         for token in self._held:
             if token.end is None or token.end > self._matcher.safe_len:
@@ -211,15 +241,6 @@ class Output:
         self._num_sent_tokens += len(tokens)
         self._mark_sent(self._num_sent_chars + num_chars)
         return delta
-
-    def _num_draft_chars(self, tokens: list[_HeldToken], num_chars: int) -> int:
-        """Return how many of the next characters are text of the leading draft tokens."""
-        if not tokens or not tokens[0].is_draft:
-            return 0
-        sampled = next((token for token in tokens if not token.is_draft), None)
-        if sampled is None:
-            return num_chars
-        return min(max(0, sampled.start - self._num_sent_chars), num_chars)
 
     def _mark_sent(self, num_chars: int) -> None:
         self._held_text = self._held_text[num_chars - self._num_sent_chars :]

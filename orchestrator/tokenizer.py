@@ -26,15 +26,15 @@ _MAX_UNSETTLED_TOKENS = 24
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one output into text, token by token."""
+    """Turns the tokens of one output into text, some at a time."""
 
     @property
     def is_settled(self) -> bool:
         """Return whether the text of every token pushed is known."""
         ...
 
-    def push(self, token_id: int) -> str:
-        """Return the text that this token completes, "" if none yet."""
+    def push(self, *token_ids: int) -> str:
+        """Return the text that these tokens complete, "" if none yet."""
         ...
 
     def flush(self) -> str:
@@ -112,15 +112,14 @@ class _ByteLevelDetokenizer:
     def __init__(self, token_bytes: _TokenBytes, prompt_ids: Sequence[int]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in prompt_ids:
-            self.push(token_id)
+        self.push(*prompt_ids)
 
     @property
     def is_settled(self) -> bool:
         return not self._decoder.getstate()[0]
 
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+    def push(self, *token_ids: int) -> str:
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)  # noqa: FBT003 - codecs' own signature
@@ -141,7 +140,10 @@ class _WindowDetokenizer:
         self._text_read = decode(self._window).rstrip("�")
         self.is_settled = True
 
-    def push(self, token_id: int) -> str:
+    def push(self, *token_ids: int) -> str:
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
         num_unread = len(self._window) - self._num_read
