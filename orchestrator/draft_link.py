@@ -13,7 +13,6 @@ make it ABSENT. Nothing here can change the output of a request, or fail it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import math
 from collections.abc import Sequence
@@ -96,7 +95,7 @@ class DraftLink:
         self._ordered: dict[int, DraftRound] = {}
         self._ordered_at: dict[int, float] = {}
         self._trees: dict[int, TokenTree] = {}
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None
         self._mean_round_s = 0.0
         self._num_failures = 0
         self._retry_at = 0.0
@@ -124,17 +123,18 @@ class DraftLink:
             tree = self._trees.pop(round_idx, None)
             if tree is not None:
                 return self._checked(tree)
-            remaining = deadline - loop.time()
             if not self._is_awaited(round_idx):
                 return None
-            if remaining <= 0:
+            if loop.time() >= deadline:
                 self._log.info("the draft is late, the round goes on without it")
                 self.state = DraftState.LATE
                 return None
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(remaining):
-                    await self._news.wait()
+            self._news = loop.create_future()
+            timer = loop.call_at(deadline, self._wake)
+            try:
+                await self._news
+            finally:
+                timer.cancel()
 
     def order(self, *, round_idx: int, seq_len: int, tokens: Sequence[int]) -> None:
         """Tell the draft what was committed and order the tree of the next round.
@@ -212,7 +212,12 @@ class DraftLink:
         self.state = DraftState.LIVE
         if tree.round_idx in self._ordered:
             self._trees[tree.round_idx] = tree
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let a round that waits look again."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def _patience_s(self) -> float:
         floor_s = self._config.draft_timeout_ms / 1e3
@@ -250,7 +255,7 @@ class DraftLink:
         if (tree.seq_len, tree.target_epoch) != (order.seq_len, order.target_epoch):
             self.refuse(f"seq_len is {tree.seq_len}, expected {order.seq_len}")
             return None
-        if any(math.isnan(score) for score in tree.cumulative_logprobs):
+        if any(map(math.isnan, tree.cumulative_logprobs)):
             self.refuse("a score is not a number")
             return None
         return tree
@@ -293,7 +298,7 @@ class DraftLink:
         self._ordered.clear()
         self._ordered_at.clear()
         self._trees.clear()
-        self._news.set()
+        self._wake()
 
     def _fail(self, reason: str) -> None:
         self._log.warning("the draft is lost: %s", reason)

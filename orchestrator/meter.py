@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from shared.generation import SpeculationStats, Timings
 from shared.types import AcceptedPath
 
 
+class Stopwatch:
+    """Adds up the time of the blocks that it is used around; one that raises does not count."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.total_s = 0.0
+        self._now = now
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = self._now()
+
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+        if error_type is None:
+            self.total_s += self._now() - self._started
+
+
 class Meter:
-    """Counts the rounds of one request and the time that they take."""
+    """Counts the rounds of one request and the time that they take.
+
+    `draft_wait` goes around the wait for a tree, `verify` around a verification.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._admitted: float | None = None
         self._first_token: float | None = None
-        self._draft_wait_s = 0.0
-        self._verify_s = 0.0
+        self.draft_wait = Stopwatch(self._loop.time)
+        self.verify = Stopwatch(self._loop.time)
         self._accepted: Counter[int] = Counter()
         self._num_draft_tokens = 0
         self._num_root_only = 0
@@ -33,20 +51,6 @@ class Meter:
     def sent(self) -> None:
         """Note that output left; later calls change nothing."""
         self._first_token = self._first_token or self._loop.time()
-
-    @contextmanager
-    def draft_wait(self) -> Iterator[None]:
-        """Measure the wait for a tree."""
-        started = self._loop.time()
-        yield
-        self._draft_wait_s += self._loop.time() - started
-
-    @contextmanager
-    def verify(self) -> Iterator[None]:
-        """Measure a verification; one that failed does not count."""
-        started = self._loop.time()
-        yield
-        self._verify_s += self._loop.time() - started
 
     def count(self, path: AcceptedPath) -> None:
         """Count a verify round; prefills (round 0) are not counted."""
@@ -81,6 +85,6 @@ class Meter:
             queue_ms=((self._admitted or now) - self._started) * 1e3,
             time_to_first_token_ms=((self._first_token or now) - self._started) * 1e3,
             total_ms=(now - self._started) * 1e3,
-            mean_draft_wait_ms=self._draft_wait_s / num_rounds * 1e3,
-            mean_verify_ms=self._verify_s / num_rounds * 1e3,
+            mean_draft_wait_ms=self.draft_wait.total_s / num_rounds * 1e3,
+            mean_verify_ms=self.verify.total_s / num_rounds * 1e3,
         )

@@ -121,19 +121,20 @@ class Generation:
     async def _round(self) -> None:
         """Run one round: tree -> verify -> commit -> order the next tree -> emit."""
         self._start_round()
-        with self._reply.meter.draft_wait():
+        with self._reply.meter.draft_wait:
             tree = await self._draft.tree(self._round_idx)  # None: the root alone
-        with self._reply.meter.verify():
+        with self._reply.meter.verify:
             path = await self._verify(tree)
         self._commit(path)
-        self._order_next_tree(path)
+        await self._order_next_tree(path)
         self._reply.emit(path)
-        self._reply.timeline.add(
-            self._round_idx,
-            tree=tree.times if tree is not None else None,
-            path=path.times,
-            now_ns=int(asyncio.get_running_loop().time() * 1e9),
-        )
+        if path.times is not None:
+            self._reply.timeline.add(
+                self._round_idx,
+                tree=tree.times if tree is not None else None,
+                path=path.times,
+                now_ns=int(asyncio.get_running_loop().time() * 1e9),
+            )
 
     def _resume(self) -> None:
         """Take the output that the client already holds; it may be all there is."""
@@ -183,12 +184,14 @@ class Generation:
         self._num_fruitless = 0
         self._reply.meter.count(path)
 
-    def _order_next_tree(self, path: AcceptedPath) -> None:
+    async def _order_next_tree(self, path: AcceptedPath) -> None:
         """Order a tree before the tokens are sent on: if a stop string ends them, it is in vain."""
-        if path.finish_reason is FinishReason.NONE:
-            self._draft.order(
-                round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
-            )
+        if path.finish_reason is not FinishReason.NONE or self._draft.is_off:
+            return
+        self._draft.order(
+            round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
+        )
+        await asyncio.sleep(0)  # the orders of all requests leave now
 
     async def _build(self) -> None:
         """Have a target prefill the request's tokens (round 0), again and again until one does."""
@@ -202,7 +205,7 @@ class Generation:
                 except TargetGone as gone:
                     self._lose_target(gone)  # raises when enough is enough
                     raise
-        self._order_next_tree(path)
+        await self._order_next_tree(path)
         self._reply.emit(path)
 
     async def _prefill(self) -> AcceptedPath:

@@ -116,6 +116,8 @@ class TargetLink:
         """Free whatever the target holds; a no-op there if it is gone already."""
         self.worker.send(TargetClose(request_id=self._request_id, target_epoch=self.target_epoch))
         self.worker.detach(self._request_id, self)
+        if self._watch is not None:
+            self._watch.cancel()
 
     def receive(self, message: Any) -> None:
         """Take a reply, or the news that none will come."""
@@ -171,18 +173,22 @@ class TargetLink:
             raise self._gone
         self._awaited_round = round_idx
         self._reply = loop.create_future()
-        self._watch_silence()
-        try:
-            reply = await self._reply
-        finally:
-            if self._watch is not None:
-                self._watch.cancel()
+        if self._watch is None:
+            self._watch_silence()
+        reply = await self._reply
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     def _watch_silence(self) -> None:
-        """Give the target up if it shows no progress for too long; else look again in time."""
+        """Give the target up if it shows no progress for too long; else look again in time.
+
+        One timer serves many rounds: an answer does not stop it, and later it finds another
+        question asked, or none.
+        """
+        self._watch = None
+        if self._reply is None or self._reply.done():
+            return
         loop = asyncio.get_running_loop()
         since = self._asked_at
         if self._counts_progress:

@@ -39,6 +39,29 @@ from tests.unit.scene import (
 pytestmark = pytest.mark.timeout(120)
 
 
+def test_the_order_of_a_tree_leaves_before_the_tokens_do() -> None:
+    """Nobody waits for the text of a round but its client."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target()
+        orders = []
+
+        def note(message: Any) -> list[tuple[float, Any]]:
+            if isinstance(message, DraftRound):
+                orders.append((message.round_idx, generation.events.qsize()))
+            return pass_on(message)
+
+        scene.add_draft(on_request=note)
+        generation = scene.generation()
+        await generation.run()
+        assert len(orders) > 5
+        # PromptInfo, and a delta of every round but the last two: this one, and the one that ended.
+        assert all(num_events == round_idx for round_idx, num_events in orders)
+
+    run_virtual(main())
+
+
 def test_speculation_commits_more_than_a_token_per_round() -> None:
     """Without faults: every round has its tree, and the statistics add up."""
 
