@@ -87,14 +87,16 @@ def engine_main(
         gc.collect()  # what loading left behind would be kept for ever with the rest
         gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
-        run_engine(engine, pipe)
+        run_engine(engine, pipe, busy_poll_s=config.busy_poll_us / 1e6)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         logger.info("the front is gone, ending; %d locks released", len(kept_fds))
 
 
-def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
+def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) -> None:
     """Take messages and step until the pipe ends.
 
+    Args:
+        busy_poll_s: How long to look for messages without sleeping while requests are running.
     Raises: EOFError or OSError at the end; whatever the engine raises.
     """
     num_received = 0
@@ -108,6 +110,8 @@ def run_engine(engine: Engine, pipe: BlockingPipe) -> None:
             if is_empty or time.monotonic() >= next_check:
                 engine.check_integrity()
                 next_check = time.monotonic() + CHECK_INTERVAL_S
+            if busy_poll_s and load.num_running:
+                pipe.spin(busy_poll_s)
             has_told = reported == (load, num_received)
             if not has_told:
                 # That messages were only taken can wait a little: it wakes the front.

@@ -15,6 +15,7 @@ import pickle
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -104,6 +105,12 @@ class BlockingPipe:
     def poll(self, timeout_s: float) -> bool:
         """Wait until there is something to receive, or the other end is gone, or time is up."""
         return bool(select.select([self._socket], [], [], timeout_s)[0])
+
+    def spin(self, duration_s: float) -> None:
+        """Look for something to receive for so long, without sleeping."""
+        deadline = time.monotonic() + duration_s
+        while not self.poll(0.0) and time.monotonic() < deadline:
+            pass
 
     def receive(self, *, wait: bool) -> list[Any]:
         """Take every complete message that has arrived.

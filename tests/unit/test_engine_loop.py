@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from shared.rpc import engine_main
 from shared.rpc.engine import EngineReport
 from shared.rpc.engine_main import REPORT_DELAY_S, run_engine
+from shared.rpc.pipe import BlockingPipe
 from shared.types import WorkerInfo, WorkerLoad
 from tests.fakes import FakeTarget
 
@@ -18,12 +20,16 @@ class Scripted:
 
     Args:
         step_s: How long a step takes on the clock.
+        num_running: What it says of its load.
     """
 
-    def __init__(self, clock: Clock, steps: list[list[Any]], *, step_s: float) -> None:
+    def __init__(
+        self, clock: Clock, steps: list[list[Any]], *, step_s: float = 0.0, num_running: int = 1
+    ) -> None:
         self._clock = clock
         self._todo = steps
         self._step_s = step_s
+        self._num_running = num_running
         self._steps: list[list[Any]] = []
 
     @property
@@ -36,7 +42,7 @@ class Scripted:
 
     @property
     def load(self) -> WorkerLoad:
-        return WorkerLoad(num_running=1, num_rows=len(self._steps))
+        return WorkerLoad(num_running=self._num_running, num_rows=len(self._steps))
 
     def submit(self, message: Any) -> None:
         if message == "go":
@@ -68,6 +74,7 @@ class ScriptedPipe:
         self, clock: Clock, batches: list[list[Any]], polls: list[bool], *, poll_s: float
     ) -> None:
         self.reports: list[EngineReport] = []
+        self.spins: list[float] = []
         self._clock = clock
         self._batches = batches
         self._polls = polls
@@ -81,6 +88,9 @@ class ScriptedPipe:
         has_news = self._polls.pop(0)
         self._clock.now += self._poll_s if has_news else timeout_s
         return has_news
+
+    def spin(self, duration_s: float) -> None:
+        self.spins.append(duration_s)
 
     def receive(self, *, wait: bool) -> list[Any]:
         if not wait:
@@ -139,3 +149,28 @@ def test_messages_that_never_cease_do_not_make_an_engine_look_stuck(
     received = [report.num_received for report in reports]
     assert len(received) >= 8 and received[-1] > 40
     assert max(b - a for a, b in zip(received, received[1:], strict=False)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("busy_poll_s", "num_running", "spins"), [(0.001, 1, [0.001] * 2), (0.001, 0, []), (0.0, 1, [])]
+)
+def test_an_engine_spins_only_when_told_to_and_while_requests_run(
+    busy_poll_s: float, num_running: int, spins: list[float]
+) -> None:
+    clock = Clock()
+    pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
+    engine = Scripted(clock, [["a"]], num_running=num_running)
+    with pytest.raises(EOFError):
+        run_engine(engine, pipe, busy_poll_s=busy_poll_s)  # type: ignore[arg-type]
+    assert pipe.spins == spins  # before the message, and before the end
+
+
+@pytest.mark.timeout(30)
+def test_a_spin_ends_with_the_first_message_or_in_time() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pipe = BlockingPipe(theirs)
+        pipe.spin(0.001)
+        BlockingPipe(ours).send("here")
+        pipe.spin(3600.0)
+        assert pipe.receive(wait=False) == ["here"]
