@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
 from shared.rpc.convert_params import sampling_from_proto
-from shared.rpc.fields import require_ids, require_range, within
+from shared.rpc.fields import Within, require_ids, require_range
 from shared.tree import check_shape
 from shared.types import SamplingParams, TreeShape
 
@@ -78,7 +78,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
     Raises: InvalidArgumentError naming the field to blame.
     """
     text, prompt_ids = _prompt(message, limits)
-    with within("sampling"):
+    with Within("sampling"):
         sampling = sampling_from_proto(message.sampling, default_seed=secrets.randbits(_SEED_BITS))
         _check_vocabulary(
             [token_id for token_id, _ in sampling.logit_bias], limits, field="logit_bias"

@@ -6,7 +6,7 @@ from coppice.v1 import draft_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
 from shared.rpc.convert_params import sampling_from_proto, sampling_to_proto
-from shared.rpc.fields import require_ids, require_range, require_request_id, within
+from shared.rpc.fields import Within, require_ids, require_range, require_request_id
 from shared.tree import check_shape
 
 
@@ -28,7 +28,7 @@ def draft_open_from_proto(message: draft_pb2.DraftOpen) -> types.DraftOpen:
     request_id = require_request_id(message.request_id)
     if not message.target_address:
         raise InvalidArgumentError("target_address is empty", field="target_address")
-    with within("sampling"):
+    with Within("sampling"):
         sampling = sampling_from_proto(message.sampling)
     return types.DraftOpen(
         request_id=request_id,

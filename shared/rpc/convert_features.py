@@ -6,7 +6,7 @@ from coppice.v1 import target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
 from shared.feature_ring import is_ring_name
-from shared.rpc.fields import require_ids, require_range, require_request_id, within
+from shared.rpc.fields import Within, require_ids, require_range, require_request_id
 
 MAX_CHUNK_BYTES = 1 << 20
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -124,7 +124,7 @@ def feature_chunk_from_proto(message: target_pb2.FeatureChunk) -> types.FeatureC
     Raises: InvalidArgumentError naming the part of the handle that is wrong.
     """
     request_id = require_request_id(message.request_id)
-    with within("handle"):
+    with Within("handle"):
         shape, dtype, data = _check_handle(message.handle)
     return types.FeatureChunk(
         request_id=request_id,
@@ -148,7 +148,7 @@ def _check_handle(
     num_bytes = shape[0] * shape[1] * ITEM_BYTES[dtype]
     location = handle.WhichOneof("location")
     if location == "ring_span":
-        with within("ring_span"):
+        with Within("ring_span"):
             return shape, dtype, _check_span(handle.ring_span, num_bytes)
     if location != "inline_data":
         raise InvalidArgumentError(

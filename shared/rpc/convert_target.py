@@ -11,7 +11,7 @@ from shared.rpc.convert_params import (
     stopping_to_proto,
 )
 from shared.rpc.convert_tree import tree_from_proto, tree_to_proto
-from shared.rpc.fields import require_ids, require_range, require_request_id, within
+from shared.rpc.fields import Within, require_ids, require_range, require_request_id
 
 MAX_TOP_LOGPROBS = 20
 
@@ -37,9 +37,9 @@ def target_open_from_proto(message: target_pb2.TargetOpen) -> types.TargetOpen:
     """Convert the opening of a request on a target."""
     request_id = require_request_id(message.request_id)
     token_ids = require_ids(message.token_ids, "token_ids", at_least=1)
-    with within("sampling"):
+    with Within("sampling"):
         sampling = sampling_from_proto(message.sampling)
-    with within("stopping"):
+    with Within("stopping"):
         stopping = stopping_from_proto(message.stopping)
     return types.TargetOpen(
         request_id=request_id,
@@ -93,7 +93,7 @@ def verify_round_from_proto(message: target_pb2.VerifyRound) -> types.VerifyRoun
     request_id = require_request_id(message.request_id)
     tree = None
     if message.HasField("tree"):
-        with within("tree"):
+        with Within("tree"):
             tree = tree_from_proto(message.tree)
     return types.VerifyRound(
         request_id=request_id,

@@ -6,7 +6,7 @@ from coppice.v1 import generation_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.rpc.convert_features import feature_spec_from_proto, feature_spec_to_proto
-from shared.rpc.fields import require_ids, require_range, require_request_id, within
+from shared.rpc.fields import Within, require_ids, require_range, require_request_id
 
 _FINISH_REASONS = {int(reason): reason for reason in types.FinishReason}
 
@@ -266,7 +266,7 @@ def info_from_proto(message: tree_pb2.WorkerInfo) -> types.WorkerInfo:
     """Convert a worker's identity and limits."""
     if not message.incarnation:
         raise InvalidArgumentError("incarnation is empty", field="incarnation")
-    with within("features"):
+    with Within("features"):
         features = feature_spec_from_proto(message.features)
     return types.WorkerInfo(
         incarnation=message.incarnation,

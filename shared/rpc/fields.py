@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from shared.errors import InvalidArgumentError
 
@@ -61,11 +60,16 @@ def require_ids(values: Sequence[int], field: str, *, at_least: int = 0) -> tupl
     return ids
 
 
-@contextmanager
-def within(parent: str) -> Iterator[None]:
-    """Prefix the field of any InvalidArgumentError raised inside with its parent's name."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        error.field = f"{parent}.{error.field}" if error.field else parent
-        raise
+class Within:
+    """Prefixes the field of any InvalidArgumentError raised inside with its parent's name."""
+
+    def __init__(self, parent: str) -> None:
+        self._parent = parent
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+        """Put the parent's name before the field's."""
+        if isinstance(error, InvalidArgumentError):
+            error.field = f"{self._parent}.{error.field}" if error.field else self._parent
