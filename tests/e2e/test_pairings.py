@@ -135,8 +135,8 @@ def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
     with serving(
         checkpoint_dir,
         "eagle",
-        target={"page_size": 4, "num_pages": 150},
-        draft={"page_size": 2, "num_pages": 200},
+        target={"page_size": 4, "num_pages": 210},
+        draft={"page_size": 2, "num_pages": 290},
     ) as server:
         requests = make_requests(count=10, prompt_len=24, max_new_tokens=80, seed=3)
         completions = check(server, requests)
