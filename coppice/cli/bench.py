@@ -62,8 +62,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="tree shapes to compare (default: the server's)",
     )
     parser.add_argument("--output", metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="write tokens per second as SVG")
-    parser.add_argument(
+    picture = parser.add_mutually_exclusive_group()
+    picture.add_argument("--plot", metavar="FILE", help="write tokens per second as SVG")
+    picture.add_argument(
         "--timeline",
         nargs="?",
         const="",
