@@ -21,6 +21,7 @@ from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedE
 from shared.feature_ring import RingReader
 from shared.kernels.dispatch import launch_counts
 from shared.kv.allocator import OutOfPagesError
+from shared.rpc.link import Link, LinkLost, LinkSet, connect
 from shared.step_timer import StepTimer
 from shared.tree import check_shape
 from shared.types import (
@@ -32,6 +33,8 @@ from shared.types import (
     FeatureCommand,
     FeatureSubscribe,
     FeatureUnsubscribe,
+    LinkClose,
+    LinkOpen,
     RequestFailure,
     RequestRetracted,
     RingSpan,
@@ -70,6 +73,8 @@ class DraftEngine:
         self._max_context_len = max_context_len
         self._requests: dict[str, DraftRequest] = {}
         self._rings = RingReader()
+        self.links = LinkSet()
+        self._links_by_name: dict[str, Link] = {}
         self._order = 0
         self._outbox: list[Any] = []
         self._busy_until_ns = 0  # when the last step ended
@@ -81,6 +86,11 @@ class DraftEngine:
         return bool(self._outbox) or any(
             request.num_ready_rows or request.can_grow for request in self._requests.values()
         )
+
+    @property
+    def has_work_in_s(self) -> float | None:
+        """Return None: there is work now, or when a message comes."""
+        return None
 
     @property
     def load(self) -> WorkerLoad:
@@ -102,7 +112,7 @@ class DraftEngine:
                 case DraftOpen():
                     self._open(message)
                 case DraftRound():
-                    self._order_round(message)
+                    self._order_round(message, None)
                 case DraftClose():
                     request = self._requests.get(message.request_id)
                     if request is not None and request.open.draft_epoch <= message.draft_epoch:
@@ -113,6 +123,24 @@ class DraftEngine:
                     self._lose_features(message)
                 case _:
                     raise TypeError(f"a draft engine takes no {type(message).__name__}")
+        except CoppiceError as error:
+            self._fail(message, error)
+
+    def submit_linked(self, link: Link, message: Any) -> None:
+        """Take what a target's engine says."""
+        try:
+            match message:
+                case DraftRound():
+                    now_ns = time.monotonic_ns()
+                    self._order_round(replace(message, received_ns=now_ns), link)
+                case FeatureChunk():
+                    self._take_features(message)
+                case RequestFailure():
+                    self._lose_features(message)
+                case LinkLost():
+                    self._lose_link(link)
+                case _:
+                    raise TypeError(f"a draft engine is told no {type(message).__name__}")
         except CoppiceError as error:
             self._fail(message, error)
 
@@ -132,13 +160,13 @@ class DraftEngine:
         if works or growing:
             trees = self._runner.run(works, growing, timer)
             for tree, request in zip(trees, growing, strict=True):
-                self._outbox.append(_timed(tree, request, timer))
+                self._answer(_timed(tree, request, timer), request)
             self._num_steps += 1
             self._num_rows += sum(work.num_rows for work in works)
             touched = {w.request.request_id for w in works} | {r.request_id for r in growing}
             self._num_request_steps += len(touched)
         for request in growing:
-            request.pending = request.pending_times = None
+            request.pending = request.pending_times = request.answer_link = None
         if self._runner.window:
             for work in works:  # its rows have seen them
                 seen = work.request.kv_len - self._runner.window
@@ -185,10 +213,19 @@ class DraftEngine:
         )
         self._order += 1
         self._requests[message.request_id] = request
+        request.link = self._link_to(message.target_link)
+        if request.link is not None:
+            request.link.put(
+                LinkOpen(
+                    request_id=message.request_id,
+                    target_epoch=message.target_epoch,
+                    draft_epoch=message.draft_epoch,
+                )
+            )
         if shift:
             self._subscribe(request)
 
-    def _order_round(self, message: DraftRound) -> None:
+    def _order_round(self, message: DraftRound, link: Link | None) -> None:
         request = self._requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return  # closed, retracted or re-opened meanwhile; the orchestrator was told
@@ -198,7 +235,36 @@ class DraftEngine:
             raise InvalidArgumentError(
                 f"seq_len {message.seq_len} exceeds max_context_len", field="seq_len"
             )
-        request.accept_round(message, busy_until_ns=self._busy_until_ns)
+        request.accept_round(message, answer_link=link, busy_until_ns=self._busy_until_ns)
+
+    def _link_to(self, name: str) -> Link | None:
+        """Return the link to a target's engine; None if that is on another host."""
+        link = self._links_by_name.get(name)
+        if link is None and name:
+            try:
+                link = connect(name)
+            except OSError as error:
+                logger.info("rounds go through the orchestrator: no link to the target: %s", error)
+                return None
+            self._links_by_name[name] = link
+            self.links.add(link)
+        return link
+
+    def _lose_link(self, link: Link) -> None:
+        """Go on without a link: orders come from the orchestrator, features through the front."""
+        for name in [name for name, known in self._links_by_name.items() if known is link]:
+            del self._links_by_name[name]
+        for request in self._requests.values():
+            if request.link is link:
+                request.link = request.answer_link = None
+                if request.has_linked_features:
+                    self._subscribe(request)
+
+    def _answer(self, tree: TokenTree, request: DraftRequest) -> None:
+        if request.answer_link is not None:
+            request.answer_link.put(tree)
+        else:
+            self._outbox.append(replace(tree, is_linked=request.link is not None))
 
     def _take_features(self, chunk: FeatureChunk) -> None:
         request = self._requests.get(chunk.request_id)
@@ -310,7 +376,15 @@ class DraftEngine:
     def _drop(self, request: DraftRequest) -> None:
         del self._requests[request.request_id]
         self._pool.release(request.req_idx)
-        if request.input_shift:
+        if request.link is not None:
+            request.link.put(
+                LinkClose(
+                    request_id=request.request_id,
+                    target_epoch=request.open.target_epoch,
+                    draft_epoch=request.open.draft_epoch,
+                )
+            )
+        if request.input_shift and not request.has_linked_features:
             self._tell_target(
                 request,
                 FeatureUnsubscribe(
@@ -319,7 +393,9 @@ class DraftEngine:
             )
 
     def _subscribe(self, request: DraftRequest, *, avoids_ring: bool = False) -> None:
+        """Ask for the rows from features_end on; as bytes they come through the front."""
         request.is_awaiting = True
+        request.has_linked_features = request.link is not None and not avoids_ring
         command = FeatureSubscribe(
             request_id=request.request_id,
             target_epoch=request.open.target_epoch,
@@ -334,6 +410,10 @@ class DraftEngine:
         *,
         avoids_ring: bool = False,
     ) -> None:
+        if request.has_linked_features:
+            assert request.link is not None
+            request.link.put(command)
+            return
         self._outbox.append(
             FeatureCommand(
                 target_address=request.open.target_address, command=command, avoids_ring=avoids_ring

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shared.errors import StaleStateError
+from shared.rpc.link import Link
 from shared.times import take
 from shared.types import AnswerTimes, DraftOpen, DraftRound
 
@@ -37,6 +38,9 @@ class DraftRequest:
         pending: Latest order for a tree, unanswered.
         pending_times: Of that order, if the request is timed.
         features_ns: When the last rows came, if the request is timed.
+        link: To the target's engine, if that is on this host.
+        answer_link: Where the pending tree goes; None: to the orchestrator.
+        has_linked_features: Features come over the link.
     """
 
     open: DraftOpen
@@ -53,6 +57,9 @@ class DraftRequest:
     pending: DraftRound | None = None
     pending_times: AnswerTimes | None = None
     features_ns: int = 0
+    link: Link | None = None
+    answer_link: Link | None = None
+    has_linked_features: bool = False
 
     @property
     def request_id(self) -> str:
@@ -78,12 +85,15 @@ class DraftRequest:
             return False
         return self.next_position == self.pending.seq_len + 1 - self.input_shift
 
-    def accept_round(self, order: DraftRound, *, busy_until_ns: int = 0) -> None:
+    def accept_round(
+        self, order: DraftRound, *, answer_link: Link | None = None, busy_until_ns: int = 0
+    ) -> None:
         """Take new committed tokens; they supersede an unanswered round.
 
         An order that is older than what is held came late, and changes nothing.
 
         Args:
+            answer_link: Where the order came from, and the tree goes; None: the front.
             busy_until_ns: When the engine's last step ended.
         Raises: StaleStateError if tokens are missing in between or differ from those held.
         """
@@ -106,7 +116,7 @@ class DraftRequest:
             raise StaleStateError(
                 f"seq_len is {order.seq_len}, have {len(self.tokens)} tokens", field="seq_len"
             )
-        self.pending = order
+        self.pending, self.answer_link = order, answer_link
         if self.open.is_timed:
             self.pending_times = take(order.received_ns, busy_until_ns=busy_until_ns)
 

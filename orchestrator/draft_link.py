@@ -4,6 +4,7 @@
     ABSENT    no draft worker; another attempt at `_retry_at`
     OPENING   DraftOpen was sent, no tree has come yet
     LIVE      a round waits for its tree
+    DIRECT    target and draft run rounds between themselves, over a link
     LATE      a tree was late: rounds do not wait, the draft still hears of every token
 
 Any tree, even a stale one, makes a draft LIVE. Loss, failure, retraction, a wrong tree or silence
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from tenacity import RetryCallState, wait_exponential_jitter
 
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
+from orchestrator.target_link import GrantedTrees
 from orchestrator.workers import Garbled, Worker, WorkerLost
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidTreeError
@@ -44,6 +46,7 @@ _REOPEN_WAIT = wait_exponential_jitter(multiplier=0.05, max=5.0, jitter=0.05)
 # A draft may be silent for so many draft_open_timeout_ms, then it is replaced; doubles each time.
 _SILENCE_FACTOR = 2.0
 _EWMA_WEIGHT = 0.2
+_MAX_LET_DOWNS = 3
 
 
 class DraftState(enum.Enum):
@@ -53,6 +56,7 @@ class DraftState(enum.Enum):
     ABSENT = enum.auto()
     OPENING = enum.auto()
     LIVE = enum.auto()
+    DIRECT = enum.auto()
     LATE = enum.auto()
 
 
@@ -64,6 +68,7 @@ class DraftLink:
         shape: Tree shape to order; None = speculation is off.
         sampling: Temperature and seed matter to the draft.
         is_timed: Have it say where its time goes.
+        on_let_down: Called when rounds that ran directly do so no more, and one may be awaited.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class DraftLink:
         pool: WorkerPool,
         config: OrchestratorConfig,
         log: RequestLog,
+        on_let_down: Callable[[], None],
     ) -> None:
         self.state = DraftState.OFF if shape is None else DraftState.ABSENT
         self.num_reopened = 0
@@ -87,6 +93,7 @@ class DraftLink:
         self._pool = pool
         self._config = config
         self._log = log
+        self._on_let_down = on_let_down
         self._worker: Worker | None = None
         self._target: Worker | None = None
         self._target_epoch = 0
@@ -96,7 +103,10 @@ class DraftLink:
         self._ordered_at: dict[int, float] = {}
         self._trees: dict[int, TokenTree] = {}
         self._news: asyncio.Future[None] | None = None
-        self._mean_round_s = 0.0
+        self._mean_round_s = 0.0  # from the order to the tree; of direct rounds, all of it
+        self._is_linked = False
+        self._num_let_downs = 0
+        self._watch: asyncio.TimerHandle | None = None
         self._num_failures = 0
         self._retry_at = 0.0
         self._heard_at = 0.0
@@ -106,6 +116,11 @@ class DraftLink:
     def is_off(self) -> bool:
         """Return whether no round of the request will ever have a tree."""
         return self.state is DraftState.OFF
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether the target has leave to order the next round's tree itself."""
+        return self.state is DraftState.DIRECT
 
     def open(self, target: Worker, target_epoch: int, tokens: Sequence[int]) -> None:
         """Start drafting for a request that a target has (re)built; features come from there."""
@@ -150,7 +165,7 @@ class DraftLink:
             is_rebuild = self._draft_epoch > 0
             self._open(tokens)
             self.num_reopened += is_rebuild and self._worker is not None
-        shape = _fitting(self._shape, self._target.info.max_context_len - seq_len)
+        shape = self._shape.within(self._target.info.max_context_len - seq_len)
         if self._worker is None or shape is None:
             return
         offset = min(self._num_tokens_sent, seq_len)
@@ -169,6 +184,32 @@ class DraftLink:
         self._ordered[round_idx] = order
         self._ordered_at[round_idx] = now
         self._worker.send(order)
+
+    def granted(self) -> GrantedTrees | None:
+        """Return what the target may order by itself from now on; None: `order` every tree.
+
+        Rounds run directly from the first tree of a draft on that is linked to the target; whoever
+        is let down by a draft that says so, again and again, stops believing it.
+        """
+        if self.state is DraftState.LIVE and self._is_linked:
+            if self._num_let_downs < _MAX_LET_DOWNS:
+                self.state = DraftState.DIRECT
+                self._heard_at = asyncio.get_running_loop().time()
+                self._watch_direct()
+        if self.state is not DraftState.DIRECT:
+            return None
+        assert self._shape is not None
+        return GrantedTrees(
+            draft_epoch=self._draft_epoch, token_offset=self._num_tokens_sent, shape=self._shape
+        )
+
+    def note_direct_round(self) -> None:
+        """Take note that a round is done; counts if target and draft ran it between themselves."""
+        if self.state is not DraftState.DIRECT:
+            return
+        now = asyncio.get_running_loop().time()
+        self._mean_round_s += _EWMA_WEIGHT * (now - self._heard_at - self._mean_round_s)
+        self._heard_at = now
 
     def refuse(self, reason: str) -> None:
         """Replace a draft whose tree was wrong."""
@@ -209,7 +250,9 @@ class DraftLink:
                 tree = replace(tree, times=times)
         self._heard_at = now
         self._num_failures = 0
-        self.state = DraftState.LIVE
+        self._is_linked = tree.is_linked
+        if self.state is not DraftState.DIRECT:
+            self.state = DraftState.LIVE
         if tree.round_idx in self._ordered:
             self._trees[tree.round_idx] = tree
         self._wake()
@@ -219,10 +262,25 @@ class DraftLink:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
+    def _watch_direct(self) -> None:
+        """Notice when direct rounds cease. One timer serves many rounds."""
+        self._watch = None
+        if self.state is not DraftState.DIRECT:
+            return
+        loop = asyncio.get_running_loop()
+        deadline = self._heard_at + self._patience_s()
+        if deadline > loop.time():
+            self._watch = loop.call_at(deadline, self._watch_direct)
+            return
+        self._log.info("the draft is late, the round goes on without it")
+        self._num_let_downs += 1
+        self.state = DraftState.LATE
+        self._on_let_down()
+
     def _patience_s(self) -> float:
         floor_s = self._config.draft_timeout_ms / 1e3
         match self.state:
-            case DraftState.LIVE:
+            case DraftState.LIVE | DraftState.DIRECT:
                 return max(3 * self._mean_round_s, floor_s)
             case DraftState.OPENING if self._draft_epoch == 1:
                 return max(self._config.draft_open_timeout_ms / 1e3, floor_s)
@@ -268,6 +326,7 @@ class DraftLink:
             self._retry_at = asyncio.get_running_loop().time() + _NO_WORKER_WAIT_S
             return
         self._worker = worker
+        self._num_let_downs = 0
         self._draft_epoch += 1
         self._num_tokens_sent = len(tokens)
         self._heard_at = asyncio.get_running_loop().time()
@@ -279,6 +338,7 @@ class DraftLink:
                 target_epoch=self._target_epoch,
                 draft_epoch=self._draft_epoch,
                 target_address=self._target.address,
+                target_link=self._target.info.link,
                 token_ids=tuple(tokens),
                 sampling=self._sampling,
                 is_timed=self._is_timed,
@@ -293,12 +353,17 @@ class DraftLink:
             )
             self._worker.detach(self._request_id, self)
             self._worker = None
+        was_direct = self.state is DraftState.DIRECT
         if self.state is not DraftState.OFF:
             self.state = DraftState.ABSENT
+        if self._watch is not None:
+            self._watch.cancel()
         self._ordered.clear()
         self._ordered_at.clear()
         self._trees.clear()
         self._wake()
+        if was_direct:
+            self._on_let_down()
 
     def _fail(self, reason: str) -> None:
         self._log.warning("the draft is lost: %s", reason)
@@ -323,12 +388,3 @@ class DraftLink:
             del self._trees[old]
         if len(self._ordered_at) > 64:
             del self._ordered_at[min(self._ordered_at)]
-
-
-def _fitting(shape: TreeShape, num_nodes: int) -> TreeShape | None:
-    """Return the shape, cut to what the context still holds; None if only the root fits."""
-    if num_nodes >= shape.num_draft_tokens:
-        return shape
-    if num_nodes < 2:
-        return None
-    return TreeShape(num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=num_nodes)

@@ -8,7 +8,6 @@ changes the output: a token is a function of the tokens before it, the parameter
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
@@ -88,6 +87,7 @@ class Generation:
             pool=pool,
             config=config,
             log=self._log,
+            on_let_down=self._let_down,
         )
         self._identity: ModelIdentity | None = None
         self._num_rebuilds = self._num_fruitless = self._num_kills = 0
@@ -121,10 +121,13 @@ class Generation:
     async def _round(self) -> None:
         """Run one round: tree -> verify -> commit -> order the next tree -> emit."""
         self._start_round()
-        with self._reply.meter.draft_wait:
-            tree = await self._draft.tree(self._round_idx)  # None: the root alone
-        with self._reply.meter.verify:
-            path = await self._verify(tree)
+        if self._draft.is_off or self._draft.is_direct:
+            tree, path = None, await self._granted_round()
+        else:
+            with self._reply.meter.draft_wait:
+                tree = await self._draft.tree(self._round_idx)  # None: the root alone
+            with self._reply.meter.verify:
+                path = await self._verify(tree)
         self._commit(path)
         await self._order_next_tree(path)
         self._reply.emit(path)
@@ -152,9 +155,37 @@ class Generation:
     async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
         """Have the target verify the tree, or only the root if it finds the tree wrong."""
         assert self._target is not None
+        try:
+            return await self._target.verify(self._verify_order(tree))
+        except InvalidArgumentError as error:
+            if tree is None:
+                raise
+            self._draft.refuse(error.message)
+            return await self._target.verify(self._verify_order(None))
+
+    async def _granted_round(self) -> AcceptedPath:
+        """Wait for a round that the target runs by itself, with a linked draft if there is one."""
+        assert self._target is not None
         if self._draft.is_off:
-            return await self._target.next_path(self._round_idx)
-        order = VerifyRound(
+            self._target.grant(self._round_idx)
+        with self._reply.meter.verify:
+            try:
+                path = await self._target.granted_path(self._round_idx)
+            except InvalidArgumentError as error:
+                if self._draft.is_off:
+                    raise
+                self._draft.refuse(error.message)
+                path = await self._target.verify(self._verify_order(None))
+        self._draft.note_direct_round()
+        return path
+
+    def _let_down(self) -> None:
+        """Have the target run the awaited round without the draft that was to bring its tree."""
+        if self._target is not None:
+            self._target.revoke(self._verify_order(None))
+
+    def _verify_order(self, tree: TokenTree | None) -> VerifyRound:
+        return VerifyRound(
             request_id=self._worker_request_id,
             target_epoch=self._target_epoch,
             round_idx=self._round_idx,
@@ -162,13 +193,6 @@ class Generation:
             root_token_id=self._tokens[-1],
             tree=tree,
         )
-        try:
-            return await self._target.verify(order)
-        except InvalidArgumentError as error:
-            if tree is None:
-                raise
-            self._draft.refuse(error.message)
-            return await self._target.verify(dataclasses.replace(order, tree=None))
 
     def _commit(self, path: AcceptedPath) -> None:
         """Take the accepted path; from now on its tokens are part of the request."""
@@ -185,12 +209,20 @@ class Generation:
         self._reply.meter.count(path)
 
     async def _order_next_tree(self, path: AcceptedPath) -> None:
-        """Order a tree before the tokens are sent on: if a stop string ends them, it is in vain."""
+        """Order a tree before the tokens are sent on: if a stop string ends them, it is in vain.
+
+        A target that is linked to the draft orders it itself.
+        """
         if path.finish_reason is not FinishReason.NONE or self._draft.is_off:
             return
-        self._draft.order(
-            round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
-        )
+        trees = self._draft.granted()
+        if trees is not None:
+            assert self._target is not None
+            self._target.grant(self._round_idx + 1, trees)
+        else:
+            self._draft.order(
+                round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
+            )
         await asyncio.sleep(0)  # the orders of all requests leave now
 
     async def _build(self) -> None:

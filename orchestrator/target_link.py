@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.workers import Garbled, Worker, WorkerLost
@@ -20,6 +20,7 @@ from shared.types import (
     TargetAdmitted,
     TargetClose,
     TargetOpen,
+    TreeShape,
     VerifyRound,
 )
 
@@ -51,6 +52,19 @@ class TargetGone(Exception):
 
 GRANTED_ROUNDS = 32
 """Rounds that a target may be ahead of the orchestrator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedTrees:
+    """Trees that a target may order of a draft itself.
+
+    Args:
+        token_offset: The draft has the tokens before this index.
+    """
+
+    draft_epoch: int
+    token_offset: int
+    shape: TreeShape
 
 
 class TargetLink:
@@ -97,20 +111,44 @@ class TargetLink:
         return await self._ask(message, round_idx=0, counts_progress=True)
 
     async def verify(self, message: VerifyRound) -> AcceptedPath:
-        """Have a tree (or the root alone) verified and committed."""
+        """Have a tree (or the root alone) verified and committed; ends a grant."""
+        self._granted_until = min(self._granted_until, message.round_idx - 1)
         return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
 
-    async def next_path(self, round_idx: int) -> AcceptedPath:
-        """Return a round of the root alone; the target runs on meanwhile, without a hop each."""
-        message = None
-        if round_idx + GRANTED_ROUNDS // 2 > self._granted_until:
-            self._granted_until = round_idx + GRANTED_ROUNDS
-            message = RoundGrant(
-                request_id=self._request_id,
-                target_epoch=self.target_epoch,
-                until_round_idx=self._granted_until,
+    def grant(self, round_idx: int, trees: GrantedTrees | None = None) -> None:
+        """Let the target run this round and some more by itself, without a hop each.
+
+        Args:
+            trees: What it orders for them of the draft; None: they are of the root alone.
+        """
+        if round_idx + GRANTED_ROUNDS // 2 <= self._granted_until or self._gone is not None:
+            return
+        self._granted_until = round_idx + GRANTED_ROUNDS
+        message = RoundGrant(
+            request_id=self._request_id,
+            target_epoch=self.target_epoch,
+            until_round_idx=self._granted_until,
+        )
+        if trees is not None:
+            message = replace(
+                message,
+                draft_epoch=trees.draft_epoch,
+                token_offset=trees.token_offset,
+                shape=trees.shape,
             )
-        return await self._ask(message, round_idx=round_idx, counts_progress=False)
+        self.worker.send(message)
+
+    async def granted_path(self, round_idx: int) -> AcceptedPath:
+        """Return a granted round."""
+        return await self._ask(None, round_idx=round_idx, counts_progress=False)
+
+    def revoke(self, order: VerifyRound) -> None:
+        """End a grant; the round that is awaited is ordered instead, unless it is done there."""
+        self._granted_until = order.round_idx - 1
+        is_awaited = self._reply is not None and not self._reply.done()
+        if is_awaited and self._gone is None:
+            self._asked_at = asyncio.get_running_loop().time()
+            self.worker.send(order)
 
     def close(self) -> None:
         """Free whatever the target holds; a no-op there if it is gone already."""
@@ -156,7 +194,7 @@ class TargetLink:
 
     async def _ask(
         self,
-        message: TargetOpen | VerifyRound | RoundGrant | None,
+        message: TargetOpen | VerifyRound | None,
         *,
         round_idx: int,
         counts_progress: bool,
@@ -164,11 +202,11 @@ class TargetLink:
         """Send a message, if there is one, and wait for the path of a round."""
         loop = asyncio.get_running_loop()
         self._asked_at, self._counts_progress = loop.time(), counts_progress
-        if message is not None and self._gone is None:
-            self.worker.send(message)
         early = self._early.pop(round_idx, None)
         if early is not None:
             return early
+        if message is not None and self._gone is None:
+            self.worker.send(message)
         if self._gone is not None:
             raise self._gone
         self._awaited_round = round_idx

@@ -144,6 +144,11 @@ class TargetConfig(WorkerConfig):
         "most MiB of /dev/shm for the feature rows of drafts on this host; 0 = send them as bytes",
         minimum=0,
     )
+    direct_rounds: bool = option(
+        default=True,
+        help="let drafts on this host link their engines to this one's, by a socket in /dev/shm: "
+        "rounds go between the two without a hop through the orchestrator",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

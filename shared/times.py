@@ -61,7 +61,7 @@ def seen_from(
     """Return an answer's times on the asker's clock, both ways included.
 
     Args:
-        kind: Put before the worker's stages: "target" or "draft".
+        kind: Put before the worker's own stages: "target" or "draft".
         sent_ns: When the order left; None: there was none.
         arrived_ns: When the answer came.
     """
@@ -76,7 +76,10 @@ def seen_from(
     if sent_ns is not None:
         seen = replace(seen, begin_ns=sent_ns).then(f"{kind}: hop to it", begin_ns)
     stages = (
-        StageTime(name=f"{kind}: {stage.name}", end_ns=stage.end_ns + shift)
+        StageTime(
+            name=stage.name if ": " in stage.name else f"{kind}: {stage.name}",
+            end_ns=stage.end_ns + shift,
+        )
         for stage in times.stages
     )
     return replace(seen, stages=(*seen.stages, *stages)).then(f"{kind}: hop back", arrived_ns)

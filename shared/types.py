@@ -38,6 +38,12 @@ class TreeShape:
         """Return the most nodes that growth can produce, root included."""
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2
 
+    def within(self, num_nodes: int) -> TreeShape | None:
+        """Return the shape cut to so many nodes, root included; None if only the root fits."""
+        if num_nodes >= self.num_draft_tokens:
+            return self
+        return None if num_nodes < 2 else replace(self, num_draft_tokens=num_nodes)
+
     def __str__(self) -> str:
         return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
 
@@ -135,6 +141,15 @@ class AnswerTimes:
         stage = StageTime(name=name, end_ns=max(end_ns, self.end_ns))
         return replace(self, stages=(*self.stages, stage))
 
+    def including(self, kind: str, other: AnswerTimes | None) -> AnswerTimes:
+        """Return these times and those of what was asked of a `kind` of worker on this machine."""
+        if other is None:
+            return self
+        times = self.then(f"{kind}: link", other.begin_ns)
+        for stage in other.stages:
+            times = times.then(f"{kind}: {stage.name}", stage.end_ns)
+        return times
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTree:
@@ -145,6 +160,7 @@ class TokenTree:
         parent_index: [N] topological, root = -1.
         cumulative_logprobs: [N] sum of draft log-probabilities from the root.
         times: Of a timed request.
+        is_linked: The draft is linked to the request's target.
     """
 
     request_id: str
@@ -156,6 +172,7 @@ class TokenTree:
     parent_index: tuple[int, ...]
     cumulative_logprobs: tuple[float, ...] = ()
     times: AnswerTimes | None = None
+    is_linked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +237,7 @@ class WorkerInfo:
 
     Args:
         feature_ring: Name of the target's feature ring; empty: it has none.
+        link: Name of the target's socket for drafts on its host; empty: it has none.
     """
 
     incarnation: str
@@ -237,6 +255,7 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...] = ()
     draft_window: int = 0
     feature_ring: str = ""
+    link: str = ""
 
 
 # --- messages of the target's session and feature streams ---------------------------------------
@@ -278,11 +297,20 @@ class VerifyRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundGrant:
-    """Leave to run root-only rounds without orders, up to and including `until_round_idx`."""
+    """Leave to run rounds without orders, up to and including `until_round_idx`.
+
+    Args:
+        draft_epoch: Of the draft whose trees are meant.
+        token_offset: The draft has the tokens before this index.
+        shape: Of the trees that the target orders itself; None: rounds of the root alone.
+    """
 
     request_id: str
     target_epoch: int
     until_round_idx: int
+    draft_epoch: int = 0
+    token_offset: int = 0
+    shape: TreeShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,7 +458,11 @@ class FeatureChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOpen:
-    """Build draft state for a request from its tokens and the target's features."""
+    """Build draft state for a request from its tokens and the target's features.
+
+    Args:
+        target_link: The target's WorkerInfo.link.
+    """
 
     request_id: str
     target_epoch: int
@@ -439,6 +471,7 @@ class DraftOpen:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     is_timed: bool = False
+    target_link: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -466,6 +499,24 @@ class DraftClose:
     """Free whatever the request holds."""
 
     request_id: str
+    draft_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOpen:
+    """This draft holds the request: the target may order its trees over the link."""
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkClose:
+    """The draft holds the request no more, and wants no more of its features."""
+
+    request_id: str
+    target_epoch: int
     draft_epoch: int
 
 

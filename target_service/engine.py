@@ -19,22 +19,27 @@ import numpy as np
 from shared.errors import (
     CoppiceError,
     InvalidArgumentError,
+    InvalidTreeError,
     NotFoundError,
     StaleStateError,
 )
 from shared.feature_ring import FeatureRing
 from shared.kernels.dispatch import launch_counts
+from shared.rpc.link import Link, LinkLost, LinkSet
 from shared.step_timer import StepTimer
 from shared.times import clock_id, take
 from shared.tree import check_tree
 from shared.types import (
     AnswerTimes,
+    DraftRound,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
     FeatureSubscribe,
     FeatureUnsubscribe,
     FinishReason,
+    LinkClose,
+    LinkOpen,
     RequestFailure,
     RequestRetracted,
     RoundGrant,
@@ -42,11 +47,13 @@ from shared.types import (
     TargetAdmitted,
     TargetClose,
     TargetOpen,
+    TokenTree,
     VerifyRound,
     WorkerInfo,
     WorkerLoad,
 )
 from target_service.batch import SampledTrees, StepBatch, build_batch, build_verify
+from target_service.cohort import Cohort
 from target_service.commit import accepted_nodes, commit_path
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
 from target_service.read_back import PendingRead
@@ -79,6 +86,7 @@ class TargetEngine:
 
     Args:
         runs_ahead: Launch a step before the result of the one before is read.
+        links: To drafts on this host; None: there are none.
         window: Sliding window of the target's attention, tokens; 0 = none.
         max_context_len: Longest sequence, prompt and output.
         feature_retain_rows: Feature rows kept per request until acknowledged.
@@ -97,8 +105,10 @@ class TargetEngine:
         runs_ahead: bool = False,
         window: int = 0,
         ring: FeatureRing | None = None,
+        links: LinkSet | None = None,
     ) -> None:
         self.info = info
+        self.links = links or LinkSet()
         self._in_flight: _Launched | None = None
         self._runner = runner
         self._pool = runner.pool
@@ -114,6 +124,7 @@ class TargetEngine:
         )
         self._requests: dict[str, TargetRequest] = {}
         self._early_subscriptions: dict[str, FeatureSubscribe] = {}
+        self._cohort = Cohort()
         self._order = itertools.count()
         self._outbox: list[Any] = []
         self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
@@ -123,7 +134,19 @@ class TargetEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        return bool(self._outbox or self._in_flight) or self._scheduler.has_work
+        if self._outbox or self._in_flight:
+            return True
+        return self._scheduler.has_work and not self._waits_for_cohort
+
+    @property
+    def has_work_in_s(self) -> float | None:
+        """Return how long trees that are here wait for others at most; None = none waits."""
+        return self._cohort.remaining_s() if self._waits_for_cohort else None
+
+    @property
+    def _waits_for_cohort(self) -> bool:
+        scheduler = self._scheduler
+        return self._cohort.is_awaited and scheduler.has_only_trees and scheduler.has_work
 
     @property
     def load(self) -> WorkerLoad:
@@ -149,33 +172,52 @@ class TargetEngine:
                 case VerifyRound():
                     self._queue_round(message)
                 case RoundGrant():
-                    request = self._find(message.request_id, message.target_epoch)
-                    request.granted_until = max(request.granted_until, message.until_round_idx)
-                    request.queued_order = next(self._order)
+                    self._grant(message)
                 case TargetClose():
                     self._close(message)
                 case FeatureSubscribe():
-                    self._subscribe(message)
+                    self._subscribe(message, None)
                 case FeatureAck():
-                    log = self._feature_log(message)
-                    if log is not None:
-                        log.acknowledge(message.position)
+                    self._acknowledge(message)
                 case FeatureUnsubscribe():
                     self._unsubscribe(message)
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__}")
         except CoppiceError as error:
-            failure = RequestFailure(
-                request_id=message.request_id,
-                code=int(error.code),
-                reason=error.reason,
-                message=error.message,
-                field=error.field,
-                target_epoch=message.target_epoch,
-                round_idx=getattr(message, "round_idx", 0),
-            )
+            failure = _failure(message, error)
             is_feature = isinstance(message, FeatureSubscribe)
             self._outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
+
+    def submit_linked(self, link: Link, message: Any) -> None:
+        """Take what a draft's engine says; a wrong tree is the orchestrator's to hear of."""
+        try:
+            match message:
+                case TokenTree():
+                    self._take_tree(link, message)
+                case FeatureSubscribe():
+                    self._subscribe(message, link)
+                case FeatureAck():
+                    self._acknowledge(message)
+                case LinkOpen():
+                    request = self._requests.get(message.request_id)
+                    if request is not None and request.open.target_epoch == message.target_epoch:
+                        self._end_grant(request)
+                        request.link, request.draft_epoch = link, message.draft_epoch
+                case LinkClose():
+                    request = self._requests.get(message.request_id)
+                    if request is not None and request.draft_epoch == message.draft_epoch:
+                        self._unlink(request, link)
+                case LinkLost():
+                    for request in self._requests.values():
+                        self._unlink(request, link)
+                case _:
+                    raise TypeError(f"a target engine is told no {type(message).__name__}")
+        except CoppiceError as error:
+            failure = _failure(message, error)
+            if isinstance(message, FeatureSubscribe):
+                link.put(failure)
+            else:
+                self._outbox.append(failure)
 
     def step(self) -> list[Any]:
         """Launch one forward over whatever is queued, commit and answer what is computed.
@@ -185,7 +227,8 @@ class TargetEngine:
         if self._in_flight is not None and self._in_flight.read.is_done:
             launched = None  # what is computed is answered at once; the next step launches
         else:
-            launched = self._launch(self._scheduler.plan())
+            plan = StepPlan() if self._waits_for_cohort else self._scheduler.plan()
+            launched = self._launch(plan)
         if self._in_flight is not None:
             self._finish(self._in_flight)
         self._in_flight = launched
@@ -210,6 +253,7 @@ class TargetEngine:
     def _launch(self, plan: StepPlan) -> _Launched | None:
         """Launch the rows of a plan; nothing waits for the device."""
         for request in plan.retracted:
+            self._end_grant(request)
             del self._requests[request.request_id]
             self._outbox.append(
                 RequestRetracted(
@@ -326,11 +370,16 @@ class TargetEngine:
 
     def _queue_round(self, message: VerifyRound) -> None:
         request = self._find(message.request_id, message.target_epoch)
+        self._end_grant(request)
         if request.last_reply is not None and message.round_idx == request.round_idx:
             self._outbox.append(request.last_reply)
             return
         if request.round_idx < message.round_idx <= request.round_idx + request.num_in_flight:
             return  # its answer is on the way
+        if message.round_idx <= request.ordered_round and (
+            message.round_idx <= request.round_idx or request.queued is not None
+        ):
+            return  # so is that of a round whose tree came over the link
         if request.phase is not Phase.RUNNING or message.round_idx != request.round_idx + 1:
             raise StaleStateError(
                 f"round {message.round_idx} cannot follow round {request.round_idx}",
@@ -358,14 +407,115 @@ class TargetEngine:
             request.queued_times = take(message.received_ns, busy_until_ns=self._busy_until_ns)
         request.queued_order = next(self._order)
 
+    # --- rounds whose trees are ordered here -----------------------------------------------------
+
+    def _grant(self, message: RoundGrant) -> None:
+        request = self._find(message.request_id, message.target_epoch)
+        if message.shape is None:
+            request.granted_until = max(request.granted_until, message.until_round_idx)
+            request.queued_order = next(self._order)
+            return
+        if request.link is None or request.draft_epoch != message.draft_epoch:
+            return  # it broke meanwhile; the orchestrator orders what it does not hear of
+        if request.grant is None:
+            request.num_tokens_told = message.token_offset
+        request.grant = message
+        is_between_rounds = request.queued is None and not request.num_in_flight
+        if request.phase is Phase.RUNNING and is_between_rounds:
+            self._order_tree(request)
+
+    def _order_tree(self, request: TargetRequest) -> None:
+        """Order the tree of the next round of the draft, if that is granted."""
+        round_idx = request.round_idx + 1
+        grant = request.grant
+        if grant is None or not request.ordered_round < round_idx <= grant.until_round_idx:
+            return
+        assert request.link is not None and grant.shape is not None
+        request.ordered_round = round_idx
+        shape = grant.shape.within(self._max_context_len - request.seq_len)
+        if shape is None:
+            self._queue_granted(request, None)
+            return
+        request.link.put(
+            DraftRound(
+                request_id=request.request_id,
+                target_epoch=request.open.target_epoch,
+                draft_epoch=grant.draft_epoch,
+                round_idx=round_idx,
+                seq_len=request.seq_len,
+                token_offset=request.num_tokens_told,
+                token_ids=tuple(request.tokens[request.num_tokens_told :]),
+                shape=shape,
+            )
+        )
+        request.num_tokens_told = len(request.tokens)
+        request.ordered_ns = self._cohort.ordered(request.request_id)
+
+    def _take_tree(self, link: Link, tree: TokenTree) -> None:
+        """Queue the round of a tree that was ordered here, unless it has been given up."""
+        request = self._requests.get(tree.request_id)
+        if request is None or request.grant is None or request.link is not link:
+            return
+        self._cohort.arrived(tree.request_id)
+        is_current = (tree.target_epoch, tree.draft_epoch, tree.round_idx) == (
+            request.open.target_epoch,
+            request.draft_epoch,
+            request.round_idx + 1,
+        )
+        if not is_current or request.queued is not None or request.num_in_flight:
+            return
+        assert request.grant.shape is not None
+        if tree.seq_len != request.seq_len:
+            raise InvalidTreeError(
+                f"seq_len is {tree.seq_len}, expected {request.seq_len}", field="seq_len"
+            )
+        check_tree(
+            tree.token_ids,
+            tree.parent_index,
+            root_token_id=request.tokens[-1],
+            vocab_size=self.info.vocab_size,
+            max_num_nodes=request.grant.shape.num_draft_tokens,
+        )
+        if request.open.is_timed:
+            times = AnswerTimes(clock_id=clock_id(), begin_ns=request.ordered_ns)
+            times = times.including("draft", tree.times)
+            request.queued_times = times.then("link", time.monotonic_ns())
+        self._queue_granted(request, tree)
+
+    def _queue_granted(self, request: TargetRequest, tree: TokenTree | None) -> None:
+        request.queued = VerifyRound(
+            request_id=request.request_id,
+            target_epoch=request.open.target_epoch,
+            round_idx=request.round_idx + 1,
+            seq_len=request.seq_len,
+            root_token_id=request.tokens[-1],
+            tree=tree,
+        )
+        request.queued_order = next(self._order)
+
+    def _end_grant(self, request: TargetRequest) -> None:
+        request.grant = None
+        self._cohort.gave_up(request.request_id)
+
+    def _unlink(self, request: TargetRequest, link: Link) -> None:
+        """Forget a draft's link; who wants the features asks again through the front."""
+        if request.link is link:
+            self._end_grant(request)
+            request.link = None
+        if request.feature_link is link:
+            assert request.features is not None
+            request.feature_link = request.features.next = None
+
     def _close(self, message: TargetClose) -> None:
         request = self._requests.get(message.request_id)
         if request is not None and request.open.target_epoch <= message.target_epoch:
             self._drop(request)
 
-    def _subscribe(self, message: FeatureSubscribe) -> None:
+    def _subscribe(self, message: FeatureSubscribe, link: Link | None) -> None:
         request = self._requests.get(message.request_id)
         if request is None or request.open.target_epoch < message.target_epoch:
+            if link is not None:
+                raise NotFoundError(f"no request {message.request_id!r} here", field="request_id")
             # The draft's open may overtake the target's: keep the subscription for it.
             if len(self._early_subscriptions) >= MAX_PENDING_SUBSCRIPTIONS:
                 self._early_subscriptions.pop(next(iter(self._early_subscriptions)))
@@ -389,7 +539,8 @@ class TargetEngine:
         reads_ring = self._ring is not None and message.ring_nonce == self._ring.nonce
         if message.ring_nonce and not reads_ring:
             logger.warning("a draft read another feature ring than this target's; it gets bytes")
-        request.features.subscribe(message.from_position, reads_ring=reads_ring)
+        request.feature_link = link
+        request.features.subscribe(message.from_position, reads_ring=reads_ring or bool(link))
         self._send_features(request)
 
     def _unsubscribe(self, message: FeatureUnsubscribe) -> None:
@@ -397,8 +548,13 @@ class TargetEngine:
         if early is not None and early.target_epoch <= message.target_epoch:
             del self._early_subscriptions[message.request_id]
         log = self._feature_log(message)
-        if log is not None:
+        if log is not None and self._requests[message.request_id].feature_link is None:
             log.next = None
+
+    def _acknowledge(self, message: FeatureAck) -> None:
+        log = self._feature_log(message)
+        if log is not None:
+            log.acknowledge(message.position)
 
     def _feature_log(self, message: FeatureAck | FeatureUnsubscribe) -> FeatureLog | None:
         request = self._requests.get(message.request_id)
@@ -425,6 +581,7 @@ class TargetEngine:
 
     def _drop(self, request: TargetRequest) -> None:
         self._scheduler.remove(request)
+        self._end_grant(request)
         del self._requests[request.request_id]
 
     # --- a step ----------------------------------------------------------------------------------
@@ -470,6 +627,7 @@ class TargetEngine:
                 assert paths.features is not None
                 rows = paths.features[row, : len(reply.token_ids)]
                 request.features.append(path.seq_len, rows.copy())
+            self._order_tree(request)
         self._runner.sampler.count(committed)
 
     def _send_features(self, request: TargetRequest) -> None:
@@ -487,16 +645,30 @@ class TargetEngine:
         for begin in range(0, len(rows), most):
             part = rows[begin : begin + most]
             span = ring.write(part) if ring is not None else None
-            self._outbox.append(
-                FeatureChunk(
-                    request_id=request.request_id,
-                    target_epoch=request.open.target_epoch,
-                    start=position + begin,
-                    shape=(len(part), self._runner.features.width),
-                    dtype=self.info.features.dtype,
-                    data=part.tobytes() if span is None else span,
-                )
+            chunk = FeatureChunk(
+                request_id=request.request_id,
+                target_epoch=request.open.target_epoch,
+                start=position + begin,
+                shape=(len(part), self._runner.features.width),
+                dtype=self.info.features.dtype,
+                data=part.tobytes() if span is None else span,
             )
+            if request.feature_link is not None:
+                request.feature_link.put(chunk)
+            else:
+                self._outbox.append(chunk)
+
+
+def _failure(message: Any, error: CoppiceError) -> RequestFailure:
+    return RequestFailure(
+        request_id=message.request_id,
+        code=int(error.code),
+        reason=error.reason,
+        message=error.message,
+        field=error.field,
+        target_epoch=message.target_epoch,
+        round_idx=getattr(message, "round_idx", 0),
+    )
 
 
 def _times_of(

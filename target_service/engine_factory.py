@@ -24,6 +24,7 @@ from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.rpc.engine import ProgressCallback
+from shared.rpc.link import LinkListener, LinkSet, remove_stale_links
 from shared.types import MAX_TREE_NODES, FeatureSpec, WorkerInfo
 from target_service.engine import TargetEngine
 from target_service.runner import TargetRunner
@@ -128,6 +129,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         else:
             logger.warning("the context is too short for the self-test; exactness is unproven")
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
+    links = LinkSet(open_listener(config))
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
@@ -142,6 +144,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
         feature_ring=ring.name if ring is not None else "",
+        link=links.name,
     )
     engine = TargetEngine(
         runner,
@@ -153,6 +156,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         runs_ahead=device.type == "cuda",
         window=model_config.sliding_window,
         ring=ring,
+        links=links,
     )
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
@@ -177,6 +181,18 @@ def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
         return None
     logger.info("feature ring: %.1f MiB of shared memory", ring.capacity / (1 << 20))
     return ring
+
+
+def open_listener(config: TargetConfig) -> LinkListener | None:
+    """Create the socket to which drafts on this host link; None if there is nothing to share."""
+    if not config.direct_rounds or config.algorithm == "none" or config.draft_model == "none":
+        return None
+    try:
+        remove_stale_links()
+        return LinkListener()
+    except OSError as error:
+        logger.warning("rounds go through the orchestrator: no socket for links: %s", error)
+        return None
 
 
 def resolve_features(config: TargetConfig, target: Path) -> FeatureSpec:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from shared.types import AcceptedPath, AnswerTimes, TargetOpen, VerifyRound
+from shared.rpc.link import Link
+from shared.types import AcceptedPath, AnswerTimes, RoundGrant, TargetOpen, VerifyRound
 from target_service.features import FeatureLog
 
 
@@ -35,7 +36,12 @@ class TargetRequest:
         queued: The round to run next.
         queued_times: Of its order, if the request is timed.
         queued_order: Order in which it came; rounds that have waited longest run first.
-        granted_until: Last round that needs no order.
+        granted_until: Last round of the root alone that needs no order.
+        grant: Leave to order trees over `link`.
+        link: To the draft's engine, if that is on this host; opened with `draft_epoch`.
+        feature_link: Where features go; None: to the front, or nowhere.
+        num_tokens_told: Tokens that the draft has, under `grant`.
+        ordered_round: Round whose tree was ordered last, at `ordered_ns`.
         token_limit: Tokens, the prompt included, with which the request ends.
         num_in_flight: Rounds launched and not committed yet.
         is_tree_in_flight: One of them may commit more than one token.
@@ -55,6 +61,13 @@ class TargetRequest:
     queued_times: AnswerTimes | None = None
     queued_order: int = 0
     granted_until: int = 0
+    grant: RoundGrant | None = None
+    link: Link | None = None
+    draft_epoch: int = 0
+    feature_link: Link | None = None
+    num_tokens_told: int = 0
+    ordered_round: int = 0
+    ordered_ns: int = 0
     token_limit: int = 0
     num_in_flight: int = 0
     is_tree_in_flight: bool = False

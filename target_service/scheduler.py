@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
@@ -41,11 +41,11 @@ class ReplayWork:
 class StepPlan:
     """What one engine step computes; its rows stay within the budget."""
 
-    verifies: list[TargetRequest]
-    prefills: list[PrefillWork]
-    replays: list[ReplayWork]
-    admitted: list[TargetRequest]
-    retracted: list[TargetRequest]
+    verifies: list[TargetRequest] = field(default_factory=list)
+    prefills: list[PrefillWork] = field(default_factory=list)
+    replays: list[ReplayWork] = field(default_factory=list)
+    admitted: list[TargetRequest] = field(default_factory=list)
+    retracted: list[TargetRequest] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -93,6 +93,14 @@ class Scheduler:
         return (
             any(self._has_round(r) or _has_chain(r) for r in self._held.values())
             or self._can_admit()
+        )
+
+    @property
+    def has_only_trees(self) -> bool:
+        """Return whether a step would compute trees and nothing else."""
+        return not self._can_admit() and not any(
+            _has_chain(request) or (self._has_round(request) and request.next_num_rows == 1)
+            for request in self._held.values()
         )
 
     def enqueue(self, request: TargetRequest) -> None:

@@ -14,6 +14,7 @@ from shared.rpc.batches import pack_target_response, unpack_target_request
 from shared.rpc.convert_tree import info_to_proto
 from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
+from shared.rpc.link import remove_link
 from shared.rpc.sessions import SessionHub, SessionProtocol
 from shared.types import (
     AcceptedPath,
@@ -62,11 +63,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.sessions = SessionHub(PROTOCOL, send)
         self.features = FeatureHub(send)
         self._identity = identity
+        self._link = ""
 
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
         self.features.ring_name = info.feature_ring
+        self._link = info.link
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered: answers first, they have a longer way to the draft."""
@@ -76,8 +79,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.features.deliver([o for o in report.outputs if isinstance(o, feature_types)])
 
     async def close(self) -> None:
-        """Remove the ring, should the engine have crashed; every stream ends with the server."""
+        """Remove ring and socket, should the engine have crashed; streams end with the server."""
         remove_ring(self.features.ring_name)
+        remove_link(self._link)
 
     async def Session(
         self,

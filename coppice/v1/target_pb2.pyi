@@ -87,14 +87,24 @@ class VerifyRound(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., root_token_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
 
 class RoundGrant(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "until_round_idx")
+    __slots__ = ("request_id", "target_epoch", "until_round_idx", "draft_epoch", "token_offset", "num_steps", "topk", "num_draft_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UNTIL_ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOPK_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     until_round_idx: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., until_round_idx: _Optional[int] = ...) -> None: ...
+    draft_epoch: int
+    token_offset: int
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., until_round_idx: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class TargetClose(_message.Message):
     __slots__ = ("request_id", "target_epoch")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from coppice.v1 import draft_pb2, target_pb2, tree_pb2
+from coppice.v1 import draft_pb2, link_pb2, target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
 from shared.rpc.convert import from_proto, to_proto
@@ -27,6 +27,10 @@ DraftRequest = types.DraftOpen | types.DraftRound | types.DraftClose
 DraftReply = types.TokenTree | types.RequestFailure | types.RequestRetracted
 FeatureRequest = types.FeatureSubscribe | types.FeatureAck | types.FeatureUnsubscribe
 FeatureReply = types.FeatureChunk | types.RequestFailure
+ToTarget = (
+    types.LinkOpen | types.FeatureSubscribe | types.FeatureAck | types.TokenTree | types.LinkClose
+)
+ToDraft = types.FeatureChunk | types.RequestFailure | types.DraftRound
 
 Item = TypeVar("Item")
 
@@ -173,6 +177,42 @@ def pack_feature_response(
 def unpack_feature_response(batch: target_pb2.StreamFeaturesResponse) -> Batch[FeatureReply]:
     """Unpack chunks and failures of a feature stream."""
     return _unpack(batch.chunks, batch.failures)
+
+
+def pack_to_target(messages: Iterable[ToTarget]) -> link_pb2.LinkToTarget:
+    """Pack what a draft's engine tells a target's."""
+    batch = link_pb2.LinkToTarget()
+    fields = {
+        types.LinkOpen: batch.opens,
+        types.FeatureSubscribe: batch.subscribes,
+        types.FeatureAck: batch.acks,
+        types.TokenTree: batch.trees,
+        types.LinkClose: batch.closes,
+    }
+    _pack(messages, fields)
+    return batch
+
+
+def unpack_to_target(batch: link_pb2.LinkToTarget) -> Batch[ToTarget]:
+    """Unpack what a draft's engine told a target's."""
+    return _unpack(batch.opens, batch.subscribes, batch.acks, batch.trees, batch.closes)
+
+
+def pack_to_draft(messages: Iterable[ToDraft]) -> link_pb2.LinkToDraft:
+    """Pack what a target's engine tells a draft's."""
+    batch = link_pb2.LinkToDraft()
+    fields = {
+        types.FeatureChunk: batch.chunks,
+        types.RequestFailure: batch.failures,
+        types.DraftRound: batch.rounds,
+    }
+    _pack(messages, fields)
+    return batch
+
+
+def unpack_to_draft(batch: link_pb2.LinkToDraft) -> Batch[ToDraft]:
+    """Unpack what a target's engine told a draft's: rows before the orders that need them."""
+    return _unpack(batch.chunks, batch.failures, batch.rounds)
 
 
 def _brief(load: types.WorkerLoad) -> tree_pb2.WorkerLoad:

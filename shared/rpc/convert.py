@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coppice.v1 import draft_pb2, generation_pb2, target_pb2, tree_pb2
+from coppice.v1 import draft_pb2, generation_pb2, link_pb2, target_pb2, tree_pb2
 from shared import types
 from shared.rpc import (
     convert_draft,
@@ -64,6 +64,8 @@ _PAIRS: tuple[_Pair, ...] = (
         types.FeatureUnsubscribe,
         target_pb2.FeatureUnsubscribe,
     ),
+    _pair(convert_target, "link_open", types.LinkOpen, link_pb2.LinkOpen),
+    _pair(convert_target, "link_close", types.LinkClose, link_pb2.LinkClose),
     _pair(convert_draft, "draft_open", types.DraftOpen, draft_pb2.DraftOpen),
     _pair(convert_draft, "draft_round", types.DraftRound, draft_pb2.DraftRound),
     _pair(convert_draft, "draft_close", types.DraftClose, draft_pb2.DraftClose),

@@ -6,8 +6,8 @@ from coppice.v1 import draft_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
 from shared.rpc.convert_params import sampling_from_proto, sampling_to_proto
+from shared.rpc.convert_tree import shape_from_proto
 from shared.rpc.fields import Within, require_ids, require_range, require_request_id
-from shared.tree import check_shape
 
 
 def draft_open_to_proto(value: types.DraftOpen) -> draft_pb2.DraftOpen:
@@ -20,6 +20,7 @@ def draft_open_to_proto(value: types.DraftOpen) -> draft_pb2.DraftOpen:
         token_ids=value.token_ids,
         sampling=sampling_to_proto(value.sampling),
         is_timed=value.is_timed,
+        target_link=value.target_link,
     )
 
 
@@ -38,6 +39,7 @@ def draft_open_from_proto(message: draft_pb2.DraftOpen) -> types.DraftOpen:
         token_ids=require_ids(message.token_ids, "token_ids", at_least=1),
         sampling=sampling,
         is_timed=message.is_timed,
+        target_link=message.target_link,
     )
 
 
@@ -60,12 +62,6 @@ def draft_round_to_proto(value: types.DraftRound) -> draft_pb2.DraftRound:
 def draft_round_from_proto(message: draft_pb2.DraftRound) -> types.DraftRound:
     """Convert the order of a tree."""
     request_id = require_request_id(message.request_id)
-    shape = types.TreeShape(
-        num_steps=message.num_steps,
-        topk=message.topk,
-        num_draft_tokens=message.num_draft_tokens,
-    )
-    check_shape(shape, prefix="")
     return types.DraftRound(
         request_id=request_id,
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
@@ -74,7 +70,7 @@ def draft_round_from_proto(message: draft_pb2.DraftRound) -> types.DraftRound:
         seq_len=require_range(message.seq_len, "seq_len", 0),
         token_offset=require_range(message.token_offset, "token_offset", 0),
         token_ids=require_ids(message.token_ids, "token_ids"),
-        shape=shape,
+        shape=shape_from_proto(message),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coppice.v1 import target_pb2
+from coppice.v1 import link_pb2, target_pb2
 from shared import types
 from shared.rpc.convert_params import (
     sampling_from_proto,
@@ -10,7 +10,7 @@ from shared.rpc.convert_params import (
     stopping_from_proto,
     stopping_to_proto,
 )
-from shared.rpc.convert_tree import tree_from_proto, tree_to_proto
+from shared.rpc.convert_tree import shape_from_proto, tree_from_proto, tree_to_proto
 from shared.rpc.fields import Within, require_ids, require_range, require_request_id
 
 MAX_TOP_LOGPROBS = 20
@@ -111,6 +111,11 @@ def round_grant_to_proto(value: types.RoundGrant) -> target_pb2.RoundGrant:
         request_id=value.request_id,
         target_epoch=value.target_epoch,
         until_round_idx=value.until_round_idx,
+        draft_epoch=value.draft_epoch,
+        token_offset=value.token_offset,
+        num_steps=value.shape.num_steps if value.shape else 0,
+        topk=value.shape.topk if value.shape else 0,
+        num_draft_tokens=value.shape.num_draft_tokens if value.shape else 0,
     )
 
 
@@ -120,6 +125,45 @@ def round_grant_from_proto(message: target_pb2.RoundGrant) -> types.RoundGrant:
         request_id=require_request_id(message.request_id),
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
         until_round_idx=require_range(message.until_round_idx, "until_round_idx", 1),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+        token_offset=require_range(message.token_offset, "token_offset", 0),
+        shape=shape_from_proto(message) if message.num_draft_tokens else None,
+    )
+
+
+def link_open_to_proto(value: types.LinkOpen) -> link_pb2.LinkOpen:
+    """Convert the word that a draft holds a request."""
+    return link_pb2.LinkOpen(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        draft_epoch=value.draft_epoch,
+    )
+
+
+def link_open_from_proto(message: link_pb2.LinkOpen) -> types.LinkOpen:
+    """Convert the word that a draft holds a request."""
+    return types.LinkOpen(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+    )
+
+
+def link_close_to_proto(value: types.LinkClose) -> link_pb2.LinkClose:
+    """Convert the word that a draft holds a request no more."""
+    return link_pb2.LinkClose(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        draft_epoch=value.draft_epoch,
+    )
+
+
+def link_close_from_proto(message: link_pb2.LinkClose) -> types.LinkClose:
+    """Convert the word that a draft holds a request no more."""
+    return types.LinkClose(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from coppice.v1 import generation_pb2, tree_pb2
+from coppice.v1 import draft_pb2, generation_pb2, target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.rpc.convert_features import feature_spec_from_proto, feature_spec_to_proto
 from shared.rpc.fields import Within, require_ids, require_range, require_request_id
+from shared.tree import check_shape
 
 _FINISH_REASONS = {int(reason): reason for reason in types.FinishReason}
 
@@ -39,6 +40,19 @@ def times_from_proto(message: tree_pb2.AnswerTimes) -> types.AnswerTimes:
     )
 
 
+def shape_from_proto(
+    message: draft_pb2.DraftRound | target_pb2.RoundGrant,
+) -> types.TreeShape:
+    """Return the tree shape of an order."""
+    shape = types.TreeShape(
+        num_steps=message.num_steps,
+        topk=message.topk,
+        num_draft_tokens=message.num_draft_tokens,
+    )
+    check_shape(shape, prefix="")
+    return shape
+
+
 def tree_to_proto(tree: types.TokenTree) -> tree_pb2.TokenTree:
     """Convert a token tree."""
     return tree_pb2.TokenTree(
@@ -51,6 +65,7 @@ def tree_to_proto(tree: types.TokenTree) -> tree_pb2.TokenTree:
         parent_index=tree.parent_index,
         scores=tree_pb2.TopkScores(cumulative_logprobs=tree.cumulative_logprobs),
         times=None if tree.times is None else times_to_proto(tree.times),
+        is_linked=tree.is_linked,
     )
 
 
@@ -87,6 +102,7 @@ def tree_from_proto(message: tree_pb2.TokenTree) -> types.TokenTree:
         parent_index=parent_index,
         cumulative_logprobs=scores,
         times=times_from_proto(message.times) if message.HasField("times") else None,
+        is_linked=message.is_linked,
     )
 
 
@@ -259,6 +275,7 @@ def info_to_proto(info: types.WorkerInfo) -> tree_pb2.WorkerInfo:
         eos_token_ids=info.eos_token_ids,
         draft_window=info.draft_window,
         feature_ring=info.feature_ring,
+        link=info.link,
     )
 
 
@@ -284,4 +301,5 @@ def info_from_proto(message: tree_pb2.WorkerInfo) -> types.WorkerInfo:
         eos_token_ids=require_ids(message.eos_token_ids, "eos_token_ids"),
         draft_window=require_range(message.draft_window, "draft_window", 0),
         feature_ring=message.feature_ring,
+        link=message.link,
     )

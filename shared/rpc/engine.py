@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shared.rpc.link import Link, LinkSet
 from shared.types import WorkerInfo, WorkerLoad
 
 
@@ -28,15 +29,26 @@ class Engine(Protocol):
         """Return identity and limits."""
 
     @property
+    def links(self) -> LinkSet:
+        """Return the links to other engines."""
+
+    @property
     def has_work(self) -> bool:
         """Return whether `step` would do anything; False = wait for a message."""
+
+    @property
+    def has_work_in_s(self) -> float | None:
+        """Return after how long there is work even without a message; None = never."""
 
     @property
     def load(self) -> WorkerLoad:
         """Return progress and room."""
 
     def submit(self, message: Any) -> None:
-        """Take one message of shared/types.py."""
+        """Take one message of shared/types.py from the front."""
+
+    def submit_linked(self, link: Link, message: Any) -> None:
+        """Take one message of another engine, or LinkLost."""
 
     def step(self) -> list[Any]:
         """Run one batch and return what it answers."""

@@ -103,34 +103,39 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
     reported: tuple[WorkerLoad, int] | None = None  # load, num_received
     next_check = next_report = 0.0
     while True:
-        is_idle = not engine.has_work
-        if is_idle:
+        if not engine.has_work:
+            links = engine.links.events
             load = engine.load
             is_empty = not (load.num_running or load.num_waiting)
             if is_empty or time.monotonic() >= next_check:
                 engine.check_integrity()
                 next_check = time.monotonic() + CHECK_INTERVAL_S
             if busy_poll_s and load.num_running:
-                pipe.spin(busy_poll_s)
-            has_told = reported == (load, num_received)
-            if not has_told:
-                # That messages were only taken can wait a little: it wakes the front.
-                is_urgent = reported is None or reported[0] != load
+                pipe.spin(min(busy_poll_s, engine.has_work_in_s or busy_poll_s), links)
+            if reported != (load, num_received):
+                # What does not change who fits can wait a little: it wakes the front.
+                is_urgent = reported is None or _room(reported[0]) != _room(load)
                 is_late = time.monotonic() >= next_report
-                if is_urgent or is_late or not pipe.poll(REPORT_DELAY_S):
+                wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
+                if is_urgent or is_late or not pipe.poll(wait_s, links):
                     reported = (load, num_received)
-                    has_told = True
+                    next_report = time.monotonic() + REPORT_DELAY_S
                     pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
-        for messages in pipe.receive(wait=is_idle):
+            if not engine.has_work:
+                pipe.poll(engine.has_work_in_s, links)
+        received = pipe.receive()
+        for link, message in engine.links.receive():  # this led to what the front says, or did not
+            engine.submit_linked(link, message)
+        for messages in received:
             for message in messages:
                 engine.submit(message)
             num_received += len(messages)
-        if is_idle and has_told:
-            next_report = time.monotonic() + REPORT_DELAY_S
+        engine.links.flush()
         if engine.has_work:
             outputs = engine.step()
+            engine.links.flush()
             if not outputs and time.monotonic() < next_report:
-                continue  # a step that was only launched, most likely: the next one answers
+                continue  # a step that was only launched, or answered over a link
             next_report = time.monotonic() + REPORT_DELAY_S
             load = engine.load
             reported = (load, num_received)
@@ -138,6 +143,10 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
                 outputs=outputs, load=load, num_received=num_received, has_work=engine.has_work
             )
             pipe.send(report)
+
+
+def _room(load: WorkerLoad) -> tuple[int, int, int]:
+    return load.num_running, load.num_waiting, load.num_free_pages
 
 
 def set_thread_count(cpu_threads: int) -> int:

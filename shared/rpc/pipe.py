@@ -11,12 +11,13 @@ import collections
 import dataclasses
 import functools
 import io
+import math
 import pickle
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -102,28 +103,31 @@ class BlockingPipe:
         """
         self._socket.sendall(_encode(message))
 
-    def poll(self, timeout_s: float) -> bool:
-        """Wait until there is something to receive, or the other end is gone, or time is up."""
-        return bool(select.select([self._socket], [], [], timeout_s)[0])
-
-    def spin(self, duration_s: float) -> None:
-        """Look for something to receive for so long, without sleeping."""
-        deadline = time.monotonic() + duration_s
-        while not self.poll(0.0) and time.monotonic() < deadline:
-            pass
-
-    def receive(self, *, wait: bool) -> list[Any]:
-        """Take every complete message that has arrived.
+    def poll(self, timeout_s: float | None, others: Mapping[int, int]) -> bool:
+        """Wait until there is something to receive, or the other end is gone, or time is up.
 
         Args:
-            wait: Block until there is at least one.
+            timeout_s: None: for ever.
+            others: Descriptors that end the wait as well, and what they are waited for.
+        """
+        return bool(self._poller(others).poll(_milliseconds(timeout_s)))
+
+    def spin(self, duration_s: float, others: Mapping[int, int]) -> None:
+        """Look for something to receive for so long, without sleeping; `others` as in `poll`."""
+        deadline = time.monotonic() + duration_s
+        poller = self._poller(others)
+        while not poller.poll(0) and time.monotonic() < deadline:
+            pass
+
+    def receive(self) -> list[Any]:
+        """Take every complete message that has arrived.
+
         Raises: EOFError if the other end is gone.
         """
         messages: list[Any] = []
         while True:
-            flags = 0 if wait and not messages else socket.MSG_DONTWAIT
             try:
-                data = self._socket.recv(_RECEIVE_BYTES, flags)
+                data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return messages
             except ConnectionError:
@@ -131,6 +135,17 @@ class BlockingPipe:
             if not data:
                 raise EOFError("the other end of the pipe is closed")
             messages += self._frames.decode(data)
+
+    def _poller(self, others: Mapping[int, int]) -> select.poll:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        for fd, events in others.items():
+            poller.register(fd, events)
+        return poller
+
+
+def _milliseconds(duration_s: float | None) -> int | None:
+    return None if duration_s is None else max(0, math.ceil(duration_s * 1e3))
 
 
 class AsyncPipe(asyncio.Protocol):

@@ -76,6 +76,7 @@ def trees(draw: st.DrawFn) -> types.TokenTree:
             | st.lists(floats(-1000, 0), min_size=num_nodes, max_size=num_nodes).map(tuple)
         ),
         times=draw(st.none() | answer_times),
+        is_linked=draw(st.booleans()),
     )
 
 
@@ -184,6 +185,7 @@ infos = st.builds(
     eos_token_ids=ids(max_size=3),
     draft_window=counts,
     feature_ring=st.text(max_size=20),
+    link=st.text(max_size=20),
 )
 failures = st.builds(
     types.RequestFailure,
@@ -213,6 +215,13 @@ round_grants = st.builds(
     request_id=request_ids,
     target_epoch=epochs,
     until_round_idx=st.integers(1, 2**31 - 1),
+    draft_epoch=epochs,
+    token_offset=counts,
+    shape=st.none() | shapes(),
+)
+link_opens, link_closes = (
+    st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
+    for kind in (types.LinkOpen, types.LinkClose)
 )
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
@@ -236,6 +245,7 @@ draft_opens = st.builds(
     token_ids=ids(min_size=1),
     sampling=sampling,
     is_timed=st.booleans(),
+    target_link=st.text(max_size=20),
 )
 draft_rounds = st.builds(
     types.DraftRound,
@@ -271,6 +281,8 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.FeatureSubscribe: subscribes,
     types.FeatureAck: acks,
     types.FeatureUnsubscribe: unsubscribes,
+    types.LinkOpen: link_opens,
+    types.LinkClose: link_closes,
     types.DraftOpen: draft_opens,
     types.DraftRound: draft_rounds,
     types.DraftClose: draft_closes,

@@ -62,7 +62,7 @@ def test_value_survives_the_pipe(value_type: type[Any], data: st.DataObject) -> 
         BlockingPipe(ours).send([value])
         pipe, received = BlockingPipe(theirs), []
         while len(received) < 2:
-            received += pipe.receive(wait=True)
+            received += pipe.receive()
     assert received == [report, [value]]
     assert all(hash(one) == hash(value) for one in received[0].outputs[:2])  # still frozen values
 
@@ -97,6 +97,22 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
         batches.pack_feature_response,
         batches.unpack_feature_response,
         (types.FeatureChunk, types.RequestFailure),
+    ),
+    "to_target": (
+        batches.pack_to_target,
+        batches.unpack_to_target,
+        (
+            types.LinkOpen,
+            types.FeatureSubscribe,
+            types.FeatureAck,
+            types.TokenTree,
+            types.LinkClose,
+        ),
+    ),
+    "to_draft": (
+        batches.pack_to_draft,
+        batches.unpack_to_draft,
+        (types.FeatureChunk, types.RequestFailure, types.DraftRound),
     ),
 }
 

@@ -25,6 +25,7 @@ from shared.types import (
     WorkerLoad,
 )
 from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
+from tests.fakes.unlinked import Unlinked
 
 NUM_PAGES = 1000
 
@@ -38,7 +39,7 @@ class _Request:
 
 
 @dataclass(eq=False)
-class FakeDraft:
+class FakeDraft(Unlinked):
     """Grow a comb: one path of guesses, a wrong sibling BEFORE each of them, so that KV must move.
 
     Args:

@@ -15,6 +15,7 @@ from shared.rpc.engine import ProgressCallback
 from shared.types import WorkerInfo, WorkerLoad
 from tests.fakes.draft import FakeDraft
 from tests.fakes.target import FakeTarget
+from tests.fakes.unlinked import Unlinked
 
 MODULE = __name__
 
@@ -63,7 +64,7 @@ def create_fragile(config: WorkerConfig, progress: ProgressCallback) -> Fragile:
 
 
 @dataclass(eq=False)
-class Echo:
+class Echo(Unlinked):
     """An engine that answers every message with itself; strings are orders.
 
     "sleep <s>": step for so long. "raise": fail in a step. "exit": end the process.

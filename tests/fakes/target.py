@@ -36,6 +36,7 @@ from shared.types import (
     WorkerLoad,
 )
 from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
+from tests.fakes.unlinked import Unlinked
 
 NUM_PAGES = 1000
 FORWARD_NS = 1000  # of a timed round
@@ -60,7 +61,7 @@ class _Request:
 
 
 @dataclass(eq=False)
-class FakeTarget:
+class FakeTarget(Unlinked):
     """Verify trees against the hash of the tokens so far.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from shared.rpc.engine_main import REPORT_DELAY_S, run_engine
 from shared.rpc.pipe import BlockingPipe
 from shared.types import WorkerInfo, WorkerLoad
 from tests.fakes import FakeTarget
+from tests.fakes.unlinked import Unlinked
 
 
-class Scripted:
+class Scripted(Unlinked):
     """An engine that gives these outputs, one list per step, after its first message.
 
     Args:
@@ -77,27 +79,33 @@ class ScriptedPipe:
         self.spins: list[float] = []
         self._clock = clock
         self._batches = batches
+        self._arrived: list[list[Any]] = []
         self._polls = polls
         self._poll_s = poll_s
 
     def send(self, report: EngineReport) -> None:
         self.reports.append(report)
 
-    def poll(self, timeout_s: float) -> bool:
+    def poll(self, timeout_s: float | None, others: Mapping[int, int]) -> bool:
+        if timeout_s is None:
+            return self._wait()
         assert timeout_s == REPORT_DELAY_S
-        has_news = self._polls.pop(0)
+        has_news = self._polls.pop(0) if self._polls else False
         self._clock.now += self._poll_s if has_news else timeout_s
         return has_news
 
-    def spin(self, duration_s: float) -> None:
+    def spin(self, duration_s: float, others: Mapping[int, int]) -> None:
         self.spins.append(duration_s)
 
-    def receive(self, *, wait: bool) -> list[Any]:
-        if not wait:
-            return []
+    def receive(self) -> list[Any]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _wait(self) -> bool:
         if not self._batches:
             raise EOFError
-        return [self._batches.pop(0)]
+        self._arrived = [self._batches.pop(0)]
+        return True
 
 
 def run(
@@ -170,7 +178,7 @@ def test_a_spin_ends_with_the_first_message_or_in_time() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         pipe = BlockingPipe(theirs)
-        pipe.spin(0.001)
+        pipe.spin(0.001, {})
         BlockingPipe(ours).send("here")
-        pipe.spin(3600.0)
-        assert pipe.receive(wait=False) == ["here"]
+        pipe.spin(3600.0, {})
+        assert pipe.receive() == ["here"]

@@ -1,0 +1,287 @@
+"""Links: engines of a target and a draft on one host, joined by a Unix socket of the target's.
+
+What they tell each other in every round goes from engine to engine, without waking their fronts or
+the orchestrator. Nothing here blocks: what a socket does not take waits in memory, and an end that
+does not read for long is cut off. A link that breaks loses what was on the way; whoever sees
+it goes on without, and the orchestrator drives the rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import secrets
+import select
+import socket
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from coppice.v1 import link_pb2
+from shared.feature_ring import RING_DIR
+from shared.rpc.batches import (
+    Batch,
+    pack_to_draft,
+    pack_to_target,
+    unpack_to_draft,
+    unpack_to_target,
+)
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "coppice-link-"
+_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME_BYTES = 64 << 20
+_MAX_BACKLOG_BYTES = 256 << 20
+_RECEIVE_BYTES = 1 << 20
+_SOCKET_BYTES = 4 << 20
+
+
+class Link:
+    """One end of a link.
+
+    Args:
+        pack: Makes the protobuf message of a batch of messages.
+        unpack: Its opposite for what the other end sends.
+        frame: Type of what the other end sends.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        pack: Callable[[list[Any]], Message],
+        unpack: Callable[[Any], Batch[Any]],
+        frame: type[Message],
+    ) -> None:
+        sock.settimeout(0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        self._socket = sock
+        self._pack = pack
+        self._unpack = unpack
+        self._frame = frame
+        self._queued: list[Any] = []
+        self._backlog = bytearray()
+        self._received = bytearray()
+        self.is_open = True
+        self.fd = sock.fileno()
+
+    @property
+    def events(self) -> int:
+        """Return what this end waits for, as for `select.poll`."""
+        return select.POLLIN | (select.POLLOUT if self._backlog else 0)
+
+    def put(self, message: Any) -> None:
+        """Queue a message for the next `flush`."""
+        self._queued.append(message)
+
+    def flush(self) -> None:
+        """Send what is queued as one frame, as far as the socket takes it."""
+        if self._queued and self.is_open:
+            queued, self._queued = self._queued, []
+            data = self._pack(queued).SerializeToString()
+            self._backlog += _LENGTH.pack(len(data))
+            self._backlog += data
+        if not self._backlog or not self.is_open:
+            return
+        try:
+            while self._backlog:
+                del self._backlog[: self._socket.send(self._backlog)]
+        except BlockingIOError:
+            if len(self._backlog) > _MAX_BACKLOG_BYTES:
+                self._break("the other end does not read")
+        except OSError as error:
+            self._break(str(error))
+
+    def receive(self) -> list[Any]:
+        """Take every complete message that has come."""
+        self._read()
+        messages: list[Any] = []
+        begin = 0
+        while self.is_open and len(self._received) - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, begin)
+            first = begin + _LENGTH.size
+            if length > _MAX_FRAME_BYTES:
+                self._break(f"a frame of {length} bytes")
+            if len(self._received) - first < length:
+                break
+            begin = first + length
+            messages += self._decode(bytes(self._received[first:begin]))
+        del self._received[:begin]
+        return messages
+
+    def close(self) -> None:
+        """Close this end; what is not sent is lost."""
+        self.is_open = False
+        self._backlog.clear()
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while self.is_open:
+                data = self._socket.recv(_RECEIVE_BYTES)
+                if not data:
+                    self.close()
+                self._received += data
+                if len(data) < _RECEIVE_BYTES:
+                    return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._break(str(error))
+
+    def _decode(self, data: bytes) -> list[Any]:
+        frame = self._frame()
+        try:
+            frame.ParseFromString(data)
+        except DecodeError as error:
+            self._break(f"garbage: {error}")
+            return []
+        batch = self._unpack(frame)
+        if batch.rejected:
+            self._break(batch.rejected[0].message)
+        return batch.messages
+
+    def _break(self, why: str) -> None:
+        logger.warning("cutting a link: %s", why)
+        self.close()
+
+
+class LinkListener:
+    """A target's socket; the file goes when this does.
+
+    Raises: OSError if there is no shared directory.
+    """
+
+    def __init__(self, directory: Path = RING_DIR) -> None:
+        token = secrets.token_hex(16)
+        self.name = _PREFIX + token
+        path, unborn = directory / self.name, directory / f"coppice-unborn-{token}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.bind(str(unborn))
+            unborn.chmod(0o600)
+            self._socket.listen(64)
+            unborn.rename(path)  # only now: a socket where nobody listens looks like a dead one's
+        except OSError:
+            unborn.unlink(missing_ok=True)
+            self._socket.close()
+            raise
+        self.fd = self._socket.fileno()
+        self.close = weakref.finalize(self, _close, path, self._socket)
+
+    def accept(self) -> list[Link]:
+        """Return the links that drafts have opened since."""
+        links = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                links.append(_target_end(self._socket.accept()[0]))
+        return links
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """What a link says last: it broke, or the other end closed it."""
+
+
+class LinkSet:
+    """The links of an engine.
+
+    Args:
+        listener: Where others open links; None: nowhere.
+    """
+
+    def __init__(self, listener: LinkListener | None = None) -> None:
+        self._listener = listener
+        self._links: list[Link] = []
+
+    @property
+    def name(self) -> str:
+        """Return where others open links; empty: nowhere."""
+        return self._listener.name if self._listener is not None else ""
+
+    @property
+    def events(self) -> dict[int, int]:
+        """Return the descriptors to wait for, and what for, as for `select.poll`."""
+        events = {link.fd: link.events for link in self._links}
+        if self._listener is not None:
+            events[self._listener.fd] = select.POLLIN
+        return events
+
+    def add(self, link: Link) -> None:
+        """Take a link that was opened from here."""
+        self._links.append(link)
+
+    def receive(self) -> list[tuple[Link, Any]]:
+        """Take every message that has come, with its link; LinkLost is a link's last."""
+        if self._listener is not None:
+            self._links += self._listener.accept()
+        messages: list[tuple[Link, Any]] = []
+        for link in list(self._links):
+            messages += [(link, message) for message in link.receive()]
+            if not link.is_open:
+                self._links.remove(link)
+                messages.append((link, LinkLost()))
+        return messages
+
+    def flush(self) -> None:
+        """Send what is queued on every link."""
+        for link in self._links:
+            link.flush()
+
+
+def connect(name: str, *, directory: Path = RING_DIR) -> Link:
+    """Open a draft's end of a link.
+
+    Raises: OSError if there is no such target on this host.
+    """
+    if not is_link_name(name):
+        raise FileNotFoundError(f"{name!r} is no name of a link")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.connect(str(directory / name))
+    except OSError:
+        sock.close()
+        raise
+    return Link(sock, pack=pack_to_target, unpack=unpack_to_draft, frame=link_pb2.LinkToDraft)
+
+
+def is_link_name(name: str) -> bool:
+    """Return whether a name can be that of a link, and of no other file."""
+    return _NAME.fullmatch(name) is not None
+
+
+def remove_link(name: str, *, directory: Path = RING_DIR) -> None:
+    """Remove the socket of a target that has ended."""
+    if is_link_name(name):
+        (directory / name).unlink(missing_ok=True)
+
+
+def remove_stale_links(directory: Path = RING_DIR) -> None:
+    """Remove the sockets of targets that were killed: nobody listens there."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            try:
+                sock.connect(str(path))
+            except ConnectionRefusedError:
+                with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                    path.unlink()
+                    logger.info("removed %s, which a target left that was killed", path)
+            except OSError:
+                continue
+
+
+def _target_end(sock: socket.socket) -> Link:
+    return Link(sock, pack=pack_to_draft, unpack=unpack_to_target, frame=link_pb2.LinkToTarget)
+
+
+def _close(path: Path, sock: socket.socket) -> None:
+    path.unlink(missing_ok=True)
+    sock.close()
