@@ -38,7 +38,7 @@ from shared.kernels.rms_norm import add_rms_norm
 from shared.kernels.rope_store import rope_store, rope_store_ref
 from shared.kernels.sampling import sample
 from shared.kernels.tree_attention import tree_attention
-from shared.tree import tree_paths
+from shared.tree import lay_out_tree
 
 HEAD_DIM = 128
 # More than the second-level cache of any GPU so far.
@@ -266,7 +266,8 @@ class _Bench:
 
     def _mask(self, num_nodes: int, context: int, group: int) -> torch.Tensor:
         """Return 0 for what each node of a tree sees, else -inf. [N * group, context + N]."""
-        depth, path = tree_paths(tree_of(num_nodes))
+        layout = lay_out_tree(tuple(tree_of(num_nodes).tolist()))
+        depth, path = layout.depth, layout.path_array
         mask = np.full((num_nodes, context + num_nodes), -np.inf, dtype=np.float32)
         mask[:, :context] = 0
         for node in range(num_nodes):

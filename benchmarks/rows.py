@@ -13,7 +13,7 @@ from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM, ForwardOutput
 from shared.packing import PackedRows, RowBlocks, pack_rows, to_device
 from shared.staging import Staging
-from shared.tree import tree_paths
+from shared.tree import lay_out_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,18 +103,15 @@ def build_rows(
         parents: [N] of a tree; None: chains.
     """
     num_reqs, num_rows = token_ids.shape
-    depth = path = None
-    step = np.arange(num_rows)
+    step, trees = np.arange(num_rows), []
     if parents is not None:
-        depth, path = tree_paths(parents)
-        step = depth.astype(np.int64)
-        depth, path = np.tile(depth, num_reqs), np.tile(path, (num_reqs, 1))
+        layout = lay_out_tree(tuple(parents.tolist()))
+        step, trees = np.array(layout.depth), [layout] * num_reqs
     blocks = RowBlocks(
-        req_idx=np.array(req_idx),
-        prefix_len=np.full(num_reqs, prefix_len),
-        num_rows=np.full(num_reqs, num_rows),
-        depth=depth,
-        path=path,
+        req_idx=req_idx,
+        prefix_len=[prefix_len] * num_reqs,
+        num_rows=[num_rows] * num_reqs,
+        trees=trees,
     )
     staging = Staging(pool.device, 1 << 20)
     packed = pack_rows(blocks, pool, staging=staging)

@@ -111,10 +111,10 @@ class DraftOutput:
     @classmethod
     def unpack(cls, packed: NDArray[np.int32]) -> Self:
         """Return the fields of what `select_nodes` packed, as views."""
-        token_ids, parent_index, scores = np.split(packed[:, 1:], 3, axis=1)
+        most = packed.shape[1] // 3
         return cls(
             num_nodes=packed[:, 0],
-            token_ids=token_ids,
-            parent_index=parent_index,
-            cumulative_logprobs=scores.view(np.float32),
+            token_ids=packed[:, 1 : most + 1],
+            parent_index=packed[:, most + 1 : 2 * most + 1],
+            cumulative_logprobs=packed[:, 2 * most + 1 :].view(np.float32),
         )

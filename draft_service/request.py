@@ -10,13 +10,42 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shared.errors import StaleStateError
 from shared.rpc.link import Link
 from shared.times import take
 from shared.types import AnswerTimes, DraftOpen, DraftRound
+
+
+class FeatureRows(NamedTuple):
+    """Rows on the host.
+
+    Args:
+        dtype: Of their values.
+        data: [n, row_bytes] u8.
+    """
+
+    dtype: torch.dtype
+    data: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> Self:
+        """Return the rows of a tensor [n, width]."""
+        return cls(rows.dtype, rows.view(torch.uint8).numpy())
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Return [n, width]."""
+        return torch.from_numpy(self.data).view(self.dtype)
+
+    def part(self, first: int, stop: int) -> FeatureRows:
+        """Return rows [first, stop)."""
+        return FeatureRows(self.dtype, self.data[first:stop])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,7 +82,7 @@ class DraftRequest:
     features_end: int = 0
     acknowledged: int = 0
     is_awaiting: bool = False
-    features: deque[torch.Tensor] = field(default_factory=deque)
+    features: deque[FeatureRows] = field(default_factory=deque)
     pending: DraftRound | None = None
     pending_times: AnswerTimes | None = None
     features_ns: int = 0
@@ -122,20 +151,21 @@ class DraftRequest:
 
     def add_features(self, start: int, rows: torch.Tensor) -> None:
         """Take feature rows [n, width] of positions [start, start + n), start <= features_end."""
-        new = rows[self.features_end - start :]
+        num_new = start + len(rows) - self.features_end
         self.is_awaiting = False
-        if len(new):
-            self.features.append(new)
-            self.features_end += len(new)
+        if num_new > 0:
+            self.features.append(FeatureRows.of(rows).part(len(rows) - num_new, len(rows)))
+            self.features_end += num_new
 
-    def take_features(self, count: int) -> list[torch.Tensor]:
-        """Return the next `count` rows to extend, in parts of [n, width]."""
+    def take_features(self, count: int) -> list[FeatureRows]:
+        """Return the next `count` rows to extend, in parts."""
         taken = []
         while count:
             head = self.features.popleft()
-            if len(head) > count:
-                self.features.appendleft(head[count:])
-                head = head[:count]
+            size = len(head.data)
+            if size > count:
+                self.features.appendleft(head.part(count, size))
+                head, size = head.part(0, count), count
             taken.append(head)
-            count -= len(head)
+            count -= size
         return taken

@@ -15,31 +15,19 @@ from numpy.typing import NDArray
 
 from draft_service.growth import TreeGrower
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
-from draft_service.request import DraftRequest
+from draft_service.request import DraftRequest, FeatureRows
 from shared.buckets import ROW_BUCKETS, bucket_of
 from shared.graphs import GraphCache
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
-from shared.staging import Staging
+from shared.staging import Fields, Staging, num_bytes_of
 from shared.step_timer import StepTimer
 from shared.types import MAX_TREE_NODES, DraftRound, TokenTree, TreeShape
 
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
-# What a growth reads of each of its requests.
-_GROWTH = {
-    "req_idx": torch.int32,
-    "kv_len": torch.int32,
-    "node_position": torch.int64,
-    "topk": torch.int32,
-    "num_steps": torch.int32,
-    "num_nodes": torch.int32,
-    "temperature": torch.float32,
-    "seed": torch.int64,
-    "child_position": torch.int64,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +58,9 @@ class DraftRunner:
         self._graphs = GraphCache(device)
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
-        self._extend_staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
-        self._growth_staging = Staging(device, _STAGED_BYTES)
+        self._staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
+        # What is staged of a growth, and then of an extend, begins at one place each.
+        self._growth_bytes = num_bytes_of(_growth_fields(_padded(pool.max_num_requests)))
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
@@ -83,23 +72,23 @@ class DraftRunner:
         self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest], timer: StepTimer
     ) -> list[TokenTree]:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
-        then answer pending rounds, each with a tree.
-
-        Growth is laid out while the device extends, and only the trees are waited for.
+        then answer pending rounds, each with a tree. Only the trees are waited for.
 
         Args:
             growing: Requests whose kv_len counts their rows among `works`.
         Mutates: KV slots of the rows; the hidden rows that trees grow from; scratch KV slots past
             kv_len; takes features from the requests.
         """
+        self._staging.begin()
+        growth = self._build_grow(growing) if growing else None
         extend = self._build_extend(works) if works else None
+        self._staging.flush()
         timer.host("pack")
         if extend is not None:
             self._extend(extend)
         timer.device("extend")
-        if not growing:
+        if growth is None:
             return []
-        growth = self._build_grow(growing)
         packed = self._graphs.run(
             ("grow", len(growth.seed), growth.bounds, growth.is_random),
             lambda: self._grower.grow(growth, self._last_hidden),
@@ -140,50 +129,49 @@ class DraftRunner:
 
     def _build_extend(self, works: Sequence[ExtendWork]) -> DraftExtendInput:
         """Pack the next rows of several requests; takes their features."""
-        tokens: list[int] = []
-        features: list[torch.Tensor] = []
-        columns = []
+        staging, pool = self._staging, self.pool
+        staging.skip_to(self._growth_bytes)
+        token_ids: list[int] = []
+        position_ids: list[int] = []
+        features: list[FeatureRows] = []
         for work in works:
             request, count = work.request, work.num_rows
             position = request.base + work.kv_len
             shifted = position + request.input_shift
-            tokens += request.tokens[shifted : shifted + count]
-            columns.append((request.req_idx, work.kv_len, count, position))
+            token_ids += request.tokens[shifted : shifted + count]
+            position_ids += range(position, position + count)
             if request.input_shift:
                 features += request.take_features(count)
-        req_idx, kv_len, num_rows, position = np.array(columns, dtype=np.int64).T
-        num_live = len(tokens)
+        num_live, num_reqs = len(token_ids), len(works)
         bucket = bucket_of(num_live) if self.pads_rows else None
-        total, num_reqs = bucket or num_live, bucket or len(works)
-        staging = self._extend_staging
-        staging.begin()
-        host, device = staging.place(
-            token_ids=(torch.int64, (total,)),
-            position_ids=(torch.int64, (total,)),
-            last_rows=(torch.int64, (num_reqs,)),
-            hidden_idx=(torch.int64, (num_reqs,)),
+        host, device = staging.place_zeros(_extend_fields, bucket or num_live, bucket or num_reqs)
+        blocks = RowBlocks(
+            req_idx=[work.request.req_idx for work in works],
+            prefix_len=[work.kv_len for work in works],
+            num_rows=[work.num_rows for work in works],
         )
-        blocks = RowBlocks(req_idx=req_idx, prefix_len=kv_len, num_rows=num_rows)
-        rows = pack_rows(blocks, self.pool, window=self.window, staging=staging, num_rows=bucket)
-        first_row = rows.row_indptr[:-1]
-        step = np.arange(num_live) - np.repeat(first_row, num_rows)
-        _fill(host["token_ids"], tokens)
-        _fill(host["position_ids"], np.repeat(position, num_rows) + step)
-        _fill(host["last_rows"], rows.row_indptr[1:] - 1)
-        _fill(host["hidden_idx"], req_idx, padding=self.pool.max_num_requests)
-        staged = _stage_features(features, staging, total)
-        staging.flush()
+        rows = pack_rows(blocks, pool, window=self.window, staging=staging, num_rows=bucket)
+        host["token_ids"][:num_live] = token_ids
+        host["position_ids"][:num_live] = position_ids
+        host["last_rows"][:num_reqs] = [stop - 1 for stop in rows.row_indptr[1:]]
+        host["hidden_idx"][:num_reqs] = blocks.req_idx
+        host["hidden_idx"][num_reqs:] = pool.max_num_requests
+        staged = _stage_features(features, staging, bucket or num_live)
         return DraftExtendInput(**device, rows=rows, features=staged, bucket=bucket)
 
     def _build_grow(self, requests: Sequence[DraftRequest]) -> DraftInput:
         """Lay out what the requests' trees depend on."""
-        orders = [_order(request) for request in requests]
-        shapes = [order.shape for order in orders]
+        staging, pool = self._staging, self.pool
+        count = len(requests)
+        host, device = staging.place_zeros(
+            _growth_fields, _padded(count) if self.pads_rows else count
+        )
+        shapes = [_order(request).shape for request in requests]
         samplings = [request.open.sampling for request in requests]
-        batch = _padded(len(requests)) if self.pads_rows else len(requests)
-        staging = self._growth_staging
-        staging.begin()
-        host, device = staging.place(**{name: (dtype, (batch,)) for name, dtype in _GROWTH.items()})
+        for request in requests:
+            kv_len = request.kv_len
+            stop = kv_len + self.num_scratch_slots(request)
+            assert pool.holds(request.req_idx, kv_len, stop), "a node's slot is in the sink page"
         for name, values in (
             ("req_idx", [request.req_idx for request in requests]),
             ("kv_len", [request.kv_len for request in requests]),
@@ -192,16 +180,10 @@ class DraftRunner:
             ("num_steps", [shape.num_steps for shape in shapes]),
             ("num_nodes", [shape.num_draft_tokens - 1 for shape in shapes]),
             ("temperature", [sampling.temperature for sampling in samplings]),
-            ("seed", np.array([sampling.seed for sampling in samplings], np.uint64).view(np.int64)),
+            ("seed", [_signed(sampling.seed) for sampling in samplings]),
             ("child_position", [len(request.tokens) for request in requests]),
         ):
-            _fill(host[name], values)
-        num_slots = (host["num_steps"] - 1) * host["topk"]
-        has_slots = num_slots > 0
-        last = host["kv_len"] + num_slots - 1
-        self.pool.slots(host["req_idx"][has_slots], last[has_slots])  # checks them
-        page_table = self.pool.stage_page_table(staging)
-        staging.flush()
+            host[name][:count] = values
         return DraftInput(
             trees=GrowingTrees(
                 req_idx=device["req_idx"],
@@ -209,20 +191,45 @@ class DraftRunner:
                 node_position=device["node_position"],
                 topk=device["topk"],
                 num_steps=device["num_steps"],
-                page_table=page_table,
-                page_size=self.pool.page_size,
+                page_table=pool.stage_page_table(staging),
+                page_size=pool.page_size,
             ),
             num_nodes=device["num_nodes"],
             temperature=device["temperature"],
             seed=device["seed"],
             child_position=device["child_position"],
             bounds=TreeShape(
-                num_steps=max(shape.num_steps for shape in shapes),
-                topk=max(shape.topk for shape in shapes),
-                num_draft_tokens=max(shape.num_draft_tokens for shape in shapes),
+                num_steps=max([shape.num_steps for shape in shapes]),
+                topk=max([shape.topk for shape in shapes]),
+                num_draft_tokens=max([shape.num_draft_tokens for shape in shapes]),
             ),
-            is_random=any(sampling.temperature > 0 for sampling in samplings),
+            is_random=any([sampling.temperature > 0 for sampling in samplings]),
         )
+
+
+def _growth_fields(num_reqs: int) -> Fields:
+    """Return what a growth reads of each of its requests."""
+    shape = (num_reqs,)
+    return {
+        "req_idx": (torch.int32, shape),
+        "kv_len": (torch.int32, shape),
+        "node_position": (torch.int64, shape),
+        "topk": (torch.int32, shape),
+        "num_steps": (torch.int32, shape),
+        "num_nodes": (torch.int32, shape),
+        "temperature": (torch.float32, shape),
+        "seed": (torch.int64, shape),
+        "child_position": (torch.int64, shape),
+    }
+
+
+def _extend_fields(num_rows: int, num_reqs: int) -> Fields:
+    return {
+        "token_ids": (torch.int64, (num_rows,)),
+        "position_ids": (torch.int64, (num_rows,)),
+        "last_rows": (torch.int64, (num_reqs,)),
+        "hidden_idx": (torch.int64, (num_reqs,)),
+    }
 
 
 class _Results:
@@ -284,27 +291,26 @@ def _padded(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _fill(array: NDArray, values: Sequence[float] | NDArray, padding: int = 0) -> None:
-    """Write the values, then padding."""
-    array[: len(values)] = values
-    array[len(values) :] = padding
+def _signed(seed: int) -> int:
+    """Return the number that has the bits of an unsigned seed."""
+    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def _stage_features(
-    parts: Sequence[torch.Tensor], staging: Staging, num_rows: int
+    parts: Sequence[FeatureRows], staging: Staging, num_rows: int
 ) -> torch.Tensor | None:
     """Return [num_rows, width] in the features' own dtype: the device converts them."""
     if not parts:
         return None
     if len({part.dtype for part in parts}) > 1:  # of targets that differ
-        parts = [torch.cat(list(parts))]
-    dtype, width = parts[0].dtype, parts[0].shape[1]
-    host, device = staging.place(features=(dtype, (num_rows, width)))
-    array, row = host["features"], 0
+        parts = [FeatureRows.of(torch.cat([part.tensor for part in parts]))]
+    dtype = parts[0].dtype
+    shape = (num_rows, parts[0].data.shape[1] // dtype.itemsize)
+    host, device = staging.place(features=(dtype, shape))
+    array, row = host["features"].view(np.uint8), 0
     for part in parts:
-        if dtype == torch.bfloat16:
-            part = part.view(torch.int16)
-        array[row : row + len(part)] = part.numpy()
-        row += len(part)
+        stop = row + len(part.data)
+        array[row:stop] = part.data
+        row = stop
     array[row:] = 0
     return device["features"]

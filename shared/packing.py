@@ -7,7 +7,9 @@ decoding a tree of one node, verification a tree of N.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -15,7 +17,8 @@ from numpy.typing import NDArray
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.pool import KVPool
-from shared.staging import Staging
+from shared.staging import Fields, Staging
+from shared.tree import TreeLayout
 from shared.types import MAX_TREE_NODES
 
 
@@ -24,30 +27,23 @@ class RowBlocks:
     """The rows of R requests in one forward, a block each, one after the other.
 
     Args:
-        req_idx: [R] i64, rows of the page table.
-        prefix_len: [R] i64, committed logical slots that every row of the block sees; row i writes
-            slot prefix_len + i.
-        num_rows: [R] i64.
-        depth: [n] i32, tokens of the block above the row on its own path, of the first n rows of
-            the forward; whole blocks, the others are chains. None: all are.
-        path: [n, D] i32, offsets from prefix_len of the row's own path, itself last.
-        writes_kv: [R] bool; False: the rows' KV is committed already (replay), and theirs goes to
-            the sink. None: all do.
+        req_idx: [R], rows of the page table.
+        prefix_len: [R], committed logical slots that every row of the block sees; row i writes slot
+            prefix_len + i.
+        num_rows: [R].
+        trees: Of the first blocks, offsets of whose rows are the nodes; the others are chains.
+        writes_kv: [R]; False: the rows' KV is committed already (replay), and theirs goes to the
+            sink. None: all do.
     """
 
-    req_idx: NDArray[np.int64]
-    prefix_len: NDArray[np.int64]
-    num_rows: NDArray[np.int64]
-    depth: NDArray[np.int32] | None = None
-    path: NDArray[np.int32] | None = None
-    writes_kv: NDArray[np.bool_] | None = None
+    req_idx: Sequence[int]
+    prefix_len: Sequence[int]
+    num_rows: Sequence[int]
+    trees: Sequence[TreeLayout] = ()
+    writes_kv: Sequence[bool] | None = None
 
 
-NO_BLOCKS = RowBlocks(
-    req_idx=np.zeros(0, dtype=np.int64),
-    prefix_len=np.zeros(0, dtype=np.int64),
-    num_rows=np.zeros(0, dtype=np.int64),
-)
+NO_BLOCKS = RowBlocks(req_idx=(), prefix_len=(), num_rows=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +53,12 @@ class PackedRows:
     Args:
         slot_mapping: [T] i32, slot that each row's KV goes to.
         attention: What each row sees.
-        row_indptr: [R + 1] i64 on the host: rows of block r are [row_indptr[r], row_indptr[r + 1]).
+        row_indptr: [R + 1] on the host: rows of block r are [row_indptr[r], row_indptr[r + 1]).
     """
 
     slot_mapping: torch.Tensor
     attention: TreeAttentionMetadata
-    row_indptr: NDArray[np.int64]
+    row_indptr: Sequence[int]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -104,54 +100,43 @@ def pack_rows(
         num_rows: Rows and requests to pad to (see buckets.py), so that all shapes depend on this
             number alone; None: no padding.
     """
-    count = len(blocks.req_idx)
-    row_indptr = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(blocks.num_rows, out=row_indptr[1:])
-    used = int(row_indptr[-1])
+    num_trees, count = len(blocks.trees), len(blocks.req_idx)
+    row_indptr = [0, *accumulate(blocks.num_rows)]
+    used = row_indptr[-1]
     total, num_reqs = (used, count) if num_rows is None else (num_rows, num_rows)
     assert used <= total, f"{used} rows do not fit {total}"
     width = MAX_TREE_NODES
     if num_rows is None:
-        width = 1 if blocks.path is None else blocks.path.shape[1]
-    host, device = staging.place(
-        slot_mapping=(torch.int32, (total,)),
-        req_idx=(torch.int32, (num_reqs,)),
-        prefix_len=(torch.int32, (num_reqs,)),
-        row_indptr=(torch.int32, (num_reqs + 1,)),
-        path_len=(torch.int32, (total,)),
-        path_offset=(torch.int32, (total, width)),
-        is_chain=(torch.bool, (num_reqs,)),
-    )
-    block = np.repeat(np.arange(count), blocks.num_rows)  # of each row
-    step = np.arange(used) - row_indptr[block]
-    slots = host["slot_mapping"]
-    slots[used:] = 0
-    if blocks.writes_kv is None or blocks.writes_kv.all():
-        slots[:used] = pool.slots(blocks.req_idx[block], blocks.prefix_len[block] + step)
-    else:
-        slots[:used] = 0
-        at = np.flatnonzero(blocks.writes_kv[block])
-        slots[at] = pool.slots(blocks.req_idx[block[at]], (blocks.prefix_len[block] + step)[at])
-    for name, values in (("req_idx", blocks.req_idx), ("prefix_len", blocks.prefix_len)):
-        host[name][:count] = values
-        host[name][count:] = 0
+        width = 1 + max((tree.max_depth for tree in blocks.trees), default=0)
+    host, device = staging.place_zeros(_fields, total, num_reqs, width)
+    slots: list[int] = []
+    for req_idx, first, size, writes in zip(
+        blocks.req_idx,
+        blocks.prefix_len,
+        blocks.num_rows,
+        blocks.writes_kv or [True] * count,
+        strict=True,
+    ):
+        slots += pool.slot_range(req_idx, first, first + size) if writes else [0] * size
+    path_len: list[int] = []
+    for tree in blocks.trees:
+        path_len += tree.depth
+    end = len(path_len)
+    for size in blocks.num_rows[num_trees:]:
+        path_len += range(size)
+    host["slot_mapping"][:used] = slots
+    host["req_idx"][:count] = blocks.req_idx
+    host["prefix_len"][:count] = blocks.prefix_len
     host["row_indptr"][: count + 1] = row_indptr
     host["row_indptr"][count + 1 :] = used
-    host["path_len"][:used] = step + 1
-    host["path_len"][used:] = 1
+    host["path_len"][:used] = path_len
+    host["path_len"] += 1
     host["is_chain"][:] = True
-    has_trees = False
-    if blocks.depth is None or blocks.path is None:
-        host["path_offset"][:] = 0
-    else:
-        end, depth = blocks.path.shape
-        host["path_len"][:end] = blocks.depth + 1
-        host["path_offset"][:, depth:] = 0
-        host["path_offset"][end:, :depth] = 0
-        host["path_offset"][:end, :depth] = blocks.path
-        is_bushy = np.bincount(block[:end], weights=blocks.depth != step[:end], minlength=count) > 0
-        host["is_chain"][:count] = ~is_bushy
-        has_trees = bool(is_bushy.any())
+    has_trees = not all([tree.is_chain for tree in blocks.trees])
+    if num_trees:
+        paths = np.frombuffer(b"".join([tree.path for tree in blocks.trees]), dtype=np.int32)
+        host["path_offset"][:end] = paths.reshape(end, MAX_TREE_NODES)[:, :width]
+        host["is_chain"][:num_trees] = [tree.is_chain for tree in blocks.trees]
     attention = TreeAttentionMetadata(
         page_table=pool.stage_page_table(staging),
         req_idx=device["req_idx"],
@@ -168,3 +153,15 @@ def pack_rows(
     return PackedRows(
         slot_mapping=device["slot_mapping"], attention=attention, row_indptr=row_indptr
     )
+
+
+def _fields(num_rows: int, num_reqs: int, width: int) -> Fields:
+    return {
+        "slot_mapping": (torch.int32, (num_rows,)),
+        "req_idx": (torch.int32, (num_reqs,)),
+        "prefix_len": (torch.int32, (num_reqs,)),
+        "row_indptr": (torch.int32, (num_reqs + 1,)),
+        "path_len": (torch.int32, (num_rows,)),
+        "path_offset": (torch.int32, (num_rows, width)),
+        "is_chain": (torch.bool, (num_reqs,)),
+    }

@@ -7,7 +7,7 @@ same order, get the same addresses, and the very same tensors, again.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ _DTYPES = {
     np.dtype(np.float32): torch.float32,
 }
 
+Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 Arrays = dict[str, NDArray[Any]]
 Tensors = dict[str, torch.Tensor]
 
@@ -36,10 +37,12 @@ class _Layout:
     """Named arrays side by side: on every host buffer, and on the device.
 
     Args:
+        bytes_on_host: All of them, with what lies between.
         end: Byte after the last one.
     """
 
     on_host: list[Arrays]
+    bytes_on_host: list[NDArray[np.uint8]]
     on_device: Tensors
     end: int
 
@@ -59,6 +62,7 @@ class Staging:
         self._used = 0
         self._turn = 0
         self._layouts: dict[Hashable, _Layout] = {}
+        self._spans: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # (to, from)
         self._updates: list[tuple[torch.Tensor, NDArray[Any], NDArray[Any]]] = []
         self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from)
         self._is_cpu = device.type == "cpu"
@@ -81,6 +85,11 @@ class Staging:
             self._turn = (self._turn + 1) % len(self._on_host)
             self._copied[self._turn].synchronize()
 
+    def skip_to(self, begin: int) -> None:
+        """Let what is placed next lie at byte `begin`, whatever was placed before it."""
+        assert self._used <= begin, f"{self._used} bytes are in use, {begin} were set aside"
+        self._used = begin
+
     def place(self, **fields: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Arrays, Tensors]:
         """Make room for arrays, each given as (dtype, shape).
 
@@ -89,15 +98,23 @@ class Staging:
             is filled in as int16.
         """
         key = (self._used, *fields.items())
-        layout = self._layouts.get(key)
+        layout = self._layouts.get(key) or self._lay_out(key, fields)
         if layout is None:
-            layout = self._lay_out(fields)
-            if layout is None:
-                return self._place_beside(fields)
-            if len(self._layouts) >= _MAX_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[key] = layout
+            return self._place_beside(fields)
         self._used = layout.end
+        return layout.on_host[self._turn], layout.on_device
+
+    def place_zeros(self, fields_of: Callable[..., Fields], *sizes: int) -> tuple[Arrays, Tensors]:
+        """Do what `place` does, sooner, for what a function says of sizes; the arrays are 0."""
+        key = (self._used, fields_of, sizes)
+        layout = self._layouts.get(key) or self._lay_out(key, fields_of(*sizes))
+        if layout is None:
+            arrays, tensors = self._place_beside(fields_of(*sizes))
+            for array in arrays.values():
+                array.fill(0)
+            return arrays, tensors
+        self._used = layout.end
+        layout.bytes_on_host[self._turn].fill(0)
         return layout.on_host[self._turn], layout.on_device
 
     def add(self, array: NDArray[Any]) -> torch.Tensor:
@@ -121,20 +138,34 @@ class Staging:
     def flush(self) -> None:
         """Start the copy of everything placed."""
         # Behind all else: their sizes differ from step to step.
-        updates = [
-            (table, self.add(index), self.add(values)) for table, index, values in self._updates
-        ]
+        updates = []
+        for table, index, values in self._updates:
+            arrays, tensors = self.place_zeros(_update_fields, len(index))
+            arrays["index"][:] = index
+            arrays["values"][:] = values
+            updates.append((table, tensors))
         if not self._is_cpu and self._used:
-            host = self._on_host[self._turn]
-            self._on_device[: self._used].copy_(host[: self._used], non_blocking=True)
+            to, source = self._span()
+            to.copy_(source, non_blocking=True)
             self._copied[self._turn].record()
         for tensor, host in self._beside:
             tensor.copy_(host, non_blocking=True)
-        for table, at, entries in updates:
-            table.index_copy_(0, at, entries)
+        for table, update in updates:
+            table.index_copy_(0, update["index"], update["values"])
 
-    def _lay_out(self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> _Layout | None:
-        """Return views of every buffer; None if the step does not fit."""
+    def _span(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is in use, on the device and on the host."""
+        key = (self._turn, self._used)
+        span = self._spans.get(key)
+        if span is None:
+            if len(self._spans) >= _MAX_LAYOUTS:
+                self._spans.clear()
+            host = self._on_host[self._turn]
+            span = self._spans[key] = (self._on_device[: self._used], host[: self._used])
+        return span
+
+    def _lay_out(self, key: Hashable, fields: Fields) -> _Layout | None:
+        """Return, and keep, views of every buffer; None if the step does not fit."""
         on_host: list[Arrays] = [{} for _ in self._on_host]
         on_device: Tensors = {}
         end = self._used
@@ -147,11 +178,18 @@ class Staging:
             on_device[name] = self._on_device[part].view(dtype).view(shape)
             for arrays, buffer in zip(on_host, self._on_host, strict=True):
                 arrays[name] = _as_array(buffer[part].view(dtype).view(shape))
-        return _Layout(on_host=on_host, on_device=on_device, end=end)
+        if len(self._layouts) >= _MAX_LAYOUTS:
+            self._layouts.clear()
+        layout = _Layout(
+            on_host=on_host,
+            bytes_on_host=[buffer[self._used : end].numpy() for buffer in self._on_host],
+            on_device=on_device,
+            end=end,
+        )
+        self._layouts[key] = layout
+        return layout
 
-    def _place_beside(
-        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    ) -> tuple[Arrays, Tensors]:
+    def _place_beside(self, fields: Fields) -> tuple[Arrays, Tensors]:
         """Do what `place` does in memory of its own."""
         arrays: Arrays = {}
         tensors: Tensors = {}
@@ -162,6 +200,16 @@ class Staging:
                 tensors[name] = torch.empty(shape, dtype=dtype, device=self.device)
                 self._beside.append((tensors[name], host))
         return arrays, tensors
+
+
+def num_bytes_of(fields: Fields) -> int:
+    """Return the bytes that fields placed side by side take."""
+    sizes = (dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def _update_fields(count: int) -> Fields:
+    return {"index": (torch.int64, (count,)), "values": (torch.int32, (count,))}
 
 
 def _as_array(tensor: torch.Tensor) -> NDArray[Any]:

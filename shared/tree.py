@@ -6,13 +6,19 @@ the device, is in kernels/accept_walk.py.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.types import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES, TreeShape
+
+_NODE_BYTES = 4
+_NODES = [node.to_bytes(_NODE_BYTES, sys.byteorder) for node in range(MAX_TREE_NODES)]
 
 
 def check_shape(shape: TreeShape, *, prefix: str = "speculation.") -> None:
@@ -91,29 +97,46 @@ def check_tree(
         )
 
 
-def tree_paths(
-    parent_index: NDArray[np.integer],
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Lay out every node's own path from its root.
+class TreeLayout(NamedTuple):
+    """Every node's own path from the root.
 
     Args:
-        parent_index: [N] topological, -1 of a root; several trees may follow each other.
-    Returns:
-        depth: [N] i32, a root has 0.
-        path: [N, D] i32, D = max depth + 1. path[n, :depth[n] + 1] are the nodes from the root to
-            n, ascending; the rest is 0.
+        depth: [N], the root has 0.
+        path: [N, MAX_TREE_NODES] i32, as bytes: the nodes from the root to each, ascending; 0 past
+            it.
+        max_depth: Of the deepest node.
+        is_chain: Every node is the parent of the next.
     """
-    num_nodes = len(parent_index)
-    above = np.zeros(num_nodes + 1, dtype=np.int32)  # node n is n + 1 here, 0 is above every root
-    np.add(parent_index, 1, out=above[1:], casting="unsafe")
-    climb = [np.arange(1, num_nodes + 1, dtype=np.int32)]
-    while np.count_nonzero(up := above[climb[-1]]):
-        climb.append(up)
-    ups = np.array(climb)  # [D, N], node, parent, grandparent, ..., root, then 0
-    depth = np.count_nonzero(ups, axis=0).astype(np.int32) - 1
-    back = depth[:, None] - np.arange(len(climb), dtype=np.int32)  # how far up path token m lies
-    path = ups[np.maximum(back, 0), np.arange(num_nodes)[:, None]] - 1
-    return depth, np.where(back >= 0, path, 0)
+
+    depth: tuple[int, ...]
+    path: bytes
+    max_depth: int
+    is_chain: bool
+
+    @property
+    def path_array(self) -> NDArray[np.int32]:
+        """Return `path` as [N, MAX_TREE_NODES]."""
+        return np.frombuffer(self.path, dtype=np.int32).reshape(-1, MAX_TREE_NODES)
+
+
+@functools.lru_cache(maxsize=256)  # roots alone, chains, and trees that come again
+def lay_out_tree(parent_index: tuple[int, ...]) -> TreeLayout:
+    """Lay out every node's own path.
+
+    Args:
+        parent_index: [N] topological, root = -1, N <= MAX_TREE_NODES.
+    """
+    # A plain loop over bytes, as in check_tree: every call of numpy costs as much as ten nodes.
+    paths = [_NODES[0]]
+    for node in range(1, len(parent_index)):
+        paths.append(paths[parent_index[node]] + _NODES[node])
+    depth = tuple([len(path) // _NODE_BYTES - 1 for path in paths])
+    return TreeLayout(
+        depth=depth,
+        path=b"".join([path.ljust(_NODE_BYTES * MAX_TREE_NODES, b"\0") for path in paths]),
+        max_depth=max(depth),
+        is_chain=depth[-1] == len(depth) - 1,
+    )
 
 
 def tree_mask_words(parent_index: NDArray[np.int32]) -> NDArray[np.uint64]:

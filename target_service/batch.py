@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,16 +16,16 @@ from numpy.typing import NDArray
 from shared.buckets import bucket_of
 from shared.kv.pool import KVPool
 from shared.packing import RowBlocks, pack_rows
-from shared.staging import Staging
-from shared.tree import tree_paths
+from shared.staging import Fields, Staging
+from shared.tree import TreeLayout, lay_out_tree
 from target_service.phases import ExtendInput, VerifyInput
 from target_service.request import TargetRequest
 from target_service.scheduler import PrefillWork, ReplayWork, StepPlan
 
 if TYPE_CHECKING:
-    from target_service.sampler import Sampler  # which reads the trees of a step
+    from target_service.sampler import Sampler  # which reads the nodes of a step
 
-_ROOT_ONLY = (-1,)
+_ROOT_ONLY: tuple[int, ...] = (-1,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,32 +34,52 @@ class SampledTrees:
 
     Args:
         requests: [B].
-        req_idx: [B] i64, rows of the page table.
-        seq_len: [B] i64, logical slot of each root.
-        num_nodes: [B] i64, roots included.
-        first_node: [B] i64, node of the step that each root is.
-        tree: [L] i64, which tree each node belongs to.
-        token_ids: [L] i64, roots included.
-        parent_index: [L] i64 within the own tree, root = -1.
-        depth: [L] i32.
-        path: [L, D] i32, nodes of the step from the root to each node; 0 past it.
+        req_idx: [B], rows of the page table.
+        seq_len: [B], logical slot of each root.
+        layouts: [B].
+        token_ids: [L], roots included.
+        parent_index: [L] within the own tree, root = -1.
     """
 
     requests: Sequence[TargetRequest]
-    req_idx: NDArray[np.int64]
-    seq_len: NDArray[np.int64]
-    num_nodes: NDArray[np.int64]
-    first_node: NDArray[np.int64]
-    tree: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
-    parent_index: NDArray[np.int64]
-    depth: NDArray[np.int32]
-    path: NDArray[np.int32]
+    req_idx: list[int]
+    seq_len: list[int]
+    layouts: list[TreeLayout]
+    token_ids: list[int]
+    parent_index: list[int]
 
     @property
-    def are_chains(self) -> bool:
-        """Return whether every accepted path is contiguous, so that no KV can move."""
-        return bool((self.depth == np.arange(len(self.tree)) - self.first_node[self.tree]).all())
+    def num_nodes(self) -> list[int]:
+        """Return the nodes of each tree, [B]; roots included."""
+        return [len(layout.depth) for layout in self.layouts]
+
+
+class SampledNodes:
+    """The trees of a step once more, as arrays.
+
+    Args:
+        first_node: [B] i64, node of the step that each root is.
+        tree: [L] i64, which tree each node belongs to.
+        depth: [L] i64.
+    """
+
+    def __init__(self, trees: SampledTrees) -> None:
+        self.requests, self._layouts = trees.requests, trees.layouts
+        self.req_idx = np.array(trees.req_idx)
+        self.seq_len = np.array(trees.seq_len)
+        self.num_nodes = np.array(trees.num_nodes)
+        self.token_ids = np.array(trees.token_ids)
+        self.parent_index = np.array(trees.parent_index)
+        self.first_node = np.cumsum(self.num_nodes) - self.num_nodes
+        self.tree = np.repeat(np.arange(len(trees.layouts)), self.num_nodes)
+        self.depth = np.array([depth for layout in trees.layouts for depth in layout.depth])
+        self.max_depth = max(layout.max_depth for layout in trees.layouts)
+
+    @property
+    def path(self) -> NDArray[np.int64]:
+        """Return [L, D], nodes of the step from the root to each; its root past it."""
+        paths = np.concatenate([layout.path_array for layout in self._layouts])
+        return paths[:, : self.max_depth + 1] + self.first_node[self.tree][:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,55 +122,48 @@ def build_batch(
     # The rows of trees come first, and the nodes of the step are these rows. After them come the
     # last tokens of prompts, each of them a tree of one node.
     works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
-    endings = [work.request for work in plan.prefills if work.is_last]
-    trees = _gather_trees(plan.verifies, endings)
+    trees = _gather_trees(plan)
     num_verified = len(plan.verifies)
-    num_nodes = 0 if trees is None else len(trees.token_ids) - len(endings)
-    num_rows = num_nodes + sum(work.stop - work.start for work in works)
-    bucket = bucket_of(num_rows) if pads_rows and not works else None
-    total = bucket or num_rows
+    req_idx: list[int] = []
+    prefix_len: list[int] = []
+    layouts: list[TreeLayout] = []
+    token_ids: list[int] = []
+    position_ids: list[int] = []
+    if trees is not None:
+        req_idx = trees.req_idx[:num_verified]
+        prefix_len = trees.seq_len[:num_verified]
+        layouts = trees.layouts[:num_verified]
+        for seq_len, layout in zip(prefix_len, layouts, strict=True):
+            position_ids += [seq_len + depth for depth in layout.depth]
+        token_ids = trees.token_ids[: len(position_ids)]
+    num_rows = [len(layout.depth) for layout in layouts]
+    logit_rows = list(range(len(position_ids))) if works else None
+    writes_kv = None
+    chains: list[ChainRows] = []
+    for work in works:
+        chains.append(ChainRows(work=work, first_row=len(token_ids)))
+        token_ids += work.request.tokens[work.start : work.stop]
+        position_ids += range(work.start, work.stop)
+        req_idx.append(work.request.req_idx)
+        prefix_len.append(work.start)
+        num_rows.append(work.stop - work.start)
+        if logit_rows is not None and isinstance(work, PrefillWork) and work.is_last:
+            logit_rows.append(len(token_ids) - 1)
+    if plan.replays:
+        num_written = num_verified + len(plan.prefills)
+        writes_kv = [True] * num_written + [False] * len(plan.replays)
+    count = len(token_ids)
+    bucket = bucket_of(count) if pads_rows and not works else None
 
     staging.begin()
-    host, device = staging.place(
-        token_ids=(torch.int64, (total,)), position_ids=(torch.int64, (total,))
-    )
-    token_ids, position_ids = host["token_ids"], host["position_ids"]
-    token_ids[num_rows:] = 0
-    position_ids[num_rows:] = 0
-    depth = path = None
-    columns: list[tuple[int, int, int]] = []  # req_idx, prefix_len, num_rows
-    if trees is not None and num_nodes:
-        depth = trees.depth[:num_nodes]
-        tree = trees.tree[:num_nodes]
-        token_ids[:num_nodes] = trees.token_ids[:num_nodes]
-        np.add(trees.seq_len[tree], depth, out=position_ids[:num_nodes])
-        first = trees.first_node[tree].astype(np.int32)
-        path = np.maximum(trees.path[:num_nodes] - first[:, None], 0)
-    chains: list[ChainRows] = []
-    row = num_nodes
-    logit_rows = list(range(num_nodes)) if works else []
-    for work in works:
-        stop = row + work.stop - work.start
-        token_ids[row:stop] = work.request.tokens[work.start : work.stop]
-        position_ids[row:stop] = np.arange(work.start, work.stop)
-        columns.append((work.request.req_idx, work.start, stop - row))
-        chains.append(ChainRows(work=work, first_row=row))
-        row = stop
-        if isinstance(work, PrefillWork) and work.is_last:
-            logit_rows.append(row - 1)
-    blocks = np.array(columns, dtype=np.int64).reshape(-1, 3)
-    writes_kv = None
-    if plan.replays:
-        writes_kv = np.arange(num_verified + len(works)) < num_verified + len(plan.prefills)
-    if trees is not None and num_verified:
-        of_trees = np.stack([trees.req_idx, trees.seq_len, trees.num_nodes], axis=1)
-        blocks = np.concatenate([of_trees[:num_verified], blocks])
+    host, device = staging.place_zeros(_extend_fields, bucket or count)
+    host["token_ids"][:count] = token_ids
+    host["position_ids"][:count] = position_ids
     rows = RowBlocks(
-        req_idx=blocks[:, 0],
-        prefix_len=blocks[:, 1],
-        num_rows=blocks[:, 2],
-        depth=depth,
-        path=path,
+        req_idx=req_idx,
+        prefix_len=prefix_len,
+        num_rows=num_rows,
+        trees=layouts,
         writes_kv=writes_kv,
     )
     extend = ExtendInput(
@@ -162,58 +174,49 @@ def build_batch(
     )
     staging.flush()
     return StepBatch(
-        extend=extend,
-        trees=trees,
-        chains=chains,
-        num_rows=num_rows,
-        logit_rows=logit_rows if works else None,
+        extend=extend, trees=trees, chains=chains, num_rows=count, logit_rows=logit_rows
     )
 
 
-def _gather_trees(
-    verified: Sequence[TargetRequest], endings: Sequence[TargetRequest]
-) -> SampledTrees | None:
-    """Lay out the trees of a step.
+def _extend_fields(num_rows: int) -> Fields:
+    return {"token_ids": (torch.int64, (num_rows,)), "position_ids": (torch.int64, (num_rows,))}
 
-    Args:
-        verified: Requests with a round to run.
-        endings: Requests whose last token of the prompt is among the rows.
-    """
-    requests = [*verified, *endings]
+
+def _gather_trees(plan: StepPlan) -> SampledTrees | None:
+    """Collect the trees of a step: those to verify, then the last tokens of prompts."""
+    token_ids: list[int] = []
+    parent_index: list[int] = []
+    layouts = []
+    for request in plan.verifies:
+        sent = request.queued.tree if request.queued else None
+        parents = _ROOT_ONLY
+        if sent is not None:
+            token_ids += sent.token_ids
+            parents = sent.parent_index
+        elif request.num_in_flight:
+            # A root that is still being computed is named by the row where the device keeps it.
+            token_ids.append(-1 - request.req_idx)
+        else:
+            token_ids.append(request.tokens[-1])
+        parent_index += parents
+        layouts.append(lay_out_tree(parents))
+    seq_len = [request.next_seq_len for request in plan.verifies]
+    endings = [work.request for work in plan.prefills if work.is_last]
+    for request in endings:
+        token_ids.append(request.tokens[-1])
+        parent_index += _ROOT_ONLY
+        layouts.append(lay_out_tree(_ROOT_ONLY))
+        seq_len.append(len(request.tokens) - 1)
+    requests = [*plan.verifies, *endings]
     if not requests:
         return None
-    tokens: list[Sequence[int]] = []
-    parents: list[Sequence[int]] = []
-    for request in verified:
-        sent = request.queued.tree if request.queued else None
-        if sent is None:
-            # A root that is still being computed is named by the row where the device keeps it.
-            tokens.append((-1 - request.req_idx if request.num_in_flight else request.tokens[-1],))
-            parents.append(_ROOT_ONLY)
-        else:
-            tokens.append(sent.token_ids)
-            parents.append(sent.parent_index)
-    for request in endings:
-        tokens.append(request.tokens[-1:])
-        parents.append(_ROOT_ONLY)
-    seq_len = [request.next_seq_len for request in verified]
-    seq_len += [len(request.tokens) - 1 for request in endings]
-    num_nodes = np.array([len(ids) for ids in tokens], dtype=np.int64)
-    first_node = np.cumsum(num_nodes) - num_nodes
-    tree = np.repeat(np.arange(len(tokens)), num_nodes)
-    parent_index = np.fromiter(chain.from_iterable(parents), dtype=np.int64, count=len(tree))
-    depth, path = tree_paths(np.where(parent_index < 0, -1, parent_index + first_node[tree]))
     return SampledTrees(
         requests=requests,
-        req_idx=np.array([request.req_idx for request in requests], dtype=np.int64),
-        seq_len=np.array(seq_len, dtype=np.int64),
-        num_nodes=num_nodes,
-        first_node=first_node,
-        tree=tree,
-        token_ids=np.fromiter(chain.from_iterable(tokens), dtype=np.int64, count=len(tree)),
+        req_idx=[request.req_idx for request in requests],
+        seq_len=seq_len,
+        layouts=layouts,
+        token_ids=token_ids,
         parent_index=parent_index,
-        depth=depth,
-        path=path,
     )
 
 
@@ -225,34 +228,24 @@ def build_verify(
     Args:
         logit_rows: [L] rows of the extend; None: the first L.
     """
+    nodes = SampledNodes(trees)
     staging.begin()
     num_trees, count = len(trees.requests), len(trees.token_ids)
-    square = (num_trees, int(trees.num_nodes.max()))
-    host, device = staging.place(
-        req_idx=(torch.int64, (num_trees,)),
-        seq_len=(torch.int64, (num_trees,)),
-        node_rows=(torch.int64, square),
-        token_ids=(torch.int64, square),
-        parent_index=(torch.int64, square),
-        position=(torch.int64, (count,)),
-    )
-    host["req_idx"][:] = trees.req_idx
-    host["seq_len"][:] = trees.seq_len
-    at = (trees.tree, np.arange(count) - trees.first_node[trees.tree])
-    for name, padding, values in (
-        ("node_rows", 0, np.arange(count)),
-        ("token_ids", 0, trees.token_ids),
-        ("parent_index", -2, trees.parent_index),
-    ):
-        host[name].fill(padding)
-        host[name][at] = values
-    np.add(trees.seq_len[trees.tree] + 1, trees.depth, out=host["position"])
+    host, device = staging.place_zeros(_verify_fields, num_trees, int(nodes.num_nodes.max()), count)
+    host["req_idx"][:] = nodes.req_idx
+    host["seq_len"][:] = nodes.seq_len
+    at = (nodes.tree, np.arange(count) - nodes.first_node[nodes.tree])
+    host["node_rows"][at] = np.arange(count)
+    host["token_ids"][at] = nodes.token_ids
+    host["parent_index"].fill(-2)
+    host["parent_index"][at] = nodes.parent_index
+    np.add(nodes.seq_len[nodes.tree] + 1, nodes.depth, out=host["position"])
     wants_logprobs = [request.open.logprobs for request in trees.requests]
     logprob_rows = None
     if any(wants_logprobs):
-        logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[trees.tree]))
+        logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[nodes.tree]))
     inputs = VerifyInput(
-        sampling=sampler.prepare(trees, staging),
+        sampling=sampler.prepare(nodes, staging),
         req_idx=device["req_idx"],
         seq_len=device["seq_len"],
         num_logit_rows=count,
@@ -261,8 +254,8 @@ def build_verify(
         token_ids=device["token_ids"],
         parent_index=device["parent_index"],
         position=device["position"],
-        max_depth=trees.path.shape[1] - 1,
-        may_move_kv=not trees.are_chains,
+        max_depth=nodes.max_depth,
+        may_move_kv=not all(layout.is_chain for layout in trees.layouts),
         logprob_rows=logprob_rows,
         num_top_logprobs=max(
             (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
@@ -271,3 +264,15 @@ def build_verify(
     )
     staging.flush()
     return inputs
+
+
+def _verify_fields(num_trees: int, num_nodes: int, num_rows: int) -> Fields:
+    square = (num_trees, num_nodes)
+    return {
+        "req_idx": (torch.int64, (num_trees,)),
+        "seq_len": (torch.int64, (num_trees,)),
+        "node_rows": (torch.int64, square),
+        "token_ids": (torch.int64, square),
+        "parent_index": (torch.int64, square),
+        "position": (torch.int64, (num_rows,)),
+    }

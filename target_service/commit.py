@@ -44,8 +44,8 @@ class AcceptedNodes(NamedTuple):
 def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[AcceptedNodes]:
     """Yield the path of every tree of a step."""
     for seq_len, num_nodes, length, index, token_ids in zip(
-        trees.seq_len.tolist(),
-        trees.num_nodes.tolist(),
+        trees.seq_len,
+        trees.num_nodes,
         paths.accept_length.tolist(),
         paths.accept_index.tolist(),
         paths.token_ids.tolist(),

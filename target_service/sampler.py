@@ -16,7 +16,7 @@ from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, app
 from shared.kernels.sampling import sample
 from shared.packing import to_device
 from shared.staging import Staging
-from target_service.batch import SampledTrees
+from target_service.batch import SampledNodes
 from target_service.phases import BiasInput, ForbiddenInput, PenaltyInput, SamplingInput
 from target_service.request import TargetRequest
 
@@ -100,14 +100,14 @@ class Sampler:
         ones = torch.ones_like(index, dtype=torch.int32)
         self._output_counts.view(-1).index_add_(0, index, ones)
 
-    def prepare(self, trees: SampledTrees, staging: Staging) -> SamplingInput:
-        """Lay out what the sampling of these trees needs; host work only.
+    def prepare(self, nodes: SampledNodes, staging: Staging) -> SamplingInput:
+        """Lay out what the sampling of these nodes needs; host work only.
 
         Args:
             staging: Between its `begin` and its `flush`.
         """
-        per_tree = self._parameters[trees.req_idx]
-        per_row = per_tree[trees.tree]
+        per_tree = self._parameters[nodes.req_idx]
+        per_row = per_tree[nodes.tree]
         shape = per_row.shape
         host, device = staging.place(
             temperature=(torch.float32, shape),
@@ -121,9 +121,9 @@ class Sampler:
         return SamplingInput(
             **device,
             has_filters=bool(per_tree["has_filters"].any()),
-            bias=self._biases(trees, per_tree, staging),
-            penalties=self._penalties(trees, per_row, staging),
-            forbidden=self._forbidden(trees, per_tree, staging),
+            bias=self._biases(nodes, per_tree, staging),
+            penalties=self._penalties(nodes, per_row, staging),
+            forbidden=self._forbidden(nodes, per_tree, staging),
         )
 
     def sample(
@@ -154,12 +154,12 @@ class Sampler:
             has_filters=inputs.has_filters,
         )
 
-    def _biases(self, trees: SampledTrees, per_tree: NDArray, staging: Staging) -> BiasInput | None:
+    def _biases(self, nodes: SampledNodes, per_tree: NDArray, staging: Staging) -> BiasInput | None:
         if not per_tree["has_bias"].any():
             return None
         rows, ids, values = [], [], []
         for request, first, count in zip(
-            trees.requests, trees.first_node.tolist(), trees.num_nodes.tolist(), strict=True
+            nodes.requests, nodes.first_node.tolist(), nodes.num_nodes.tolist(), strict=True
         ):
             bias = request.open.sampling.logit_bias
             if bias:
@@ -173,15 +173,15 @@ class Sampler:
         )
 
     def _forbidden(
-        self, trees: SampledTrees, per_tree: NDArray, staging: Staging
+        self, nodes: SampledNodes, per_tree: NDArray, staging: Staging
     ) -> ForbiddenInput | None:
         """Return (row, stop id) pairs of the nodes whose output may not end yet."""
-        least_depth = per_tree["may_end_at"] - (trees.seq_len + 1)  # from here on they may
+        least_depth = per_tree["may_end_at"] - (nodes.seq_len + 1)  # from here on they may
         if not (least_depth > 0).any():
             return None
-        early = np.flatnonzero(trees.depth < least_depth[trees.tree])
+        early = np.flatnonzero(nodes.depth < least_depth[nodes.tree])
         stop_ids = [
-            trees.requests[tree].open.stopping.stop_token_ids for tree in trees.tree[early].tolist()
+            nodes.requests[tree].open.stopping.stop_token_ids for tree in nodes.tree[early].tolist()
         ]
         return ForbiddenInput(
             rows=staging.add(np.repeat(early, [len(ids) for ids in stop_ids])),
@@ -189,18 +189,18 @@ class Sampler:
         )
 
     def _penalties(
-        self, trees: SampledTrees, per_row: NDArray, staging: Staging
+        self, nodes: SampledNodes, per_row: NDArray, staging: Staging
     ) -> PenaltyInput | None:
         """Return the rows of the requests that ask for it; the tables hold node 0 already."""
         if not per_row["has_penalties"].any():
             return None
         rows = np.flatnonzero(per_row["has_penalties"])
-        path = trees.path[rows]
-        is_on_path = np.arange(path.shape[1]) <= trees.depth[rows, None]
+        path = nodes.path[rows]
+        is_on_path = np.arange(path.shape[1]) <= nodes.depth[rows, None]
         return PenaltyInput(
             rows=staging.add(rows),
-            req_idx=staging.add(trees.req_idx[trees.tree[rows]]),
-            path_token_ids=staging.add(np.where(is_on_path, trees.token_ids[path], -1)[:, 1:]),
+            req_idx=staging.add(nodes.req_idx[nodes.tree[rows]]),
+            path_token_ids=staging.add(np.where(is_on_path, nodes.token_ids[path], -1)[:, 1:]),
             repetition=staging.add(per_row["repetition"][rows]),
             presence=staging.add(per_row["presence"][rows]),
             frequency=staging.add(per_row["frequency"][rows]),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shared.buckets import bucket_of
 from shared.kernels.move_kv import move_kv
 from shared.packing import RowBlocks, pack_rows, to_device
-from shared.tree import tree_paths
+from shared.tree import TreeLayout, lay_out_tree
 from target_service.phases import ExtendInput
 from target_service.runner import TargetRunner
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PREFIX_LEN = 61  # the path crosses the edge of a 64-token tile
 PATH_LEN = 5
 # A bushy tree whose true path is nodes 0, 2, 5, 7, 8: node index != depth from depth 1 on.
-TREE_PARENTS = np.array([-1, 0, 0, 1, 2, 2, 4, 5, 7, 7, 3], dtype=np.int32)
+TREE_PARENTS = (-1, 0, 0, 1, 2, 2, 4, 5, 7, 7, 3)
 TREE_PATH = np.array([0, 2, 5, 7, 8])
 NUM_SLOTS = PREFIX_LEN + len(TREE_PARENTS)
 
@@ -114,11 +114,11 @@ class _SelfTest:
 
     def tree(self, tokens: NDArray, filler: NDArray) -> torch.Tensor:
         """Extend the bushy tree, move the path's KV to the front; return the path's logits."""
-        depth, path = tree_paths(TREE_PARENTS)
+        layout = lay_out_tree(TREE_PARENTS)
         node_tokens = filler.copy()
         node_tokens[TREE_PATH] = tokens[PREFIX_LEN:]
-        block = self._block(PREFIX_LEN, len(TREE_PARENTS), depth, path)
-        logits = self._extend(block, node_tokens, PREFIX_LEN + depth.astype(np.int64))
+        block = self._block(PREFIX_LEN, len(TREE_PARENTS), layout)
+        logits = self._extend(block, node_tokens, PREFIX_LEN + np.array(layout.depth))
         pool = self._runner.pool
         src = pool.slots(self._row, PREFIX_LEN + TREE_PATH)
         dst = pool.slots(self._row, PREFIX_LEN + np.arange(PATH_LEN))
@@ -138,25 +138,15 @@ class _SelfTest:
         slots = to_device(pool.slots(self._row, np.arange(count)).astype(np.int64), pool.device)
         return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
 
-    def _block(
-        self,
-        prefix_len: int,
-        num_rows: int,
-        depth: NDArray[np.int32] | None = None,
-        path: NDArray[np.int32] | None = None,
-    ) -> RowBlocks:
+    def _block(self, prefix_len: int, num_rows: int, *trees: TreeLayout) -> RowBlocks:
         return RowBlocks(
-            req_idx=np.array([self._row]),
-            prefix_len=np.array([prefix_len]),
-            num_rows=np.array([num_rows]),
-            depth=depth,
-            path=path,
+            req_idx=[self._row], prefix_len=[prefix_len], num_rows=[num_rows], trees=trees
         )
 
     def _extend(self, block: RowBlocks, tokens: NDArray, positions: NDArray) -> torch.Tensor:
         """Run a block as a step of the engine would: prefills as they are, the rest in buckets."""
         runner, count = self._runner, len(tokens)
-        is_prefill = block.depth is None and count > 1
+        is_prefill = not block.trees and count > 1
         bucket = bucket_of(count) if runner.pads_rows and not is_prefill else None
         staging = runner.extend_staging
         staging.begin()

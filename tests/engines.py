@@ -17,7 +17,7 @@ from draft_service.engine_factory import create_engine as create_draft_engine
 from shared.config import DraftConfig, TargetConfig
 from shared.kv.pool import KVPool
 from shared.packing import RowBlocks
-from shared.tree import tree_paths
+from shared.tree import TreeLayout, lay_out_tree
 from shared.types import TokenTree, TreeShape
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
@@ -171,26 +171,25 @@ def row_blocks(
     """Return blocks for `pack_rows`, and the position of every row.
 
     Args:
-        blocks: (req_idx, prefix_len, num_rows, parents of a tree or None for a chain) each.
+        blocks: (req_idx, prefix_len, num_rows, parents of a tree or None for a chain) each; trees
+            come first.
     """
-    req_idx, prefix_len, counts = np.array([block[:3] for block in blocks], dtype=np.int64).T
-    first, forest, firsts = 0, [], []
-    for _, _, count, parents in blocks:
-        of_block = list(range(-1, count - 1)) if parents is None else parents
-        forest += [-1 if parent < 0 else first + parent for parent in of_block]
-        firsts += [first] * count
-        first += count
-    depth, path = tree_paths(np.array(forest))
-    position = np.repeat(prefix_len, counts) + depth
-    has_trees = any(block[3] is not None for block in blocks)
+    trees: list[TreeLayout] = []
+    position: list[int] = []
+    for block, (_, prefix_len, count, parents) in enumerate(blocks):
+        depth: Sequence[int] = range(count)
+        if parents is not None:
+            assert len(trees) == block, "a tree comes after a chain"
+            trees.append(lay_out_tree(tuple(parents)))
+            depth = trees[-1].depth
+        position += [prefix_len + above for above in depth]
     packed = RowBlocks(
-        req_idx=req_idx,
-        prefix_len=prefix_len,
-        num_rows=counts,
-        depth=depth if has_trees else None,
-        path=np.maximum(path - np.array(firsts)[:, None], 0) if has_trees else None,
+        req_idx=[block[0] for block in blocks],
+        prefix_len=[block[1] for block in blocks],
+        num_rows=[block[2] for block in blocks],
+        trees=trees,
     )
-    return packed, position
+    return packed, np.array(position)
 
 
 # --- KV ------------------------------------------------------------------------------------------

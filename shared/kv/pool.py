@@ -11,7 +11,7 @@ KV ownership of a request, in logical slots:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class KVPool:
         self._device_table = torch.from_numpy(self._table).to(device)
         self._is_table_shared = device.type == "cpu"
         # Entries that changed since the device's table was brought up to date, flat.
-        self._changed: list[NDArray[np.int64]] = []
+        self._changed: list[int] = []
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
         self._pages: dict[int, list[PageId]] = {}  # row -> pages of columns [first, ...)
         self._first: dict[int, int] = {}  # row -> first column still held
@@ -102,7 +102,10 @@ class KVPool:
     def stage_page_table(self, staging: Staging) -> torch.Tensor:
         """Return the page table, which is up to date after the next flush of `staging`."""
         if self._changed:
-            index = np.concatenate(self._changed)
+            count = len(self._changed)
+            # A few sizes, as staging keeps a layout of each: the last entry is set again.
+            padding = (1 << (count - 1).bit_length()) - count
+            index = np.array(self._changed + self._changed[-1:] * padding)
             staging.update(self._device_table.view(-1), index, self._table.reshape(-1)[index])
             self._changed.clear()
         return self._device_table
@@ -122,7 +125,7 @@ class KVPool:
         """Free the row and every page it holds."""
         first, pages = self._first.pop(req_idx), self._pages.pop(req_idx)
         self._allocator.free(pages)
-        self._set(req_idx, first, np.full(len(pages), SINK_PAGE))
+        self._set(req_idx, first, [SINK_PAGE] * len(pages))
         self._free_rows.append(req_idx)
 
     def reserve(self, req_idx: int, num_tokens: int) -> None:
@@ -137,7 +140,7 @@ class KVPool:
             return
         assert need <= self._table.shape[1], f"{num_tokens} tokens exceed the page table row"
         new = self._allocator.alloc(need - have)
-        self._set(req_idx, have, np.array(new))
+        self._set(req_idx, have, new)
         pages.extend(new)
 
     def trim(self, req_idx: int, num_tokens: int) -> None:
@@ -147,7 +150,7 @@ class KVPool:
         if keep >= len(pages):
             return
         self._allocator.free(pages[keep:])
-        self._set(req_idx, first + keep, np.full(len(pages) - keep, SINK_PAGE))
+        self._set(req_idx, first + keep, [SINK_PAGE] * (len(pages) - keep))
         del pages[keep:]
 
     def drop_before(self, req_idx: int, slot: int) -> None:
@@ -157,7 +160,7 @@ class KVPool:
         if count == 0:
             return
         self._allocator.free(pages[:count])
-        self._set(req_idx, first, np.full(count, SINK_PAGE))
+        self._set(req_idx, first, [SINK_PAGE] * count)
         del pages[:count]
         self._first[req_idx] = first + count
 
@@ -175,12 +178,30 @@ class KVPool:
         assert (page != SINK_PAGE).all(), "a live row maps to the sink page"
         return (page * self.page_size + logical % self.page_size).astype(np.int32)
 
-    def _set(self, req_idx: int, first: int, pages: NDArray[Any]) -> None:
+    def holds(self, req_idx: int, start: int, stop: int) -> bool:
+        """Return whether logical slots [start, stop) lie inside the reservation."""
+        first, pages = self._first[req_idx], self._pages[req_idx]
+        return first <= start // self.page_size and stop <= (first + len(pages)) * self.page_size
+
+    def slot_range(self, req_idx: int, start: int, stop: int) -> list[int]:
+        """Return the slots of logical slots [start, stop), all inside the reservation."""
+        assert self.holds(req_idx, start, stop), "a live row maps to the sink page"
+        size, first, pages = self.page_size, self._first[req_idx], self._pages[req_idx]
+        slots: list[int] = []
+        while start < stop:
+            page, offset = divmod(start, size)
+            begin = pages[page - first] * size + offset
+            count = min(size - offset, stop - start)
+            slots += range(begin, begin + count)
+            start += count
+        return slots
+
+    def _set(self, req_idx: int, first: int, pages: Sequence[PageId]) -> None:
         """Write columns [first, first + len(pages)) of a row of the page table."""
         self._table[req_idx, first : first + len(pages)] = pages
         if not self._is_table_shared:
             begin = req_idx * self._table.shape[1] + first
-            self._changed.append(np.arange(begin, begin + len(pages)))
+            self._changed += range(begin, begin + len(pages))
 
     def check_integrity(self) -> None:
         """Raise unless pages and rows are all accounted for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -131,6 +132,8 @@ def test_slots_follow_the_one_formula(page_size: int) -> None:
     table = pool.page_table[row].tolist()
     want = [table[s // page_size] * page_size + s % page_size for s in range(9)]
     assert pool.slots(row, np.arange(9)).tolist() == want
+    for start, stop in itertools.combinations(range(10), 2):
+        assert pool.slot_range(row, start, stop) == want[start:stop]
 
 
 def test_a_row_that_would_write_to_the_sink_is_our_bug() -> None:
@@ -138,10 +141,10 @@ def test_a_row_that_would_write_to_the_sink_is_our_bug() -> None:
     row = pool.acquire()
     pool.reserve(row, 4)
     staging = Staging(pool.device, 1 << 12)
-    block = RowBlocks(req_idx=np.array([row]), prefix_len=np.array([3]), num_rows=np.array([2]))
+    block = RowBlocks(req_idx=[row], prefix_len=[3], num_rows=[2])
     with pytest.raises(AssertionError, match="sink"):
         pack_rows(block, pool, staging=staging)
-    replay = replace(block, writes_kv=np.array([False]))
+    replay = replace(block, writes_kv=[False])
     assert pack_rows(replay, pool, staging=staging).slot_mapping.tolist() == [0, 0]
 
 
@@ -150,9 +153,13 @@ def test_a_dropped_slot_is_not_writable_again() -> None:
     row = pool.acquire()
     pool.reserve(row, 8)
     pool.drop_before(row, 5)
+    assert pool.slots(row, np.arange(4, 8)).tolist() == pool.slot_range(row, 4, 8)
     assert pool.slots(row, np.arange(4, 8)).min() >= 2
     with pytest.raises(AssertionError, match="sink"):
         pool.slots(row, np.array([3]))
+    for start, stop in ((3, 5), (7, 9)):
+        with pytest.raises(AssertionError, match="sink"):
+            pool.slot_range(row, start, stop)
 
 
 def test_more_tokens_than_the_table_has_columns_is_our_bug() -> None:

@@ -106,7 +106,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     graphs = ReplayedGraphs()
     runner._graphs = graphs
     runner.pads_rows = True
-    for name in ("extend_staging", "verify_staging", "_extend_staging", "_growth_staging"):
+    for name in ("extend_staging", "verify_staging", "_staging"):
         if hasattr(runner, name):
             setattr(runner, name, RemoteStaging(1 << 22))
     pool = pool_of(engine)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
-from shared.tree import check_shape, check_tree, tree_mask_words, tree_paths
+from shared.tree import check_shape, check_tree, lay_out_tree, tree_mask_words
 from shared.types import MAX_TREE_NODES, TreeShape
 
 VOCAB_SIZE = 50
@@ -33,13 +33,15 @@ def naive_path(parents: list[int], node: int) -> list[int]:
 
 @given(trees())
 def test_paths_are_the_climb_to_the_root(parents: list[int]) -> None:
-    depth, path = tree_paths(np.array(parents, dtype=np.int32))
-    assert depth.dtype == path.dtype == np.int32
-    assert path.shape == (len(parents), depth.max() + 1)
+    layout = lay_out_tree(tuple(parents))
+    path = layout.path_array
+    assert path.shape == (len(layout.depth), MAX_TREE_NODES) == (len(parents), MAX_TREE_NODES)
     for node in range(len(parents)):
         want = naive_path(parents, node)
-        assert depth[node] == len(want) - 1
-        assert path[node].tolist() == want + [0] * (path.shape[1] - len(want))
+        assert layout.depth[node] == len(want) - 1
+        assert path[node].tolist() == want + [0] * (MAX_TREE_NODES - len(want))
+    assert layout.max_depth == max(layout.depth)
+    assert layout.is_chain == (parents == list(range(-1, len(parents) - 1)))
 
 
 @given(trees())
