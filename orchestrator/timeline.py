@@ -14,8 +14,9 @@ class Timeline:
     """The rounds of a timed request; of another one it stays empty.
 
     A round goes from the order to verify a tree to the next such order: what the target did, what
-    the orchestrator did, what the draft did for the round after. Granted rounds have no orders;
-    theirs begin in the engine and may overlap.
+    the orchestrator did, what the draft did for the round after. Granted rounds of the root alone have
+    no orders; theirs begin in the engine and may overlap. Those that target and draft run between
+    themselves go from one commit to the next.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,11 @@ class Timeline:
             now_ns: When the round was over: tokens sent on, the next tree ordered.
         """
         self._close(tree, path)
-        if path is not None:
+        if path is None:
+            return
+        if any(stage.name.startswith("draft: ") for stage in path.stages):
+            self._append(round_idx, _without_answer(path))
+        else:
             self._last = (round_idx, path, now_ns)
 
     def _close(self, tree: AnswerTimes | None, path: AnswerTimes | None) -> None:
@@ -54,7 +59,16 @@ class Timeline:
             times = times.then("orchestrator: commit", tree.begin_ns)
             times = replace(times, stages=(*times.stages, *tree.stages))
             times = times.then("orchestrator: order", path.begin_ns)
+        self._append(round_idx, times)
+
+    def _append(self, round_idx: int, times: AnswerTimes) -> None:
         if len(self._rounds) < MAX_TIMED_ROUNDS:
             self._rounds.append(
                 RoundTimes(round_idx=round_idx, begin_ns=times.begin_ns, stages=times.stages)
             )
+
+
+def _without_answer(path: AnswerTimes) -> AnswerTimes:
+    """Return a round without the answer's way, during which the next one runs."""
+    names = [stage.name for stage in path.stages]
+    return replace(path, stages=path.stages[: names.index("target: commit") + 1])

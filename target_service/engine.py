@@ -376,7 +376,7 @@ class TargetEngine:
             return
         if request.round_idx < message.round_idx <= request.round_idx + request.num_in_flight:
             return  # its answer is on the way
-        if message.round_idx <= request.ordered_round and (
+        if 0 < message.round_idx <= request.ordered_round and (
             message.round_idx <= request.round_idx or request.queued is not None
         ):
             return  # so is that of a round whose tree came over the link
