@@ -131,8 +131,7 @@ class DraftEngine:
         try:
             match message:
                 case DraftRound():
-                    now_ns = time.monotonic_ns()
-                    self._order_round(replace(message, received_ns=now_ns), link)
+                    self._order_round(message, link)
                 case FeatureChunk():
                     self._take_features(message)
                 case RequestFailure():

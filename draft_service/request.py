@@ -8,6 +8,7 @@ a tree node of depth d sits at position base + L + d - 1.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from shared.errors import StaleStateError
 from shared.rpc.link import Link
-from shared.times import take
+from shared.times import clock_id, take
 from shared.types import AnswerTimes, DraftOpen, DraftRound
 
 
@@ -147,7 +148,12 @@ class DraftRequest:
             )
         self.pending, self.answer_link = order, answer_link
         if self.open.is_timed:
-            self.pending_times = take(order.received_ns, busy_until_ns=busy_until_ns)
+            now_ns = time.monotonic_ns()
+            self.pending_times = (
+                AnswerTimes(clock_id=clock_id(), begin_ns=now_ns)
+                if answer_link is not None
+                else take(order.received_ns, busy_until_ns=busy_until_ns)
+            )
 
     def add_features(self, start: int, rows: torch.Tensor) -> None:
         """Take feature rows [n, width] of positions [start, start + n), start <= features_end."""

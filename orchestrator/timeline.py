@@ -14,9 +14,9 @@ class Timeline:
     """The rounds of a timed request; of another one it stays empty.
 
     A round goes from the order to verify a tree to the next such order: what the target did, what
-    the orchestrator did, what the draft did for the round after. Granted rounds of the root alone have
-    no orders; theirs begin in the engine and may overlap. Those that target and draft run between
-    themselves go from one commit to the next.
+    the orchestrator did, what the draft did for the round after. Granted rounds of the root alone
+    have no orders; theirs begin in the engine and may overlap. Direct rounds go from one commit to
+    the next.
     """
 
     def __init__(self) -> None:

@@ -131,13 +131,10 @@ def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     assert plain["num_rounds"] > tree["num_rounds"] > 0
     names = [stage["name"] for stage in tree["stages"]]
     assert [name for name in names if "busy" not in name] == [
-        "target: hop to it", "target: front", "target: queue", "target: pack", "target: forward",
-        "target: sample", "target: read", "target: commit", "target: answer", "target: hop back",
-        "orchestrator: commit",
-        "draft: hop to it", "draft: front", "draft: features", "draft: queue", "draft: pack",
-        "draft: extend", "draft: grow", "draft: read", "draft: tree", "draft: answer",
-        "draft: hop back",
-        "orchestrator: order",
+        "draft: link", "draft: features", "draft: queue", "draft: pack", "draft: extend",
+        "draft: grow", "draft: read", "draft: tree",
+        "target: link", "target: queue", "target: pack", "target: forward", "target: sample",
+        "target: read", "target: commit",
     ]  # fmt: skip
     assert 0 < tree["outside_us"] < tree["round_us"]
     assert plain["busy_shares"].keys() == {"target"}
