@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -28,16 +27,17 @@ class FeatureRows(NamedTuple):
 
     Args:
         dtype: Of their values.
-        data: [n, row_bytes] u8.
+        data: [n, width], as staging takes them: bfloat16 as int16.
     """
 
     dtype: torch.dtype
-    data: NDArray[np.uint8]
+    data: NDArray[Any]
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> Self:
         """Return the rows of a tensor [n, width]."""
-        return cls(rows.dtype, rows.view(torch.uint8).numpy())
+        is_bfloat16 = rows.dtype == torch.bfloat16
+        return cls(rows.dtype, (rows.view(torch.int16) if is_bfloat16 else rows).numpy())
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -305,9 +305,8 @@ def _stage_features(
     if len({part.dtype for part in parts}) > 1:  # of targets that differ
         parts = [FeatureRows.of(torch.cat([part.tensor for part in parts]))]
     dtype = parts[0].dtype
-    shape = (num_rows, parts[0].data.shape[1] // dtype.itemsize)
-    host, device = staging.place(features=(dtype, shape))
-    array, row = host["features"].view(np.uint8), 0
+    host, device = staging.place(features=(dtype, (num_rows, parts[0].data.shape[1])))
+    array, row = host["features"], 0
     for part in parts:
         stop = row + len(part.data)
         array[row:stop] = part.data

@@ -18,9 +18,12 @@ Attention gives padded rows 0, and whoever reads the result asks for the rows th
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def bucket_of(count: int) -> int | None:
     """Return the smallest bucket that holds `count` rows; None: more than any."""
-    return next((bucket for bucket in ROW_BUCKETS if bucket >= count), None)
+    place = bisect_left(ROW_BUCKETS, count)
+    return ROW_BUCKETS[place] if place < len(ROW_BUCKETS) else None

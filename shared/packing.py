@@ -105,9 +105,7 @@ def pack_rows(
     used = row_indptr[-1]
     total, num_reqs = (used, count) if num_rows is None else (num_rows, num_rows)
     assert used <= total, f"{used} rows do not fit {total}"
-    width = MAX_TREE_NODES
-    if num_rows is None:
-        width = 1 + max((tree.max_depth for tree in blocks.trees), default=0)
+    width = 1 if num_rows is None and not num_trees else MAX_TREE_NODES
     host, device = staging.place_zeros(_fields, total, num_reqs, width)
     slots: list[int] = []
     for req_idx, first, size, writes in zip(
@@ -120,22 +118,21 @@ def pack_rows(
         slots += pool.slot_range(req_idx, first, first + size) if writes else [0] * size
     path_len: list[int] = []
     for tree in blocks.trees:
-        path_len += tree.depth
-    end = len(path_len)
+        path_len += tree.path_len
     for size in blocks.num_rows[num_trees:]:
-        path_len += range(size)
+        path_len += range(1, size + 1)
     host["slot_mapping"][:used] = slots
     host["req_idx"][:count] = blocks.req_idx
     host["prefix_len"][:count] = blocks.prefix_len
     host["row_indptr"][: count + 1] = row_indptr
     host["row_indptr"][count + 1 :] = used
     host["path_len"][:used] = path_len
-    host["path_len"] += 1
+    host["path_len"][used:] = 1
     host["is_chain"][:] = True
     has_trees = not all([tree.is_chain for tree in blocks.trees])
     if num_trees:
-        paths = np.frombuffer(b"".join([tree.path for tree in blocks.trees]), dtype=np.int32)
-        host["path_offset"][:end] = paths.reshape(end, MAX_TREE_NODES)[:, :width]
+        paths = b"".join([tree.path for tree in blocks.trees])
+        host["path_offset"].data.cast("B")[: len(paths)] = paths
         host["is_chain"][:num_trees] = [tree.is_chain for tree in blocks.trees]
     attention = TreeAttentionMetadata(
         page_table=pool.stage_page_table(staging),

@@ -102,13 +102,15 @@ class TreeLayout(NamedTuple):
 
     Args:
         depth: [N], the root has 0.
+        path_len: [N], tokens on the own path: depth + 1.
         path: [N, MAX_TREE_NODES] i32, as bytes: the nodes from the root to each, ascending; 0 past
             it.
         max_depth: Of the deepest node.
         is_chain: Every node is the parent of the next.
     """
 
-    depth: tuple[int, ...]
+    depth: Sequence[int]
+    path_len: Sequence[int]
     path: bytes
     max_depth: int
     is_chain: bool
@@ -130,9 +132,11 @@ def lay_out_tree(parent_index: tuple[int, ...]) -> TreeLayout:
     paths = [_NODES[0]]
     for node in range(1, len(parent_index)):
         paths.append(paths[parent_index[node]] + _NODES[node])
-    depth = tuple([len(path) // _NODE_BYTES - 1 for path in paths])
+    path_len = [len(path) // _NODE_BYTES for path in paths]
+    depth = [size - 1 for size in path_len]
     return TreeLayout(
         depth=depth,
+        path_len=path_len,
         path=b"".join([path.ljust(_NODE_BYTES * MAX_TREE_NODES, b"\0") for path in paths]),
         max_depth=max(depth),
         is_chain=depth[-1] == len(depth) - 1,

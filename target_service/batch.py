@@ -65,14 +65,13 @@ class SampledNodes:
 
     def __init__(self, trees: SampledTrees) -> None:
         self.requests, self._layouts = trees.requests, trees.layouts
-        self.req_idx = np.array(trees.req_idx)
-        self.seq_len = np.array(trees.seq_len)
-        self.num_nodes = np.array(trees.num_nodes)
-        self.token_ids = np.array(trees.token_ids)
-        self.parent_index = np.array(trees.parent_index)
+        depth = [depth for layout in trees.layouts for depth in layout.depth]
+        per_tree = np.array([trees.req_idx, trees.seq_len, trees.num_nodes])
+        per_node = np.array([trees.token_ids, trees.parent_index, depth])
+        self.req_idx, self.seq_len, self.num_nodes = per_tree
+        self.token_ids, self.parent_index, self.depth = per_node
         self.first_node = np.cumsum(self.num_nodes) - self.num_nodes
         self.tree = np.repeat(np.arange(len(trees.layouts)), self.num_nodes)
-        self.depth = np.array([depth for layout in trees.layouts for depth in layout.depth])
         self.max_depth = max(layout.max_depth for layout in trees.layouts)
 
     @property

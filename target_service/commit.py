@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.types import AcceptedPath, FinishReason, TokenLogprob
@@ -12,8 +11,7 @@ from target_service.request import Phase, TargetRequest
 from target_service.runner import PathOutputs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """Where a path ends.
 
     Args:
@@ -61,13 +59,14 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
         token_ids: The path's tokens, bonus last.
     """
     stopping = request.open.stopping
+    held, held_output = len(request.tokens), request.num_output_tokens
     for kept, token_id in enumerate(token_ids, start=1):
-        num_output = request.num_output_tokens + kept
+        num_output = held_output + kept
         if token_id in stopping.stop_token_ids and num_output > stopping.min_new_tokens:
             return Cut(num_tokens=kept, reason=FinishReason.STOP, stop_token_id=token_id)
         if num_output >= stopping.max_new_tokens:
             return Cut(num_tokens=kept, reason=FinishReason.LENGTH)
-        if len(request.tokens) + kept >= max_context_len:
+        if held + kept >= max_context_len:
             return Cut(num_tokens=kept, reason=FinishReason.CONTEXT_LENGTH)
     return Cut(num_tokens=len(token_ids))
 

@@ -104,7 +104,6 @@ class TargetRunner:
         self._graphs = GraphCache(pool.device)
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
 
-    @torch.inference_mode()
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
         """Compute rows of new tokens.
 
@@ -139,6 +138,7 @@ class TargetRunner:
             if features is not None:
                 self._project(features)  # compiles it; no graph has it
 
+    @torch.inference_mode()
     def _forward(self, inputs: ExtendInput) -> ExtendOutput:
         output = self.model.forward(
             inputs.token_ids,

@@ -185,15 +185,16 @@ class KVPool:
 
     def slot_range(self, req_idx: int, start: int, stop: int) -> list[int]:
         """Return the slots of logical slots [start, stop), all inside the reservation."""
-        assert self.holds(req_idx, start, stop), "a live row maps to the sink page"
         size, first, pages = self.page_size, self._first[req_idx], self._pages[req_idx]
+        page = start // size - first
+        assert page >= 0 and stop <= (first + len(pages)) * size, "a live row maps to the sink page"
         slots: list[int] = []
-        while start < stop:
-            page, offset = divmod(start, size)
-            begin = pages[page - first] * size + offset
-            count = min(size - offset, stop - start)
-            slots += range(begin, begin + count)
-            start += count
+        shift = (pages[page] - first - page) * size if start < stop else 0
+        while (edge := (first + page + 1) * size) < stop:
+            slots += range(start + shift, edge + shift)
+            start, page = edge, page + 1
+            shift = (pages[page] - first - page) * size
+        slots += range(start + shift, stop + shift)
         return slots
 
     def _set(self, req_idx: int, first: int, pages: Sequence[PageId]) -> None:
