@@ -7,6 +7,7 @@ the device, is in kernels/accept_walk.py.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -75,21 +76,23 @@ def check_tree(
         raise InvalidTreeError(
             f"{len(parent_index)} parents for {num_nodes} nodes", field="tree.parent_index"
         )
-    # Plain loops: trees are small, and every call of numpy costs as much as ten nodes.
+    # No arrays: trees are small, and every call of numpy costs as much as ten nodes.
     if parent_index[0] != -1:
         raise InvalidTreeError("parent_index[0] must be -1 (the root)", field="tree.parent_index")
-    for node in range(1, num_nodes):
-        if not 0 <= parent_index[node] < node:
-            raise InvalidTreeError(
-                f"parent_index[{node}] is {parent_index[node]}, expected 0..{node - 1}",
-                field="tree.parent_index",
-            )
-    for node, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidTreeError(
-                f"token_ids[{node}] is {token_id}, expected 0..{vocab_size - 1}",
-                field="tree.token_ids",
-            )
+    is_topological = all(map(operator.lt, parent_index, range(num_nodes)))
+    if not is_topological or min(parent_index[1:], default=0) < 0:
+        nodes = range(1, num_nodes)
+        node = next(node for node in nodes if not 0 <= parent_index[node] < node)
+        raise InvalidTreeError(
+            f"parent_index[{node}] is {parent_index[node]}, expected 0..{node - 1}",
+            field="tree.parent_index",
+        )
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        node = next(node for node in range(num_nodes) if not 0 <= token_ids[node] < vocab_size)
+        raise InvalidTreeError(
+            f"token_ids[{node}] is {token_ids[node]}, expected 0..{vocab_size - 1}",
+            field="tree.token_ids",
+        )
     if token_ids[0] != root_token_id:
         raise InvalidTreeError(
             f"the root is token {token_ids[0]}, the bonus token is {root_token_id}",
@@ -128,7 +131,7 @@ def lay_out_tree(parent_index: tuple[int, ...]) -> TreeLayout:
     Args:
         parent_index: [N] topological, root = -1, N <= MAX_TREE_NODES.
     """
-    # A plain loop over bytes, as in check_tree: every call of numpy costs as much as ten nodes.
+    # Bytes and no arrays, as in check_tree: calls of numpy would cost more than all of this.
     paths = [_NODES[0]]
     for node in range(1, len(parent_index)):
         paths.append(paths[parent_index[node]] + _NODES[node])

@@ -139,7 +139,9 @@ class AnswerTimes:
     def then(self, name: str, end_ns: int) -> AnswerTimes:
         """Return these times and one more stage; a stage never takes less than nothing."""
         stage = StageTime(name=name, end_ns=max(end_ns, self.end_ns))
-        return replace(self, stages=(*self.stages, stage))
+        return AnswerTimes(
+            clock_id=self.clock_id, begin_ns=self.begin_ns, stages=(*self.stages, stage)
+        )
 
     def including(self, kind: str, other: AnswerTimes | None) -> AnswerTimes:
         """Return these times and those of what was asked of a `kind` of worker on this machine."""

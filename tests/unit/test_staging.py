@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.staging import ALIGNMENT, Staging
+from shared.staging import ALIGNMENT, Fields, Staging, num_bytes_of
 
 
 @pytest.fixture
@@ -49,6 +49,50 @@ def test_the_same_sizes_get_the_same_tensors(device: torch.device) -> None:
         seen.append((first["a"], first["b"]))
         assert first["a"].data_ptr() < first["b"].data_ptr() < behind["c"].data_ptr()
     assert all(a is b for step in seen[1:] for a, b in zip(seen[0], step, strict=True))
+
+
+def of_sizes(num_rows: int, num_reqs: int) -> Fields:
+    return {"rows": (torch.int64, (num_rows, 2)), "flags": (torch.bool, (num_reqs,))}
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 14, ALIGNMENT])
+def test_zeros_are_zero_whatever_was_there_before(device: torch.device, num_bytes: int) -> None:
+    staging = Staging(device, num_bytes)
+    for num_rows in (40, 3, 40, 17):
+        staging.begin()
+        ones, _ = staging.place(ones=(torch.int64, (200,)))
+        ones["ones"][:] = -1
+        staging.flush()
+        staging.begin()
+        host, there = staging.place_zeros(of_sizes, num_rows, 5)
+        host["rows"][1] = (7, 8)
+        staging.flush()
+        assert there["rows"].tolist() == [[0, 0], [7, 8]] + [[0, 0]] * (num_rows - 2)
+        assert there["flags"].tolist() == [False] * 5
+
+
+def test_what_comes_after_a_gap_lies_where_it_lay(device: torch.device) -> None:
+    """Whatever of the fields before it was placed, of other sizes or not at all."""
+    staging = Staging(device, 1 << 14)
+    set_aside = num_bytes_of(of_sizes(64, 64))
+    seen = []
+    for num_rows in (64, 1, 0, 30):
+        staging.begin()
+        if num_rows:
+            host, before = staging.place_zeros(of_sizes, num_rows, num_rows)
+            host["rows"][:], host["flags"][:] = num_rows, True
+        staging.skip_to(set_aside)
+        host, behind = staging.place_zeros(of_sizes, 4, 4)
+        host["rows"][:] = -num_rows
+        staging.flush()
+        seen.append(behind["rows"])
+        assert behind["rows"].tolist() == [[-num_rows] * 2] * 4
+        if num_rows:
+            assert before["rows"].tolist() == [[num_rows] * 2] * num_rows
+            assert before["flags"].all()
+    assert all(tensor is seen[0] for tensor in seen)
+    with pytest.raises(AssertionError, match="set aside"):
+        staging.skip_to(set_aside)
 
 
 def test_a_step_that_does_not_fit_goes_round(device: torch.device) -> None:
