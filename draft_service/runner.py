@@ -67,7 +67,6 @@ class DraftRunner:
         )
         self._results = _Results(device, _padded(pool.max_num_requests))
 
-    @torch.inference_mode()
     def run(
         self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest], timer: StepTimer
     ) -> list[TokenTree]:
@@ -91,7 +90,7 @@ class DraftRunner:
             return []
         packed = self._graphs.run(
             ("grow", len(growth.seed), growth.bounds, growth.is_random),
-            lambda: self._grower.grow(growth, self._last_hidden),
+            lambda: self._grow(growth),
             growth.tensors,
         )
         timer.device("grow")
@@ -112,6 +111,11 @@ class DraftRunner:
         key = ("extend", inputs.bucket, dtype)
         self._graphs.run(key, lambda: self._forward(inputs), inputs.tensors)
 
+    @torch.inference_mode()
+    def _grow(self, inputs: DraftInput) -> torch.Tensor:
+        return self._grower.grow(inputs, self._last_hidden)
+
+    @torch.inference_mode()
     def _forward(self, inputs: DraftExtendInput) -> None:
         recurrent = None
         if inputs.features is not None:

@@ -39,7 +39,8 @@ class GraphCache:
         return len(self._captured)
 
     def run(self, key: Hashable, compute: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Any:
-        """Compute, by replaying the graph of `key` once there is one.
+        """Compute, by replaying the graph of `key` once there is one. A replay needs no inference
+        mode: `compute` enters it itself.
 
         Args:
             key: Everything that shapes the computation. Another computation needs another key.
@@ -72,7 +73,9 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # torch writes, at every capture, to tensors that it made at the first one: had that been in
+        # inference mode, all the others would have to be.
+        with torch.inference_mode(mode=False), torch.cuda.graph(graph, pool=self._pool):
             outputs = compute()
         launches = {
             name: count - before.get(name, 0)
