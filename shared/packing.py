@@ -105,7 +105,11 @@ def pack_rows(
     used = row_indptr[-1]
     total, num_reqs = (used, count) if num_rows is None else (num_rows, num_rows)
     assert used <= total, f"{used} rows do not fit {total}"
-    width = 1 if num_rows is None and not num_trees else MAX_TREE_NODES
+    are_chains = [tree.is_chain for tree in blocks.trees]
+    has_trees = not all(are_chains)
+    # A captured step must serve trees, whatever it was captured with.
+    is_captured = num_rows is not None
+    width = MAX_TREE_NODES if has_trees or is_captured else 1
     host, device = staging.place_zeros(_fields, total, num_reqs, width)
     slots: list[int] = []
     for req_idx, first, size, writes in zip(
@@ -129,11 +133,10 @@ def pack_rows(
     host["path_len"][:used] = path_len
     host["path_len"][used:] = 1
     host["is_chain"][:] = True
-    has_trees = not all([tree.is_chain for tree in blocks.trees])
-    if num_trees:
+    if has_trees:  # the paths of chains are not read
         paths = b"".join([tree.path for tree in blocks.trees])
         host["path_offset"].data.cast("B")[: len(paths)] = paths
-        host["is_chain"][:num_trees] = [tree.is_chain for tree in blocks.trees]
+        host["is_chain"][:num_trees] = are_chains
     attention = TreeAttentionMetadata(
         page_table=pool.stage_page_table(staging),
         req_idx=device["req_idx"],
@@ -144,8 +147,7 @@ def pack_rows(
         is_chain=device["is_chain"],
         page_size=pool.page_size,
         window=window,
-        # A captured step must serve trees, whatever it was captured with.
-        has_trees=num_rows is not None or has_trees,
+        has_trees=has_trees or is_captured,
     )
     return PackedRows(
         slot_mapping=device["slot_mapping"], attention=attention, row_indptr=row_indptr

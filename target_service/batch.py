@@ -133,7 +133,10 @@ def build_batch(
         prefix_len = trees.seq_len[:num_verified]
         layouts = trees.layouts[:num_verified]
         for seq_len, layout in zip(prefix_len, layouts, strict=True):
-            position_ids += [seq_len + depth for depth in layout.depth]
+            if layout.is_chain:
+                position_ids += range(seq_len, seq_len + len(layout.depth))
+            else:
+                position_ids += [seq_len + depth for depth in layout.depth]
         token_ids = trees.token_ids[: len(position_ids)]
     num_rows = [len(layout.depth) for layout in layouts]
     logit_rows = list(range(len(position_ids))) if works else None

@@ -157,7 +157,9 @@ def test_a_dropped_slot_is_not_writable_again() -> None:
     assert pool.slots(row, np.arange(4, 8)).min() >= 2
     with pytest.raises(AssertionError, match="sink"):
         pool.slots(row, np.array([3]))
+    assert pool.holds(row, 4, 8)
     for start, stop in ((3, 5), (7, 9)):
+        assert not pool.holds(row, start, stop)
         with pytest.raises(AssertionError, match="sink"):
             pool.slot_range(row, start, stop)
 
