@@ -76,8 +76,9 @@ class ReplayedGraphs(GraphCache):
         captured, outputs, at_capture = self._kept[key]
         assert places == at_capture, f"the inputs of {key} moved"
         self.num_replays += 1
-        for old, new in zip(tensors_of(outputs), tensors_of(captured()), strict=True):
-            old.copy_(new)
+        with torch.inference_mode():  # as a device, it writes to whatever tensor is there
+            for old, new in zip(tensors_of(outputs), tensors_of(captured()), strict=True):
+                old.copy_(new)
         return outputs
 
 
