@@ -29,6 +29,7 @@ from shared.types import (
     DraftOpen,
     DraftRound,
     FeatureAck,
+    FeatureBurst,
     FeatureChunk,
     FeatureCommand,
     FeatureSubscribe,
@@ -132,6 +133,8 @@ class DraftEngine:
             match message:
                 case DraftRound():
                     self._order_round(message, link)
+                case FeatureBurst():
+                    self._take_burst(message)
                 case FeatureChunk():
                     self._take_features(message)
                 case RequestFailure():
@@ -141,7 +144,8 @@ class DraftEngine:
                 case _:
                     raise TypeError(f"a draft engine is told no {type(message).__name__}")
         except CoppiceError as error:
-            self._fail(message, error)
+            for failed in message.parts if isinstance(message, FeatureBurst) else (message,):
+                self._fail(failed, error)
 
     def step(self) -> list[Any]:
         """Extend what can be extended, then grow every tree whose root is extended.
@@ -245,6 +249,7 @@ class DraftEngine:
             except OSError as error:
                 logger.info("rounds go through the orchestrator: no link to the target: %s", error)
                 return None
+            logger.info("linked to %s: rounds and features go from engine to engine", name)
             self._links_by_name[name] = link
             self.links.add(link)
         return link
@@ -266,45 +271,85 @@ class DraftEngine:
             self._outbox.append(replace(tree, is_linked=request.link is not None))
 
     def _take_features(self, chunk: FeatureChunk) -> None:
-        request = self._requests.get(chunk.request_id)
-        if request is None or request.open.target_epoch != chunk.target_epoch:
+        request = self._expecting(chunk.request_id, chunk.target_epoch)
+        if request is None:
             return
-        spec = self.info.features
-        if chunk.shape[1] != spec.width or chunk.dtype not in DTYPES:
-            raise InvalidArgumentError(
-                f"features are {chunk.shape[1]} x {chunk.dtype}, expected {spec.width} values of "
-                "a float type",
-                reason="FEATURE_MISMATCH",
-                field="handle.shape",
-            )
-        if request.open.is_timed:
-            request.features_ns = time.monotonic_ns()
-        if chunk.start > request.features_end:
-            if not request.is_awaiting:
-                logger.warning("feature gap, asking again", extra={"request_id": chunk.request_id})
-                self._subscribe(request)
+        self._check_features(chunk)
+        if self._misses_rows(request, chunk.start):
             return
         if isinstance(chunk.data, RingSpan):
             data = self._rings.read(chunk.data)
             if data is None:
-                logger.warning(
-                    "feature rows from %d on were overwritten in the ring, asking for bytes",
-                    chunk.start,
-                    extra={"request_id": chunk.request_id},
-                )
-                self._subscribe(request, avoids_ring=True)
+                self._avoid_ring(request)
                 return
             rows = torch.from_numpy(data).view(DTYPES[chunk.dtype])
         else:
             rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype])
-        request.add_features(chunk.start, rows.view(chunk.shape))
+        self._add_features(request, chunk.start, rows.view(chunk.shape))
+
+    def _take_burst(self, burst: FeatureBurst) -> None:
+        self._check_features(burst)
+        data = self._rings.read(burst.data)
+        rows = None
+        if data is not None:
+            rows = torch.from_numpy(data).view(DTYPES[burst.dtype]).view(burst.shape)
+        first = 0
+        for part in burst.parts:
+            stop = first + part.num_rows
+            request = self._expecting(part.request_id, part.target_epoch)
+            if request is not None and not self._misses_rows(request, part.start):
+                if rows is None:
+                    self._avoid_ring(request)
+                else:
+                    self._add_features(request, part.start, rows[first:stop])
+            first = stop
+
+    def _expecting(self, request_id: str, target_epoch: int) -> DraftRequest | None:
+        request = self._requests.get(request_id)
+        if request is None or request.open.target_epoch != target_epoch:
+            return None
+        return request
+
+    def _misses_rows(self, request: DraftRequest, start: int) -> bool:
+        """Return whether rows before `start` are missing; they are asked for, once."""
+        if start <= request.features_end:
+            return False
+        if not request.is_awaiting:
+            extra = {"request_id": request.request_id}
+            logger.warning("feature gap, asking again", extra=extra)
+            self._subscribe(request)
+        return True
+
+    def _check_features(self, rows: FeatureChunk | FeatureBurst) -> None:
+        width = self.info.features.width
+        if rows.shape[1] != width or rows.dtype not in DTYPES:
+            raise InvalidArgumentError(
+                f"features are {rows.shape[1]} x {rows.dtype}, expected {width} values of "
+                "a float type",
+                reason="FEATURE_MISMATCH",
+                field="handle.shape",
+            )
+
+    def _avoid_ring(self, request: DraftRequest) -> None:
+        logger.warning(
+            "feature rows from %d on were overwritten in the ring, asking for bytes",
+            request.features_end,
+            extra={"request_id": request.request_id},
+        )
+        self._subscribe(request, avoids_ring=True)
+
+    def _add_features(self, request: DraftRequest, start: int, rows: torch.Tensor) -> None:
+        """Take rows [n, width] from a position on."""
+        if request.open.is_timed:
+            request.features_ns = time.monotonic_ns()
+        request.add_features(start, rows)
         if request.features_end - request.acknowledged >= ACK_ROWS:
             request.acknowledged = request.features_end
             self._tell_target(
                 request,
                 FeatureAck(
                     request_id=request.request_id,
-                    target_epoch=chunk.target_epoch,
+                    target_epoch=request.open.target_epoch,
                     position=request.features_end,
                 ),
             )

@@ -455,6 +455,31 @@ class FeatureChunk:
         return replace(self, start=self.start + first, shape=(stop - first, width), data=data)
 
 
+class BurstPart(NamedTuple):
+    """The rows of one request in a FeatureBurst, from position `start` on."""
+
+    request_id: str
+    target_epoch: int
+    start: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureBurst:
+    """Feature rows that one step committed, of several requests of one draft.
+
+    Args:
+        parts: In the order of their rows.
+        shape: (num_rows, feature_width) of all.
+        data: Where the rows of all lie.
+    """
+
+    parts: tuple[BurstPart, ...]
+    shape: tuple[int, int]
+    dtype: str
+    data: RingSpan
+
+
 # --- messages of the draft's session stream -------------------------------------------------------
 
 

@@ -31,8 +31,10 @@ from shared.times import clock_id, take
 from shared.tree import check_tree
 from shared.types import (
     AnswerTimes,
+    BurstPart,
     DraftRound,
     FeatureAck,
+    FeatureBurst,
     FeatureChunk,
     FeatureFailure,
     FeatureSubscribe,
@@ -64,6 +66,8 @@ from target_service.scheduler import PrefillWork, Scheduler, StepPlan
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_SUBSCRIPTIONS = 4096
+# Feature rows [n, row_bytes] of a request, from a position on.
+_Part = tuple[TargetRequest, int, np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -607,6 +611,7 @@ class TargetEngine:
 
     def _commit_paths(self, launched: _Launched, trees: SampledTrees, paths: PathOutputs) -> None:
         committed = []
+        bursts: dict[Link, list[_Part]] = {}
         nodes = accepted_nodes(trees, paths)
         stages = launched.timer.stages(device_free_ns=self._device_free_ns)
         self._device_free_ns = launched.timer.device_end_ns(stages)
@@ -626,14 +631,41 @@ class TargetEngine:
             if request.features is not None and not is_prefill:
                 assert paths.features is not None
                 rows = paths.features[row, : len(reply.token_ids)]
-                request.features.append(path.seq_len, rows.copy())
+                log, link = request.features, request.feature_link
+                if link is not None and log.next == path.seq_len and self._ring is not None:
+                    bursts.setdefault(link, []).append((request, path.seq_len, rows))
+                    log.next += len(rows)
+                log.append(path.seq_len, rows.copy())
             self._order_tree(request)
+        for link, parts in bursts.items():
+            self._send_burst(link, parts)
         self._runner.sampler.count(committed)
 
     def _send_features(self, request: TargetRequest) -> None:
         if request.features is not None:
             for position, rows in request.features.take_unsent():
                 self._emit_features(request, position, rows)
+
+    def _send_burst(self, link: Link, parts: Sequence[_Part]) -> None:
+        """Send the rows that a step committed, of several requests of one draft, as one."""
+        assert self._ring is not None
+        rows = np.concatenate([rows for _, _, rows in parts])
+        span = self._ring.write(rows)
+        if span is None:
+            for request, position, rows in parts:
+                self._emit_features(request, position, rows)
+            return
+        link.put(
+            FeatureBurst(
+                parts=tuple(
+                    BurstPart(request.request_id, request.open.target_epoch, position, len(rows))
+                    for request, position, rows in parts
+                ),
+                shape=(len(rows), self._runner.features.width),
+                dtype=self.info.features.dtype,
+                data=span,
+            )
+        )
 
     def _emit_features(
         self, request: TargetRequest, position: int, rows: np.ndarray[Any, np.dtype[np.uint8]]

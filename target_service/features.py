@@ -79,7 +79,7 @@ class FeatureLog:
 
     def take_unsent(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """Yield (position, rows [n, row_bytes]) of what can be sent now."""
-        if self.next is None or self.gap is not None:
+        if self.next is None or self.next >= self.end or self.gap is not None:
             return
         position = self.start
         for block in self._blocks:

@@ -24,14 +24,30 @@ class LinkToTarget(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[LinkOpen, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[_tree_pb2.TokenTree, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[LinkClose, _Mapping]]] = ...) -> None: ...
 
 class LinkToDraft(_message.Message):
-    __slots__ = ("chunks", "failures", "rounds")
+    __slots__ = ("chunks", "bursts", "failures", "rounds")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BURSTS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureChunk]
+    bursts: _containers.RepeatedCompositeFieldContainer[FeatureBurst]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
     rounds: _containers.RepeatedCompositeFieldContainer[_draft_pb2.DraftRound]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ...) -> None: ...
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., bursts: _Optional[_Iterable[_Union[FeatureBurst, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ...) -> None: ...
+
+class FeatureBurst(_message.Message):
+    __slots__ = ("request_ids", "target_epochs", "starts", "num_rows", "handle")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    target_epochs: _containers.RepeatedScalarFieldContainer[int]
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    num_rows: _containers.RepeatedScalarFieldContainer[int]
+    handle: _tree_pb2.FeatureHandle
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")

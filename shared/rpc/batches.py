@@ -30,7 +30,7 @@ FeatureReply = types.FeatureChunk | types.RequestFailure
 ToTarget = (
     types.LinkOpen | types.FeatureSubscribe | types.FeatureAck | types.TokenTree | types.LinkClose
 )
-ToDraft = types.FeatureChunk | types.RequestFailure | types.DraftRound
+ToDraft = types.FeatureChunk | types.FeatureBurst | types.RequestFailure | types.DraftRound
 
 Item = TypeVar("Item")
 
@@ -203,6 +203,7 @@ def pack_to_draft(messages: Iterable[ToDraft]) -> link_pb2.LinkToDraft:
     batch = link_pb2.LinkToDraft()
     fields = {
         types.FeatureChunk: batch.chunks,
+        types.FeatureBurst: batch.bursts,
         types.RequestFailure: batch.failures,
         types.DraftRound: batch.rounds,
     }
@@ -212,7 +213,7 @@ def pack_to_draft(messages: Iterable[ToDraft]) -> link_pb2.LinkToDraft:
 
 def unpack_to_draft(batch: link_pb2.LinkToDraft) -> Batch[ToDraft]:
     """Unpack what a target's engine told a draft's: rows before the orders that need them."""
-    return _unpack(batch.chunks, batch.failures, batch.rounds)
+    return _unpack(batch.chunks, batch.bursts, batch.failures, batch.rounds)
 
 
 def _brief(load: types.WorkerLoad) -> tree_pb2.WorkerLoad:
@@ -236,7 +237,7 @@ def _unpack(*kinds: Iterable[Any], load: types.WorkerLoad | None = None) -> Batc
                 rejected.append(
                     failure_of(
                         error,
-                        request_id=entry.request_id,
+                        request_id=getattr(entry, "request_id", ""),
                         target_epoch=getattr(entry, "target_epoch", 0),
                         draft_epoch=getattr(entry, "draft_epoch", 0),
                         round_idx=getattr(entry, "round_idx", 0),

@@ -64,6 +64,7 @@ _PAIRS: tuple[_Pair, ...] = (
         types.FeatureUnsubscribe,
         target_pb2.FeatureUnsubscribe,
     ),
+    _pair(convert_features, "feature_burst", types.FeatureBurst, link_pb2.FeatureBurst),
     _pair(convert_target, "link_open", types.LinkOpen, link_pb2.LinkOpen),
     _pair(convert_target, "link_close", types.LinkClose, link_pb2.LinkClose),
     _pair(convert_draft, "draft_open", types.DraftOpen, draft_pb2.DraftOpen),

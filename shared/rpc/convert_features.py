@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coppice.v1 import target_pb2, tree_pb2
+from coppice.v1 import link_pb2, target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
 from shared.feature_ring import is_ring_name
@@ -104,18 +104,59 @@ def feature_unsubscribe_from_proto(
 
 def feature_chunk_to_proto(chunk: types.FeatureChunk) -> target_pb2.FeatureChunk:
     """Convert consecutive feature rows, or where in the ring they lie."""
-    handle = tree_pb2.FeatureHandle(shape=chunk.shape, dtype=_DTYPE_TO_PROTO[chunk.dtype])
-    if isinstance(chunk.data, types.RingSpan):
-        handle.ring_span.ring = chunk.data.ring
-        handle.ring_span.begin = chunk.data.begin
-    else:
-        handle.inline_data = chunk.data
     return target_pb2.FeatureChunk(
         request_id=chunk.request_id,
         target_epoch=chunk.target_epoch,
         start=chunk.start,
-        handle=handle,
+        handle=_handle(chunk),
     )
+
+
+def feature_burst_to_proto(burst: types.FeatureBurst) -> link_pb2.FeatureBurst:
+    """Convert the rows of several requests."""
+    request_ids, target_epochs, starts, num_rows = zip(*burst.parts, strict=True)
+    return link_pb2.FeatureBurst(
+        request_ids=request_ids,
+        target_epochs=target_epochs,
+        starts=starts,
+        num_rows=num_rows,
+        handle=_handle(burst),
+    )
+
+
+def feature_burst_from_proto(message: link_pb2.FeatureBurst) -> types.FeatureBurst:
+    """Convert the rows of several requests after checking that arrays and handle agree.
+
+    Raises: InvalidArgumentError naming the field that is wrong.
+    """
+    columns = (message.request_ids, message.target_epochs, message.starts, message.num_rows)
+    lengths = [len(column) for column in columns]
+    if not lengths[0] or len(set(lengths)) > 1:
+        raise InvalidArgumentError(
+            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
+        )
+    with Within("handle"):
+        shape, dtype, data = _check_handle(message.handle)
+    if not isinstance(data, types.RingSpan):
+        raise InvalidArgumentError("a burst lies in the ring", field="handle.location")
+    if min(message.num_rows) < 1 or sum(message.num_rows) != shape[0]:
+        raise InvalidArgumentError(
+            f"num_rows is {list(message.num_rows)}, the handle has {shape[0]}", field="num_rows"
+        )
+    if min(message.starts) < 0:
+        raise InvalidArgumentError(f"starts is {list(message.starts)}", field="starts")
+    parts = tuple(map(types.BurstPart, *columns))
+    return types.FeatureBurst(parts=parts, shape=shape, dtype=dtype, data=data)
+
+
+def _handle(rows: types.FeatureChunk | types.FeatureBurst) -> tree_pb2.FeatureHandle:
+    handle = tree_pb2.FeatureHandle(shape=rows.shape, dtype=_DTYPE_TO_PROTO[rows.dtype])
+    if isinstance(rows.data, types.RingSpan):
+        handle.ring_span.ring = rows.data.ring
+        handle.ring_span.begin = rows.data.begin
+    else:
+        handle.inline_data = rows.data
+    return handle
 
 
 def feature_chunk_from_proto(message: target_pb2.FeatureChunk) -> types.FeatureChunk:

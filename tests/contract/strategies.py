@@ -121,6 +121,25 @@ def chunks(draw: st.DrawFn) -> types.FeatureChunk:
 
 
 @st.composite
+def bursts(draw: st.DrawFn) -> types.FeatureBurst:
+    part = st.builds(
+        types.BurstPart,
+        request_id=request_ids,
+        target_epoch=epochs,
+        start=counts,
+        num_rows=st.integers(1, 8),
+    )
+    parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
+    shape = (sum(part.num_rows for part in parts), draw(st.integers(1, 8)))
+    data = types.RingSpan(
+        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
+        begin=draw(st.integers(0, 2**63 - 1)),
+        num_bytes=4 * shape[0] * shape[1],
+    )
+    return types.FeatureBurst(parts=parts, shape=shape, dtype="float32", data=data)
+
+
+@st.composite
 def shapes(draw: st.DrawFn) -> types.TreeShape:
     num_steps, topk = draw(st.integers(1, 16)), draw(st.integers(1, 16))
     most = min(types.MAX_TREE_NODES, 1 + topk + (num_steps - 1) * topk**2)
@@ -281,6 +300,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.FeatureSubscribe: subscribes,
     types.FeatureAck: acks,
     types.FeatureUnsubscribe: unsubscribes,
+    types.FeatureBurst: bursts(),
     types.LinkOpen: link_opens,
     types.LinkClose: link_closes,
     types.DraftOpen: draft_opens,

@@ -112,7 +112,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
     "to_draft": (
         batches.pack_to_draft,
         batches.unpack_to_draft,
-        (types.FeatureChunk, types.RequestFailure, types.DraftRound),
+        (types.FeatureChunk, types.FeatureBurst, types.RequestFailure, types.DraftRound),
     ),
 }
 

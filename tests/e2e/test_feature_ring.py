@@ -26,6 +26,7 @@ REQUESTS: list[dict[str, Any]] = [
     },
 ]
 BY_RING = "come through shared memory"
+LINKED = "rounds and features go from engine to engine"
 
 
 def is_there(ring: str) -> bool:
@@ -62,7 +63,7 @@ def alone(server: Server) -> list[Completion]:
 def test_speculation_is_the_same_by_ring_and_by_bytes(
     by_bytes: list[object], ways: dict[str, bool]
 ) -> None:
-    with running(stack_config(target=ways, draft=ways)) as server:
+    with running(stack_config(target={**ways, "direct_rounds": False}, draft=ways)) as server:
         server.wait_paired()
         ring = server.info("target-0").feature_ring
         assert is_there(ring)
@@ -99,5 +100,5 @@ def test_a_worker_that_is_killed_comes_back_to_the_ring(killed: str) -> None:
         assert (ring == first) == (killed == "draft-0")
         assert is_there(ring)
         assert is_there(first) == (killed == "draft-0")
-        assert server.logged(BY_RING, service="draft-0") >= 2
+        assert server.logged(LINKED, service="draft-0") >= 2
     assert not is_there(ring)
