@@ -80,10 +80,11 @@ class WorkerConfig:
         0, "torch threads of the engine; 0 = half of the cores, at most 8", minimum=0
     )
     busy_poll_us: int = option(
-        0,
+        -1,
         "microseconds that an engine with running requests keeps looking for messages before it "
-        "sleeps: saves the time that waking takes, costs up to a core",
-        minimum=0,
+        "sleeps: saves the time that waking takes, costs up to a core; -1 = 5000 beside a GPU and "
+        "at least 8 cores, else 0",
+        minimum=-1,
     )
     gpus: str = option("", "GPU pool to lease from, e.g. 0,1; empty = all visible ones")
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")

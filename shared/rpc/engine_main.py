@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # Between two rounds of a request the engine is idle for a moment, too short for a full check.
 CHECK_INTERVAL_S = 1.0
 REPORT_DELAY_S = 0.05
+BUSY_POLL_US = 5000
+MIN_SPINNING_CORES = 8
 
 _PR_SET_PDEATHSIG = 1
 
@@ -87,7 +89,7 @@ def engine_main(
         gc.collect()  # what loading left behind would be kept for ever with the rest
         gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
-        run_engine(engine, pipe, busy_poll_s=config.busy_poll_us / 1e6)
+        run_engine(engine, pipe, busy_poll_s=_busy_poll_s(config.busy_poll_us, engine.info.device))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         logger.info("the front is gone, ending; %d locks released", len(kept_fds))
 
@@ -143,6 +145,13 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
                 outputs=outputs, load=load, num_received=num_received, has_work=engine.has_work
             )
             pipe.send(report)
+
+
+def _busy_poll_s(busy_poll_us: int, device: str) -> float:
+    if busy_poll_us < 0:
+        has_cores = len(os.sched_getaffinity(0)) >= MIN_SPINNING_CORES
+        busy_poll_us = BUSY_POLL_US if has_cores and device == "cuda" else 0
+    return busy_poll_us / 1e6
 
 
 def _room(load: WorkerLoad) -> tuple[int, int, int]:
