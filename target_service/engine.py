@@ -460,7 +460,6 @@ class TargetEngine:
         request = self._requests.get(tree.request_id)
         if request is None or request.grant is None or request.link is not link:
             return
-        self._cohort.arrived(tree.request_id)
         is_current = (tree.target_epoch, tree.draft_epoch, tree.round_idx) == (
             request.open.target_epoch,
             request.draft_epoch,
@@ -468,6 +467,7 @@ class TargetEngine:
         )
         if not is_current or request.queued is not None or request.num_in_flight:
             return
+        self._cohort.arrived(tree.request_id)
         assert request.grant.shape is not None
         if tree.seq_len != request.seq_len:
             raise InvalidTreeError(

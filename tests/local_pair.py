@@ -103,6 +103,7 @@ class LocalPair:
         num_granted: int = 0,
     ) -> None:
         self.target = target
+        self.target_link = ""
         self.draft = draft
         self.edit_tree = edit_tree
         self.edit_chunk = edit_chunk
@@ -147,6 +148,7 @@ class LocalPair:
                 target_epoch=request.target_epoch,
                 draft_epoch=request.draft_epoch,
                 target_address="local",
+                target_link=self.target_link,
                 token_ids=tuple(request.tokens),
                 sampling=request.sampling,
                 is_timed=request.is_timed,

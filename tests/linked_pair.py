@@ -1,0 +1,202 @@
+"""A local pair whose engines are linked: they run rounds between themselves.
+
+A stand-in for the orchestrator that believes a draft as soon as a tree says that it is linked, and
+goes on by itself from then on: until a round is let down, or the link breaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from draft_service.engine import DraftEngine
+from shared.rpc.link import Link
+from shared.types import (
+    AcceptedPath,
+    DraftRound,
+    FeatureChunk,
+    RoundGrant,
+    TokenTree,
+)
+from target_service.engine import TargetEngine
+from tests.engines import PoisonedPair
+from tests.local_pair import LocalPair, LocalRequest
+
+
+class LinkedPair(LocalPair):
+    """The rounds between two engines in one process, over a real socket.
+
+    Args:
+        num_granted: Direct rounds granted at a time.
+        margin: Rounds before the end of a grant at which the next one is sent; 0: at its end.
+        edit_tree: As of LocalPair; also sees the trees that go over the link (None: lost there).
+        edit_chunk: As of LocalPair; also sees the rows that go over the link.
+    """
+
+    def __init__(
+        self,
+        target: TargetEngine,
+        draft: DraftEngine | None = None,
+        *,
+        num_granted: int = 8,
+        margin: int = 3,
+        **options: Any,
+    ) -> None:
+        super().__init__(target, draft, **options)
+        self.target_link = target.info.link
+        self.is_deaf = False
+        """Whether answers wait in `unheard`."""
+        self.unheard: list[AcceptedPath] = []
+        self.direct_until: dict[str, int] = {}
+        """Of the requests whose rounds are direct, the last one granted."""
+        self.trees: list[TokenTree] = []
+        """Those that came over the link."""
+        self.rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        """Feature rows [start, stop) that came over the link, by request and draft_epoch."""
+        self._num_direct = num_granted
+        self._margin = margin
+        self._num_told: dict[str, int] = {}
+
+    def step(self) -> bool:
+        """Step both engines once; return whether anything is left to do."""
+        self.pump()
+        super().step()
+        self.pump()
+        has_work = self.target.has_work or self.target.has_work_in_s is not None
+        return has_work or (self.draft is not None and self.draft.has_work)
+
+    def pump(self) -> None:
+        """Carry what is on the links until both ends are silent."""
+        while self.to_draft() or self.to_target():
+            pass
+
+    def to_target(self) -> bool:
+        """Carry what the draft's engine has said; return whether there was anything."""
+        assert self.draft is not None
+        self.draft.links.flush()
+        received = self.target.links.receive()
+        for link, message in received:
+            self.tell_target(link, message)
+        return bool(received)
+
+    def to_draft(self) -> bool:
+        """Carry what the target's engine has said; return whether there was anything."""
+        assert self.draft is not None
+        self.target.links.flush()
+        received = self.draft.links.receive()
+        for link, message in received:
+            if isinstance(message, FeatureChunk):
+                self._note_rows(message)
+            self.draft.submit_linked(link, message)
+        return bool(received)
+
+    def tell_target(self, link: Link, message: Any) -> None:
+        """Let the target's engine hear one message."""
+        if isinstance(message, TokenTree):
+            self.trees.append(message)
+            message = self.edit_tree(message)
+        if message is not None:
+            self.target.submit_linked(link, message)
+
+    def hear(self) -> None:
+        """Take the answers that were held back."""
+        self.is_deaf = False
+        unheard, self.unheard = self.unheard, []
+        for path in unheard:
+            self._on_path(path)
+
+    def let_down(self, request: LocalRequest) -> None:
+        """End direct rounds: order the next one of the root alone, done or not."""
+        self.direct_until.pop(request.request_id, None)
+        request.awaited_round = -1
+        self.verify(request, None)
+
+    def open_draft(self, request: LocalRequest) -> None:
+        """Open the request's draft state with the next epoch, also in mid-stream."""
+        self.direct_until.pop(request.request_id, None)
+        self._num_told[request.request_id] = len(request.tokens)
+        super().open_draft(request)
+
+    def order_tree(self, request: LocalRequest) -> None:
+        """Order the next tree, unless the target does so; renew its leave."""
+        assert self.draft is not None and request.shape is not None
+        path, told = request.paths[-1], self._num_told[request.request_id]
+        until = self.direct_until.get(request.request_id)
+        if until is None:
+            request.awaited_round = path.round_idx + 1
+            self.draft.submit(
+                DraftRound(
+                    request_id=request.request_id,
+                    target_epoch=request.target_epoch,
+                    draft_epoch=request.draft_epoch,
+                    round_idx=path.round_idx + 1,
+                    seq_len=path.seq_len,
+                    token_offset=told,
+                    token_ids=tuple(request.tokens[told:]),
+                    shape=request.shape,
+                )
+            )
+            self._num_told[request.request_id] = len(request.tokens)
+        elif path.round_idx + self._margin >= until:
+            until = self.direct_until[request.request_id] = path.round_idx + self._num_direct
+            self.target.submit(
+                RoundGrant(
+                    request_id=request.request_id,
+                    target_epoch=request.target_epoch,
+                    until_round_idx=until,
+                    draft_epoch=request.draft_epoch,
+                    token_offset=told,
+                    shape=request.shape,
+                )
+            )
+
+    def _on_path(self, path: AcceptedPath) -> None:
+        request = self.requests[path.request_id]
+        if self.is_deaf:
+            self.unheard.append(path)
+        elif path.target_epoch < request.target_epoch:
+            pass
+        elif path.target_epoch == 1 and path.round_idx < len(request.paths):
+            assert replace(path, times=None) == request.paths[path.round_idx], "another answer"
+        else:
+            assert request.target_epoch > 1 or path.round_idx == len(request.paths), (
+                "one is missing"
+            )
+            super()._on_path(path)
+
+    def _on_tree(self, tree: TokenTree) -> None:
+        is_current = tree.round_idx == self.requests[tree.request_id].awaited_round
+        super()._on_tree(tree)
+        if is_current and tree.is_linked:
+            self.direct_until[tree.request_id] = 0
+
+    def _lose_draft(self, request: LocalRequest) -> None:
+        was_direct = self.direct_until.pop(request.request_id, None)
+        super()._lose_draft(request)
+        if was_direct is not None and not request.finish_reason:
+            self.verify(request, None)
+
+    def _note_rows(self, chunk: FeatureChunk) -> None:
+        assert self.draft is not None
+        request = self.draft._requests.get(chunk.request_id)
+        if request is not None and request.open.target_epoch == chunk.target_epoch:
+            spans = self.rows.setdefault((chunk.request_id, request.open.draft_epoch), [])
+            spans.append((chunk.start, chunk.start + chunk.shape[0]))
+
+
+class PoisonedLinkedPair(LinkedPair, PoisonedPair):
+    """A linked pair whose KV is NaN wherever nothing is committed, between any two steps."""
+
+
+def direct_rounds(pair: LinkedPair, request: LocalRequest) -> int:
+    """Return how many of the request's rounds had a tree that came over the link."""
+    mine = {tree.round_idx for tree in pair.trees if tree.request_id == request.request_id}
+    return sum(path.round_idx in mine for path in request.paths if path.num_draft_tokens > 1)
+
+
+def unlink(*engines: TargetEngine | DraftEngine) -> None:
+    """Close the engines' ends of every link."""
+    for engine in engines:
+        for link in engine.links._links:
+            link.close()
+        engine.links.receive()

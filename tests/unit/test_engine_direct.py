@@ -1,0 +1,447 @@
+"""Direct rounds: target and draft run them by themselves; whatever ends that costs no token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from draft_service.engine import DraftEngine
+from draft_service.engine_factory import EXTRA_SLOTS
+from shared.errors import StatusCode
+from shared.rpc.link import Link
+from shared.types import (
+    DraftClose,
+    DraftRound,
+    FeatureChunk,
+    FinishReason,
+    RingSpan,
+    SamplingParams,
+    TokenTree,
+)
+from target_service.engine import TargetEngine
+from tests.engines import (
+    KINDS,
+    SHAPES,
+    Models,
+    fresh,
+    graft,
+    make_draft,
+    make_target,
+    random_tokens,
+    run_plain,
+)
+from tests.linked_pair import LinkedPair, PoisonedLinkedPair, direct_rounds, unlink
+from tests.local_pair import LocalRequest
+
+pytestmark = pytest.mark.timeout(60)
+
+PAGE_SIZES = {"eagle3": (16, 64), "eagle": (1, 4), "mtp": (4, 1), "standalone": (64, 16)}
+
+
+def requests_of(count: int, seed: int) -> list[LocalRequest]:
+    rng = random.Random(seed)
+    samplings = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=seed),
+        SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=seed),
+    ]
+    return [
+        LocalRequest(
+            prompt=random_tokens(rng, 1 + 17 * i),
+            max_new_tokens=30,
+            shape=SHAPES[(seed + i) % len(SHAPES)],
+            sampling=samplings[(seed + i) % 3],
+            logprobs=i == 1,
+        )
+        for i in range(count)
+    ]
+
+
+Engines = tuple[TargetEngine, DraftEngine]
+Make = Callable[..., Engines]
+Options = dict[str, Any]
+
+
+@pytest.fixture
+def make(models: Models) -> Iterator[Make]:
+    """Return what makes a target and a draft that are unlinked after the test."""
+    made: list[TargetEngine | DraftEngine] = []
+
+    def build(kind: str, target: Options | None = None, draft: Options | None = None) -> Engines:
+        pairing = models.pairing(kind)
+        engines = make_target(pairing, **target or {}), make_draft(pairing, **draft or {})
+        made.extend(engines)
+        return engines
+
+    yield build
+    unlink(*made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
+    target_page, draft_page = PAGE_SIZES[kind]
+    target, draft = make(kind, {"page_size": target_page}, {"page_size": draft_page})
+    pair: PoisonedLinkedPair
+
+    def edit(tree: TokenTree) -> TokenTree:
+        if kind != "eagle3":
+            return tree
+        plain = expected[int(tree.request_id[1:]) - 1]
+        return graft(tree, plain.output[tree.seq_len + 1 - len(plain.prompt) :], rng)
+
+    rng = random.Random(1)
+    for seed, (count, margin) in enumerate([(1, 3), (3, 0), (3, 3)]):
+        requests = requests_of(count, seed)
+        expected = run_plain(target, requests, alone=True)
+        pair = PoisonedLinkedPair(target, draft, edit_tree=edit, margin=margin)
+        pair.run(requests)
+        for request, plain in zip(requests, expected, strict=True):
+            assert request.output == plain.output
+            assert request.logprob_rows == plain.logprob_rows
+            assert request.finish_reason == plain.finish_reason
+            assert len(request.trees) == 1, "the first tree says that the rest can be direct"
+            # All but the prefill, the driven one, and perhaps the last, of the root alone.
+            assert direct_rounds(pair, request) >= len(request.paths) - 3
+
+
+# --- rounds that are ended at any moment ---------------------------------------------------------
+
+
+def ways_of(pair: LinkedPair, *, is_ahead: bool) -> list[Callable[[], object]]:
+    """Return what happens in a direct round, in order, while nobody hears the answers."""
+
+    def grow() -> None:
+        assert pair.draft is not None
+        assert pair.draft.step() == [], "trees go over the link"
+
+    def verify() -> None:
+        for message in pair.target.step():
+            pair._on_target(message)
+
+    return [pair.to_draft, grow, pair.to_target, *[verify] * (1 + is_ahead)]
+
+
+def order_again(pair: LinkedPair, request: LocalRequest) -> None:
+    pair.let_down(request)
+
+
+def cut_by_draft(pair: LinkedPair, request: LocalRequest) -> None:
+    assert pair.draft is not None
+    for link in pair.draft.links._links:
+        link.close()
+    pair.let_down(request)
+
+
+def cut_by_target(pair: LinkedPair, request: LocalRequest) -> None:
+    for link in pair.target.links._links:
+        link.close()
+    pair.pump()
+    pair.let_down(request)
+
+
+def retract(pair: LinkedPair, request: LocalRequest) -> None:
+    pair.close_draft(request)
+    pair.let_down(request)
+
+
+def close_late(pair: LinkedPair, request: LocalRequest) -> None:
+    """The order comes first, then what it was sent for."""
+    pair.let_down(request)
+    pair.close_draft(request)
+
+
+def is_linked_again(disturb: Any) -> bool:
+    return disturb not in (cut_by_draft, cut_by_target)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "is_ahead"),
+    [
+        (order_again, False),
+        (order_again, True),
+        (cut_by_draft, True),
+        (cut_by_target, False),
+        (retract, False),
+        (close_late, True),
+    ],
+)
+def test_a_round_that_is_let_down_at_any_moment_is_answered_once(
+    make: Make, *, disturb: Callable[[LinkedPair, LocalRequest], None], is_ahead: bool
+) -> None:
+    """Its tree may be ordered, on its way, queued, in flight, or answered with others after it."""
+    target, draft = make("eagle")
+    target._scheduler.runs_ahead = is_ahead
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=24, shape=SHAPES[2])
+    (plain,) = run_plain(target, [request])
+    num_moments = 2 * (4 + is_ahead) + 1
+    answered = set()
+    for moment in range(num_moments):
+        pair = LinkedPair(target, draft)
+        served = fresh(request)
+        pair.open(served)
+        while len(served.paths) < 3:
+            pair.step()
+        ways = ways_of(pair, is_ahead=is_ahead)
+        for way in itertools.cycle(ways):
+            way()
+            if is_ordered(pair):
+                break
+        pair.is_deaf = True
+        for way in itertools.islice(itertools.cycle(ways), moment):
+            way()
+        answered.add(len(pair.unheard))
+        last = served.paths[-1].round_idx
+        disturb(pair, served)
+        while pair.step():
+            pass
+        pair.hear()
+        assert served.paths[-1].round_idx > last, f"nothing came of the order at moment {moment}"
+        pair.finish()
+        assert served.output == plain.output
+        assert {(start, stop) for spans in pair.rows.values() for start, stop in spans}
+        check_rows(pair)
+        assert (direct_rounds(pair, served) > 3) or not is_linked_again(disturb)
+    assert answered >= {0, 1, 2}
+
+
+def is_ordered(pair: LinkedPair) -> bool:
+    """Return whether a tree has just been ordered over the link, and is not under way yet."""
+    (link,) = pair.target.links._links
+    return any(isinstance(message, DraftRound) for message in link._queued)
+
+
+def check_rows(pair: LinkedPair) -> None:
+    """Check that rows came over the link once and in order."""
+    for spans in pair.rows.values():
+        assert spans[0][0] == 0
+        for before, after in pairwise(spans):
+            assert before[1] == after[0], spans
+
+
+# --- trees that are no good ----------------------------------------------------------------------
+
+
+def opened(pair: LinkedPair, **fields: Any) -> LocalRequest:
+    """Open a request and run it until its rounds are direct."""
+    fields = {"prompt": [3, 1, 4, 1, 5], "max_new_tokens": 24, "shape": SHAPES[2], **fields}
+    request = LocalRequest(**fields)
+    pair.open(request)
+    while len(request.paths) < 3:
+        pair.step()
+    return request
+
+
+WRONG: dict[str, Callable[[TokenTree], Options]] = {
+    "root": lambda tree: {"token_ids": (tree.token_ids[0] ^ 1, *tree.token_ids[1:])},
+    "order": lambda tree: {"parent_index": (-1, 2, *tree.parent_index[2:])},
+    "size": lambda tree: {
+        "token_ids": (*tree.token_ids, 1),
+        "parent_index": (*tree.parent_index, 0),
+    },
+    "vocabulary": lambda tree: {"token_ids": (*tree.token_ids[:-1], 1 << 20)},
+    "seq_len": lambda tree: {"seq_len": tree.seq_len + 1},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_tree_fails_its_round_and_the_root_alone_goes_on(make: Make, wrong: str) -> None:
+    pair = LinkedPair(*make("standalone"))
+    request = opened(pair)
+    pair.edit_tree = lambda tree: replace(tree, **WRONG[wrong](tree))
+    while pair.step():
+        pass
+    (failure,) = pair.failures
+    assert failure.code == StatusCode.INVALID_ARGUMENT
+    assert (failure.request_id, failure.target_epoch) == (request.request_id, 1)
+    assert failure.round_idx == len(request.paths)
+    pair.failures.clear()
+    pair.edit_tree = lambda tree: tree
+    pair.let_down(request)
+    pair.finish()
+    assert request.output == run_plain(pair.target, [request])[0].output
+    root_only = [path.round_idx for path in request.paths[1:] if path.num_draft_tokens == 1]
+    assert root_only == [failure.round_idx]
+
+
+STALE: dict[str, Callable[[TokenTree], Options]] = {
+    "round before": lambda tree: {"round_idx": tree.round_idx - 1},
+    "round after": lambda tree: {"round_idx": tree.round_idx + 1},
+    "epoch of the target": lambda tree: {"target_epoch": tree.target_epoch - 1},
+    "epoch of the draft": lambda tree: {"draft_epoch": tree.draft_epoch + 1},
+    "request": lambda tree: {"request_id": "who"},
+}
+
+
+@pytest.mark.parametrize("stale", STALE)
+def test_a_tree_that_nobody_waits_for_is_ignored(make: Make, stale: str) -> None:
+    target, draft = make("standalone")
+    pair = LinkedPair(target, draft)
+    request = opened(pair)
+
+    def twice(tree: TokenTree) -> TokenTree:
+        held = target._requests[tree.request_id]
+        link, is_awaited = held.link, target._cohort.is_awaited
+        assert link is not None
+        wrong = {"token_ids": (tree.token_ids[0] ^ 1, *tree.token_ids[1:])}
+        target.submit_linked(link, replace(tree, **wrong, **STALE[stale](tree)))
+        assert target._cohort.is_awaited == is_awaited, "the real one is still to come"
+        assert held.queued is None
+        return tree
+
+    pair.edit_tree = twice
+    pair.finish()
+    assert request.output == run_plain(target, [request])[0].output
+    assert direct_rounds(pair, request) == len(request.paths) - 2
+
+
+def test_a_tree_that_comes_twice_is_verified_once(make: Make) -> None:
+    target, draft = make("standalone")
+    pair = LinkedPair(target, draft)
+    request = opened(pair)
+    tell = pair.tell_target
+
+    def twice(link: Link, message: Any) -> None:
+        tell(link, message)
+        tell(link, message)
+
+    pair.tell_target = twice  # type: ignore[method-assign]
+    pair.finish()
+    assert request.output == run_plain(target, [request])[0].output
+
+
+def test_a_lost_tree_is_waited_for_until_somebody_orders_the_round(make: Make) -> None:
+    pair = LinkedPair(*make("eagle"))
+    request = opened(pair)
+    pair.edit_tree = lambda tree: None
+    while pair.step():
+        pass
+    assert request.finish_reason is FinishReason.NONE
+    pair.edit_tree = lambda tree: tree
+    pair.let_down(request)
+    pair.finish()
+    assert request.output == run_plain(pair.target, [request])[0].output
+
+
+# --- room ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
+    """The last trees are cut to what fits, then the root goes alone; and nobody has to order it."""
+    target, draft = make("standalone", {"page_size": page_size, "max_context_len": 40})
+    pair = LinkedPair(target, draft)
+    request = opened(pair, max_new_tokens=100, shape=SHAPES[3])
+    edit = dict[int, int]()
+
+    def note(tree: TokenTree) -> TokenTree:
+        edit[tree.seq_len] = len(tree.token_ids)
+        return tree
+
+    pair.edit_tree = note
+    pair.finish()
+    (plain,) = run_plain(target, [request])
+    assert request.finish_reason is plain.finish_reason is FinishReason.CONTEXT_LENGTH
+    assert request.output == plain.output
+    assert all(seq_len + num_nodes <= 40 for seq_len, num_nodes in edit.items())
+    assert min(edit.values()) < SHAPES[3].num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("scarce", "num_slots", "count", "length", "is_ahead"),
+    [
+        ("target", 232, 3, 10, False),
+        ("target", 232, 3, 10, True),
+        ("draft", EXTRA_SLOTS + 160, 5, 120, True),
+    ],
+)
+def test_retraction_ends_direct_rounds_and_they_come_back(
+    make: Make, *, scarce: str, num_slots: int, count: int, length: int, is_ahead: bool
+) -> None:
+    rng = random.Random(2)
+    target, draft = make("eagle", **{scarce: {"page_size": 4, "num_pages": 1 + num_slots // 4}})
+    target._scheduler.runs_ahead = is_ahead
+    requests = [
+        LocalRequest(
+            prompt=random_tokens(rng, length),
+            max_new_tokens=75 if scarce == "target" else 30,
+            shape=SHAPES[2],
+        )
+        for _ in range(count)
+    ]
+    expected = run_plain(target, requests, alone=True)
+    pair = LinkedPair(target, draft)
+    pair.run(requests)
+    assert (pair.num_retracted if scarce == "target" else pair.num_draft_retracted) > 0
+    for request, plain in zip(requests, expected, strict=True):
+        assert request.output == plain.output
+    assert direct_rounds(pair, requests[0]) > 2
+
+
+def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None:
+    target, draft = make("standalone")
+    pair = LinkedPair(target, draft)
+    request = opened(pair)
+    (held,) = target._requests.values()
+    assert held.grant is not None
+    draft.submit(DraftClose(request_id=request.request_id, draft_epoch=request.draft_epoch))
+    pair.pump()
+    assert held.grant is held.link is None
+    assert not target._cohort.is_awaited
+    pair.let_down(request)
+    request.has_draft = False
+    pair.finish()
+
+
+# --- features ------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> None:
+    """Trees still go over the link; rows come as bytes from then on."""
+    target, draft = make("eagle", {"feature_ring_mb": 1})
+    ring = target._ring
+    assert ring is not None
+    pair = LinkedPair(target, draft)
+    request = opened(pair)
+    note_rows = pair._note_rows
+    by_front: list[FeatureChunk] = []
+
+    def late(chunk: FeatureChunk) -> None:
+        assert isinstance(chunk.data, RingSpan)
+        note_rows(chunk)
+        for _ in range(10):
+            ring.start_burst()
+            ring.write(torch.zeros((1, ring.capacity // 8), dtype=torch.uint8).numpy())
+
+    def note(chunk: FeatureChunk) -> FeatureChunk:
+        by_front.append(chunk)
+        return chunk
+
+    pair._note_rows = late  # type: ignore[method-assign]
+    pair.edit_chunk = note
+    pair.finish()
+    assert by_front and all(isinstance(chunk.data, bytes) for chunk in by_front)
+    check_rows(pair)
+    for before, after in pairwise(by_front):
+        assert before.start + before.shape[0] == after.start
+    assert request.output == run_plain(target, [request])[0].output
+    assert direct_rounds(pair, request) == len(request.paths) - 2
+
+
+def test_a_timed_round_says_what_both_did(make: Make) -> None:
+    pair = LinkedPair(*make("eagle"))
+    request = opened(pair, is_timed=True)
+    pair.finish()
+    for path in request.paths[2:]:
+        assert path.times is not None
+        names = [stage.name for stage in path.times.stages]
+        assert names[0] == "draft: link" and names[-1] == "commit"
+        assert names.index("link") > names.index("draft: tree")
+        ends = [path.times.begin_ns, *(stage.end_ns for stage in path.times.stages)]
+        assert ends == sorted(ends)
