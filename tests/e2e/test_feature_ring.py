@@ -45,7 +45,8 @@ def speculated(completions: list[Completion]) -> list[object]:
 def by_bytes() -> list[object]:
     """What comes of raw features as bytes, one request after the other."""
     plain_ways = {"project_features": False}
-    config = stack_config(target={**plain_ways, "feature_ring_mb": 0}, draft=plain_ways)
+    target = {**plain_ways, "feature_ring_mb": 0, "direct_rounds": False}
+    config = stack_config(target=target, draft=plain_ways)
     with running(config) as server:
         server.wait_paired()
         assert server.info("target-0").feature_ring == ""
