@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.errors import (
     CoppiceError,
@@ -30,6 +31,7 @@ from shared.step_timer import StepTimer
 from shared.times import clock_id, take
 from shared.tree import check_tree
 from shared.types import (
+    AcceptedPath,
     AnswerTimes,
     BurstPart,
     DraftRound,
@@ -66,8 +68,8 @@ from target_service.scheduler import PrefillWork, Scheduler, StepPlan
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_SUBSCRIPTIONS = 4096
-# Feature rows [n, row_bytes] of a request, from a position on.
-_Part = tuple[TargetRequest, int, np.ndarray[Any, np.dtype[np.uint8]]]
+FeatureRows = NDArray[np.uint8]
+"""[n, row_bytes]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -610,11 +612,12 @@ class TargetEngine:
                 request.features.next = work.stop
 
     def _commit_paths(self, launched: _Launched, trees: SampledTrees, paths: PathOutputs) -> None:
-        committed = []
-        bursts: dict[Link, list[_Part]] = {}
-        nodes = accepted_nodes(trees, paths)
+        """Advance every request by its path; drafts that are linked hear of it first."""
+        committed: list[tuple[TargetRequest, AcceptedPath, FeatureRows | None]] = []
+        bursts: dict[Link, list[tuple[TargetRequest, int, FeatureRows]]] = {}
         stages = launched.timer.stages(device_free_ns=self._device_free_ns)
         self._device_free_ns = launched.timer.device_end_ns(stages)
+        nodes = accepted_nodes(trees, paths)
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             if not self._is_held(request):
                 continue
@@ -622,31 +625,42 @@ class TargetEngine:
             reply = commit_path(request, path, paths, row, max_context_len=self._max_context_len)
             if request.open.is_timed and not is_prefill:
                 reply = replace(reply, times=_times_of(launched, request, stages))
-            self._outbox.append(reply)
-            self._num_moved += reply.accept_index != tuple(range(len(reply.accept_index)))
-            if reply.finish_reason is not FinishReason.NONE:
-                self._drop(request)
-                continue
-            committed.append((request, reply.token_ids))
-            if request.features is not None and not is_prefill:
-                assert paths.features is not None
-                rows = paths.features[row, : len(reply.token_ids)]
+            rows = None
+            if reply.finish_reason is FinishReason.NONE:
                 log, link = request.features, request.feature_link
-                if link is not None and log.next == path.seq_len and self._ring is not None:
-                    bursts.setdefault(link, []).append((request, path.seq_len, rows))
-                    log.next += len(rows)
-                log.append(path.seq_len, rows.copy())
-            self._order_tree(request)
+                if log is not None and not is_prefill:
+                    assert paths.features is not None
+                    rows = paths.features[row, : len(reply.token_ids)]
+                    if link is not None and log.next == path.seq_len and self._ring is not None:
+                        bursts.setdefault(link, []).append((request, path.seq_len, rows))
+                        log.next += len(rows)
+                self._order_tree(request)
+            committed.append((request, reply, rows))
         for link, parts in bursts.items():
             self._send_burst(link, parts)
-        self._runner.sampler.count(committed)
+        self.links.flush()
+        for request, reply, rows in committed:
+            self._outbox.append(reply)
+            self._num_moved += reply.accept_index != tuple(range(len(reply.accept_index)))
+            if rows is not None:
+                assert request.features is not None
+                request.features.append(reply.seq_len - len(rows), rows.copy())
+            if reply.finish_reason is not FinishReason.NONE:
+                self._drop(request)
+        self._runner.sampler.count(
+            (request, reply.token_ids)
+            for request, reply, _ in committed
+            if reply.finish_reason is FinishReason.NONE
+        )
 
     def _send_features(self, request: TargetRequest) -> None:
         if request.features is not None:
             for position, rows in request.features.take_unsent():
                 self._emit_features(request, position, rows)
 
-    def _send_burst(self, link: Link, parts: Sequence[_Part]) -> None:
+    def _send_burst(
+        self, link: Link, parts: Sequence[tuple[TargetRequest, int, FeatureRows]]
+    ) -> None:
         """Send the rows that a step committed, of several requests of one draft, as one."""
         assert self._ring is not None
         rows = np.concatenate([rows for _, _, rows in parts])
@@ -667,9 +681,7 @@ class TargetEngine:
             )
         )
 
-    def _emit_features(
-        self, request: TargetRequest, position: int, rows: np.ndarray[Any, np.dtype[np.uint8]]
-    ) -> None:
+    def _emit_features(self, request: TargetRequest, position: int, rows: FeatureRows) -> None:
         """Queue rows [n, row_bytes] for the subscriber, at most 1 MiB a message."""
         assert request.features is not None
         ring = self._ring if request.features.reads_ring else None
