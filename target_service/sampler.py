@@ -80,8 +80,9 @@ class Sampler:
             self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         tokens = np.array(request.tokens, dtype=np.int64)
         prompt = np.unique(tokens[: request.open.num_prompt_tokens])
-        self._prompt_mask[request.req_idx] = False
-        self._prompt_mask[request.req_idx, to_device(prompt, self._device)] = True
+        prompt_mask = self._prompt_mask[request.req_idx].zero_()
+        # Not by an assignment: torch would copy the `True` to the device, and wait for that.
+        prompt_mask.index_fill_(0, to_device(prompt, self._device), value=True)
         assert self._output_counts is not None
         self._output_counts[request.req_idx] = 0
         self.count([(request, request.tokens[request.open.num_prompt_tokens :])])
