@@ -124,7 +124,7 @@ def attend_in_chunks(
         "SEQUENTIAL": is_sequential,
     }
     count_launch("tree_attention")
-    _shared_tiles_kernel[(cut.num_programs, num_kv_heads)](
+    _shared_tiles_kernel[(num_kv_heads, cut.num_programs)](
         q,
         k_cache,
         v_cache,

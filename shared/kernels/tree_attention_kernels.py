@@ -159,14 +159,14 @@ def _shared_tiles_kernel(
     SEQUENTIAL: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Compute the states of the tiles that rows share. Grid: (P, Hkv).
+    """Compute the states of the tiles that rows share. Grid: (Hkv, P).
 
     A program takes a run of chunks and stores the state of each. SEQUENTIAL, it takes all of them:
     a chain's rows are done then; a tree's rows keep two states, all chunks but the last, the last.
     """
     QUERIES: tl.constexpr = ROWS * GROUP_BLOCK
-    kv_head = tl.program_id(1).to(tl.int64)
-    blocks_ptr += tl.program_id(0) * 16
+    kv_head = tl.program_id(0).to(tl.int64)
+    blocks_ptr += tl.program_id(1) * 16
     first_chunk = tl.load(blocks_ptr)
     end_chunk = tl.load(blocks_ptr + 1)
     first_tile = tl.load(blocks_ptr + 2)

@@ -26,6 +26,28 @@ _MIN_REQ_BLOCK = 32
 _MOST_PAIRS = 1 << 13
 
 
+@triton.jit
+def _shared_tiles(
+    prefix_len,
+    first_path,
+    last_path,
+    is_chain,
+    window,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return what rows of a request see together: (earliest KV index, end, first tile, end tile).
+
+    Args:
+        first_path: Path length of the first row, the shortest; 1 in a tree.
+        last_path: Of the last row, the longest; 1 in a tree.
+    """
+    earliest = tl.maximum(prefix_len + first_path - window, 0) if HAS_WINDOW else prefix_len * 0
+    end = prefix_len + last_path
+    end_tile = tl.where(is_chain, (end + TILE - 1) // TILE, prefix_len // TILE)
+    return earliest, tl.minimum(end, end_tile * TILE), earliest // TILE, end_tile
+
+
 @triton.jit(
     do_not_specialize=["num_reqs", "num_rows", "num_programs", "num_splits", "page_table_stride"]
 )
@@ -52,7 +74,8 @@ def _schedule_kernel(
 ):
     """Write LINES lines of both tables. Grid: (lines of the longer table / LINES,).
 
-    Requests have ceil(rows / ROWS) blocks each, in order; a block has num_splits programs.
+    Requests have ceil(rows / ROWS) blocks each, in order; a block has num_splits programs, or one
+    per chunk if it has fewer. Programs for which nothing is left come last.
     """
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     lane = tl.arange(0, REQ_BLOCK)
@@ -62,13 +85,27 @@ def _schedule_kernel(
     lane_blocks = (lane_end - lane_begin + ROWS - 1) // ROWS
     num_blocks = tl.maximum(tl.sum(lane_blocks, axis=0), 1)
     num_splits = tl.where(num_splits == 0, num_programs // num_blocks, num_splits)
+    has_rows = lane_begin < lane_end
+    prefix_len = tl.load(prefix_len_ptr + lane, mask=has_rows, other=0)
+    is_chain = tl.load(is_chain_ptr + lane, mask=has_rows, other=0).to(tl.int32) != 0
+    first_path = tl.load(path_len_ptr + lane_begin, mask=is_chain, other=1)
+    last_path = tl.load(path_len_ptr + lane_end - 1, mask=is_chain, other=1)
+    _, _, first_tile, end_tile = _shared_tiles(
+        prefix_len, first_path, last_path, is_chain, window, TILE, HAS_WINDOW
+    )
+    lane_chunks = chunk_of(end_tile - 1, CHUNK_TILES) + 1 - chunk_of(first_tile, CHUNK_TILES)
+    lane_chunks = tl.where(first_tile < end_tile, lane_chunks, 1)
+    lane_splits = tl.minimum(lane_chunks, num_splits)
+    lane_lines = lane_blocks * lane_splits
 
-    # Blocks: the request is the first whose blocks end after this one.
-    block = line // num_splits
-    split = line % num_splits
-    is_before = (tl.cumsum(lane_blocks, axis=0)[None, :] <= block[:, None]) & in_reqs[None, :]
+    # The request is the first whose lines end after this one.
+    is_before = (tl.cumsum(lane_lines, axis=0)[None, :] <= line[:, None]) & in_reqs[None, :]
     request = tl.sum(is_before.to(tl.int32), axis=1)
-    block -= tl.sum(tl.where(is_before, lane_blocks[None, :], 0), axis=1)
+    begin = tl.sum(tl.where(is_before, lane_lines[None, :], 0), axis=1)
+    is_own = lane[None, :] == request[:, None]
+    num_splits = tl.maximum(tl.sum(tl.where(is_own, lane_splits[None, :], 0), axis=1), 1)
+    block = (line - begin) // num_splits
+    split = (line - begin) % num_splits
     in_blocks = (line < num_programs) & (request < num_reqs)
     row_begin = tl.load(row_indptr_ptr + request, mask=in_blocks, other=0) + block * ROWS
     row_end = tl.load(row_indptr_ptr + request + 1, mask=in_blocks, other=0)
@@ -76,18 +113,22 @@ def _schedule_kernel(
     prefix_len = tl.load(prefix_len_ptr + request, mask=in_blocks, other=0)
     is_chain = tl.load(is_chain_ptr + request, mask=in_blocks, other=0).to(tl.int32) != 0
     req_idx = tl.load(req_idx_ptr + request, mask=in_blocks, other=0)
-    # A chain's first row is its shortest, a tree's is its root.
-    shortest = prefix_len + tl.load(path_len_ptr + row_begin, mask=in_blocks & is_chain, other=1)
-    longest = prefix_len + tl.load(path_len_ptr + row_end - 1, mask=in_blocks & is_chain, other=1)
-    earliest = tl.maximum(shortest - window, 0) if HAS_WINDOW else tl.zeros_like(shortest)
-    first_tile = earliest // TILE
-    end_tile = tl.where(is_chain, (longest + TILE - 1) // TILE, prefix_len // TILE)
+    first_path = tl.load(path_len_ptr + row_begin, mask=in_blocks & is_chain, other=1)
+    last_path = tl.load(path_len_ptr + row_end - 1, mask=in_blocks & is_chain, other=1)
+    earliest, shared_end, first_tile, end_tile = _shared_tiles(
+        prefix_len, first_path, last_path, is_chain, window, TILE, HAS_WINDOW
+    )
     num_tiles = end_tile - first_tile
-    # Tiles are split evenly, then every cut is moved down to a chunk's begin.
+    # A program per chunk if they suffice. Else tiles are split evenly, then every cut is moved down
+    # to a chunk's begin.
+    begin = chunk_of(first_tile, CHUNK_TILES)
+    end = chunk_of(end_tile - 1, CHUNK_TILES) + 1
+    is_enough = end - begin <= num_splits
     first_chunk = chunk_of(first_tile + num_tiles * split // num_splits, CHUNK_TILES)
     end_chunk = chunk_of(first_tile + num_tiles * (split + 1) // num_splits, CHUNK_TILES)
-    is_last = split + 1 == num_splits
-    end_chunk = tl.where(is_last, chunk_of(end_tile - 1, CHUNK_TILES) + 1, end_chunk)
+    end_chunk = tl.where(split + 1 == num_splits, end, end_chunk)
+    first_chunk = tl.where(is_enough, begin + split, first_chunk)
+    end_chunk = tl.where(is_enough, tl.minimum(begin + split + 1, end), end_chunk)
     end_chunk = tl.where(in_blocks & (num_tiles > 0), end_chunk, first_chunk)
     is_line = line < num_programs
     blocks_ptr += line * 16
@@ -96,7 +137,7 @@ def _schedule_kernel(
     tl.store(blocks_ptr + 2, first_tile, mask=is_line)
     tl.store(blocks_ptr + 3, end_tile, mask=is_line)
     tl.store(blocks_ptr + 4, earliest, mask=is_line)
-    tl.store(blocks_ptr + 5, tl.minimum(longest, end_tile * TILE), mask=is_line)
+    tl.store(blocks_ptr + 5, shared_end, mask=is_line)
     tl.store(blocks_ptr + 6, row_begin, mask=is_line)
     tl.store(blocks_ptr + 7, row_end, mask=is_line)
     tl.store(blocks_ptr + 8, req_idx * page_table_stride, mask=is_line)
