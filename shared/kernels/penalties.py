@@ -167,4 +167,5 @@ def apply_min_new_tokens(
         token_ids: [M] i64.
     Mutates: `logits`.
     """
-    logits[row_index, token_ids] = -torch.inf
+    # Not by an assignment: torch would copy the value to the device, and wait for that.
+    logits.index_put_((row_index, token_ids), logits.new_full((), -torch.inf))
