@@ -98,7 +98,7 @@ def attend_in_chunks(
     cut = _cut(metadata, dot, (num_heads, num_kv_heads, head_dim), num_splits, chunk_tiles)
     assert num_rows == metadata.path_len.shape[0]
     is_prepared = cut in metadata.plans  # else its tables are not complete when programs start
-    blocks, row_lines = schedule(metadata, cut)
+    tables = schedule(metadata, cut)
     is_sequential = cut.is_sequential
     group = num_heads // num_kv_heads
     dim_block = max(16, triton.next_power_of_2(head_dim))
@@ -111,14 +111,15 @@ def attend_in_chunks(
     new_out = torch.zeros if is_done else torch.empty
     out = new_out((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
 
+    group_block = triton.next_power_of_2(group)
+    own_queries = max(choose_own_queries(dot, q.device), group_block)
     shape = {
         "DOT_DTYPE": dot,
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
-        "GROUP_BLOCK": triton.next_power_of_2(group),
+        "GROUP_BLOCK": group_block,
         "HEAD_DIM": head_dim,
         "DIM_BLOCK": dim_block,
-        "PAGE_SIZE": metadata.page_size,
         "TILE": TRITON_KV_TILE,
         "CHUNK_TILES": chunk_tiles,
         "SEQUENTIAL": is_sequential,
@@ -132,15 +133,16 @@ def attend_in_chunks(
         stats,
         acc,
         metadata.page_table,
-        blocks,
-        row_lines,
+        tables.blocks,
+        tables.rows,
         q.stride(0),
         num_states,
         scale * _LOG2_E,
         **shape,
+        PAGE_SIZE=metadata.page_size,
         HAS_WINDOW=metadata.window > 0,
         ROWS=cut.rows,
-        **shared_options(dot, dim_block, cut.rows * shape["GROUP_BLOCK"]),
+        **shared_options(dot, dim_block, cut.rows * group_block),
         **dependent_launch(q, is_early=is_prepared),
     )
     if is_done:
@@ -152,16 +154,15 @@ def attend_in_chunks(
         out,
         stats,
         acc,
-        metadata.page_table,
-        metadata.path_offset,
-        row_lines,
+        tables.own_slots,
+        tables.rows,
         q.stride(0),
-        metadata.path_offset.stride(0),
         num_states,
         scale * _LOG2_E,
         **shape,
-        QUERIES=max(choose_queries(dot), shape["GROUP_BLOCK"]),
-        **finish_options(dot, dim_block),
+        OWN_SLOTS=tables.own_slots.shape[1],
+        QUERIES=own_queries,
+        **finish_options(dot, dim_block, own_queries),
         **dependent_launch(q),
     )
     return out
@@ -239,6 +240,16 @@ def choose_queries(dot: tl.dtype, *, is_wide: bool = False) -> int:
     return 128 if is_wide else 64
 
 
+def choose_own_queries(dot: tl.dtype, device: torch.device) -> int:
+    """Return the rows x heads of a product of one row's own tiles, of which few are heads.
+
+    16 where a product of 16 rows is known to have the bits of one of 64: up to Hopper, whose
+    `mma.sync` and `wgmma` add alike (tests/kernels/test_products.py).
+    """
+    is_known = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] <= 9
+    return 16 if is_known or dot == tl.float32 else 64
+
+
 def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     """Return launch options by which states stay in registers and tiles fit into shared memory."""
     if dot == tl.float32:
@@ -246,10 +257,12 @@ def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     return {"num_warps": 4 * (queries // 64), "num_stages": 3 if dim_block <= 128 else 2}
 
 
-def finish_options(dot: tl.dtype, dim_block: int) -> _Options:
-    """Return launch options likewise; 168 registers let three programs share a multiprocessor."""
+def finish_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
+    """Return launch options likewise; the fewer warps and registers, the more programs at once."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
+    if queries < 64:
+        return {"num_warps": 2 if dim_block <= 128 else 4, "num_stages": 1}
     if dim_block > 128:
         return {"num_warps": 4, "num_stages": 1}
     return {"num_warps": 4, "num_stages": 1, "maxnreg": 168}

@@ -27,24 +27,9 @@ _SEQUENTIAL_STATES = tl.constexpr(4)
 
 
 @triton.jit
-def _slots(pages_ptr, logical, PAGE_SIZE: tl.constexpr):
-    """Return the slots of logical slots."""
+def slots_of(pages_ptr, logical, PAGE_SIZE: tl.constexpr):
+    """Return the slots of logical slots; device function."""
     return tl.load(pages_ptr + logical // PAGE_SIZE) * PAGE_SIZE + logical % PAGE_SIZE
-
-
-@triton.jit
-def _path_slots(
-    pages_ptr, path_ptr, kv_index, prefix_len, kv_start, kv_len, has_path, PAGE_SIZE: tl.constexpr
-):
-    """Return the slots of KV indices of one row, gathered along its path.
-
-    What it does not see is replaced by something that it does: finite, unless the row is not.
-    """
-    kv_index = tl.minimum(tl.maximum(kv_index, kv_start), tl.maximum(kv_len - 1, 0))
-    on_path = (kv_index >= prefix_len) & has_path
-    offset = tl.load(path_ptr + (kv_index - prefix_len), mask=on_path, other=0)
-    logical = tl.where(on_path, prefix_len + offset, kv_index)
-    return _slots(pages_ptr, logical, PAGE_SIZE)
 
 
 @triton.jit
@@ -56,6 +41,7 @@ def _load_tile(
     DIM_BLOCK: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    is_wanted=None,
 ):
     """Return K and V of slots, [TILE, d] each.
 
@@ -63,14 +49,17 @@ def _load_tile(
         k_ptr: This head's K in slot 0.
         v_ptr: This head's V in slot 0.
         slot: [TILE].
+        is_wanted: False: nothing is loaded, and what is returned is undefined.
     """
     dim = tl.arange(0, DIM_BLOCK)
     offset = slot.to(tl.int64)[:, None] * SLOT_STRIDE + dim[None, :]
     if HEAD_DIM == DIM_BLOCK:
-        k = tl.load(k_ptr + offset)
-        v = tl.load(v_ptr + offset)
+        k = tl.load(k_ptr + offset, mask=is_wanted)
+        v = tl.load(v_ptr + offset, mask=is_wanted)
     else:
         mask = (slot >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
+        if is_wanted is not None:
+            mask = mask & is_wanted
         k = tl.load(k_ptr + offset, mask=mask, other=0.0)
         v = tl.load(v_ptr + offset, mask=mask, other=0.0)
     return k.to(DOT_DTYPE), v.to(DOT_DTYPE)
@@ -184,6 +173,14 @@ def _shared_tiles_kernel(
     in_rows = row < row_end - row_begin
     kv_len = tl.load(rows_ptr + (row_begin + row) * 8, mask=in_rows, other=0)
     kv_start = tl.load(rows_ptr + (row_begin + row) * 8 + 1, mask=in_rows, other=0)
+    k_cache_ptr += kv_head * HEAD_DIM
+    v_cache_ptr += kv_head * HEAD_DIM
+    # Slots are looked up one tile ahead: loads of K and V never wait for the page table. What no
+    # row sees is replaced by something that one does.
+    last_seen = tl.maximum(shared_end - 1, 0)
+    begin = tl.maximum(chunk_begin(first_chunk, CHUNK_TILES), first_tile)
+    kv_index = begin * TILE + tl.arange(0, TILE)
+    slot = slots_of(pages_ptr, tl.minimum(tl.maximum(kv_index, earliest), last_seen), PAGE_SIZE)
     wait_for_previous(IS_DEPENDENT)
     if first_chunk >= end_chunk:
         return
@@ -192,8 +189,6 @@ def _shared_tiles_kernel(
     in_dim = dim < HEAD_DIM
     is_live = in_rows & (head < GROUP)
     is_value = is_live[:, None] & in_dim[None, :]
-    k_cache_ptr += kv_head * HEAD_DIM
-    v_cache_ptr += kv_head * HEAD_DIM
     q_ptr += row_begin.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
     q_offset = row * q_stride + head * HEAD_DIM
     q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=is_value, other=0.0).to(DOT_DTYPE)
@@ -207,11 +202,6 @@ def _shared_tiles_kernel(
         state = empty_state(QUERIES, DIM_BLOCK)
         begin = tl.maximum(chunk_begin(chunk, CHUNK_TILES), first_tile)
         end = tl.minimum(chunk_begin(chunk + 1, CHUNK_TILES), end_tile)
-        # Slots are looked up one tile ahead: loads of K and V never wait for the page table. What
-        # no row sees is replaced by something that one does.
-        kv_index = begin * TILE + tl.arange(0, TILE)
-        seen = tl.minimum(tl.maximum(kv_index, earliest), shared_end - 1)
-        slot = _slots(pages_ptr, seen, PAGE_SIZE)
         for _ in range(begin, end):
             k, v = _load_tile(
                 k_cache_ptr,
@@ -222,8 +212,8 @@ def _shared_tiles_kernel(
                 NUM_KV_HEADS * HEAD_DIM,
                 DOT_DTYPE,
             )
-            seen = tl.minimum(tl.maximum(kv_index + TILE, earliest), shared_end - 1)
-            slot = _slots(pages_ptr, seen, PAGE_SIZE)
+            seen = tl.minimum(tl.maximum(kv_index + TILE, earliest), last_seen)
+            slot = slots_of(pages_ptr, seen, PAGE_SIZE)
 
             is_visible = kv_index[None, :] < kv_len[:, None]
             if HAS_WINDOW:
@@ -274,7 +264,7 @@ def _shared_tiles_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["path_offset_stride", "num_states"])
+@triton.jit(do_not_specialize=["num_states"])
 def _finish_rows_kernel(
     q_ptr,  # [T, Hq, d]
     k_cache_ptr,  # [num_slots, Hkv, d]
@@ -282,11 +272,9 @@ def _finish_rows_kernel(
     out_ptr,  # [T, Hq, d] mutated
     stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
     acc_ptr,  # [T, Hkv, S, G, d] f32 mutated
-    page_table_ptr,  # [max_reqs, max_pages_per_req] i32
-    path_offset_ptr,  # [T, D] i32
-    rows_ptr,  # [T, 8] i32, see `schedule`
+    own_slots_ptr,  # [T, OWN_SLOTS] i32, see `schedule`
+    rows_ptr,  # [T, 8] i32, likewise
     q_stride,
-    path_offset_stride,
     num_states,
     scale,
     DOT_DTYPE: tl.constexpr,
@@ -295,7 +283,7 @@ def _finish_rows_kernel(
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    OWN_SLOTS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -315,9 +303,7 @@ def _finish_rows_kernel(
     first_tile = tl.load(rows_ptr + 2)
     own_tile = tl.load(rows_ptr + 3)
     end_tile = tl.load(rows_ptr + 4)
-    prefix_len = tl.load(rows_ptr + 5)
-    pages_ptr = page_table_ptr + tl.load(rows_ptr + 6)
-    is_chain = tl.load(rows_ptr + 7) != 0
+    is_chain = tl.load(rows_ptr + 5) != 0
 
     has_shared = own_tile > first_tile
     last_chunk = chunk_of(end_tile - 1, CHUNK_TILES)
@@ -330,22 +316,30 @@ def _finish_rows_kernel(
 
     dim = tl.arange(0, DIM_BLOCK)
     in_dim = dim < HEAD_DIM
-    path_ptr = path_offset_ptr + row * path_offset_stride
-    kv_index = own_tile * TILE + tl.arange(0, TILE)
     has_path = own_tile < end_tile
-    slot = _path_slots(
-        pages_ptr, path_ptr, kv_index, prefix_len, kv_start, kv_len, has_path, PAGE_SIZE
+    head = tl.arange(0, QUERIES)
+    is_live = head < GROUP
+    is_value = is_live[:, None] & in_dim[None, :]
+    q_ptr += row * q_stride + kv_head * (GROUP * HEAD_DIM)
+    k_cache_ptr += kv_head * HEAD_DIM
+    v_cache_ptr += kv_head * HEAD_DIM
+    kv_index = own_tile * TILE + tl.arange(0, TILE)
+    slots_ptr = own_slots_ptr + row * OWN_SLOTS + tl.arange(0, TILE)
+    # Of these nothing is the work of the kernel before.
+    k, v = _load_tile(
+        k_cache_ptr,
+        v_cache_ptr,
+        tl.load(slots_ptr),
+        HEAD_DIM,
+        DIM_BLOCK,
+        NUM_KV_HEADS * HEAD_DIM,
+        DOT_DTYPE,
+        has_path,
     )
+    q_ptrs = q_ptr + head[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptrs, mask=is_value & has_path, other=0.0).to(DOT_DTYPE)
     wait_for_previous(IS_DEPENDENT)
     if has_path:
-        head = tl.arange(0, QUERIES)
-        is_live = head < GROUP
-        is_value = is_live[:, None] & in_dim[None, :]
-        q_ptrs = q_ptr + row * q_stride + kv_head * (GROUP * HEAD_DIM)
-        q_ptrs = q_ptrs + head[:, None] * HEAD_DIM + dim[None, :]
-        q = tl.load(q_ptrs, mask=is_value, other=0.0).to(DOT_DTYPE)
-        k_cache_ptr += kv_head * HEAD_DIM
-        v_cache_ptr += kv_head * HEAD_DIM
         # Own tiles continue the last shared chunk, if they begin inside of it.
         chunk = chunk_of(own_tile, CHUNK_TILES)
         state = _load_state(
@@ -359,15 +353,16 @@ def _finish_rows_kernel(
             HEAD_DIM,
         )
         for tile in range(own_tile, end_tile):
-            k, v = _load_tile(
-                k_cache_ptr,
-                v_cache_ptr,
-                slot,
-                HEAD_DIM,
-                DIM_BLOCK,
-                NUM_KV_HEADS * HEAD_DIM,
-                DOT_DTYPE,
-            )
+            if tile > own_tile:
+                k, v = _load_tile(
+                    k_cache_ptr,
+                    v_cache_ptr,
+                    tl.load(slots_ptr + (tile - own_tile) * TILE),
+                    HEAD_DIM,
+                    DIM_BLOCK,
+                    NUM_KV_HEADS * HEAD_DIM,
+                    DOT_DTYPE,
+                )
             is_seen = (kv_index >= kv_start) & (kv_index < kv_len)
             is_visible = (head >= 0)[:, None] & is_seen[None, :]
             state = add_tile(state, q, k, v, is_visible, scale)
@@ -387,9 +382,6 @@ def _finish_rows_kernel(
                 )
                 state = empty_state(QUERIES, DIM_BLOCK)
             kv_index += TILE
-            slot = _path_slots(
-                pages_ptr, path_ptr, kv_index, prefix_len, kv_start, kv_len, has_path, PAGE_SIZE
-            )
         tl.debug_barrier()  # other threads read what these stored
     elif is_chain & SEQUENTIAL:
         return

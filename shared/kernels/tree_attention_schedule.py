@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch
+from shared.kernels.tree_attention_kernels import slots_of
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_tiles import TRITON_KV_TILE, chunk_of
 
@@ -163,9 +164,43 @@ def _schedule_kernel(
     tl.store(rows_ptr + 2, first_tile, mask=is_line)
     tl.store(rows_ptr + 3, own_tile, mask=is_line)
     tl.store(rows_ptr + 4, end_tile, mask=is_line)
-    tl.store(rows_ptr + 5, prefix_len, mask=is_line)
-    tl.store(rows_ptr + 6, req_idx * page_table_stride, mask=is_line)
-    tl.store(rows_ptr + 7, is_chain.to(tl.int32), mask=is_line)
+    tl.store(rows_ptr + 5, is_chain.to(tl.int32), mask=is_line)
+    tl.store(rows_ptr + 6, prefix_len, mask=is_line)
+    tl.store(rows_ptr + 7, req_idx * page_table_stride, mask=is_line)
+
+
+@triton.jit(do_not_specialize=["path_offset_stride"])
+def _own_slots_kernel(
+    slots_ptr,  # [T, SLOTS] i32 mutated
+    rows_ptr,  # [T, 8] i32
+    page_table_ptr,  # [max_reqs, max_pages_per_req] i32
+    path_offset_ptr,  # [T, D] i32
+    path_offset_stride,
+    TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Look the slots of a row's own tiles up, along its path. Grid: (T,).
+
+    What it does not see is replaced by something that it does: finite, unless the row is not.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    rows_ptr += row * 8
+    kv_len = tl.load(rows_ptr)
+    kv_start = tl.load(rows_ptr + 1)
+    own_tile = tl.load(rows_ptr + 3)
+    has_own = own_tile < tl.load(rows_ptr + 4)
+    prefix_len = tl.load(rows_ptr + 6)
+    pages_ptr = page_table_ptr + tl.load(rows_ptr + 7)
+    index = tl.arange(0, BLOCK)
+    seen = tl.minimum(tl.maximum(own_tile * TILE + index, kv_start), tl.maximum(kv_len - 1, 0))
+    on_path = (seen >= prefix_len) & has_own
+    offset_ptrs = path_offset_ptr + row * path_offset_stride + (seen - prefix_len)
+    offset = tl.load(offset_ptrs, mask=on_path, other=0)
+    logical = tl.where(on_path, prefix_len + offset, seen)
+    slot = slots_of(pages_ptr, tl.where(has_own, logical, 0), PAGE_SIZE)
+    tl.store(slots_ptr + row * SLOTS + index, slot, mask=index < SLOTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +224,24 @@ class Cut:
     is_sequential: bool
 
 
-def schedule(metadata: TreeAttentionMetadata, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lines of the programs and of the rows, the same ones for every layer of a forward.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Tables of an attention, the same ones for every layer of a forward.
 
-    Returns: ([num_programs, 16] i32, [T, 8] i32), fields as `_schedule_kernel` writes them.
+    Args:
+        blocks: [num_programs, 16] i32, fields as `_schedule_kernel` writes them.
+        rows: [T, 8] i32, likewise.
+        own_slots: [T, most own tiles * TILE] i32, see `_own_slots_kernel`.
+    """
+
+    blocks: torch.Tensor
+    rows: torch.Tensor
+    own_slots: torch.Tensor
+
+
+def schedule(metadata: TreeAttentionMetadata, cut: Cut) -> Schedule:
+    """Work out, at the first layer of a forward, what every program does.
+
     Mutates: `metadata.plans`.
     """
     if cut in metadata.plans:
@@ -228,5 +277,21 @@ def schedule(metadata: TreeAttentionMetadata, cut: Cut) -> tuple[torch.Tensor, t
         num_warps=4,
         **LAUNCH_OPTIONS,
     )
-    metadata.plans[cut] = blocks, rows
-    return blocks, rows
+    most_own = triton.cdiv(TRITON_KV_TILE - 1 + metadata.path_offset.shape[1], TRITON_KV_TILE)
+    num_slots = TRITON_KV_TILE * most_own
+    own_slots = torch.empty((num_rows, num_slots), dtype=torch.int32, device=device)
+    _own_slots_kernel[(num_rows,)](
+        own_slots,
+        rows,
+        metadata.page_table,
+        metadata.path_offset,
+        metadata.path_offset.stride(0),
+        TILE=TRITON_KV_TILE,
+        PAGE_SIZE=metadata.page_size,
+        SLOTS=num_slots,
+        BLOCK=triton.next_power_of_2(num_slots),
+        num_warps=1,
+        **LAUNCH_OPTIONS,
+    )
+    metadata.plans[cut] = Schedule(blocks=blocks, rows=rows, own_slots=own_slots)
+    return metadata.plans[cut]

@@ -10,9 +10,8 @@ A tile of which a row sees nothing, and an empty state, change nothing: the fact
 is 2^0. (A zero may change its sign, which is why `attention_of` ends with `+ 0.0`.)
 
 No sum over a tile depends on how a compiler spreads a tensor over threads: that of the weights is
-taken in explicit pairs, the others are products, which add in order of K. A product has 64 rows, or
-64 per group of 4 warps, whatever they are: a tensor core gives a row the same bits beside any
-others.
+taken in explicit pairs, the others are products, which add in order of K. A tensor core gives a row
+of a product the same bits beside any others, whether 64 rows are multiplied at a time or 16.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ def kernels(dtype: str):
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
     yield from attention_kernels(dtype)
-    for num_rows, num_splits in ((1, 4), (64, 4), (128, 4), (256, 1), (256, 4), (2048, 4)):
-        tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
+    sizes = [(rows, 4, 4096) for rows in (1, 64, 128, 256, 2048)]
+    for num_rows, num_splits, width_n in (*sizes, (256, 1, 4096), (128, 1, 128256)):
+        tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2, width_n)
         yield (
             linear._linear_kernel,
             [*descriptors(dtype, tiles), values, "*fp32", *["i32"] * 3],
@@ -133,6 +134,16 @@ def kernels(dtype: str):
                 "HAS_WINDOW": True,
                 "ROWS": 16,
                 "LINES": 128,
+            },
+        )
+        yield (
+            tree_attention_schedule._own_slots_kernel,
+            [*["*i32"] * 4, "i32"],
+            {
+                "TILE": tree_attention_tiles.TRITON_KV_TILE,
+                "PAGE_SIZE": 16,
+                "SLOTS": 128,
+                "BLOCK": 128,
             },
         )
         yield (
@@ -224,7 +235,6 @@ def attention_kernels(dtype: str):
             "GROUP_BLOCK": 8,
             "HEAD_DIM": head_dim,
             "DIM_BLOCK": dim_block,
-            "PAGE_SIZE": 16,
             "TILE": tree_attention_tiles.TRITON_KV_TILE,
             "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
             "SEQUENTIAL": is_sequential,
@@ -233,14 +243,14 @@ def attention_kernels(dtype: str):
         yield (
             tree_attention_kernels._shared_tiles_kernel,
             [*values, *["*i32"] * 3, *["i32"] * 2, "fp32"],
-            {**shape, "HAS_WINDOW": False, "ROWS": queries // 8},
+            {**shape, "PAGE_SIZE": 16, "HAS_WINDOW": False, "ROWS": queries // 8},
             tree_attention.shared_options(dot, dim_block, queries),
         )
         yield (
             tree_attention_kernels._finish_rows_kernel,
-            [*values, *["*i32"] * 3, *["i32"] * 3, "fp32"],
-            {**shape, "QUERIES": tree_attention.choose_queries(dot)},
-            tree_attention.finish_options(dot, dim_block),
+            [*values, *["*i32"] * 2, *["i32"] * 2, "fp32"],
+            {**shape, "OWN_SLOTS": 128, "QUERIES": 16},
+            tree_attention.finish_options(dot, dim_block, 16),
         )
 
 
@@ -363,12 +373,12 @@ def waits_first(ptx: str, *, may_load: bool = False) -> bool:
     """Return whether a kernel waits for earlier ones before it branches or touches memory.
 
     Args:
-        may_load: It may load from memory before.
+        may_load: It may load from memory before, also by way of its shared memory.
     """
     before, wait, _ = re.sub(r"//.*", "", ptx).partition("griddepcontrol.wait;")
     touched = re.findall(r"\b(ld|st|atom|red|cp|bra|ret|exit)\b([.\w]*)", before)
-    harmless = (".param", *[".global"] * may_load)
-    return bool(wait) and all(op == "ld" and space.startswith(harmless) for op, space in touched)
+    harmless = {"ld": (".param", *[".global", ".shared"] * may_load), "st": (".shared",) * may_load}
+    return bool(wait) and all(space.startswith(harmless.get(op, ())) for op, space in touched)
 
 
 if __name__ == "__main__":
