@@ -32,6 +32,8 @@ _SPLIT_BLOCK_N = 64
 _MIN_SPLIT_K = 1024
 _SPLIT_MULTIPLE = 128
 
+# As many outputs fill a GPU with tall tiles too: those of a vocabulary.
+_WIDE_N = 1 << 15
 # More rows than this are computed by programs that walk all splits.
 MAX_SPLIT_ROWS = 256
 
@@ -65,7 +67,7 @@ def split_width(width_k: int, splits: int) -> int:
 INTERPRETED_TILES = Tiles(64, 32, 64, 4, 1)
 
 
-def choose_tiles(num_rows: int, element_size: int) -> Tiles:
+def choose_tiles(num_rows: int, element_size: int, width_n: int) -> Tiles:
     """Return a GPU's tiles of a product with `num_rows` rows, values of `element_size` bytes."""
     if element_size == 4:
         return Tiles(64, 32, 32, 4, 3)
@@ -76,7 +78,7 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
     if num_rows <= 64:
         return Tiles(64, 64, 128, 4, 3)
     if num_rows <= 128:
-        return Tiles(64, 128, 64, 4, 4)
+        return Tiles(128, 128, 64, 8, 3) if width_n >= _WIDE_N else Tiles(64, 128, 64, 4, 4)
     return Tiles(128, 256, 64, 8, 4)
 
 
@@ -261,7 +263,7 @@ def _multiply(
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
     num_rows, (width_n, width_k) = x.shape[0], weight.shape
     splits = num_splits(width_n, width_k)
-    tiles = choose_tiles(num_rows, x.element_size()) if x.is_cuda else INTERPRETED_TILES
+    tiles = choose_tiles(num_rows, x.element_size(), width_n) if x.is_cuda else INTERPRETED_TILES
     grid = (
         triton.cdiv(num_rows, tiles.block_t),
         triton.cdiv(width_n, tiles.block_n),
