@@ -1,49 +1,74 @@
-"""Which trees are still being grown, and how long those that are here wait for them.
+"""Which trees are still being grown, and whether those that are here wait for them.
 
-A step streams the weights once, for one tree or for many: two steps of a few trees each cost nearly
-twice as much as one of all. So requests whose trees were ordered together are verified together,
-and one that fell out of step falls in again at the next.
+A step streams the weights once, for one tree or for many: on a GPU two steps of a few trees each
+cost nearly twice as much as one of all. So requests whose trees were ordered together are verified
+together, and one that fell out of step falls in again at the next, as long as waiting for it costs
+less than a step of its own.
 """
 
 from __future__ import annotations
 
 import time
 
+from target_service.step_costs import StepCosts
+
 _PATIENCE = 1.5
 _EWMA_WEIGHT = 0.2
-_FIRST_GROWTH_S = 0.02
 
 
 class Cohort:
-    """Trees that the target has ordered itself."""
+    """Trees that the target has ordered itself.
 
-    def __init__(self) -> None:
-        self._ordered_ns: dict[str, int] = {}
+    Args:
+        costs: Of a forward, by its rows; None: nothing is known, nobody waits.
+    """
+
+    def __init__(self, costs: StepCosts | None) -> None:
+        self._costs = costs
+        self._ordered: dict[str, tuple[int, int]] = {}  # when, how many rows
         self._newest_ns = 0
-        self._mean_s = _FIRST_GROWTH_S
+        self._mean_s = 0.0  # from an order to its tree
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether trees are on the way that are worth waiting for."""
-        return bool(self._ordered_ns) and self.remaining_s() > 0
+        """Return whether trees are on the way."""
+        return bool(self._ordered)
 
-    def remaining_s(self) -> float:
-        """Return how long to wait yet: somewhat longer than trees took lately."""
+    def wait_s(self, num_rows: int) -> float:
+        """Return how long trees that are here should wait at most; 0 = not at all.
+
+        They wait while that, and one step of all, takes less than two steps: as long as trees took
+        lately, and somewhat longer where that turns out to be too short.
+
+        Args:
+            num_rows: Of the trees that are here.
+        """
+        if not self._ordered or self._costs is None:
+            return 0.0
         waited_s = (time.monotonic_ns() - self._newest_ns) / 1e9
+        num_coming = sum(rows for _, rows in self._ordered.values())
+        saved_s = (
+            self._costs.of(num_rows)
+            + self._costs.of(num_coming)
+            - self._costs.of(num_rows + num_coming)
+        )
+        if max(0.0, self._mean_s - waited_s) > saved_s:
+            return 0.0
         return max(0.0, _PATIENCE * self._mean_s - waited_s)
 
-    def ordered(self, request_id: str) -> int:
+    def ordered(self, request_id: str, num_rows: int) -> int:
         """Take note of an order; return the time, in ns of the monotonic clock."""
-        self._newest_ns = self._ordered_ns[request_id] = time.monotonic_ns()
+        self._newest_ns = time.monotonic_ns()
+        self._ordered[request_id] = (self._newest_ns, num_rows)
         return self._newest_ns
 
     def arrived(self, request_id: str) -> None:
         """Take note that a tree is here."""
-        ordered_ns = self._ordered_ns.pop(request_id, None)
-        if ordered_ns is not None:
+        ordered_ns, _ = self._ordered.pop(request_id, (0, 0))
+        if ordered_ns:
             took_s = (time.monotonic_ns() - ordered_ns) / 1e9
-            self._mean_s += _EWMA_WEIGHT * (took_s - self._mean_s)
+            self._mean_s += (_EWMA_WEIGHT if self._mean_s else 1.0) * (took_s - self._mean_s)
 
     def gave_up(self, request_id: str) -> None:
         """Take note that nobody waits for a tree any more."""
-        self._ordered_ns.pop(request_id, None)
+        self._ordered.pop(request_id, None)

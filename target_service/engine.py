@@ -64,6 +64,7 @@ from target_service.read_back import PendingRead
 from target_service.request import Phase, TargetRequest
 from target_service.runner import PathOutputs, StepOutputs, TargetRunner
 from target_service.scheduler import PrefillWork, Scheduler, StepPlan
+from target_service.step_costs import StepCosts
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class TargetEngine:
     Args:
         runs_ahead: Launch a step before the result of the one before is read.
         links: To drafts on this host; None: there are none.
+        costs: Of forwards; None: trees never wait for others.
         window: Sliding window of the target's attention, tokens; 0 = none.
         max_context_len: Longest sequence, prompt and output.
         feature_retain_rows: Feature rows kept per request until acknowledged.
@@ -112,6 +114,7 @@ class TargetEngine:
         window: int = 0,
         ring: FeatureRing | None = None,
         links: LinkSet | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         self.info = info
         self.links = links or LinkSet()
@@ -130,7 +133,7 @@ class TargetEngine:
         )
         self._requests: dict[str, TargetRequest] = {}
         self._early_subscriptions: dict[str, FeatureSubscribe] = {}
-        self._cohort = Cohort()
+        self._cohort = Cohort(costs)
         self._order = itertools.count()
         self._outbox: list[Any] = []
         self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
@@ -142,17 +145,20 @@ class TargetEngine:
         """Return whether a step would do anything."""
         if self._outbox or self._in_flight:
             return True
-        return self._scheduler.has_work and not self._waits_for_cohort
+        return self._scheduler.has_work and not self._cohort_wait_s
 
     @property
     def has_work_in_s(self) -> float | None:
         """Return how long trees that are here wait for others at most; None = none waits."""
-        return self._cohort.remaining_s() if self._waits_for_cohort else None
+        return self._cohort_wait_s or None
 
     @property
-    def _waits_for_cohort(self) -> bool:
-        scheduler = self._scheduler
-        return self._cohort.is_awaited and scheduler.has_only_trees and scheduler.has_work
+    def _cohort_wait_s(self) -> float:
+        """Return how long to wait for trees that are being grown; with other work, not at all."""
+        if not self._cohort.is_awaited:
+            return 0.0
+        num_rows = self._scheduler.num_tree_rows
+        return self._cohort.wait_s(num_rows) if num_rows else 0.0
 
     @property
     def load(self) -> WorkerLoad:
@@ -233,7 +239,7 @@ class TargetEngine:
         if self._in_flight is not None and self._in_flight.read.is_done:
             launched = None  # what is computed is answered at once; the next step launches
         else:
-            plan = StepPlan() if self._waits_for_cohort else self._scheduler.plan()
+            plan = StepPlan() if self._cohort_wait_s else self._scheduler.plan()
             launched = self._launch(plan)
         if self._in_flight is not None:
             self._finish(self._in_flight)
@@ -455,7 +461,7 @@ class TargetEngine:
             )
         )
         request.num_tokens_told = len(request.tokens)
-        request.ordered_ns = self._cohort.ordered(request.request_id)
+        request.ordered_ns = self._cohort.ordered(request.request_id, shape.num_draft_tokens)
 
     def _take_tree(self, link: Link, tree: TokenTree) -> None:
         """Queue the round of a tree that was ordered here, unless it has been given up."""

@@ -130,6 +130,11 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             logger.warning("the context is too short for the self-test; exactness is unproven")
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     links = LinkSet(open_listener(config))
+    costs = None
+    if links.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
+        progress("timing forwards", 0.92)
+        costs = runner.measure_costs(window=model_config.sliding_window)
+        logger.info("ms of a forward by its rows: %s", costs)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
@@ -157,6 +162,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         window=model_config.sliding_window,
         ring=ring,
         links=links,
+        costs=costs,
     )
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)

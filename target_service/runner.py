@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,10 +31,12 @@ from target_service.phases import (
 )
 from target_service.read_back import PendingRead, ReadBack
 from target_service.sampler import Sampler
+from target_service.step_costs import StepCosts
 
 # Far more than a step of trees takes; longer steps go round it.
 EXTEND_BYTES = 8 << 20
 VERIFY_BYTES = 1 << 20
+_NUM_TIMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +126,44 @@ class TargetRunner:
         """Make the graph of every bucket, from rows of padding. Mutates: the sink page."""
         for done, bucket in enumerate(ROW_BUCKETS):
             progress(done / len(ROW_BUCKETS))
-            self.extend_staging.begin()
-            host, device = self.extend_staging.place(
-                token_ids=(torch.int64, (bucket,)), position_ids=(torch.int64, (bucket,))
-            )
-            for array in host.values():
-                array.fill(0)
-            rows = pack_rows(
-                NO_BLOCKS, self.pool, window=window, staging=self.extend_staging, num_rows=bucket
-            )
-            inputs = ExtendInput(**device, rows=rows, bucket=bucket)
-            self.extend_staging.flush()
-            features = self.extend(inputs).features
+            features = self.extend(self._padding(bucket, window)).features
             if features is not None:
                 self._project(features)  # compiles it; no graph has it
+
+    def measure_costs(self, *, window: int) -> StepCosts:
+        """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""
+        seconds = [self._time_forward(bucket, window) for bucket in ROW_BUCKETS]
+        return StepCosts(ROW_BUCKETS, seconds)
+
+    def _time_forward(self, num_rows: int, window: int) -> float:
+        seconds = []
+        for _ in range(_NUM_TIMED):
+            inputs = self._padding(num_rows, window)
+            self._synchronize()
+            started = time.perf_counter()
+            self.extend(inputs)
+            self._synchronize()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    def _synchronize(self) -> None:
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
+
+    def _padding(self, bucket: int, window: int) -> ExtendInput:
+        """Return rows that belong to no request."""
+        self.extend_staging.begin()
+        host, device = self.extend_staging.place(
+            token_ids=(torch.int64, (bucket,)), position_ids=(torch.int64, (bucket,))
+        )
+        for array in host.values():
+            array.fill(0)
+        rows = pack_rows(
+            NO_BLOCKS, self.pool, window=window, staging=self.extend_staging, num_rows=bucket
+        )
+        inputs = ExtendInput(**device, rows=rows, bucket=bucket)
+        self.extend_staging.flush()
+        return inputs
 
     @torch.inference_mode()
     def _forward(self, inputs: ExtendInput) -> ExtendOutput:

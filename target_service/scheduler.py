@@ -96,12 +96,19 @@ class Scheduler:
         )
 
     @property
-    def has_only_trees(self) -> bool:
-        """Return whether a step would compute trees and nothing else."""
-        return not self._can_admit() and not any(
-            _has_chain(request) or (self._has_round(request) and request.next_num_rows == 1)
-            for request in self._held.values()
-        )
+    def num_tree_rows(self) -> int:
+        """Return the rows of a step that would compute trees and nothing else; 0 of any other."""
+        if self._can_admit():
+            return 0
+        num_rows = 0
+        for request in self._held.values():
+            if _has_chain(request):
+                return 0
+            if self._has_round(request):
+                if request.next_num_rows == 1:
+                    return 0
+                num_rows += request.next_num_rows
+        return num_rows
 
     def enqueue(self, request: TargetRequest) -> None:
         """Let a request wait for pages."""

@@ -1,0 +1,31 @@
+"""What a forward costs by its rows, measured once at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class StepCosts:
+    """A table from rows to seconds.
+
+    Args:
+        rows: Ascending row counts that were measured.
+        seconds: What a forward of each took, without context.
+    """
+
+    def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
+        assert rows and len(rows) == len(seconds)
+        self._rows = tuple(rows)
+        self._seconds = tuple(seconds)
+
+    def of(self, num_rows: int) -> float:
+        """Return what so many rows cost, in seconds; in proportion past the last one measured."""
+        if num_rows > self._rows[-1]:
+            return self._seconds[-1] * num_rows / self._rows[-1]
+        return float(np.interp(num_rows, self._rows, self._seconds)) if num_rows else 0.0
+
+    def __str__(self) -> str:
+        pairs = zip(self._rows, self._seconds, strict=True)
+        return ", ".join(f"{rows} {seconds * 1e3:.2f}" for rows, seconds in pairs)
