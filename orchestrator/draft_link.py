@@ -183,6 +183,7 @@ class DraftLink:
         self._forget_rounds_before(round_idx)
         self._ordered[round_idx] = order
         self._ordered_at[round_idx] = now
+        self._heard_at = min(self._heard_at, now)
         self._worker.send(order)
 
     def granted(self) -> GrantedTrees | None:
@@ -275,6 +276,7 @@ class DraftLink:
         self._log.info("the draft is late, the round goes on without it")
         self._num_let_downs += 1
         self.state = DraftState.LATE
+        self._heard_at = math.inf  # its silence counts from the first order that leaves here
         self._on_let_down()
 
     def _patience_s(self) -> float:

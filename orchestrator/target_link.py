@@ -98,6 +98,8 @@ class TargetLink:
         self._watch: asyncio.TimerHandle | None = None
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
         self._granted_until = 0
+        self._ahead_until = 0  # last round of any grant: one that ended may have run that far
+        self._ordered_round = -1
         self._early: dict[int, AcceptedPath] = {}  # of granted rounds that nobody awaits yet
         self._gone: Exception | None = None
         self._is_admitted = False
@@ -113,6 +115,7 @@ class TargetLink:
     async def verify(self, message: VerifyRound) -> AcceptedPath:
         """Have a tree (or the root alone) verified and committed; ends a grant."""
         self._granted_until = min(self._granted_until, message.round_idx - 1)
+        self._ordered_round = message.round_idx
         return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
 
     def grant(self, round_idx: int, trees: GrantedTrees | None = None) -> None:
@@ -123,7 +126,7 @@ class TargetLink:
         """
         if round_idx + GRANTED_ROUNDS // 2 <= self._granted_until or self._gone is not None:
             return
-        self._granted_until = round_idx + GRANTED_ROUNDS
+        self._granted_until = self._ahead_until = round_idx + GRANTED_ROUNDS
         message = RoundGrant(
             request_id=self._request_id,
             target_epoch=self.target_epoch,
@@ -148,6 +151,7 @@ class TargetLink:
         is_awaited = self._reply is not None and not self._reply.done()
         if is_awaited and self._gone is None:
             self._asked_at = asyncio.get_running_loop().time()
+            self._ordered_round = order.round_idx
             self.worker.send(order)
 
     def close(self) -> None:
@@ -167,7 +171,7 @@ class TargetLink:
                 if message.round_idx == self._awaited_round:
                     self._admit(None)
                     self._settle(message)
-                elif self._awaited_round < message.round_idx <= self._granted_until:
+                elif self._awaited_round < message.round_idx <= self._ahead_until:
                     self._early[message.round_idx] = message
             case RequestRetracted() if message.target_epoch == self.target_epoch:
                 self._fail(TargetGone(Loss.RETRACTED))
@@ -183,11 +187,11 @@ class TargetLink:
         """Return a timed path with its times from order to arrival, as this process sees them."""
         if path.times is None:
             return path
-        is_granted = path.round_idx <= self._granted_until
+        is_ordered = path.round_idx == self._ordered_round
         times = seen_from(
             path.times,
             kind="target",
-            sent_ns=None if is_granted else int(self._asked_at * 1e9),
+            sent_ns=int(self._asked_at * 1e9) if is_ordered else None,
             arrived_ns=int(asyncio.get_running_loop().time() * 1e9),
         )
         return replace(path, times=times)

@@ -14,6 +14,7 @@ from shared.rpc.link import Link
 from shared.types import (
     AcceptedPath,
     DraftRound,
+    FeatureBurst,
     FeatureChunk,
     RoundGrant,
     TokenTree,
@@ -30,7 +31,6 @@ class LinkedPair(LocalPair):
         num_granted: Direct rounds granted at a time.
         margin: Rounds before the end of a grant at which the next one is sent; 0: at its end.
         edit_tree: As of LocalPair; also sees the trees that go over the link (None: lost there).
-        edit_chunk: As of LocalPair; also sees the rows that go over the link.
     """
 
     def __init__(
@@ -85,9 +85,7 @@ class LinkedPair(LocalPair):
         self.target.links.flush()
         received = self.draft.links.receive()
         for link, message in received:
-            if isinstance(message, FeatureChunk):
-                self._note_rows(message)
-            self.draft.submit_linked(link, message)
+            self.tell_draft(link, message)
         return bool(received)
 
     def tell_target(self, link: Link, message: Any) -> None:
@@ -97,6 +95,17 @@ class LinkedPair(LocalPair):
             message = self.edit_tree(message)
         if message is not None:
             self.target.submit_linked(link, message)
+
+    def tell_draft(self, link: Link, message: Any) -> None:
+        """Let the draft's engine hear one message."""
+        assert self.draft is not None
+        match message:
+            case FeatureBurst():
+                for part in message.parts:
+                    self._note_rows(part.request_id, part.start, part.num_rows)
+            case FeatureChunk():
+                self._note_rows(message.request_id, message.start, message.shape[0])
+        self.draft.submit_linked(link, message)
 
     def hear(self) -> None:
         """Take the answers that were held back."""
@@ -176,12 +185,12 @@ class LinkedPair(LocalPair):
         if was_direct is not None and not request.finish_reason:
             self.verify(request, None)
 
-    def _note_rows(self, chunk: FeatureChunk) -> None:
+    def _note_rows(self, request_id: str, start: int, count: int) -> None:
         assert self.draft is not None
-        request = self.draft._requests.get(chunk.request_id)
-        if request is not None and request.open.target_epoch == chunk.target_epoch:
-            spans = self.rows.setdefault((chunk.request_id, request.open.draft_epoch), [])
-            spans.append((chunk.start, chunk.start + chunk.shape[0]))
+        request = self.draft._requests.get(request_id)
+        if request is not None:
+            epoch = (request_id, request.open.draft_epoch)
+            self.rows.setdefault(epoch, []).append((start, start + count))
 
 
 class PoisonedLinkedPair(LinkedPair, PoisonedPair):

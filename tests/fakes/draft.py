@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from shared.types import (
     FeatureSpec,
     FeatureSubscribe,
     FeatureUnsubscribe,
+    LinkClose,
+    LinkOpen,
     RequestFailure,
     RequestRetracted,
     TokenTree,
@@ -36,6 +39,7 @@ class _Request:
     tokens: list[int]
     features_end: int = 0
     pending: DraftRound | None = None
+    is_pending_linked: bool = False  # whether it was ordered over the link
 
 
 @dataclass(eq=False)
@@ -45,6 +49,7 @@ class FakeDraft(Unlinked):
     Args:
         wrong_every: Every so many-th guess (by a hash) is wrong; 0 = never.
         needs_features: Wait for the target's rows, and check every value of them.
+        linked: What is to be carried to the target that a request is linked to.
     """
 
     incarnation: str = "fake-draft"
@@ -52,6 +57,7 @@ class FakeDraft(Unlinked):
     needs_features: bool = True
     width: int = WIDTH
     max_context_len: int = 4096
+    linked: list[Any] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)  # every message, in order
 
@@ -100,7 +106,7 @@ class FakeDraft(Unlinked):
                 case DraftOpen():
                     self._open(message)
                 case DraftRound():
-                    self._order(message)
+                    self._order(message, is_linked=False)
                 case DraftClose():
                     held = self.requests.get(message.request_id)
                     if held is not None and held.open.draft_epoch <= message.draft_epoch:
@@ -124,10 +130,19 @@ class FakeDraft(Unlinked):
                 )
             )
 
+    def hear(self, message: DraftRound) -> None:
+        """Take a linked target's order."""
+        self._order(replace(message, received_ns=time.monotonic_ns()), is_linked=True)
+
     def step(self) -> list[Any]:
         for request in self.requests.values():
             if self._can_grow(request):
-                self._outbox.append(self._grow(request))
+                tree = self._grow(request)
+                if request.is_pending_linked:
+                    self.linked.append(tree)
+                else:
+                    is_linked = bool(request.open.target_link)
+                    self._outbox.append(replace(tree, is_linked=is_linked))
                 request.pending = None
                 self._num_steps += 1
         outbox, self._outbox = self._outbox, []
@@ -153,18 +168,21 @@ class FakeDraft(Unlinked):
             raise InvalidArgumentError("ids out of the vocabulary", field="token_ids")
         request = _Request(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
+        self._tell_link(request, LinkOpen)
         if self.needs_features:
             self._subscribe(request)
 
-    def _order(self, message: DraftRound) -> None:
+    def _order(self, message: DraftRound, *, is_linked: bool) -> None:
         request = self.requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return
+        if message.seq_len + 1 < len(request.tokens):
+            return  # it came late
         if message.token_offset > len(request.tokens):
             raise InvalidArgumentError("tokens are missing", field="token_offset")
         request.tokens[message.token_offset :] = message.token_ids
         assert len(request.tokens) == message.seq_len + 1
-        request.pending = message
+        request.pending, request.is_pending_linked = message, is_linked
 
     def _take(self, chunk: FeatureChunk) -> None:
         request = self.requests.get(chunk.request_id)
@@ -221,6 +239,7 @@ class FakeDraft(Unlinked):
 
     def _drop(self, request: _Request) -> None:
         del self.requests[request.open.request_id]
+        self._tell_link(request, LinkClose)
         if self.needs_features:
             self._tell(
                 request,
@@ -238,6 +257,16 @@ class FakeDraft(Unlinked):
                 from_position=request.features_end,
             ),
         )
+
+    def _tell_link(self, request: _Request, kind: type[LinkOpen] | type[LinkClose]) -> None:
+        if request.open.target_link:
+            self.linked.append(
+                kind(
+                    request_id=request.open.request_id,
+                    target_epoch=request.open.target_epoch,
+                    draft_epoch=request.open.draft_epoch,
+                )
+            )
 
     def _tell(
         self, request: _Request, command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ Fault = Callable[[Any], list[tuple[float, Any]]]
 """Message -> [(delay in seconds, message that arrives instead)]."""
 
 LATENCY_S = 0.001
+LINK_S = 0.0002
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class InMemoryWorker:
     Args:
         on_request: Fault on what the orchestrator sends.
         on_reply: Fault on what the engine answers.
+        on_link: Fault on what the engine tells those that it is linked to.
+        linked: Who that may be; it is for them to see whom a message is for.
     """
 
     def __init__(
@@ -80,10 +83,14 @@ class InMemoryWorker:
         address: str,
         on_request: Fault = pass_on,
         on_reply: Fault = pass_on,
+        on_link: Fault = pass_on,
+        linked: Sequence[InMemoryWorker] = (),
     ) -> None:
         self.engine = engine
         self.on_request = on_request
         self.on_reply = on_reply
+        self.on_link = on_link
+        self._linked = linked
         self._pool = pool
         self._num_sent = 0
         info = engine.info
@@ -97,7 +104,12 @@ class InMemoryWorker:
         while self.engine.has_work:
             for reply in self.engine.step():
                 for delay, message in self.on_reply(reply):
-                    self._after(delay, self._deliver, message)
+                    self._after(LATENCY_S + delay, self._deliver, message)
+        told, self.engine.linked = self.engine.linked, []
+        for said in told:
+            for delay, message in self.on_link(said):
+                for other in self._linked:
+                    self._after(LINK_S + delay, other.hear, message)
 
     def lose(self, *, is_clean: bool = False) -> None:
         """End the session: the process died, or drained."""
@@ -107,18 +119,22 @@ class InMemoryWorker:
             self.worker.lose(is_clean=is_clean)
             self._pool.lose(self.worker)
 
+    def hear(self, message: Any) -> None:
+        """Take what came over a link."""
+        if not self.worker.is_lost:
+            self.engine.hear(message)
+            self.step()
+
     async def _serve(self) -> None:
         while True:
             for request in await self.worker.take_outgoing():
                 for delay, message in self.on_request(request):
-                    self._after(delay, self._submit, message)
+                    self._after(LATENCY_S + delay, self._submit, message)
 
     def _after(self, delay: float, act: Callable[[Any], None], message: Any) -> None:
-        """Act after latency and delay; what leaves at one time arrives in order."""
+        """Act after a delay; what leaves at one time arrives in order."""
         self._num_sent += 1
-        asyncio.get_running_loop().call_later(
-            LATENCY_S + delay + self._num_sent * 1e-9, act, message
-        )
+        asyncio.get_running_loop().call_later(delay + self._num_sent * 1e-9, act, message)
 
     def _submit(self, message: Any) -> None:
         if not self.worker.is_lost:

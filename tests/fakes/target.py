@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
 from shared.feature_ring import FeatureRing
 from shared.rpc.status import failure_of
-from shared.times import take
+from shared.times import clock_id, take
 from shared.tree import check_tree
 from shared.types import (
     AcceptedPath,
     AnswerTimes,
+    DraftRound,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -23,6 +25,8 @@ from shared.types import (
     FeatureSubscribe,
     FeatureUnsubscribe,
     FinishReason,
+    LinkClose,
+    LinkOpen,
     RequestRetracted,
     RingSpan,
     RoundGrant,
@@ -53,6 +57,10 @@ class _Request:
     reads_ring: bool = False
     acknowledged: int = 0
     granted_until: int = 0
+    draft_epoch: int = 0  # of the draft that is linked; 0: none
+    grant: RoundGrant | None = None  # to order trees of it
+    num_tokens_told: int = 0
+    ordered_round: int = 0
 
     @property
     def can_run_alone(self) -> bool:
@@ -68,6 +76,7 @@ class FakeTarget(Unlinked):
         rows_per_chunk: Feature rows per FeatureChunk.
         has_features: Whether requests keep features at all.
         ring: Carries rows to subscribers that can read it.
+        link: Name that drafts link to; the messages in `linked` are to be carried there.
     """
 
     incarnation: str = "fake-target"
@@ -77,6 +86,8 @@ class FakeTarget(Unlinked):
     width: int = WIDTH
     eos_token_ids: tuple[int, ...] = ()
     ring: FeatureRing | None = None
+    link: str = ""
+    linked: list[Any] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)  # every message, in order
 
@@ -104,6 +115,7 @@ class FakeTarget(Unlinked):
             eos_token_ids=self.eos_token_ids,
             load=self.load,
             feature_ring=self.ring.name if self.ring is not None else "",
+            link=self.link,
         )
 
     @property
@@ -129,6 +141,77 @@ class FakeTarget(Unlinked):
     def submit(self, message: Any) -> None:
         self.received.append(message)
         self._handle(message)
+
+    def hear(self, message: Any) -> None:
+        """Take what a linked draft says."""
+        request = self.requests.get(message.request_id)
+        if request is None or request.open.target_epoch != message.target_epoch:
+            return
+        match message:
+            case LinkOpen():
+                request.draft_epoch, request.grant = message.draft_epoch, None
+            case LinkClose() if request.draft_epoch == message.draft_epoch:
+                request.draft_epoch, request.grant = 0, None
+            case TokenTree() if request.grant is not None:
+                current = (request.draft_epoch, request.round_idx + 1)
+                if (message.draft_epoch, message.round_idx) == current:
+                    self._take_tree(request, message)
+
+    def _take_tree(self, request: _Request, tree: TokenTree) -> None:
+        assert request.grant is not None and request.grant.shape is not None
+        try:
+            check_tree(
+                tree.token_ids,
+                tree.parent_index,
+                root_token_id=request.tokens[-1],
+                vocab_size=VOCAB_SIZE,
+                max_num_nodes=request.grant.shape.num_draft_tokens,
+            )
+            if tree.seq_len != request.seq_len:
+                raise InvalidArgumentError("another seq_len", field="seq_len")
+        except CoppiceError as error:
+            self._outbox.append(
+                failure_of(
+                    error,
+                    request_id=tree.request_id,
+                    target_epoch=tree.target_epoch,
+                    round_idx=tree.round_idx,
+                )
+            )
+            return
+        times = None
+        if request.open.is_timed:
+            now = time.monotonic_ns()
+            times = AnswerTimes(clock_id=clock_id(), begin_ns=now).including("draft", tree.times)
+            times = times.then("forward", times.end_ns + FORWARD_NS)
+            times = times.then("commit", times.end_ns)
+        self._num_rows += len(tree.token_ids)
+        self._commit(request, tree, times)
+
+    def _order_tree(self, request: _Request) -> None:
+        """Order the tree of the next round over the link, if that is granted."""
+        grant, round_idx = request.grant, request.round_idx + 1
+        if grant is None or not request.ordered_round < round_idx <= grant.until_round_idx:
+            return
+        assert grant.shape is not None
+        request.ordered_round = round_idx
+        shape = grant.shape.within(self.max_context_len - request.seq_len)
+        if shape is None:
+            self._commit(request, None)
+            return
+        self.linked.append(
+            DraftRound(
+                request_id=request.open.request_id,
+                target_epoch=request.open.target_epoch,
+                draft_epoch=grant.draft_epoch,
+                round_idx=round_idx,
+                seq_len=request.seq_len,
+                token_offset=request.num_tokens_told,
+                token_ids=tuple(request.tokens[request.num_tokens_told :]),
+                shape=shape,
+            )
+        )
+        request.num_tokens_told = len(request.tokens)
 
     def _handle(self, message: Any) -> None:
         try:
@@ -219,7 +302,13 @@ class FakeTarget(Unlinked):
             raise NotFoundError("no such request", field="request_id")
         if request.open.target_epoch != message.target_epoch:
             raise StaleStateError("another epoch", field="target_epoch")
-        request.granted_until = max(request.granted_until, message.until_round_idx)
+        if message.shape is None:
+            request.granted_until = max(request.granted_until, message.until_round_idx)
+        elif request.draft_epoch == message.draft_epoch:
+            if request.grant is None:
+                request.num_tokens_told = message.token_offset
+            request.grant = message
+            self._order_tree(request)
 
     def _queue_round(self, message: VerifyRound) -> None:
         request = self.requests.get(message.request_id)
@@ -227,9 +316,12 @@ class FakeTarget(Unlinked):
             raise NotFoundError("no such request", field="request_id")
         if request.open.target_epoch != message.target_epoch:
             raise StaleStateError("another epoch", field="target_epoch")
+        request.grant = None
         if request.last_reply is not None and request.round_idx == message.round_idx:
             self._outbox.append(request.last_reply)
             return
+        if 0 < message.round_idx <= min(request.ordered_round, request.round_idx):
+            return  # its answer is on the way
         if message.round_idx != request.round_idx + 1:
             raise StaleStateError("another round", field="round_idx")
         if message.seq_len != request.seq_len:
@@ -300,6 +392,8 @@ class FakeTarget(Unlinked):
         self._outbox.append(request.last_reply)
         if reason is not FinishReason.NONE:
             self._drop(request)
+        else:
+            self._order_tree(request)
 
     def _cut(
         self, request: _Request, emitted: list[int]

@@ -37,10 +37,15 @@ SHAPE = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
 
 
 class Scene:
-    """Workers around one pool, and requests served by them."""
+    """Workers around one pool, and requests served by them.
 
-    def __init__(self, config: OrchestratorConfig = CONFIG) -> None:
+    Args:
+        is_linked: Targets and drafts are on one host.
+    """
+
+    def __init__(self, config: OrchestratorConfig = CONFIG, *, is_linked: bool = False) -> None:
         self.config = config
+        self.is_linked = is_linked
         self.pool = WorkerPool()
         self.targets: list[InMemoryWorker] = []
         self.drafts: list[InMemoryWorker] = []
@@ -49,9 +54,14 @@ class Scene:
         """Start a target; options are faults."""
         index = len(self.targets)
         target = InMemoryWorker(
-            FakeTarget(incarnation=f"target-{index}", has_features=False),
+            FakeTarget(
+                incarnation=f"target-{index}",
+                has_features=False,
+                link=f"link-{index}" if self.is_linked else "",
+            ),
             self.pool,
             address=f"t:{index}",
+            linked=self.drafts,
             **options,
         )
         self.targets.append(target)
@@ -64,6 +74,7 @@ class Scene:
             FakeDraft(incarnation=f"draft-{index}", needs_features=False),
             self.pool,
             address=f"d:{index}",
+            linked=self.targets,
             **options,
         )
         self.drafts.append(draft)

@@ -19,9 +19,9 @@ from shared.rpc.link import Link
 from shared.types import (
     DraftClose,
     DraftRound,
+    FeatureBurst,
     FeatureChunk,
     FinishReason,
-    RingSpan,
     SamplingParams,
     TokenTree,
 )
@@ -87,7 +87,9 @@ def make(models: Models) -> Iterator[Make]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
     target_page, draft_page = PAGE_SIZES[kind]
-    target, draft = make(kind, {"page_size": target_page}, {"page_size": draft_page})
+    target, draft = make(
+        kind, {"page_size": target_page, "feature_ring_mb": 1}, {"page_size": draft_page}
+    )
     pair: PoisonedLinkedPair
 
     def edit(tree: TokenTree) -> TokenTree:
@@ -109,6 +111,7 @@ def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
             assert len(request.trees) == 1, "the first tree says that the rest can be direct"
             # All but the prefill, the driven one, and perhaps the last, of the root alone.
             assert direct_rounds(pair, request) >= len(request.paths) - 3
+        check_rows(pair)
 
 
 # --- rounds that are ended at any moment ---------------------------------------------------------
@@ -409,21 +412,21 @@ def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> No
     assert ring is not None
     pair = LinkedPair(target, draft)
     request = opened(pair)
-    note_rows = pair._note_rows
+    tell = pair.tell_draft
     by_front: list[FeatureChunk] = []
 
-    def late(chunk: FeatureChunk) -> None:
-        assert isinstance(chunk.data, RingSpan)
-        note_rows(chunk)
-        for _ in range(10):
-            ring.start_burst()
-            ring.write(torch.zeros((1, ring.capacity // 8), dtype=torch.uint8).numpy())
+    def late(link: Link, message: Any) -> None:
+        if isinstance(message, FeatureBurst):
+            for _ in range(10):
+                ring.start_burst()
+                ring.write(torch.zeros((1, ring.capacity // 8), dtype=torch.uint8).numpy())
+        tell(link, message)
 
     def note(chunk: FeatureChunk) -> FeatureChunk:
         by_front.append(chunk)
         return chunk
 
-    pair._note_rows = late  # type: ignore[method-assign]
+    pair.tell_draft = late  # type: ignore[method-assign]
     pair.edit_chunk = note
     pair.finish()
     assert by_front and all(isinstance(chunk.data, bytes) for chunk in by_front)

@@ -427,6 +427,7 @@ KILLS = st.none() | st.tuples(
     num_drafts=st.integers(0, 2),
     num_plain=st.integers(0, 3),
     temperature=st.sampled_from([0.0, 1.0]),
+    is_linked=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_no_fault_changes_the_output(
@@ -437,11 +438,12 @@ def test_no_fault_changes_the_output(
     num_drafts: int,
     num_plain: int,
     temperature: float,
+    is_linked: bool,  # noqa: FBT001
 ) -> None:
     """Three requests at once under any mix of faults stream exactly their fault-free outputs."""
 
     async def main() -> None:
-        scene = Scene()
+        scene = Scene(is_linked=is_linked)
         draft_script = iter([DRAFT_FAULTS.get(name, pass_on) for name in draft_faults])
         target_script = iter([TARGET_FAULTS.get(name, pass_on) for name in target_faults])
         num_replies: Counter[str] = Counter()
@@ -471,7 +473,8 @@ def test_no_fault_changes_the_output(
         for _ in range(num_targets):
             scene.add_target(on_reply=on_target_reply)
         for _ in range(num_drafts):
-            scene.add_draft(on_reply=scripted(draft_script, only=TokenTree))
+            fault = scripted(draft_script, only=TokenTree)
+            scene.add_draft(on_reply=fault, on_link=fault)
         sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
         streams = await asyncio.gather(
             *(

@@ -40,11 +40,11 @@ def late(message: Any) -> list[tuple[float, Any]]:
     return [(3.0, message) for _, message in foreign(message)]
 
 
-def serve(*, late_tree: int = 0, **fields: object) -> FinishInfo:
+def serve(*, late_tree: int = 0, is_linked: bool = False, **fields: object) -> FinishInfo:
     """Serve a request; `late_tree` is the number of a tree that comes too late."""
 
     async def main() -> FinishInfo:
-        scene = Scene()
+        scene = Scene(is_linked=is_linked)
         scene.add_target(on_request=received, on_reply=foreign)
         faults = [late if number == late_tree else foreign for number in range(1, 100)]
         replies = scripted(iter(faults), only=TokenTree)
@@ -71,6 +71,19 @@ def test_rounds_follow_each_other_without_a_gap() -> None:
         ends = [times.begin_ns, *(stage.end_ns for stage in times.stages)]
         assert all(first <= second for first, second in pairwise(ends))
     assert names(rounds[-1]) == [*TARGET, "orchestrator: commit"]
+
+
+def test_direct_rounds_go_from_the_order_to_the_commit() -> None:
+    """The answer's way is no part of them: the next one runs meanwhile."""
+    finish = serve(round_times=True, is_linked=True)
+    first, *rounds = finish.round_times
+    assert names(first) == [*TARGET, "orchestrator: commit"]
+    assert len(rounds) == finish.speculation.num_rounds - 1 > 5
+    for times in rounds:
+        assert names(times) == ["draft: link", "draft: front", "target: forward", "target: commit"]
+        ends = [times.begin_ns, *(stage.end_ns for stage in times.stages)]
+        assert ends == sorted(ends)
+    assert [times.round_idx for times in rounds] == list(range(2, len(rounds) + 2))
 
 
 def test_hops_take_what_the_way_takes() -> None:
