@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from draft_service.request import DraftRequest
+from draft_service.request import DraftRequest, FeatureRows
 from draft_service.runner import DraftRunner, ExtendWork
 from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
@@ -277,22 +278,20 @@ class DraftEngine:
         self._check_features(chunk)
         if self._misses_rows(request, chunk.start):
             return
+        data: bytes | NDArray[np.uint8] | None
         if isinstance(chunk.data, RingSpan):
             data = self._rings.read(chunk.data)
             if data is None:
                 self._avoid_ring(request)
                 return
-            rows = torch.from_numpy(data).view(DTYPES[chunk.dtype])
         else:
-            rows = torch.frombuffer(bytearray(chunk.data), dtype=DTYPES[chunk.dtype])
-        self._add_features(request, chunk.start, rows.view(chunk.shape))
+            data = chunk.data
+        self._add_features(request, chunk.start, FeatureRows.read(data, chunk.dtype, chunk.shape))
 
     def _take_burst(self, burst: FeatureBurst) -> None:
         self._check_features(burst)
         data = self._rings.read(burst.data)
-        rows = None
-        if data is not None:
-            rows = torch.from_numpy(data).view(DTYPES[burst.dtype]).view(burst.shape)
+        rows = None if data is None else FeatureRows.read(data, burst.dtype, burst.shape)
         first = 0
         for part in burst.parts:
             stop = first + part.num_rows
@@ -301,7 +300,7 @@ class DraftEngine:
                 if rows is None:
                     self._avoid_ring(request)
                 else:
-                    self._add_features(request, part.start, rows[first:stop])
+                    self._add_features(request, part.start, rows.part(first, stop))
             first = stop
 
     def _expecting(self, request_id: str, target_epoch: int) -> DraftRequest | None:
@@ -338,8 +337,8 @@ class DraftEngine:
         )
         self._subscribe(request, avoids_ring=True)
 
-    def _add_features(self, request: DraftRequest, start: int, rows: torch.Tensor) -> None:
-        """Take rows [n, width] from a position on."""
+    def _add_features(self, request: DraftRequest, start: int, rows: FeatureRows) -> None:
+        """Take rows from a position on."""
         if request.open.is_timed:
             request.features_ns = time.monotonic_ns()
         request.add_features(start, rows)

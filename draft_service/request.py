@@ -13,13 +13,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.device import DTYPES
 from shared.errors import StaleStateError
 from shared.rpc.link import Link
 from shared.times import clock_id, take
 from shared.types import AnswerTimes, DraftOpen, DraftRound
+
+_NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}
 
 
 class FeatureRows(NamedTuple):
@@ -38,6 +42,12 @@ class FeatureRows(NamedTuple):
         """Return the rows of a tensor [n, width]."""
         is_bfloat16 = rows.dtype == torch.bfloat16
         return cls(rows.dtype, (rows.view(torch.int16) if is_bfloat16 else rows).numpy())
+
+    @classmethod
+    def read(cls, data: bytes | NDArray[np.uint8], dtype: str, shape: tuple[int, int]) -> Self:
+        """Return the rows that messages carry as bytes of a dtype of shared/device.py."""
+        values = np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(shape)
+        return cls(DTYPES[dtype], values)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -155,12 +165,13 @@ class DraftRequest:
                 else take(order.received_ns, busy_until_ns=busy_until_ns)
             )
 
-    def add_features(self, start: int, rows: torch.Tensor) -> None:
-        """Take feature rows [n, width] of positions [start, start + n), start <= features_end."""
-        num_new = start + len(rows) - self.features_end
+    def add_features(self, start: int, rows: FeatureRows) -> None:
+        """Take the feature rows of positions [start, start + n), start <= features_end."""
+        num_rows = len(rows.data)
+        num_new = start + num_rows - self.features_end
         self.is_awaiting = False
         if num_new > 0:
-            self.features.append(FeatureRows.of(rows).part(len(rows) - num_new, len(rows)))
+            self.features.append(rows.part(num_rows - num_new, num_rows))
             self.features_end += num_new
 
     def take_features(self, count: int) -> list[FeatureRows]:
