@@ -82,23 +82,26 @@ class FeatureRing:
         """Let half of the ring be written; readers have the other half to keep up."""
         self._burst_end = self._end + self.capacity // 2
 
-    def write(self, rows: NDArray[np.uint8]) -> RingSpan | None:
-        """Write rows over the oldest ones.
+    def write(self, *parts: NDArray[np.uint8]) -> RingSpan | None:
+        """Write rows over the oldest ones, one part after the other.
 
         Args:
-            rows: [n, row_bytes] u8.
+            parts: [n, row_bytes] u8 each.
         Returns: Where they lie; None if they are too many at a time.
         """
+        num_bytes = sum(rows.nbytes for rows in parts)
         begin = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         offset = begin % self.capacity
-        if offset + rows.nbytes > self.capacity:  # a span never wraps
+        if offset + num_bytes > self.capacity:  # a span never wraps
             begin, offset = begin + self.capacity - offset, 0
-        end = begin + rows.nbytes
-        if rows.nbytes > self.capacity // _NUM_PARTS or end > self._burst_end:
+        end = begin + num_bytes
+        if num_bytes > self.capacity // _NUM_PARTS or end > self._burst_end:
             return None
         self._claimed[0] = self._end = end
-        self._data[offset : offset + rows.nbytes].reshape(rows.shape)[:] = rows
-        return RingSpan(ring=self.name, begin=begin, num_bytes=rows.nbytes)
+        for rows in parts:
+            self._data[offset : offset + rows.nbytes].reshape(rows.shape)[:] = rows
+            offset += rows.nbytes
+        return RingSpan(ring=self.name, begin=begin, num_bytes=num_bytes)
 
 
 class RingReader:

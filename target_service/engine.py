@@ -669,8 +669,7 @@ class TargetEngine:
     ) -> None:
         """Send the rows that a step committed, of several requests of one draft, as one."""
         assert self._ring is not None
-        rows = np.concatenate([rows for _, _, rows in parts])
-        span = self._ring.write(rows)
+        span = self._ring.write(*(rows for _, _, rows in parts))
         if span is None:
             for request, position, rows in parts:
                 self._emit_features(request, position, rows)
@@ -681,7 +680,7 @@ class TargetEngine:
                     BurstPart(request.request_id, request.open.target_epoch, position, len(rows))
                     for request, position, rows in parts
                 ),
-                shape=(len(rows), self._runner.features.width),
+                shape=(sum(len(rows) for _, _, rows in parts), self._runner.features.width),
                 dtype=self.info.features.dtype,
                 data=span,
             )
