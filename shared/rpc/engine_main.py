@@ -123,8 +123,11 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
                     reported = (load, num_received)
                     next_report = time.monotonic() + REPORT_DELAY_S
                     pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
+            wait_s = (
+                engine.has_work_in_s
+            )  # before `has_work`: when that time is over, there is work
             if not engine.has_work:
-                pipe.poll(engine.has_work_in_s, links)
+                pipe.poll(wait_s, links)
         received = pipe.receive()
         for link, message in engine.links.receive():  # this led to what the front says, or did not
             engine.submit_linked(link, message)

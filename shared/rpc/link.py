@@ -39,6 +39,7 @@ _PREFIX = "coppice-link-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 64 << 20
+_FRAME_MESSAGES = 32  # of at most 1 MiB each
 _MAX_BACKLOG_BYTES = 256 << 20
 _RECEIVE_BYTES = 1 << 20
 _SOCKET_BYTES = 4 << 20
@@ -83,14 +84,14 @@ class Link:
         self._queued.append(message)
 
     def flush(self) -> None:
-        """Send what is queued as one frame, as far as the socket takes it."""
-        if self._queued and self.is_open:
-            queued, self._queued = self._queued, []
-            data = self._pack(queued).SerializeToString()
+        """Send what is queued, in one frame if it is not too much, as far as the socket takes it."""
+        queued, self._queued = self._queued, []
+        if not self.is_open:
+            return
+        for first in range(0, len(queued), _FRAME_MESSAGES):
+            data = self._pack(queued[first : first + _FRAME_MESSAGES]).SerializeToString()
             self._backlog += _LENGTH.pack(len(data))
             self._backlog += data
-        if not self._backlog or not self.is_open:
-            return
         try:
             while self._backlog:
                 del self._backlog[: self._socket.send(self._backlog)]
@@ -267,7 +268,7 @@ def remove_link(name: str, *, directory: Path = RING_DIR) -> None:
 def remove_stale_links(directory: Path = RING_DIR) -> None:
     """Remove the sockets of targets that were killed: nobody listens there."""
     for path in directory.glob(f"{_PREFIX}*"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
             try:
                 sock.connect(str(path))
             except ConnectionRefusedError:

@@ -89,7 +89,7 @@ class ScriptedPipe:
     def poll(self, timeout_s: float | None, others: Mapping[int, int]) -> bool:
         if timeout_s is None:
             return self._wait()
-        assert timeout_s == REPORT_DELAY_S
+        assert timeout_s <= REPORT_DELAY_S
         has_news = self._polls.pop(0) if self._polls else False
         self._clock.now += self._poll_s if has_news else timeout_s
         return has_news
@@ -166,7 +166,7 @@ def test_an_engine_spins_only_when_told_to_and_while_requests_run(
     busy_poll_s: float, num_running: int, spins: list[float]
 ) -> None:
     clock = Clock()
-    pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
+    pipe = QuietPipe(clock, [["go"]], [], poll_s=0.0)
     engine = Scripted(clock, [["a"]], num_running=num_running)
     with pytest.raises(EOFError):
         run_engine(engine, pipe, busy_poll_s=busy_poll_s)  # type: ignore[arg-type]
@@ -182,3 +182,50 @@ def test_a_spin_ends_with_the_first_message_or_in_time() -> None:
         BlockingPipe(ours).send("here")
         pipe.spin(3600.0, {})
         assert pipe.receive() == ["here"]
+
+
+class Patient(Scripted):
+    """Holds its steps back for a while; every look at it takes time."""
+
+    def __init__(self, clock: Clock, steps: list[list[Any]], *, wait_s: float) -> None:
+        super().__init__(clock, steps)
+        self._wait_s = wait_s
+        self._begins_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._steps) and not self._left_s()
+
+    @property  # type: ignore[override]
+    def has_work_in_s(self) -> float | None:
+        return self._left_s() or None if self._steps else None
+
+    def submit(self, message: Any) -> None:
+        super().submit(message)
+        self._begins_at = self._clock.now + self._wait_s
+
+    def _left_s(self) -> float:
+        self._clock.now += 0.001
+        return max(0.0, self._begins_at - self._clock.now)
+
+
+class QuietPipe(ScriptedPipe):
+    """Nothing comes for a second, so that a report is due at once."""
+
+    def _wait(self) -> bool:
+        self._clock.now += 1.0
+        return super()._wait()
+
+
+@pytest.mark.parametrize("wait_ms", range(12))
+def test_work_that_begins_in_a_while_is_not_slept_through(
+    monkeypatch: pytest.MonkeyPatch, wait_ms: int
+) -> None:
+    """Whichever look at the engine that moment falls between."""
+    clock = Clock()
+    monkeypatch.setattr(engine_main.time, "monotonic", clock.monotonic)
+    pipe = QuietPipe(clock, [["go"]], [], poll_s=0.0)
+    engine = Patient(clock, [["a"]], wait_s=wait_ms / 1e3 + 0.0005)
+    with pytest.raises(EOFError):
+        run_engine(engine, pipe)  # type: ignore[arg-type]
+    assert ["a"] in [report.outputs for report in pipe.reports]

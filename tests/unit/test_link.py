@@ -1,0 +1,329 @@
+"""Links between engines: whole frames in order, or the link is cut; and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.v1 import link_pb2
+from shared.feature_ring import RING_DIR
+from shared.rpc import link as link_module
+from shared.rpc.link import (
+    LinkListener,
+    LinkLost,
+    LinkSet,
+    connect,
+    is_link_name,
+    remove_link,
+    remove_stale_links,
+)
+from shared.types import DraftRound, FeatureChunk, LinkClose, TokenTree, TreeShape
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def tree(round_idx: int, num_nodes: int = 3) -> TokenTree:
+    return TokenTree(
+        request_id="r", target_epoch=1, draft_epoch=1, round_idx=round_idx, seq_len=7,
+        token_ids=tuple(range(num_nodes)), parent_index=tuple(range(-1, num_nodes - 1)),
+        cumulative_logprobs=tuple(-0.5 * i for i in range(num_nodes)),
+    )  # fmt: skip
+
+
+def order(round_idx: int) -> DraftRound:
+    return DraftRound(
+        request_id="r", target_epoch=1, draft_epoch=1, round_idx=round_idx, seq_len=7,
+        token_offset=5, token_ids=(1, 2, 3),
+        shape=TreeShape(num_steps=3, topk=2, num_draft_tokens=6),
+    )  # fmt: skip
+
+
+def rows(num_bytes: int) -> FeatureChunk:
+    shape = (num_bytes // 4, 1)
+    return FeatureChunk(
+        request_id="r", target_epoch=1, start=0, shape=shape, dtype="float32", data=bytes(num_bytes)
+    )
+
+
+class Ends:
+    """A target's set of links and a draft's, with one link between them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.listener = LinkListener(directory)
+        self.target, self.draft = LinkSet(self.listener), LinkSet()
+        self.near = connect(self.listener.name, directory=directory)
+        """The draft's end."""
+        self.draft.add(self.near)
+        assert self.target.receive() == []
+        (self.far,) = self.target._links
+        """The target's end."""
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir=RING_DIR) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def ends(place: Path) -> Iterator[Ends]:
+    ends = Ends(place)
+    yield ends
+    ends.close()
+
+
+def wakes(links: LinkSet) -> bool:
+    poller = select.poll()
+    for fd, events in links.events.items():
+        poller.register(fd, events)
+    return bool(poller.poll(0))
+
+
+def test_messages_go_both_ways_in_order_and_only_when_flushed(ends: Ends) -> None:
+    for round_idx in range(3):
+        ends.near.put(tree(round_idx))
+        ends.far.put(order(round_idx))
+    assert not wakes(ends.target) and not wakes(ends.draft)
+    ends.draft.flush()
+    ends.target.flush()
+    assert wakes(ends.target) and wakes(ends.draft)
+    assert ends.target.receive() == [(ends.far, tree(i)) for i in range(3)]
+    assert ends.draft.receive() == [(ends.near, order(i)) for i in range(3)]
+    assert not wakes(ends.target) and not wakes(ends.draft)
+    assert ends.target.receive() == []
+
+
+def test_a_frame_may_come_in_any_pieces(ends: Ends) -> None:
+    ends.near.put(tree(1))
+    ends.near.put(tree(2))
+    sent = bytearray()
+
+    class Wire:
+        def send(self, data: bytes) -> int:
+            sent.extend(data)
+            return len(data)
+
+    wire, ends.near._socket = ends.near._socket, Wire()  # type: ignore[assignment]
+    ends.near.flush()
+    ends.near.put(tree(3))
+    ends.near.flush()
+    ends.near._socket = wire
+    received: list[Any] = []
+    for value in sent:
+        wire.send(bytes([value]))
+        received += ends.far.receive()
+    assert received == [tree(1), tree(2), tree(3)]
+
+
+def test_what_the_socket_does_not_take_follows_when_it_does(ends: Ends) -> None:
+    count, size = 40, 1 << 20
+    for _ in range(count):
+        ends.far.put(rows(size))
+    ends.far.put(order(9))
+    ends.target.flush()
+    assert ends.far.events & select.POLLOUT
+    assert not ends.near.events & select.POLLOUT
+    received: list[Any] = []
+    while len(received) <= count:
+        received += [message for _, message in ends.draft.receive()]
+        if ends.far.events & select.POLLOUT:
+            assert wakes(ends.target)
+        ends.target.flush()
+    assert received == [rows(size)] * count + [order(9)]
+    assert not ends.far.events & select.POLLOUT
+
+
+def test_rows_of_a_long_prompt_pass_however_many_they_are(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No frame may be as large as what one step can queue."""
+    monkeypatch.setattr(link_module, "_MAX_FRAME_BYTES", 40 << 20)
+    count = 100
+    for _ in range(count):
+        ends.far.put(rows(1 << 20))
+    received = 0
+    while received < count:
+        ends.target.flush()
+        messages = ends.draft.receive()
+        assert ends.near.is_open
+        received += len(messages)
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
+REJECTED = link_pb2.LinkToTarget()
+REJECTED.trees.add(request_id="r", token_ids=[1, 2], parent_index=[-1])
+BREAKS = {
+    "end of file": b"",
+    "half a frame": frame(b"abc")[:-1],
+    "garbage": frame(b"\xff" * 9),
+    "too long": struct.pack("<I", (64 << 20) + 1),
+    "rejected": frame(REJECTED.SerializeToString()),
+}
+
+
+@pytest.mark.parametrize("data", BREAKS.values(), ids=BREAKS.keys())
+def test_a_link_that_breaks_says_so_once_and_last(ends: Ends, data: bytes) -> None:
+    wire = ends.near._socket
+    ends.near.put(tree(1))
+    ends.near.flush()
+    wire.send(data) if data else None
+    wire.shutdown(socket.SHUT_WR)
+    received = [message for _ in range(3) for message in ends.target.receive()]
+    assert received == [(ends.far, tree(1)), (ends.far, LinkLost())]
+    assert ends.target._links == [] and not ends.far.is_open
+    ends.far.put(order(1))  # whoever does not know yet
+    ends.far.flush()
+    assert [m for _ in range(2) for m in ends.draft.receive()] == [(ends.near, LinkLost())]
+
+
+def test_an_end_that_is_gone_is_noticed_when_something_is_sent(ends: Ends) -> None:
+    ends.near.close()
+    ends.far.put(order(1))
+    ends.target.flush()
+    assert wakes(ends.target)
+    assert ends.target.receive() == [(ends.far, LinkLost())]
+
+
+def test_an_end_that_does_not_read_is_cut_off(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory is bounded, and whoever waits in `poll` learns of it."""
+    monkeypatch.setattr(link_module, "_MAX_BACKLOG_BYTES", 10 << 20)
+    for _ in range(100):
+        ends.far.put(rows(1 << 20))
+        ends.target.flush()
+    assert not ends.far.is_open and len(ends.far._backlog) == 0
+    assert "does not read" in caplog.text
+    assert wakes(ends.target)
+    assert ends.target.receive() == [(ends.far, LinkLost())]
+
+
+def test_a_cut_link_costs_no_other_one(ends: Ends, place: Path) -> None:
+    other = connect(ends.listener.name, directory=place)
+    ends.near._socket.send(frame(b"\xff"))
+    other.put(tree(4))
+    other.flush()
+    ends.target.receive()
+    (far,) = ends.target._links
+    assert far is not ends.far
+    other.put(tree(5))
+    other.flush()
+    assert ends.target.receive() == [(far, tree(5))]
+    other.close()
+    assert ends.target.receive() == [(far, LinkLost())]
+
+
+def test_no_descriptor_is_left_of_links_that_end(place: Path) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for data in BREAKS.values():
+        ends = Ends(place)
+        ends.near.put(LinkClose(request_id="r", target_epoch=1, draft_epoch=1))
+        ends.near.flush()
+        if data:
+            ends.near._socket.send(data)
+        ends.near._socket.shutdown(socket.SHUT_WR)
+        for links in (ends.target, ends.target, ends.draft):
+            links.receive()
+        ends.listener.close()
+    assert count() == before
+    with pytest.raises(OSError):
+        connect(f"coppice-link-{'0' * 32}", directory=place)
+    assert count() == before
+    assert list(place.iterdir()) == []
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_the_socket_is_for_its_owner_and_goes_with_the_listener(place: Path) -> None:
+    listener = LinkListener(place)
+    (path,) = place.iterdir()
+    assert path.name == listener.name and is_link_name(listener.name)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert LinkSet(listener).name == listener.name and LinkSet().name == ""
+    listener.close()
+    assert list(place.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        connect(listener.name, directory=place)
+
+
+def test_without_a_directory_nothing_is_left_open(place: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError):
+        LinkListener(place / "none")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def dead_socket(directory: Path) -> Path:
+    """Return the file of a target that was killed."""
+    path = directory / f"coppice-link-{'d' * 32}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(path))
+    return path
+
+
+def test_only_sockets_where_nobody_listens_are_stale(place: Path) -> None:
+    live, dead = LinkListener(place), dead_socket(place)
+    other = place / "coppice-unborn-1"
+    other.touch()
+    remove_stale_links(place)
+    assert not dead.exists()
+    assert {path.name for path in place.iterdir()} == {live.name, other.name}
+    links = LinkSet(live)
+    assert [type(message) for _ in range(2) for _, message in links.receive()] == [LinkLost]
+    live.close()
+
+
+def test_a_target_that_is_too_busy_to_accept_is_not_stale(place: Path) -> None:
+    """Its backlog is full: whoever looks is not held up, and leaves the socket alone."""
+    listener = LinkListener(place)
+    waiting = []
+    while True:
+        try:
+            waiting.append(connect(listener.name, directory=place))
+        except BlockingIOError:
+            break
+    remove_stale_links(place)
+    assert [path.name for path in place.iterdir()] == [listener.name]
+    for link in waiting:
+        link.close()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "coppice-link-", "../coppice-link-" + "0" * 32, "coppice-link-" + "0" * 32 + "/x",
+     "coppice-link-" + "0" * 31, "coppice-link-" + "G" * 32, "coppice-link-" + "0" * 32 + "\n"],
+)  # fmt: skip
+def test_names_of_other_files_are_refused(place: Path, name: str) -> None:
+    assert not is_link_name(name)
+    with pytest.raises(FileNotFoundError, match="no name of a link"):
+        connect(name, directory=place)
+    remove_link(name, directory=place)
+
+
+def test_the_front_removes_what_a_killed_engine_left(place: Path) -> None:
+    path = dead_socket(place)
+    remove_link(path.name, directory=place)
+    assert not path.exists()
+    remove_link(path.name, directory=place)
