@@ -123,11 +123,9 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
                     reported = (load, num_received)
                     next_report = time.monotonic() + REPORT_DELAY_S
                     pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
-            wait_s = (
-                engine.has_work_in_s
-            )  # before `has_work`: when that time is over, there is work
+            begins_in_s = engine.has_work_in_s  # asked first: once it is over, there is work
             if not engine.has_work:
-                pipe.poll(wait_s, links)
+                pipe.poll(begins_in_s, links)
         received = pipe.receive()
         for link, message in engine.links.receive():  # this led to what the front says, or did not
             engine.submit_linked(link, message)

@@ -84,7 +84,7 @@ class Link:
         self._queued.append(message)
 
     def flush(self) -> None:
-        """Send what is queued, in one frame if it is not too much, as far as the socket takes it."""
+        """Send what is queued, in few frames, as far as the socket takes it."""
         queued, self._queued = self._queued, []
         if not self.is_open:
             return
