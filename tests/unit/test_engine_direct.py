@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -447,3 +448,85 @@ def test_a_timed_round_says_what_both_did(make: Make) -> None:
         assert names.index("link") > names.index("draft: tree")
         ends = [path.times.begin_ns, *(stage.end_ns for stage in path.times.stages)]
         assert ends == sorted(ends)
+
+
+# --- everything at once --------------------------------------------------------------------------
+
+
+class Chaos:
+    """Serves requests in random steps, with something going wrong in every fifteenth of them."""
+
+    def __init__(self, pair: LinkedPair, rng: random.Random) -> None:
+        self.pair, self.rng = pair, rng
+        self.num_trees: Counter[str] = Counter()
+        pair.edit_tree = self.spoil
+
+    def spoil(self, tree: TokenTree) -> TokenTree | None:
+        fate = self.rng.choices(["", "lost", *WRONG], [20, 1, *[0.3] * len(WRONG)])[0]
+        self.num_trees[fate] += 1
+        if fate == "lost":
+            return None
+        return replace(tree, **WRONG[fate](tree)) if fate else tree
+
+    def run(self) -> None:
+        pair = self.pair
+        assert pair.draft is not None
+        for _ in range(20_000):
+            running = [r for r in pair.requests.values() if not r.finish_reason]
+            if not running:
+                break
+            if self.rng.random() < 1 / 15:
+                self.disturb(self.rng.choice(running))
+            for engine, on_message in (
+                (pair.target, pair._on_target),
+                (pair.draft, pair._on_draft),
+            ):
+                if engine.has_work and self.rng.random() < 0.6:
+                    for message in engine.step():
+                        on_message(message)
+                    engine.check_integrity()
+            for carry in (pair.to_draft, pair.to_target):
+                if self.rng.random() < 0.7:
+                    carry()
+            failures = [f for f in pair.failures if f.code == StatusCode.INVALID_ARGUMENT]
+            assert failures == pair.failures, "nothing but wrong trees may fail"
+            pair.failures.clear()
+            for failure in failures:
+                request = pair.requests[failure.request_id]
+                if failure.target_epoch == request.target_epoch:
+                    pair.let_down(request)
+        pair.finish()
+
+    def disturb(self, request: LocalRequest) -> None:
+        if not any(path.target_epoch == request.target_epoch for path in request.paths):
+            return
+        match self.rng.choice(["order", "order", "close", "cut"]):
+            case "close":
+                self.pair.close_draft(request)
+            case "cut":
+                engine = self.rng.choice([self.pair.target, self.pair.draft])
+                assert engine is not None
+                for link in engine.links._links:
+                    link.close()
+        self.pair.let_down(request)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "standalone"])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
+def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
+    target, draft = make(kind, {"feature_ring_mb": 1, "page_size": 4, "num_pages": 1 + 60})
+    target._scheduler.runs_ahead = is_ahead
+    num_trees: Counter[str] = Counter()
+    for seed in range(4):
+        requests = requests_of(3, seed)
+        expected = run_plain(target, requests, alone=True)
+        pair = LinkedPair(target, draft, num_granted=5, margin=seed % 3)
+        for request in requests:
+            pair.open(request)
+        chaos = Chaos(pair, random.Random(seed))
+        chaos.run()
+        num_trees += chaos.num_trees
+        for request, plain in zip(requests, expected, strict=True):
+            assert request.output == plain.output
+            assert request.finish_reason == plain.finish_reason
+    assert num_trees[""] > 50 and num_trees["lost"] and sum(num_trees[fate] for fate in WRONG) > 3
