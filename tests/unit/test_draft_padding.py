@@ -154,7 +154,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
         assert cache[written].isfinite().all()
 
 
-@pytest.mark.parametrize("num_rows", [3, 4, 5, 255, 256, 257])
+@pytest.mark.parametrize("num_rows", [3, 4, 5, 511, 512, 513])
 def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> None:
     """KV of the rows and the last hidden rows are the same bits; padding goes to the sink.
 
