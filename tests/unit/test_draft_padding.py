@@ -161,11 +161,13 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
     Features of another dtype are converted by the device, with no more than their own precision.
     """
     pairing = models.pairing("eagle3")
-    lengths = [num_rows // 2 + 1, num_rows - num_rows // 2 + 1]  # a row per token but the last
+    third = num_rows // 3
+    lengths = [third + 1, third + 1, num_rows - 2 * third + 1]  # a row per token but the last
     caches, hiddens = [], []
     for pads, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
-        engine = draft_engine(pairing, pads=pads, page_size=4, max_num_requests=3)
-        open_requests(engine, lengths, [SHAPES[0]] * 2, SamplingParams(), dtype)
+        options = {"page_size": 4, "max_num_requests": 4, "max_batch_rows": 1024}
+        engine = draft_engine(pairing, pads=pads, **options)
+        open_requests(engine, lengths, [SHAPES[0]] * 3, SamplingParams(), dtype)
         runner, pool = engine._runner, pool_of(engine)
         for cache in (*pool.k, *pool.v):
             cache.fill_(torch.nan)
@@ -174,11 +176,11 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         runner.run(works, [], UNTIMED)
         caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
         assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
-        hiddens.append(runner._last_hidden[:3].clone())
+        hiddens.append(runner._last_hidden[:4].clone())
     for alone, *padded in zip(*caches, strict=True):
         assert all(torch.equal(alone, cache) for cache in padded)
     assert all(torch.equal(hiddens[0], hidden) for hidden in hiddens[1:])
-    assert hiddens[0].count_nonzero(dim=1).bool().tolist() == [True, True, False]
+    assert hiddens[0].count_nonzero(dim=1).bool().tolist() == [True, True, True, False]
 
 
 @pytest.mark.gpu
