@@ -22,7 +22,10 @@ from tests.local_pair import LocalPair, LocalRequest
 def test_a_target_warms_up(
     models: Models, options: dict[str, int], monkeypatch: pytest.MonkeyPatch, *, runs_ahead: bool
 ) -> None:
-    target = make_target(models.pairing("standalone"), **{"prefill_chunk_len": 512} | options)
+    target = make_target(
+        models.pairing("standalone"),
+        **{"prefill_chunk_len": 1024, "max_batch_rows": 1024} | options,
+    )
     expected = run_plain(target, [LocalRequest(prompt=[5, 6, 7], max_new_tokens=9)])
     steps = target.load.num_steps
     target._scheduler.runs_ahead = runs_ahead
