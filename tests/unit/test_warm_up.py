@@ -22,10 +22,9 @@ from tests.local_pair import LocalPair, LocalRequest
 def test_a_target_warms_up(
     models: Models, options: dict[str, int], monkeypatch: pytest.MonkeyPatch, *, runs_ahead: bool
 ) -> None:
-    target = make_target(
-        models.pairing("standalone"),
-        **{"prefill_chunk_len": 1024, "max_batch_rows": 1024} | options,
-    )
+    assert len(target_service.warm_up._LONG_PROMPT) > ROW_BUCKETS[-1]
+    monkeypatch.setattr(target_service.warm_up, "_LONG_PROMPT", (0,) * 400)  # the context has 512
+    target = make_target(models.pairing("standalone"), **{"prefill_chunk_len": 512} | options)
     expected = run_plain(target, [LocalRequest(prompt=[5, 6, 7], max_new_tokens=9)])
     steps = target.load.num_steps
     target._scheduler.runs_ahead = runs_ahead
@@ -39,8 +38,7 @@ def test_a_target_warms_up(
     monkeypatch.setattr(target_service.engine, "build_batch", noted_batch)
     target_service.warm_up.warm_up(target)
     has_long_step = any(
-        batch.num_rows > ROW_BUCKETS[-1] and batch.extend.rows.attention.has_trees
-        for batch in batches
+        batch.num_rows > 400 and batch.extend.rows.attention.has_trees for batch in batches
     )
     assert has_long_step == (not options), "a long prompt beside trees, if there is room"
     assert target.load.num_steps > steps + 3 and target.load.num_moved_rounds >= 0
