@@ -506,6 +506,9 @@ class TargetEngine:
         request.queued_order = next(self._order)
 
     def _end_grant(self, request: TargetRequest) -> None:
+        """Order no more trees; one that is ordered and not here will not be taken."""
+        num_begun = request.num_in_flight + (request.queued is not None)
+        request.ordered_round = min(request.ordered_round, request.round_idx + num_begun)
         request.grant = None
         self._cohort.gave_up(request.request_id)
 

@@ -150,6 +150,7 @@ class FakeTarget(Unlinked):
         match message:
             case LinkOpen():
                 request.draft_epoch, request.grant = message.draft_epoch, None
+                request.ordered_round = min(request.ordered_round, request.round_idx)
             case LinkClose() if request.draft_epoch == message.draft_epoch:
                 request.draft_epoch, request.grant = 0, None
             case TokenTree() if request.grant is not None:
@@ -316,6 +317,7 @@ class FakeTarget(Unlinked):
             raise NotFoundError("no such request", field="request_id")
         if request.open.target_epoch != message.target_epoch:
             raise StaleStateError("another epoch", field="target_epoch")
+        request.ordered_round = min(request.ordered_round, request.round_idx)
         request.grant = None
         if request.last_reply is not None and request.round_idx == message.round_idx:
             self._outbox.append(request.last_reply)

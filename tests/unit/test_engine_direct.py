@@ -24,6 +24,7 @@ from shared.types import (
     FinishReason,
     SamplingParams,
     TokenTree,
+    VerifyRound,
 )
 from target_service.engine import TargetEngine
 from tests.engines import (
@@ -160,6 +161,24 @@ def close_late(pair: LinkedPair, request: LocalRequest) -> None:
     pair.close_draft(request)
 
 
+def grant_anew(pair: LinkedPair, request: LocalRequest) -> None:
+    """A late order ends the grant, and another grant comes after what was on the way."""
+    before, last = request.paths[-2:]
+    pair.target.submit(
+        VerifyRound(
+            request_id=request.request_id,
+            target_epoch=1,
+            round_idx=last.round_idx,
+            seq_len=before.seq_len,
+            root_token_id=before.token_ids[-1],
+        )
+    )
+    for way in ways_of(pair, is_ahead=False)[:3]:
+        way()
+    pair.direct_until[request.request_id] = 0
+    pair.order_tree(request)
+
+
 def is_linked_again(disturb: Any) -> bool:
     return disturb not in (cut_by_draft, cut_by_target)
 
@@ -173,6 +192,8 @@ def is_linked_again(disturb: Any) -> bool:
         (cut_by_target, False),
         (retract, False),
         (close_late, True),
+        (grant_anew, False),
+        (grant_anew, True),
     ],
 )
 def test_a_round_that_is_let_down_at_any_moment_is_answered_once(

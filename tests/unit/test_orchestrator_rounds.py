@@ -428,6 +428,7 @@ KILLS = st.none() | st.tuples(
     num_plain=st.integers(0, 3),
     temperature=st.sampled_from([0.0, 1.0]),
     is_linked=st.booleans(),
+    stall=st.none() | st.tuples(st.integers(5, 60), st.sampled_from([10, 30, 100, 700])),
 )
 @settings(max_examples=150, deadline=None)
 def test_no_fault_changes_the_output(
@@ -439,6 +440,7 @@ def test_no_fault_changes_the_output(
     num_plain: int,
     temperature: float,
     is_linked: bool,  # noqa: FBT001
+    stall: tuple[int, int] | None,
 ) -> None:
     """Three requests at once under any mix of faults stream exactly their fault-free outputs."""
 
@@ -448,7 +450,18 @@ def test_no_fault_changes_the_output(
         target_script = iter([TARGET_FAULTS.get(name, pass_on) for name in target_faults])
         num_replies: Counter[str] = Counter()
 
+        def stalled(replies: list[tuple[float, Any]]) -> list[tuple[float, Any]]:
+            """Hold what is sent during the stall until it is over, in order."""
+            if stall is None:
+                return replies
+            past_ms = asyncio.get_running_loop().time() * 1e3 - stall[0]
+            left_s = (stall[1] - past_ms) / 1e3 if 0 <= past_ms < stall[1] else 0.0
+            return [(max(delay, left_s), message) for delay, message in replies]
+
         def on_target_reply(message: Any) -> list[tuple[float, Any]]:
+            return stalled(spoiled_reply(message))
+
+        def spoiled_reply(message: Any) -> list[tuple[float, Any]]:
             if not isinstance(message, AcceptedPath):
                 return pass_on(message)
             num_replies["all"] += 1
