@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 1.0
 REPORT_DELAY_S = 0.05
 BUSY_POLL_US = 5000
+GC_THRESHOLD = 50_000
 MIN_SPINNING_CORES = 8
 
 _PR_SET_PDEATHSIG = 1
@@ -88,6 +89,7 @@ def engine_main(
         engine = _build(factory, config, pipe)
         gc.collect()  # what loading left behind would be kept for ever with the rest
         gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
+        gc.set_threshold(GC_THRESHOLD)  # messages hold no cycles: there is next to nothing to find
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe, busy_poll_s=_busy_poll_s(config.busy_poll_us, engine.info.device))
     except (EOFError, BrokenPipeError, ConnectionResetError):
