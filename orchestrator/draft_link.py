@@ -204,13 +204,20 @@ class DraftLink:
             draft_epoch=self._draft_epoch, token_offset=self._num_tokens_sent, shape=self._shape
         )
 
-    def note_direct_round(self) -> None:
-        """Take note that a round is done; counts if target and draft ran it between themselves."""
-        if self.state is not DraftState.DIRECT:
-            return
+    def note_direct_round(self, *, had_tree: bool) -> None:
+        """Take note that a round is done that began as a direct one.
+
+        Args:
+            had_tree: Then the draft did its part: if the round was let down, the target was late.
+        """
         now = asyncio.get_running_loop().time()
-        self._mean_round_s += _EWMA_WEIGHT * (now - self._heard_at - self._mean_round_s)
-        self._heard_at = now
+        if self.state is DraftState.LATE and had_tree:
+            self._num_let_downs -= 1
+            self._heard_at = now
+            self.state = DraftState.LIVE
+        elif self.state is DraftState.DIRECT:
+            self._mean_round_s += _EWMA_WEIGHT * (now - self._heard_at - self._mean_round_s)
+            self._heard_at = now
 
     def refuse(self, reason: str) -> None:
         """Replace a draft whose tree was wrong."""

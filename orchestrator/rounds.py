@@ -176,7 +176,7 @@ class Generation:
                     raise
                 self._draft.refuse(error.message)
                 path = await self._target.verify(self._verify_order(None))
-        self._draft.note_direct_round()
+        self._draft.note_direct_round(had_tree=path.num_draft_tokens > 1)
         return path
 
     def _let_down(self) -> None:

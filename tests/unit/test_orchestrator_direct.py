@@ -12,6 +12,7 @@ import pytest
 from orchestrator.target_link import GRANTED_ROUNDS
 from shared.generation import FinishInfo
 from shared.types import (
+    AcceptedPath,
     DraftOpen,
     DraftRound,
     FinishReason,
@@ -228,8 +229,28 @@ def test_answers_that_come_all_at_once_are_not_lost(stall_s: float) -> None:
         finish = await serve(scene)
         assert finish.retries == 0
         assert finish.timings.total_ms < 1000
-        epochs = {m.target_epoch for m in received(target, RoundGrant)}
-        assert epochs == {1}
+        assert {m.target_epoch for m in received(target, RoundGrant)} == {1}
+        assert finish.speculation.num_root_only_rounds == 0, "the draft was never late"
+        assert len(received(target, VerifyRound)) == 2
+
+    run_virtual(main())
+
+
+def test_a_target_that_is_late_again_and_again_is_not_held_against_the_draft() -> None:
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+
+        def slow(message: Any) -> list[tuple[float, Any]]:
+            is_slow = isinstance(message, AcceptedPath) and message.round_idx % 40 == 20
+            return [(0.1 if is_slow else 0.0, message)]
+
+        target = scene.add_target(on_reply=slow)
+        draft = scene.add_draft()
+        finish = await serve(scene, 1600)
+        assert finish.speculation.num_root_only_rounds <= 1
+        let_downs = [m for m in received(target, VerifyRound) if m.round_idx > 1]
+        assert len(let_downs) > 6, "one of each late answer"
+        assert len(received(draft, DraftRound)) == 1, "rounds are direct again at once"
 
     run_virtual(main())
 
