@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks.calibration import read_prompts
-from benchmarks.models import Pair, add_model_flags, open_pair, parse_shape, resolve_flags
+from benchmarks.models import Pair, add_model_flags, open_pair, resolve_flags
 from benchmarks.rows import acquire, build_rows
 from benchmarks.timing import add_output_flag, report
+from shared.config_check import parse_shape
 from shared.types import MAX_TREE_NODES, SamplingParams
 from target_service.engine import TargetEngine
 from tests.local_pair import LocalPair, LocalRequest

@@ -21,7 +21,6 @@ from shared.config import DraftConfig, TargetConfig
 from shared.device import resolve_device
 from shared.models import eagle3, head, llama
 from shared.models.checkpoint import CheckpointReader, resolve_model
-from shared.types import TreeShape
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
 
@@ -78,12 +77,6 @@ def resolve_flags(args: argparse.Namespace) -> torch.device:
     if args.model == "auto":
         args.model = "llama-3.1-8b" if device.type == "cuda" else "demo"
     return device
-
-
-def parse_shape(text: str) -> TreeShape:
-    """Parse "5/8/32"."""
-    num_steps, topk, num_draft_tokens = map(int, text.split("/"))
-    return TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
 
 
 @contextlib.contextmanager

@@ -22,11 +22,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.draft import MadeUpRequest
-from benchmarks.models import Pair, add_model_flags, open_pair, parse_shape, resolve_flags
+from benchmarks.models import Pair, add_model_flags, open_pair, resolve_flags
 from benchmarks.rows import fill_noise
 from benchmarks.target_steps import StretchedRequests
 from benchmarks.timing import add_output_flag, report, synchronize
 from coppice.svg import Bar, Chart, Span, draw_charts
+from shared.config_check import parse_shape
 from shared.types import MAX_TREE_NODES
 
 _WARM_UP = 8

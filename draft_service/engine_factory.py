@@ -9,6 +9,7 @@ from draft_service.engine import CHUNK_ROWS, DraftEngine
 from draft_service.runner import DraftRunner
 from draft_service.warm_up import warm_up
 from shared.config import DraftConfig
+from shared.config_check import parse_shapes
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
@@ -111,7 +112,12 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
     )
     if device.type == "cuda":
         progress("compiling kernels", 0.9)
-        warm_up(engine, dtype=dtype, max_num_requests=config.max_num_requests)
+        warm_up(
+            engine,
+            shapes=parse_shapes(config.warm_up_trees),
+            dtype=dtype,
+            max_num_requests=config.max_num_requests,
+        )
     return engine
 
 

@@ -6,6 +6,8 @@ the engine grows a few trees for requests that nobody made; nothing of them rema
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from draft_service.engine import DraftEngine
@@ -20,29 +22,29 @@ from shared.types import (
 )
 
 _PROMPT = (0, 1, 2, 3)
-# A tree as most requests want it on a GPU, and a chain.
-_SHAPES = (
-    TreeShape(num_steps=5, topk=8, num_draft_tokens=32),
-    TreeShape(num_steps=3, topk=1, num_draft_tokens=4),
-)
-# Trees grown at once: sizes that kernels may be specialised for.
-_BATCHES = (1, 2, 16)
 
 
-def warm_up(engine: DraftEngine, *, dtype: torch.dtype, max_num_requests: int) -> None:
-    """Grow trees, greedy and sampled, alone and together.
+def warm_up(
+    engine: DraftEngine, *, shapes: Sequence[TreeShape], dtype: torch.dtype, max_num_requests: int
+) -> None:
+    """Grow trees, greedy and sampled, alone and together: each makes its graph.
 
     Args:
         dtype: Of the features that will come.
         max_num_requests: That the engine can hold.
     Mutates: nothing that outlives it but the counters of the engine's load.
     """
-    for shape in _SHAPES:
-        for batch in _BATCHES:
+    for shape in shapes:
+        for batch in batch_sizes(max_num_requests):
             for temperature in (0.0, 1.0):
                 names = [f"warm-up {i}" for i in range(min(batch, max_num_requests))]
                 _grow(engine, names, shape, temperature, dtype)
     engine.check_integrity()
+
+
+def batch_sizes(max_num_requests: int) -> list[int]:
+    """Return the batch sizes that growth is padded to: powers of 2."""
+    return [1 << power for power in range((max_num_requests - 1).bit_length() + 1)]
 
 
 def _grow(

@@ -172,6 +172,11 @@ class DraftConfig(WorkerConfig):
     )
     window: int = option(0, "tokens a draft attends to; 0 = its max_position_embeddings", minimum=0)
     max_context_len: int = option(0, "longest conversation; 0 = the target's", minimum=0)
+    warm_up_trees: str = option(
+        "5/8/32,3/1/4",
+        "shapes of trees, steps/topk/nodes, that a GPU gets ready for before the first request; any "
+        "other waits for kernels at its first use",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ def check_config(config: Any) -> None:
     values = {spec.name: getattr(config, spec.name) for spec in fields(config)}
     if "device" in values and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", values["device"]):
         raise ConfigError(f"--device is {values['device']!r}, expected auto, cpu, cuda or cuda:N")
+    if "warm_up_trees" in values:
+        parse_shapes(values["warm_up_trees"])
     if "num_draft_tokens" in values:
         check_tree_shape(values["num_steps"], values["topk"], values["num_draft_tokens"])
 
@@ -51,6 +53,27 @@ def check_tree_shape(num_steps: int, topk: int, num_draft_tokens: int) -> None:
         check_shape(shape, prefix="")
     except InvalidArgumentError as error:
         raise ConfigError(f"{flag_name(error.field)}: {error.message}") from error
+
+
+def parse_shape(text: str) -> TreeShape:
+    """Parse a tree shape like 5/8/32.
+
+    Raises: ConfigError if it is none, or no tree has it.
+    """
+    parts = text.strip().split("/")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"{text!r} is no tree shape, expected steps/topk/nodes as in 5/8/32")
+    num_steps, topk, num_draft_tokens = map(int, parts)
+    check_tree_shape(num_steps, topk, num_draft_tokens)
+    return TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
+
+
+def parse_shapes(text: str) -> list[TreeShape]:
+    """Parse shapes with commas between them; none is fine.
+
+    Raises: ConfigError.
+    """
+    return [parse_shape(part) for part in text.split(",") if part.strip()]
 
 
 def _check_field(spec: Field[Any], value: Any) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coppice.cli.options import add_server_option
-from coppice.cli.request_options import parse_shape
 from coppice.stack.config import split_list
+from shared.config_check import parse_shape
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,7 +141,9 @@ def _modes(arguments: argparse.Namespace) -> list[Mode]:
         modes.append(Mode(name="plain", keywords={"speculation": False}))
     if arguments.speculation in ("on", "both"):
         shapes = split_list(arguments.trees)
-        modes += [Mode(name=shape, keywords=parse_shape(shape)) for shape in shapes]
+        modes += [
+            Mode(name=shape, keywords=dataclasses.asdict(parse_shape(shape))) for shape in shapes
+        ]
         if not shapes:
             modes.append(Mode(name="speculation"))
     return modes

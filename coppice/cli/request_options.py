@@ -88,19 +88,6 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     return keywords
 
 
-def parse_shape(text: str) -> dict[str, int]:
-    """Parse a tree shape like 5/8/32.
-
-    Raises: ConfigError.
-    """
-    parts = text.split("/")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"{text!r} is no tree shape, expected steps/topk/nodes as in 5/8/32")
-    num_steps, topk, num_draft_tokens = map(int, parts)
-    check_tree_shape(num_steps, topk, num_draft_tokens)
-    return {"num_steps": num_steps, "topk": topk, "num_draft_tokens": num_draft_tokens}
-
-
 def _parse_bias(text: str) -> tuple[int, float]:
     token_id, _, value = text.partition("=")
     try:

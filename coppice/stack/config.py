@@ -155,6 +155,9 @@ def stack_config(
         ),
     )
     shape = pick(num_steps="num_steps", topk="topk", num_draft_tokens="num_draft_tokens")
+    if up.num_steps and up.topk and up.num_draft_tokens:
+        own = f"{up.num_steps}/{up.topk}/{up.num_draft_tokens}"
+        draft = replace(draft, warm_up_trees=f"{own},{draft.warm_up_trees}")
     orchestrator = replace(
         orchestrator or OrchestratorConfig(),
         host=up.host,

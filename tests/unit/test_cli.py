@@ -16,13 +16,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from coppice.cli import bench, generate, serve, up
 from coppice.cli.main import build_parser, main
 from coppice.cli.render import TokenPrinter, stats_rows
-from coppice.cli.request_options import SAMPLING, SHAPE, parse_shape, request_keywords
+from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
 from coppice.request import RequestOptions
 from coppice.stack import StackConfig
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config_check import parse_shape
 from shared.errors import ConfigError
 from shared.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
-from shared.types import FinishReason
+from shared.types import FinishReason, TreeShape
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,7 @@ def test_up_spreads_its_options_over_the_services() -> None:
         page_size=4,
         dtype="bfloat16",
         device="cpu",
+        warm_up_trees=f"3/2/6,{DraftConfig().warm_up_trees}",
     )
     shape = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
     assert config.orchestrator == OrchestratorConfig(host="127.0.0.1", port=7, model="/t", **shape)
@@ -296,7 +298,7 @@ def test_a_stream_is_shown_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tree_shapes_are_parsed() -> None:
-    assert parse_shape("5/8/32") == {"num_steps": 5, "topk": 8, "num_draft_tokens": 32}
+    assert parse_shape("5/8/32") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
     with pytest.raises(ConfigError, match="no tree shape"):
         parse_shape("0/8/32")
     with pytest.raises(ConfigError, match="= 11; lower it"):

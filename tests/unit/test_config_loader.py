@@ -71,6 +71,8 @@ def test_flags_rebuild_every_field(config_type: type[Any]) -> None:
                 changed[spec.name] = choices[-1] if choices else "-dashed, value"
     if "device" in changed:
         changed["device"] = "cuda:1"
+    if "warm_up_trees" in changed:
+        changed["warm_up_trees"] = "3/2/6, 16/16/64"
     config = config_type(**changed)
     assert load(config_type, argv=to_arguments(config)) == config
     assert to_arguments(config_type()) == []

@@ -10,7 +10,9 @@ import torch
 import draft_service.warm_up
 import target_service.engine
 import target_service.warm_up
+from draft_service.warm_up import batch_sizes
 from shared.buckets import ROW_BUCKETS
+from shared.config_check import parse_shapes
 from shared.types import TokenTree
 from target_service.batch import StepBatch
 from tests.engines import KINDS, Models, make_draft, make_target, run_plain
@@ -63,14 +65,21 @@ def test_a_draft_warms_up(
         return grown
 
     monkeypatch.setattr(draft._runner, "run", run_and_note)
-    draft_service.warm_up.warm_up(draft, dtype=torch.float32, max_num_requests=max_num_requests)
+    shapes = parse_shapes(" 5/8/32,3/1/4")
+    draft_service.warm_up.warm_up(
+        draft, shapes=shapes, dtype=torch.float32, max_num_requests=max_num_requests
+    )
+    assert len(trees) == 4 * sum(min(n, max_num_requests) for n in batch_sizes(max_num_requests))
     assert {len(tree.token_ids) for tree in trees} == {4, 32}
     assert draft._requests == {} and not draft.has_work
     assert draft.load.num_free_pages == draft.load.num_pages
     target = make_target(pairing)
-    request = LocalRequest(
-        prompt=[5, 6, 7], max_new_tokens=9, shape=draft_service.warm_up._SHAPES[1]
-    )
+    request = LocalRequest(prompt=[5, 6, 7], max_new_tokens=9, shape=shapes[1])
     [plain] = run_plain(target, [request])
     LocalPair(target, draft).run([request])
     assert request.output == plain.output
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (20, [1, 2, 4, 8, 16, 32])])
+def test_every_batch_that_growth_is_padded_to_is_warm(most: int, sizes: list[int]) -> None:
+    assert batch_sizes(most) == sizes
