@@ -174,8 +174,8 @@ class DraftConfig(WorkerConfig):
     max_context_len: int = option(0, "longest conversation; 0 = the target's", minimum=0)
     warm_up_trees: str = option(
         "5/8/32,3/1/4",
-        "shapes of trees, steps/topk/nodes, that a GPU gets ready for before the first request; any "
-        "other waits for kernels at its first use",
+        "shapes of trees, steps/topk/nodes, that a GPU gets ready for before the first request; "
+        "any other waits for kernels at its first use",
     )
 
 
