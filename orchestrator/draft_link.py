@@ -47,6 +47,8 @@ _REOPEN_WAIT = wait_exponential_jitter(multiplier=0.05, max=5.0, jitter=0.05)
 _SILENCE_FACTOR = 2.0
 _EWMA_WEIGHT = 0.2
 _MAX_LET_DOWNS = 3
+_FORGIVEN_AFTER = 64
+"""Direct rounds."""
 
 
 class DraftState(enum.Enum):
@@ -106,6 +108,7 @@ class DraftLink:
         self._mean_round_s = 0.0  # from the order to the tree; of direct rounds, all of it
         self._is_linked = False
         self._num_let_downs = 0
+        self._num_direct_rounds = 0
         self._watch: asyncio.TimerHandle | None = None
         self._num_failures = 0
         self._retry_at = 0.0
@@ -218,6 +221,9 @@ class DraftLink:
         elif self.state is DraftState.DIRECT:
             self._mean_round_s += _EWMA_WEIGHT * (now - self._heard_at - self._mean_round_s)
             self._heard_at = now
+            self._num_direct_rounds += 1
+            if self._num_direct_rounds % _FORGIVEN_AFTER == 0:
+                self._num_let_downs = 0
 
     def refuse(self, reason: str) -> None:
         """Replace a draft whose tree was wrong."""

@@ -17,6 +17,8 @@ _PATIENCE = 1.5
 # Of a forward of one row, which is hardly more than the streaming of weights.
 _LEAST_SAVING = 0.5
 _EWMA_WEIGHT = 0.2
+# One tree that had to wait for a kernel must not hold up the others.
+_MOST_GROWTH_S = 0.05
 
 
 class Cohort:
@@ -65,7 +67,7 @@ class Cohort:
         """Take note that a tree is here."""
         ordered_ns, _ = self._ordered.pop(request_id, (0, 0))
         if ordered_ns:
-            took_s = (time.monotonic_ns() - ordered_ns) / 1e9
+            took_s = min((time.monotonic_ns() - ordered_ns) / 1e9, _MOST_GROWTH_S)
             self._mean_s += (_EWMA_WEIGHT if self._mean_s else 1.0) * (took_s - self._mean_s)
 
     def gave_up(self, request_id: str) -> None:

@@ -181,10 +181,14 @@ class LinkListener:
     def accept(self) -> list[Link]:
         """Return the links that drafts have opened since."""
         links = []
-        with contextlib.suppress(BlockingIOError):
+        try:
             while True:
                 links.append(_target_end(self._socket.accept()[0]))
-        return links
+        except BlockingIOError:
+            return links
+        except OSError as error:
+            logger.warning("a draft cannot link: %s", error)
+            return links
 
 
 @dataclass(frozen=True, slots=True)
