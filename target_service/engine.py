@@ -645,6 +645,7 @@ class TargetEngine:
                         log.next += len(rows)
                 self._order_tree(request)
             committed.append((request, reply, rows))
+        self.links.flush()  # drafts read the orders while the rows are written
         for link, parts in bursts.items():
             self._send_burst(link, parts)
         self.links.flush()

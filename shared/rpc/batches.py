@@ -212,7 +212,7 @@ def pack_to_draft(messages: Iterable[ToDraft]) -> link_pb2.LinkToDraft:
 
 
 def unpack_to_draft(batch: link_pb2.LinkToDraft) -> Batch[ToDraft]:
-    """Unpack what a target's engine told a draft's: rows before the orders that need them."""
+    """Unpack what a target's engine told a draft's: rows before orders."""
     return _unpack(batch.chunks, batch.bursts, batch.failures, batch.rounds)
 
 
