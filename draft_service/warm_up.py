@@ -6,6 +6,8 @@ the engine grows a few trees for requests that nobody made; nothing of them rema
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +24,8 @@ from shared.types import (
     TreeShape,
 )
 
+logger = logging.getLogger(__name__)
+
 _NUM_TOKENS = 4
 
 
@@ -29,7 +33,7 @@ def warm_up(
     engine: DraftEngine, *, shapes: Sequence[TreeShape], dtype: torch.dtype, max_num_requests: int
 ) -> None:
     """Grow trees, greedy and sampled, alone and together, and extend every bucket of rows: each
-    makes its graph.
+    makes its graph. Logs what the trees cost.
 
     Args:
         dtype: Of the features that will come.
@@ -44,6 +48,11 @@ def warm_up(
         parts = [min(CHUNK_ROWS, bucket - done) for done in range(0, bucket, CHUNK_ROWS)]
         if len(parts) <= max_num_requests:
             _extend(engine, parts, dtype)
+    costs = {shape: _grow(engine, 1, shape, 0.0, dtype) for shape in shapes}
+    logger.info(
+        "ms of a draft round by its tree: %s",
+        ", ".join(f"{shape} {seconds * 1e3:.2f}" for shape, seconds in costs.items()),
+    )
     engine.check_integrity()
 
 
@@ -58,8 +67,8 @@ def _grow(
     shape: TreeShape,
     temperature: float,
     dtype: torch.dtype,
-) -> None:
-    """Grow a tree for each of some requests."""
+) -> float:
+    """Grow a tree for each of some requests; return what that took, in seconds."""
     names = [f"warm-up {i}" for i in range(num_requests)]
     for name in names:
         _open(engine, name, _NUM_TOKENS, dtype, temperature)
@@ -75,7 +84,7 @@ def _grow(
                 shape=shape,
             )
         )
-    _run(engine, names)
+    return _run(engine, names)
 
 
 def _extend(engine: DraftEngine, parts: Sequence[int], dtype: torch.dtype) -> None:
@@ -116,12 +125,15 @@ def _open(
         )
 
 
-def _run(engine: DraftEngine, names: Sequence[str]) -> None:
-    """Let the engine work, then close the requests."""
+def _run(engine: DraftEngine, names: Sequence[str]) -> float:
+    """Let the engine work, then close the requests; return what the work took, in seconds."""
+    started = time.perf_counter()
     while engine.has_work:
         engine.step()
+    took = time.perf_counter() - started
     for name in names:
         engine.submit(DraftClose(request_id=name, draft_epoch=0))
     while engine.has_work:
         engine.step()
     assert engine.load.num_running == 0
+    return took

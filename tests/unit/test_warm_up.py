@@ -75,7 +75,9 @@ def test_a_draft_warms_up(
     draft_service.warm_up.warm_up(
         draft, shapes=shapes, dtype=torch.float32, max_num_requests=max_num_requests
     )
-    assert len(trees) == 4 * sum(min(n, max_num_requests) for n in batch_sizes(max_num_requests))
+    assert len(trees) == len(shapes) + 4 * sum(
+        min(n, max_num_requests) for n in batch_sizes(max_num_requests)
+    )
     assert {len(tree.token_ids) for tree in trees} == {4, 32}
     assert buckets >= {b for b in ROW_BUCKETS if b <= CHUNK_ROWS or max_num_requests > 1}
     assert draft._requests == {} and not draft.has_work
