@@ -25,6 +25,7 @@ from shared.config import OrchestratorConfig
 from shared.errors import (
     InternalError,
     InvalidArgumentError,
+    InvalidTreeError,
     ResourceExhaustedError,
     UnavailableError,
 )
@@ -158,7 +159,8 @@ class Generation:
         try:
             return await self._target.verify(self._verify_order(tree))
         except InvalidArgumentError as error:
-            if tree is None:
+            # Without a tree: that of a direct round, which was given up meanwhile, was wrong.
+            if tree is None and not isinstance(error, InvalidTreeError):
                 raise
             self._draft.refuse(error.message)
             return await self._target.verify(self._verify_order(None))

@@ -190,7 +190,7 @@ class TargetEngine:
                 case FeatureSubscribe():
                     self._subscribe(message, None)
                 case FeatureAck():
-                    self._acknowledge(message)
+                    self._acknowledge(message, None)
                 case FeatureUnsubscribe():
                     self._unsubscribe(message)
                 case _:
@@ -209,12 +209,9 @@ class TargetEngine:
                 case FeatureSubscribe():
                     self._subscribe(message, link)
                 case FeatureAck():
-                    self._acknowledge(message)
+                    self._acknowledge(message, link)
                 case LinkOpen():
-                    request = self._requests.get(message.request_id)
-                    if request is not None and request.open.target_epoch == message.target_epoch:
-                        self._end_grant(request)
-                        request.link, request.draft_epoch = link, message.draft_epoch
+                    self._link(message, link)
                 case LinkClose():
                     request = self._requests.get(message.request_id)
                     if request is not None and request.draft_epoch == message.draft_epoch:
@@ -512,6 +509,15 @@ class TargetEngine:
         request.grant = None
         self._cohort.gave_up(request.request_id)
 
+    def _link(self, message: LinkOpen, link: Link) -> None:
+        """Take note of a draft, unless a newer one has the request: that one was asleep."""
+        request = self._requests.get(message.request_id)
+        if request is None or request.open.target_epoch != message.target_epoch:
+            return
+        if message.draft_epoch >= request.draft_epoch:
+            self._end_grant(request)
+            request.link, request.draft_epoch = link, message.draft_epoch
+
     def _unlink(self, request: TargetRequest, link: Link) -> None:
         """Forget a draft's link; who wants the features asks again through the front."""
         if request.link is link:
@@ -540,6 +546,10 @@ class TargetEngine:
             raise StaleStateError(
                 f"target_epoch {message.target_epoch} is over", field="target_epoch"
             )
+        if link is not None and request.link is not link:
+            raise StaleStateError(
+                "a newer draft takes this request's features", reason="SUBSCRIPTION_REPLACED"
+            )
         if request.features is None:
             raise InvalidArgumentError(
                 "this request keeps no features; open it with wants_features on a target that "
@@ -562,20 +572,23 @@ class TargetEngine:
         early = self._early_subscriptions.get(message.request_id)
         if early is not None and early.target_epoch <= message.target_epoch:
             del self._early_subscriptions[message.request_id]
-        log = self._feature_log(message)
-        if log is not None and self._requests[message.request_id].feature_link is None:
+        log = self._feature_log(message, None)
+        if log is not None:
             log.next = None
 
-    def _acknowledge(self, message: FeatureAck) -> None:
-        log = self._feature_log(message)
+    def _acknowledge(self, message: FeatureAck, link: Link | None) -> None:
+        log = self._feature_log(message, link)
         if log is not None:
             log.acknowledge(message.position)
 
-    def _feature_log(self, message: FeatureAck | FeatureUnsubscribe) -> FeatureLog | None:
+    def _feature_log(
+        self, message: FeatureAck | FeatureUnsubscribe, link: Link | None
+    ) -> FeatureLog | None:
+        """Return the rows that a message is about, if they go where it came from."""
         request = self._requests.get(message.request_id)
         if request is None or request.open.target_epoch != message.target_epoch:
             return None
-        return request.features
+        return request.features if request.feature_link is link else None
 
     def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.info.vocab_size:

@@ -16,12 +16,16 @@ import torch
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import EXTRA_SLOTS
 from shared.errors import StatusCode
-from shared.rpc.link import Link
+from shared.rpc.link import Link, connect
 from shared.types import (
     DraftClose,
+    FeatureAck,
     FeatureBurst,
     FeatureChunk,
+    FeatureSubscribe,
     FinishReason,
+    LinkClose,
+    LinkOpen,
     SamplingParams,
     TokenTree,
     VerifyRound,
@@ -421,6 +425,35 @@ def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None
     pair.let_down(request)
     request.has_draft = False
     pair.finish()
+
+
+def test_a_draft_that_was_asleep_takes_nothing_from_a_newer_one(make: Make) -> None:
+    target, draft = make("eagle")
+    pair = LinkedPair(target, draft)
+    request = opened(pair)
+    (held,) = target._requests.values()
+    assert held.features is not None
+    state = held.link, held.grant, held.feature_link, held.features.start, held.features.next
+    asleep = connect(target.info.link)
+    ids = {"request_id": request.request_id, "target_epoch": 1}
+    asleep.put(LinkOpen(**ids, draft_epoch=request.draft_epoch - 1))
+    asleep.put(FeatureSubscribe(**ids, from_position=0))
+    asleep.put(FeatureAck(**ids, position=1000))
+    asleep.put(LinkClose(**ids, draft_epoch=request.draft_epoch - 1))
+    asleep.flush()
+    for _ in range(2):
+        for link, message in target.links.receive():
+            target.submit_linked(link, message)
+    features = held.features
+    assert state == (held.link, held.grant, held.feature_link, features.start, features.next)
+    target.links.flush()
+    (failure,) = asleep.receive()
+    assert failure.reason == "SUBSCRIPTION_REPLACED"
+    asleep.close()
+    pair.finish()
+    assert request.output == run_plain(target, [request])[0].output
+    assert direct_rounds(pair, request) == len(request.paths) - 2
+    check_rows(pair)
 
 
 # --- features ------------------------------------------------------------------------------------

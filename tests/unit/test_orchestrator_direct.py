@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.target_link import GRANTED_ROUNDS
+from shared.errors import StatusCode
 from shared.generation import FinishInfo
 from shared.types import (
     AcceptedPath,
@@ -28,6 +29,7 @@ from tests.unit.scene import (
     Scene,
     check_stream,
     delayed,
+    failed,
     scripted,
     spoiled,
 )
@@ -156,6 +158,24 @@ def test_a_wrong_tree_over_the_link_replaces_the_draft(wrong: str) -> None:
         assert [m.draft_epoch for m in received(draft, DraftOpen)] == [1, 2]
         assert received(target, RoundGrant)[-1].draft_epoch == 2, "it is direct again"
         assert finish.speculation.num_root_only_rounds < 60
+
+    run_virtual(main())
+
+
+def test_a_wrong_tree_of_a_round_that_was_given_up_fails_nothing() -> None:
+    """The target says so when nobody expects a tree any more; the round is asked for again."""
+
+    async def main() -> None:
+        scene = Scene()
+
+        def spoil(path: AcceptedPath) -> list[tuple[float, Any]]:
+            ((_, failure),) = failed(StatusCode.INVALID_ARGUMENT, "INVALID_TREE")(path)
+            return [(0.0, failure), (0.001, path)]
+
+        script = iter([pass_on, pass_on, spoil])
+        target = scene.add_target(on_reply=scripted(script, only=AcceptedPath))
+        assert (await serve(scene, 20)).retries == 0
+        assert [m.round_idx for m in received(target, VerifyRound)][:4] == [1, 2, 2, 3]
 
     run_virtual(main())
 
