@@ -15,6 +15,7 @@ import secrets
 import select
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 64 << 20
 _FRAME_MESSAGES = 32  # of at most 1 MiB each
+# More may wait, such as the rows of many long prompts, as long as the other end takes some.
 _MAX_BACKLOG_BYTES = 256 << 20
+_MAX_SILENCE_S = 5.0
 _RECEIVE_BYTES = 1 << 20
 _SOCKET_BYTES = 4 << 20
 
@@ -70,6 +73,7 @@ class Link:
         self._frame = frame
         self._queued: list[Any] = []
         self._backlog = bytearray()
+        self._taken_at = time.monotonic()  # when the socket took something last
         self._received = bytearray()
         self.is_open = True
         self.fd = sock.fileno()
@@ -95,8 +99,10 @@ class Link:
         try:
             while self._backlog:
                 del self._backlog[: self._socket.send(self._backlog)]
+                self._taken_at = time.monotonic()
         except BlockingIOError:
-            if len(self._backlog) > _MAX_BACKLOG_BYTES:
+            silent_s = time.monotonic() - self._taken_at
+            if len(self._backlog) > _MAX_BACKLOG_BYTES and silent_s > _MAX_SILENCE_S:
                 self._break("the other end does not read")
         except OSError as error:
             self._break(str(error))

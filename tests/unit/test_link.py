@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,13 +207,33 @@ def test_an_end_that_does_not_read_is_cut_off(
 ) -> None:
     """Memory is bounded, and whoever waits in `poll` learns of it."""
     monkeypatch.setattr(link_module, "_MAX_BACKLOG_BYTES", 10 << 20)
-    for _ in range(100):
+    monkeypatch.setattr(link_module, "_MAX_SILENCE_S", 0.01)
+    ends.far.put(rows(20 << 20))
+    ends.target.flush()
+    time.sleep(0.02)
+    for _ in range(10):
         ends.far.put(rows(1 << 20))
         ends.target.flush()
     assert not ends.far.is_open and len(ends.far._backlog) == 0
     assert "does not read" in caplog.text
     assert wakes(ends.target)
     assert ends.target.receive() == [(ends.far, LinkLost())]
+
+
+def test_an_end_that_is_behind_keeps_its_link(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that joins many long requests gets their rows faster than it can read them."""
+    monkeypatch.setattr(link_module, "_MAX_BACKLOG_BYTES", 1 << 20)
+    count = 40
+    received = 0
+    for _ in range(count):
+        ends.far.put(rows(1 << 20))
+        ends.target.flush()
+    while received < count:
+        assert ends.far.is_open
+        received += len(ends.draft.receive())
+        ends.target.flush()
 
 
 def test_a_cut_link_costs_no_other_one(ends: Ends, place: Path) -> None:
