@@ -109,6 +109,7 @@ class DraftLink:
         self._is_linked = False
         self._num_let_downs = 0
         self._num_direct_rounds = 0
+        self._direct_at = 0.0  # when the direct round that is awaited began
         self._watch: asyncio.TimerHandle | None = None
         self._num_failures = 0
         self._retry_at = 0.0
@@ -198,7 +199,7 @@ class DraftLink:
         if self.state is DraftState.LIVE and self._is_linked:
             if self._num_let_downs < _MAX_LET_DOWNS:
                 self.state = DraftState.DIRECT
-                self._heard_at = asyncio.get_running_loop().time()
+                self._direct_at = asyncio.get_running_loop().time()
                 self._watch_direct()
         if self.state is not DraftState.DIRECT:
             return None
@@ -214,16 +215,20 @@ class DraftLink:
             had_tree: Then the draft did its part: if the round was let down, the target was late.
         """
         now = asyncio.get_running_loop().time()
-        if self.state is DraftState.LATE and had_tree:
+        was_let_down = self.state is DraftState.LATE and had_tree
+        if was_let_down:
             self._num_let_downs -= 1
             self._heard_at = now
             self.state = DraftState.LIVE
         elif self.state is DraftState.DIRECT:
-            self._mean_round_s += _EWMA_WEIGHT * (now - self._heard_at - self._mean_round_s)
-            self._heard_at = now
             self._num_direct_rounds += 1
             if self._num_direct_rounds % _FORGIVEN_AFTER == 0:
                 self._num_let_downs = 0
+        if was_let_down or self.state is DraftState.DIRECT:
+            # No more than twice what is waited for: a target that paused once is no slow one.
+            took = min(now - self._direct_at, 2 * self._patience_s())
+            self._mean_round_s += _EWMA_WEIGHT * (took - self._mean_round_s)
+            self._direct_at = now
 
     def refuse(self, reason: str) -> None:
         """Replace a draft whose tree was wrong."""
@@ -282,7 +287,7 @@ class DraftLink:
         if self.state is not DraftState.DIRECT:
             return
         loop = asyncio.get_running_loop()
-        deadline = self._heard_at + self._patience_s()
+        deadline = self._direct_at + self._patience_s()
         if deadline > loop.time():
             self._watch = loop.call_at(deadline, self._watch_direct)
             return

@@ -220,9 +220,7 @@ def test_an_end_that_does_not_read_is_cut_off(
     assert ends.target.receive() == [(ends.far, LinkLost())]
 
 
-def test_an_end_that_is_behind_keeps_its_link(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_is_behind_keeps_its_link(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that joins many long requests gets their rows faster than it can read them."""
     monkeypatch.setattr(link_module, "_MAX_BACKLOG_BYTES", 1 << 20)
     count = 40

@@ -275,6 +275,25 @@ def test_a_target_that_is_late_again_and_again_is_not_held_against_the_draft() -
     run_virtual(main())
 
 
+def test_a_target_that_is_slow_in_every_round_is_soon_waited_for() -> None:
+    """Rounds that take longer than a draft may are let down only until that is known."""
+
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+
+        def slow(message: Any) -> list[tuple[float, Any]]:
+            is_path = isinstance(message, AcceptedPath)
+            return [(0.03 * message.round_idx if is_path else 0.0, message)]
+
+        target = scene.add_target(on_reply=slow)
+        scene.add_draft()
+        stats = (await serve(scene)).speculation
+        assert stats.num_rounds > 100 and stats.num_root_only_rounds < 4
+        assert len(received(target, VerifyRound)) < 20
+
+    run_virtual(main())
+
+
 def test_cancelling_frees_both_workers() -> None:
     async def main() -> None:
         for delay in (0.004, 0.0075, 0.01, 0.0213):
