@@ -144,17 +144,3 @@ def lay_out_tree(parent_index: tuple[int, ...]) -> TreeLayout:
         max_depth=max(depth),
         is_chain=depth[-1] == len(depth) - 1,
     )
-
-
-def tree_mask_words(parent_index: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """Return the in-tree visibility of every node: bit j of word n = n may attend to node j.
-
-    Args:
-        parent_index: [N] topological, root = -1, N <= 64.
-    """
-    words = np.zeros(len(parent_index), dtype=np.uint64)
-    for node, parent in enumerate(parent_index.tolist()):
-        words[node] = np.uint64(1 << node)
-        if parent >= 0:
-            words[node] |= words[parent]
-    return words

@@ -11,7 +11,6 @@ from typing import NoReturn
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import (  # type: ignore[import-untyped]
-    code_pb2,
     error_details_pb2,
     status_pb2,
 )
@@ -143,11 +142,6 @@ def failure_of(
 def error_of(failure: RequestFailure) -> CoppiceError:
     """Build the error that a RequestFailure says."""
     return make_error(failure.code, failure.message, reason=failure.reason, field=failure.field)
-
-
-def code_name(code: int) -> str:
-    """Return the name of a google.rpc.Code, for messages and logs."""
-    return code_pb2.Code.Name(code) if code in code_pb2.Code.values() else str(code)
 
 
 def _details_of(error: grpc.Call | grpc.aio.AioRpcError) -> list[any_pb2.Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
-from shared.tree import check_shape, check_tree, lay_out_tree, tree_mask_words
+from shared.tree import check_shape, check_tree, lay_out_tree
 from shared.types import MAX_TREE_NODES, TreeShape
 
 VOCAB_SIZE = 50
@@ -42,13 +41,6 @@ def test_paths_are_the_climb_to_the_root(parents: list[int]) -> None:
         assert path[node].tolist() == want + [0] * (MAX_TREE_NODES - len(want))
     assert layout.max_depth == max(layout.depth)
     assert layout.is_chain == (parents == list(range(-1, len(parents) - 1)))
-
-
-@given(trees())
-def test_mask_words_hold_exactly_the_ancestors(parents: list[int]) -> None:
-    words = tree_mask_words(np.array(parents, dtype=np.int32))
-    for node, word in enumerate(words.tolist()):
-        assert {j for j in range(64) if word >> j & 1} == set(naive_path(parents, node))
 
 
 @given(trees(), st.data())
