@@ -220,7 +220,10 @@ class OrchestratorConfig:
     )
     max_message_bytes: int = option(16 * 1024 * 1024, "largest request message", minimum=1024)
     draft_timeout_ms: float = option(
-        500.0, "floor of the time a round waits for its tree before it goes root-only", minimum=0
+        500.0,
+        "floor of the time a round waits for its tree, a direct one for its path, before it goes "
+        "root-only",
+        minimum=0,
     )
     draft_open_timeout_ms: float = option(
         5000.0, "time that the first round waits for the draft to read the prompt", minimum=0
