@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself; up to date, that is silent and instant.
 #   make demo     see it work: three processes, the bundled models, with and without speculation
 #   make test     everything that runs on a CPU
-#   make check    lint, types and the fast tests, under a minute
+#   make check    lint, types and the fast tests, one to three minutes
 #   make format   apply the formatter and the safe lint fixes
 #   make protos   regenerate coppice/v1 from protos/
 PYTHON ?= python3

@@ -187,6 +187,7 @@ def is_linked_again(disturb: Any) -> bool:
     return disturb not in (cut_by_draft, cut_by_target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("disturb", "is_ahead"),
     [
@@ -565,6 +566,7 @@ class Chaos:
         self.pair.let_down(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "standalone"])
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
 def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
