@@ -6,11 +6,14 @@ the engine grows a few trees for requests that nobody made; nothing of them rema
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 
 import torch
 
-from draft_service.engine import DraftEngine
+from draft_service.engine import CHUNK_ROWS, DraftEngine
+from shared.buckets import ROW_BUCKETS
 from shared.device import dtype_name
 from shared.types import (
     DraftClose,
@@ -21,13 +24,16 @@ from shared.types import (
     TreeShape,
 )
 
-_PROMPT = (0, 1, 2, 3)
+logger = logging.getLogger(__name__)
+
+_NUM_TOKENS = 4
 
 
 def warm_up(
     engine: DraftEngine, *, shapes: Sequence[TreeShape], dtype: torch.dtype, max_num_requests: int
 ) -> None:
-    """Grow trees, greedy and sampled, alone and together: each makes its graph.
+    """Grow trees, greedy and sampled, alone and together, and extend every bucket of rows: each
+    makes its graph. Logs what the trees cost.
 
     Args:
         dtype: Of the features that will come.
@@ -37,8 +43,16 @@ def warm_up(
     for shape in shapes:
         for batch in batch_sizes(max_num_requests):
             for temperature in (0.0, 1.0):
-                names = [f"warm-up {i}" for i in range(min(batch, max_num_requests))]
-                _grow(engine, names, shape, temperature, dtype)
+                _grow(engine, min(batch, max_num_requests), shape, temperature, dtype)
+    for bucket in ROW_BUCKETS:
+        parts = [min(CHUNK_ROWS, bucket - done) for done in range(0, bucket, CHUNK_ROWS)]
+        if len(parts) <= max_num_requests:
+            _extend(engine, parts, dtype)
+    costs = {shape: _grow(engine, 1, shape, 0.0, dtype) for shape in shapes}
+    logger.info(
+        "ms of a draft round by its tree: %s",
+        ", ".join(f"{shape} {seconds * 1e3:.2f}" for shape, seconds in costs.items()),
+    )
     engine.check_integrity()
 
 
@@ -48,48 +62,78 @@ def batch_sizes(max_num_requests: int) -> list[int]:
 
 
 def _grow(
-    engine: DraftEngine, names: list[str], shape: TreeShape, temperature: float, dtype: torch.dtype
-) -> None:
-    width = engine.info.features.width
+    engine: DraftEngine,
+    num_requests: int,
+    shape: TreeShape,
+    temperature: float,
+    dtype: torch.dtype,
+) -> float:
+    """Grow a tree for each of some requests; return what that took, in seconds."""
+    names = [f"warm-up {i}" for i in range(num_requests)]
     for name in names:
-        engine.submit(
-            DraftOpen(
-                request_id=name,
-                target_epoch=0,
-                draft_epoch=0,
-                target_address="",
-                token_ids=_PROMPT,
-                sampling=SamplingParams(temperature=temperature, seed=1),
-            )
-        )
-        if width:
-            num_rows = len(_PROMPT) - 1
-            engine.submit(
-                FeatureChunk(
-                    request_id=name,
-                    target_epoch=0,
-                    start=0,
-                    shape=(num_rows, width),
-                    dtype=dtype_name(dtype),
-                    data=bytes(num_rows * width * dtype.itemsize),
-                )
-            )
+        _open(engine, name, _NUM_TOKENS, dtype, temperature)
         engine.submit(
             DraftRound(
                 request_id=name,
                 target_epoch=0,
                 draft_epoch=0,
                 round_idx=1,
-                seq_len=len(_PROMPT) - 1,
-                token_offset=len(_PROMPT),
+                seq_len=_NUM_TOKENS - 1,
+                token_offset=_NUM_TOKENS,
                 token_ids=(),
                 shape=shape,
             )
         )
+    return _run(engine, names)
+
+
+def _extend(engine: DraftEngine, parts: Sequence[int], dtype: torch.dtype) -> None:
+    """Extend so many rows of each of some requests, in one step."""
+    names = [f"warm-up {i}" for i in range(len(parts))]
+    has_features = bool(engine.info.features.width)
+    for name, num_rows in zip(names, parts, strict=True):
+        _open(engine, name, num_rows + has_features, dtype)
+    _run(engine, names)
+
+
+def _open(
+    engine: DraftEngine, name: str, num_tokens: int, dtype: torch.dtype, temperature: float = 0.0
+) -> None:
+    """Open a request with its features, if it needs any: they are of all tokens but the last."""
+    width = engine.info.features.width
+    engine.submit(
+        DraftOpen(
+            request_id=name,
+            target_epoch=0,
+            draft_epoch=0,
+            target_address="",
+            token_ids=(0,) * num_tokens,
+            sampling=SamplingParams(temperature=temperature, seed=1),
+        )
+    )
+    if width:
+        num_rows = num_tokens - 1
+        engine.submit(
+            FeatureChunk(
+                request_id=name,
+                target_epoch=0,
+                start=0,
+                shape=(num_rows, width),
+                dtype=dtype_name(dtype),
+                data=bytes(num_rows * width * dtype.itemsize),
+            )
+        )
+
+
+def _run(engine: DraftEngine, names: Sequence[str]) -> float:
+    """Let the engine work, then close the requests; return what the work took, in seconds."""
+    started = time.perf_counter()
     while engine.has_work:
         engine.step()
+    took = time.perf_counter() - started
     for name in names:
         engine.submit(DraftClose(request_id=name, draft_epoch=0))
     while engine.has_work:
         engine.step()
     assert engine.load.num_running == 0
+    return took

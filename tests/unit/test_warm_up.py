@@ -10,6 +10,7 @@ import torch
 import draft_service.warm_up
 import target_service.engine
 import target_service.warm_up
+from draft_service.engine import CHUNK_ROWS
 from draft_service.warm_up import batch_sizes
 from shared.buckets import ROW_BUCKETS
 from shared.config_check import parse_shapes
@@ -57,7 +58,7 @@ def test_a_draft_warms_up(
     pairing = models.pairing(kind)
     draft = make_draft(pairing, max_num_requests=max_num_requests)
     trees: list[TokenTree] = []
-    run = draft._runner.run
+    run, extend = draft._runner.run, draft._runner._extend
 
     def run_and_note(*args: Any) -> list[TokenTree]:
         grown = run(*args)
@@ -65,12 +66,20 @@ def test_a_draft_warms_up(
         return grown
 
     monkeypatch.setattr(draft._runner, "run", run_and_note)
+    monkeypatch.setattr(draft._runner, "pads_rows", True)
+    buckets: set[int | None] = set()
+    monkeypatch.setattr(
+        draft._runner, "_extend", lambda inputs: (buckets.add(inputs.bucket), extend(inputs))
+    )
     shapes = parse_shapes(" 5/8/32,3/1/4")
     draft_service.warm_up.warm_up(
         draft, shapes=shapes, dtype=torch.float32, max_num_requests=max_num_requests
     )
-    assert len(trees) == 4 * sum(min(n, max_num_requests) for n in batch_sizes(max_num_requests))
+    assert len(trees) == len(shapes) + 4 * sum(
+        min(n, max_num_requests) for n in batch_sizes(max_num_requests)
+    )
     assert {len(tree.token_ids) for tree in trees} == {4, 32}
+    assert buckets >= {b for b in ROW_BUCKETS if b <= CHUNK_ROWS or max_num_requests > 1}
     assert draft._requests == {} and not draft.has_work
     assert draft.load.num_free_pages == draft.load.num_pages
     target = make_target(pairing)
