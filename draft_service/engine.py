@@ -26,11 +26,11 @@ from shared.rpc.link import Link, LinkLost, LinkSet, connect
 from shared.step_timer import StepTimer
 from shared.tree import check_shape
 from shared.types import (
+    BurstPart,
     DraftClose,
     DraftOpen,
     DraftRound,
     FeatureAck,
-    FeatureBurst,
     FeatureChunk,
     FeatureCommand,
     FeatureSubscribe,
@@ -39,8 +39,11 @@ from shared.types import (
     LinkOpen,
     RequestFailure,
     RequestRetracted,
+    RingRows,
     RingSpan,
+    RoundBurst,
     TokenTree,
+    TreeShape,
     WorkerInfo,
     WorkerLoad,
 )
@@ -134,8 +137,8 @@ class DraftEngine:
             match message:
                 case DraftRound():
                     self._order_round(message, link)
-                case FeatureBurst():
-                    self._take_burst(message)
+                case RoundBurst():
+                    self._take_burst(link, message)
                 case FeatureChunk():
                     self._take_features(message)
                 case RequestFailure():
@@ -145,7 +148,7 @@ class DraftEngine:
                 case _:
                     raise TypeError(f"a draft engine is told no {type(message).__name__}")
         except CoppiceError as error:
-            for failed in message.parts if isinstance(message, FeatureBurst) else (message,):
+            for failed in message.parts if isinstance(message, RoundBurst) else (message,):
                 self._fail(failed, error)
 
     def step(self) -> list[Any]:
@@ -235,11 +238,14 @@ class DraftEngine:
             return  # closed, retracted or re-opened meanwhile; the orchestrator was told
         check_shape(message.shape, prefix="shape.")
         self._check_tokens(message.token_ids)
-        if message.seq_len + 1 > self._max_context_len:
+        self._accept_order(request, message, link)
+
+    def _accept_order(self, request: DraftRequest, order: DraftRound, link: Link | None) -> None:
+        if order.seq_len + 1 > self._max_context_len:
             raise InvalidArgumentError(
-                f"seq_len {message.seq_len} exceeds max_context_len", field="seq_len"
+                f"seq_len {order.seq_len} exceeds max_context_len", field="seq_len"
             )
-        request.accept_round(message, answer_link=link, busy_until_ns=self._busy_until_ns)
+        request.accept_round(order, answer_link=link, busy_until_ns=self._busy_until_ns)
 
     def _link_to(self, name: str) -> Link | None:
         """Return the link to a target's engine; None if that is on another host."""
@@ -288,19 +294,31 @@ class DraftEngine:
             data = chunk.data
         self._add_features(request, chunk.start, FeatureRows.read(data, chunk.dtype, chunk.shape))
 
-    def _take_burst(self, burst: FeatureBurst) -> None:
-        self._check_features(burst)
-        data = self._rings.read(burst.data)
-        rows = None if data is None else FeatureRows.read(data, burst.dtype, burst.shape)
+    def _take_burst(self, link: Link, burst: RoundBurst) -> None:
+        """Take what a step of the target accepted of several requests, and its orders."""
+        for part in burst.parts:
+            self._check_tokens(part.token_ids)
+        rows = None
+        if burst.rows is not None:
+            self._check_features(burst.rows)
+            data = self._rings.read(burst.rows.data)
+            if data is not None:
+                rows = FeatureRows.read(data, burst.rows.dtype, burst.rows.shape)
         first = 0
         for part in burst.parts:
-            stop = first + part.num_rows
+            stop = first + len(part.token_ids)
             request = self._expecting(part.request_id, part.target_epoch)
-            if request is not None and not self._misses_rows(request, part.start):
-                if rows is None:
-                    self._avoid_ring(request)
+            if request is not None and request.open.draft_epoch == part.draft_epoch:
+                try:
+                    self._accept_order(request, _order_of(part, burst.shape), link)
+                except CoppiceError as error:
+                    self._fail(part, error)
                 else:
-                    self._add_features(request, part.start, rows.part(first, stop))
+                    if burst.rows is not None and not self._misses_rows(request, part.seq_len):
+                        if rows is None:
+                            self._avoid_ring(request)
+                        else:
+                            self._add_features(request, part.seq_len, rows.part(first, stop))
             first = stop
 
     def _expecting(self, request_id: str, target_epoch: int) -> DraftRequest | None:
@@ -319,7 +337,7 @@ class DraftEngine:
             self._subscribe(request)
         return True
 
-    def _check_features(self, rows: FeatureChunk | FeatureBurst) -> None:
+    def _check_features(self, rows: FeatureChunk | RingRows) -> None:
         width = self.info.features.width
         if rows.shape[1] != width or rows.dtype not in DTYPES:
             raise InvalidArgumentError(
@@ -481,6 +499,19 @@ class DraftEngine:
                 round_idx=getattr(message, "round_idx", 0),
             )
         )
+
+
+def _order_of(part: BurstPart, shape: TreeShape) -> DraftRound:
+    return DraftRound(
+        request_id=part.request_id,
+        target_epoch=part.target_epoch,
+        draft_epoch=part.draft_epoch,
+        round_idx=part.round_idx,
+        seq_len=part.seq_len + len(part.token_ids),
+        token_offset=part.seq_len + 1,
+        token_ids=tuple(part.token_ids),
+        shape=shape,
+    )
 
 
 def _timed(tree: TokenTree, request: DraftRequest, timer: StepTimer) -> TokenTree:

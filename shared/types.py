@@ -7,6 +7,7 @@ round before), `parent_index` is topological, root = -1.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NewType
 
@@ -455,29 +456,49 @@ class FeatureChunk:
         return replace(self, start=self.start + first, shape=(stop - first, width), data=data)
 
 
-class BurstPart(NamedTuple):
-    """The rows of one request in a FeatureBurst, from position `start` on."""
-
-    request_id: str
-    target_epoch: int
-    start: int
-    num_rows: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureBurst:
-    """Feature rows that one step committed, of several requests of one draft.
+class RingRows:
+    """Feature rows in a target's ring.
 
     Args:
-        parts: In the order of their rows.
-        shape: (num_rows, feature_width) of all.
-        data: Where the rows of all lie.
+        shape: (num_rows, feature_width).
+        data: Where they lie.
     """
 
-    parts: tuple[BurstPart, ...]
     shape: tuple[int, int]
     dtype: str
     data: RingSpan
+
+
+class BurstPart(NamedTuple):
+    """One request of a RoundBurst.
+
+    Args:
+        round_idx: The round that the tree is for.
+        seq_len: Index of the root that was verified, in prompt + output; position of the first row.
+        token_ids: Accepted drafts and bonus token, which come after that root.
+    """
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    round_idx: int
+    seq_len: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundBurst:
+    """What one step accepted of several requests of one draft, and the order of their next trees.
+
+    Args:
+        shape: Of every tree.
+        rows: A row for every token, in the order of the parts; None if the draft takes none.
+    """
+
+    parts: tuple[BurstPart, ...]
+    shape: TreeShape
+    rows: RingRows | None
 
 
 # --- messages of the draft's session stream -------------------------------------------------------

@@ -31,12 +31,10 @@ from shared.step_timer import StepTimer
 from shared.times import clock_id, take
 from shared.tree import check_tree
 from shared.types import (
-    AcceptedPath,
     AnswerTimes,
     BurstPart,
     DraftRound,
     FeatureAck,
-    FeatureBurst,
     FeatureChunk,
     FeatureFailure,
     FeatureSubscribe,
@@ -46,19 +44,22 @@ from shared.types import (
     LinkOpen,
     RequestFailure,
     RequestRetracted,
+    RingRows,
+    RoundBurst,
     RoundGrant,
     StageTime,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
     TokenTree,
+    TreeShape,
     VerifyRound,
     WorkerInfo,
     WorkerLoad,
 )
 from target_service.batch import SampledTrees, StepBatch, build_batch, build_verify
 from target_service.cohort import Cohort
-from target_service.commit import accepted_nodes, commit_path
+from target_service.commit import AcceptedNodes, accepted_nodes, commit_path
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
 from target_service.read_back import PendingRead
 from target_service.request import Phase, TargetRequest
@@ -635,11 +636,11 @@ class TargetEngine:
 
     def _commit_paths(self, launched: _Launched, trees: SampledTrees, paths: PathOutputs) -> None:
         """Advance every request by its path; drafts that are linked hear of it first."""
-        committed: list[tuple[TargetRequest, AcceptedPath, FeatureRows | None]] = []
-        bursts: dict[Link, list[tuple[TargetRequest, int, FeatureRows]]] = {}
+        nodes = list(accepted_nodes(trees, paths))
+        self._order_next(trees, nodes, paths)
         stages = launched.timer.stages(device_free_ns=self._device_free_ns)
         self._device_free_ns = launched.timer.device_end_ns(stages)
-        nodes = accepted_nodes(trees, paths)
+        advanced: list[tuple[TargetRequest, tuple[int, ...]]] = []
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             if not self._is_held(request):
                 continue
@@ -647,61 +648,93 @@ class TargetEngine:
             reply = commit_path(request, path, paths, row, max_context_len=self._max_context_len)
             if request.open.is_timed and not is_prefill:
                 reply = replace(reply, times=_times_of(launched, request, stages))
-            rows = None
-            if reply.finish_reason is FinishReason.NONE:
-                log, link = request.features, request.feature_link
-                if log is not None and not is_prefill:
-                    assert paths.features is not None
-                    rows = paths.features[row, : len(reply.token_ids)]
-                    if link is not None and log.next == path.seq_len and self._ring is not None:
-                        bursts.setdefault(link, []).append((request, path.seq_len, rows))
-                        log.next += len(rows)
-                self._order_tree(request)
-            committed.append((request, reply, rows))
-        self.links.flush()  # drafts read the orders while the rows are written
-        for link, parts in bursts.items():
-            self._send_burst(link, parts)
-        self.links.flush()
-        for request, reply, rows in committed:
             self._outbox.append(reply)
             self._num_moved += reply.accept_index != tuple(range(len(reply.accept_index)))
-            if rows is not None:
-                assert request.features is not None
-                request.features.append(reply.seq_len - len(rows), rows.copy())
             if reply.finish_reason is not FinishReason.NONE:
                 self._drop(request)
-        self._runner.sampler.count(
-            (request, reply.token_ids)
-            for request, reply, _ in committed
-            if reply.finish_reason is FinishReason.NONE
+                continue
+            advanced.append((request, reply.token_ids))
+            self._order_tree(request)
+            if request.features is not None and not is_prefill:
+                assert paths.features is not None
+                rows = paths.features[row, : len(reply.token_ids)]
+                request.features.append(path.seq_len, rows.copy())
+        self.links.flush()
+        self._runner.sampler.count(advanced)
+
+    def _order_next(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], paths: PathOutputs
+    ) -> None:
+        """Order the trees of the next rounds of linked drafts, before anything else is done.
+
+        What stays as it was is not asked for again: whether a request ends with this path is found
+        out while its tree is being grown, and so a tree may be grown for nothing.
+        """
+        rows_of: dict[tuple[Link, TreeShape, bool], list[int]] = {}
+        for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
+            if self._is_held(request) and self._goes_on(request, path):
+                assert request.link is not None and request.grant is not None
+                assert request.grant.shape is not None
+                key = (request.link, request.grant.shape, request.features is not None)
+                rows_of.setdefault(key, []).append(row)
+        for (link, shape, has_features), rows in rows_of.items():
+            members = [(trees.requests[row], nodes[row]) for row in rows]
+            ring_rows = None
+            if has_features:
+                assert self._ring is not None and paths.features is not None
+                features = [paths.features[row, : len(nodes[row].token_ids)] for row in rows]
+                span = self._ring.write(*features)
+                if span is None:
+                    continue  # too many for the ring: in messages, as each is committed
+                ring_rows = RingRows(
+                    shape=(sum(map(len, features)), self._runner.features.width),
+                    dtype=self.info.features.dtype,
+                    data=span,
+                )
+            parts = tuple(
+                BurstPart(
+                    request.request_id,
+                    request.open.target_epoch,
+                    request.draft_epoch,
+                    request.round_idx + 2,  # this round is not committed yet
+                    path.seq_len,
+                    path.token_ids,
+                )
+                for request, path in members
+            )
+            link.put(RoundBurst(parts=parts, shape=shape, rows=ring_rows))
+            link.flush()
+            for request, path in members:
+                request.ordered_round = request.round_idx + 2
+                request.num_tokens_told += len(path.token_ids)
+                request.ordered_ns = self._cohort.ordered(
+                    request.request_id, shape.num_draft_tokens
+                )
+                if request.features is not None:
+                    assert request.features.next is not None
+                    request.features.next += len(path.token_ids)
+
+    def _goes_on(self, request: TargetRequest, path: AcceptedNodes) -> bool:
+        """Return whether the round after a path, not committed yet, can be ordered in a burst."""
+        grant, log, num_tokens = request.grant, request.features, len(path.token_ids)
+        if grant is None or grant.shape is None or request.num_in_flight > 1:
+            return False
+        if not request.ordered_round < request.round_idx + 2 <= grant.until_round_idx:
+            return False
+        if log is not None:
+            is_next = request.feature_link is request.link and log.next == path.seq_len == log.end
+            if not is_next or self._ring is None:
+                return False
+        return (
+            request.num_tokens_told == len(request.tokens)
+            and len(request.tokens) + num_tokens < request.token_limit
+            and path.seq_len + num_tokens + grant.shape.num_draft_tokens <= self._max_context_len
         )
 
     def _send_features(self, request: TargetRequest) -> None:
         if request.features is not None:
             for position, rows in request.features.take_unsent():
                 self._emit_features(request, position, rows)
-
-    def _send_burst(
-        self, link: Link, parts: Sequence[tuple[TargetRequest, int, FeatureRows]]
-    ) -> None:
-        """Send the rows that a step committed, of several requests of one draft, as one."""
-        assert self._ring is not None
-        span = self._ring.write(*(rows for _, _, rows in parts))
-        if span is None:
-            for request, position, rows in parts:
-                self._emit_features(request, position, rows)
-            return
-        link.put(
-            FeatureBurst(
-                parts=tuple(
-                    BurstPart(request.request_id, request.open.target_epoch, position, len(rows))
-                    for request, position, rows in parts
-                ),
-                shape=(sum(len(rows) for _, _, rows in parts), self._runner.features.width),
-                dtype=self.info.features.dtype,
-                data=span,
-            )
-        )
 
     def _emit_features(self, request: TargetRequest, position: int, rows: FeatureRows) -> None:
         """Queue rows [n, row_bytes] for the subscriber, at most 1 MiB a message."""

@@ -14,8 +14,8 @@ from shared.rpc.link import Link
 from shared.types import (
     AcceptedPath,
     DraftRound,
-    FeatureBurst,
     FeatureChunk,
+    RoundBurst,
     RoundGrant,
     TokenTree,
 )
@@ -100,9 +100,9 @@ class LinkedPair(LocalPair):
         """Let the draft's engine hear one message."""
         assert self.draft is not None
         match message:
-            case FeatureBurst():
+            case RoundBurst() if message.rows is not None:
                 for part in message.parts:
-                    self._note_rows(part.request_id, part.start, part.num_rows)
+                    self._note_rows(part.request_id, part.seq_len, len(part.token_ids))
             case FeatureChunk():
                 self._note_rows(message.request_id, message.start, message.shape[0])
         self.draft.submit_linked(link, message)

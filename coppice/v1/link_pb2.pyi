@@ -24,30 +24,42 @@ class LinkToTarget(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[LinkOpen, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[_tree_pb2.TokenTree, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[LinkClose, _Mapping]]] = ...) -> None: ...
 
 class LinkToDraft(_message.Message):
-    __slots__ = ("chunks", "bursts", "failures", "rounds")
+    __slots__ = ("chunks", "failures", "rounds", "bursts")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    BURSTS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    BURSTS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureChunk]
-    bursts: _containers.RepeatedCompositeFieldContainer[FeatureBurst]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
     rounds: _containers.RepeatedCompositeFieldContainer[_draft_pb2.DraftRound]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., bursts: _Optional[_Iterable[_Union[FeatureBurst, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ...) -> None: ...
+    bursts: _containers.RepeatedCompositeFieldContainer[RoundBurst]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ..., bursts: _Optional[_Iterable[_Union[RoundBurst, _Mapping]]] = ...) -> None: ...
 
-class FeatureBurst(_message.Message):
-    __slots__ = ("request_ids", "target_epochs", "starts", "num_rows", "handle")
+class RoundBurst(_message.Message):
+    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_tokens", "token_ids", "num_steps", "topk", "num_draft_tokens", "handle")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    STARTS_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    SEQ_LENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOPK_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     target_epochs: _containers.RepeatedScalarFieldContainer[int]
-    starts: _containers.RepeatedScalarFieldContainer[int]
-    num_rows: _containers.RepeatedScalarFieldContainer[int]
+    draft_epochs: _containers.RepeatedScalarFieldContainer[int]
+    round_idx: _containers.RepeatedScalarFieldContainer[int]
+    seq_lens: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
     handle: _tree_pb2.FeatureHandle
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., num_rows: _Optional[_Iterable[int]] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")

@@ -30,7 +30,7 @@ FeatureReply = types.FeatureChunk | types.RequestFailure
 ToTarget = (
     types.LinkOpen | types.FeatureSubscribe | types.FeatureAck | types.TokenTree | types.LinkClose
 )
-ToDraft = types.FeatureChunk | types.FeatureBurst | types.RequestFailure | types.DraftRound
+ToDraft = types.FeatureChunk | types.RequestFailure | types.DraftRound | types.RoundBurst
 
 Item = TypeVar("Item")
 
@@ -203,9 +203,9 @@ def pack_to_draft(messages: Iterable[ToDraft]) -> link_pb2.LinkToDraft:
     batch = link_pb2.LinkToDraft()
     fields = {
         types.FeatureChunk: batch.chunks,
-        types.FeatureBurst: batch.bursts,
         types.RequestFailure: batch.failures,
         types.DraftRound: batch.rounds,
+        types.RoundBurst: batch.bursts,
     }
     _pack(messages, fields)
     return batch
@@ -213,7 +213,7 @@ def pack_to_draft(messages: Iterable[ToDraft]) -> link_pb2.LinkToDraft:
 
 def unpack_to_draft(batch: link_pb2.LinkToDraft) -> Batch[ToDraft]:
     """Unpack what a target's engine told a draft's: rows before orders."""
-    return _unpack(batch.chunks, batch.bursts, batch.failures, batch.rounds)
+    return _unpack(batch.chunks, batch.failures, batch.rounds, batch.bursts)
 
 
 def _brief(load: types.WorkerLoad) -> tree_pb2.WorkerLoad:

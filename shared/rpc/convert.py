@@ -64,11 +64,11 @@ _PAIRS: tuple[_Pair, ...] = (
         types.FeatureUnsubscribe,
         target_pb2.FeatureUnsubscribe,
     ),
-    _pair(convert_features, "feature_burst", types.FeatureBurst, link_pb2.FeatureBurst),
     _pair(convert_target, "link_open", types.LinkOpen, link_pb2.LinkOpen),
     _pair(convert_target, "link_close", types.LinkClose, link_pb2.LinkClose),
     _pair(convert_draft, "draft_open", types.DraftOpen, draft_pb2.DraftOpen),
     _pair(convert_draft, "draft_round", types.DraftRound, draft_pb2.DraftRound),
+    _pair(convert_draft, "round_burst", types.RoundBurst, link_pb2.RoundBurst),
     _pair(convert_draft, "draft_close", types.DraftClose, draft_pb2.DraftClose),
 )
 _TO_PROTO = {value: to_proto for value, _, to_proto, _ in _PAIRS}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from coppice.v1 import draft_pb2
+from itertools import accumulate
+
+from coppice.v1 import draft_pb2, link_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
+from shared.rpc.convert_features import ring_rows_from_proto, ring_rows_to_proto
 from shared.rpc.convert_params import sampling_from_proto, sampling_to_proto
 from shared.rpc.convert_tree import shape_from_proto
 from shared.rpc.fields import Within, require_ids, require_range, require_request_id
+
+_BURST_COLUMNS = ("target_epochs", "draft_epochs", "round_idx", "seq_lens")
 
 
 def draft_open_to_proto(value: types.DraftOpen) -> draft_pb2.DraftOpen:
@@ -71,6 +76,69 @@ def draft_round_from_proto(message: draft_pb2.DraftRound) -> types.DraftRound:
         token_offset=require_range(message.token_offset, "token_offset", 0),
         token_ids=require_ids(message.token_ids, "token_ids"),
         shape=shape_from_proto(message),
+    )
+
+
+def round_burst_to_proto(value: types.RoundBurst) -> link_pb2.RoundBurst:
+    """Convert the orders of a step's trees."""
+    request_ids, target_epochs, draft_epochs, round_idx, seq_lens, _ = zip(
+        *value.parts, strict=True
+    )
+    return link_pb2.RoundBurst(
+        request_ids=request_ids,
+        target_epochs=target_epochs,
+        draft_epochs=draft_epochs,
+        round_idx=round_idx,
+        seq_lens=seq_lens,
+        num_tokens=[len(part.token_ids) for part in value.parts],
+        token_ids=[token_id for part in value.parts for token_id in part.token_ids],
+        num_steps=value.shape.num_steps,
+        topk=value.shape.topk,
+        num_draft_tokens=value.shape.num_draft_tokens,
+        handle=None if value.rows is None else ring_rows_to_proto(value.rows),
+    )
+
+
+def round_burst_from_proto(message: link_pb2.RoundBurst) -> types.RoundBurst:
+    """Convert the orders of a step's trees after checking that the arrays agree.
+
+    Raises: InvalidArgumentError naming the field that is wrong.
+    """
+    columns = (
+        message.request_ids,
+        message.target_epochs,
+        message.draft_epochs,
+        message.round_idx,
+        message.seq_lens,
+    )
+    num_tokens = list(message.num_tokens)
+    lengths = [len(num_tokens), *map(len, columns)]
+    if not num_tokens or len(set(lengths)) > 1:
+        raise InvalidArgumentError(
+            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
+        )
+    token_ids = require_ids(message.token_ids, "token_ids")
+    if min(num_tokens) < 1 or sum(num_tokens) != len(token_ids):
+        raise InvalidArgumentError(
+            f"num_tokens is {num_tokens}, token_ids has {len(token_ids)} entries",
+            field="num_tokens",
+        )
+    for name, column in zip(_BURST_COLUMNS, columns[1:], strict=True):
+        require_range(min(column), name, 0)
+    rows = None
+    if message.HasField("handle"):
+        with Within("handle"):
+            rows = ring_rows_from_proto(message.handle)
+        if rows.shape[0] != len(token_ids):
+            raise InvalidArgumentError(
+                f"the handle has {rows.shape[0]} rows for {len(token_ids)} tokens", field="handle"
+            )
+    stops = list(accumulate(num_tokens))
+    paths = [token_ids[stop - count : stop] for stop, count in zip(stops, num_tokens, strict=True)]
+    return types.RoundBurst(
+        parts=tuple(map(types.BurstPart, *columns, paths)),
+        shape=shape_from_proto(message),
+        rows=rows,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coppice.v1 import link_pb2, target_pb2, tree_pb2
+from coppice.v1 import target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
 from shared.feature_ring import is_ring_name
@@ -112,44 +112,23 @@ def feature_chunk_to_proto(chunk: types.FeatureChunk) -> target_pb2.FeatureChunk
     )
 
 
-def feature_burst_to_proto(burst: types.FeatureBurst) -> link_pb2.FeatureBurst:
-    """Convert the rows of several requests."""
-    request_ids, target_epochs, starts, num_rows = zip(*burst.parts, strict=True)
-    return link_pb2.FeatureBurst(
-        request_ids=request_ids,
-        target_epochs=target_epochs,
-        starts=starts,
-        num_rows=num_rows,
-        handle=_handle(burst),
-    )
+def ring_rows_to_proto(rows: types.RingRows) -> tree_pb2.FeatureHandle:
+    """Convert the place of rows in a ring."""
+    return _handle(rows)
 
 
-def feature_burst_from_proto(message: link_pb2.FeatureBurst) -> types.FeatureBurst:
-    """Convert the rows of several requests after checking that arrays and handle agree.
+def ring_rows_from_proto(message: tree_pb2.FeatureHandle) -> types.RingRows:
+    """Convert the place of rows in a ring.
 
-    Raises: InvalidArgumentError naming the field that is wrong.
+    Raises: InvalidArgumentError naming the part of the handle that is wrong.
     """
-    columns = (message.request_ids, message.target_epochs, message.starts, message.num_rows)
-    lengths = [len(column) for column in columns]
-    if not lengths[0] or len(set(lengths)) > 1:
-        raise InvalidArgumentError(
-            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
-        )
-    with Within("handle"):
-        shape, dtype, data = _check_handle(message.handle)
+    shape, dtype, data = _check_handle(message)
     if not isinstance(data, types.RingSpan):
-        raise InvalidArgumentError("a burst lies in the ring", field="handle.location")
-    if min(message.num_rows) < 1 or sum(message.num_rows) != shape[0]:
-        raise InvalidArgumentError(
-            f"num_rows is {list(message.num_rows)}, the handle has {shape[0]}", field="num_rows"
-        )
-    if min(message.starts) < 0:
-        raise InvalidArgumentError(f"starts is {list(message.starts)}", field="starts")
-    parts = tuple(map(types.BurstPart, *columns))
-    return types.FeatureBurst(parts=parts, shape=shape, dtype=dtype, data=data)
+        raise InvalidArgumentError("these rows lie in a ring", field="location")
+    return types.RingRows(shape=shape, dtype=dtype, data=data)
 
 
-def _handle(rows: types.FeatureChunk | types.FeatureBurst) -> tree_pb2.FeatureHandle:
+def _handle(rows: types.FeatureChunk | types.RingRows) -> tree_pb2.FeatureHandle:
     handle = tree_pb2.FeatureHandle(shape=rows.shape, dtype=_DTYPE_TO_PROTO[rows.dtype])
     if isinstance(rows.data, types.RingSpan):
         handle.ring_span.ring = rows.data.ring

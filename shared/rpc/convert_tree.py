@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coppice.v1 import draft_pb2, generation_pb2, target_pb2, tree_pb2
+from coppice.v1 import draft_pb2, generation_pb2, link_pb2, target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.rpc.convert_features import feature_spec_from_proto, feature_spec_to_proto
@@ -41,7 +41,7 @@ def times_from_proto(message: tree_pb2.AnswerTimes) -> types.AnswerTimes:
 
 
 def shape_from_proto(
-    message: draft_pb2.DraftRound | target_pb2.RoundGrant,
+    message: draft_pb2.DraftRound | target_pb2.RoundGrant | link_pb2.RoundBurst,
 ) -> types.TreeShape:
     """Return the tree shape of an order."""
     shape = types.TreeShape(

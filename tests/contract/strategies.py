@@ -121,31 +121,34 @@ def chunks(draw: st.DrawFn) -> types.FeatureChunk:
 
 
 @st.composite
-def bursts(draw: st.DrawFn) -> types.FeatureBurst:
-    part = st.builds(
-        types.BurstPart,
-        request_id=request_ids,
-        target_epoch=epochs,
-        start=counts,
-        num_rows=st.integers(1, 8),
-    )
-    parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
-    shape = (sum(part.num_rows for part in parts), draw(st.integers(1, 8)))
-    data = types.RingSpan(
-        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
-        begin=draw(st.integers(0, 2**63 - 1)),
-        num_bytes=4 * shape[0] * shape[1],
-    )
-    return types.FeatureBurst(parts=parts, shape=shape, dtype="float32", data=data)
-
-
-@st.composite
 def shapes(draw: st.DrawFn) -> types.TreeShape:
     num_steps, topk = draw(st.integers(1, 16)), draw(st.integers(1, 16))
     most = min(types.MAX_TREE_NODES, 1 + topk + (num_steps - 1) * topk**2)
     return types.TreeShape(
         num_steps=num_steps, topk=topk, num_draft_tokens=draw(st.integers(2, most))
     )
+
+
+@st.composite
+def bursts(draw: st.DrawFn) -> types.RoundBurst:
+    part = st.builds(
+        types.BurstPart,
+        request_id=request_ids,
+        target_epoch=epochs,
+        draft_epoch=epochs,
+        round_idx=counts,
+        seq_len=counts,
+        token_ids=ids(min_size=1, max_size=8),
+    )
+    parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
+    shape = (sum(len(part.token_ids) for part in parts), draw(st.integers(1, 8)))
+    data = types.RingSpan(
+        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
+        begin=draw(st.integers(0, 2**63 - 1)),
+        num_bytes=4 * shape[0] * shape[1],
+    )
+    rows = types.RingRows(shape=shape, dtype="float32", data=data)
+    return types.RoundBurst(parts=parts, shape=draw(shapes()), rows=draw(st.none() | st.just(rows)))
 
 
 @st.composite
@@ -300,7 +303,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.FeatureSubscribe: subscribes,
     types.FeatureAck: acks,
     types.FeatureUnsubscribe: unsubscribes,
-    types.FeatureBurst: bursts(),
+    types.RoundBurst: bursts(),
     types.LinkOpen: link_opens,
     types.LinkClose: link_closes,
     types.DraftOpen: draft_opens,

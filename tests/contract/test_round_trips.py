@@ -24,7 +24,13 @@ pytestmark = pytest.mark.timeout(60)
 
 RING = "coppice-features-" + "0" * 32
 # Parts and wrappers: they have no message of their own.
-NO_MESSAGE = {types.TreeShape, types.RingSpan, types.FeatureCommand, types.FeatureFailure}
+NO_MESSAGE = {
+    types.TreeShape,
+    types.RingRows,
+    types.RingSpan,
+    types.FeatureCommand,
+    types.FeatureFailure,
+}
 
 
 def test_every_wire_type_is_covered() -> None:
@@ -112,7 +118,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
     "to_draft": (
         batches.pack_to_draft,
         batches.unpack_to_draft,
-        (types.FeatureChunk, types.FeatureBurst, types.RequestFailure, types.DraftRound),
+        (types.FeatureChunk, types.RequestFailure, types.DraftRound, types.RoundBurst),
     ),
 }
 

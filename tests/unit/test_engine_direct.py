@@ -20,12 +20,12 @@ from shared.rpc.link import Link, connect
 from shared.types import (
     DraftClose,
     FeatureAck,
-    FeatureBurst,
     FeatureChunk,
     FeatureSubscribe,
     FinishReason,
     LinkClose,
     LinkOpen,
+    RoundBurst,
     SamplingParams,
     TokenTree,
     VerifyRound,
@@ -471,7 +471,7 @@ def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> No
     by_front: list[FeatureChunk] = []
 
     def late(link: Link, message: Any) -> None:
-        if isinstance(message, FeatureBurst):
+        if isinstance(message, RoundBurst):
             for _ in range(10):
                 ring.start_burst()
                 ring.write(torch.zeros((1, ring.capacity // 8), dtype=torch.uint8).numpy())
