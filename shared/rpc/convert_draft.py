@@ -112,7 +112,7 @@ def round_burst_from_proto(message: link_pb2.RoundBurst) -> types.RoundBurst:
         message.seq_lens,
     )
     num_tokens = list(message.num_tokens)
-    lengths = [len(num_tokens), *map(len, columns)]
+    lengths = [len(num_tokens), *[len(column) for column in columns]]
     if not num_tokens or len(set(lengths)) > 1:
         raise InvalidArgumentError(
             f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
