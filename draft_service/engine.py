@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draft_service.answers import token_tree, tree_burst
+from draft_service.phases import DraftOutput
 from draft_service.request import DraftRequest, FeatureRows
 from draft_service.runner import DraftRunner, ExtendWork
 from shared.device import DTYPES
@@ -42,7 +44,6 @@ from shared.types import (
     RingRows,
     RingSpan,
     RoundBurst,
-    TokenTree,
     TreeShape,
     WorkerInfo,
     WorkerLoad,
@@ -165,9 +166,9 @@ class DraftEngine:
         growing = self._plan_growth()
         works = [work for work in works if work.request.request_id in self._requests]
         if works or growing:
-            trees = self._runner.run(works, growing, timer)
-            for tree, request in zip(trees, growing, strict=True):
-                self._answer(_timed(tree, request, timer), request)
+            output = self._runner.run(works, growing, timer)
+            if output is not None:
+                self._answer(growing, output, timer)
             self._num_steps += 1
             self._num_rows += sum(work.num_rows for work in works)
             touched = {w.request.request_id for w in works} | {r.request_id for r in growing}
@@ -271,11 +272,19 @@ class DraftEngine:
                 if request.has_linked_features:
                     self._subscribe(request)
 
-    def _answer(self, tree: TokenTree, request: DraftRequest) -> None:
-        if request.answer_link is not None:
-            request.answer_link.put(tree)
-        else:
-            self._outbox.append(replace(tree, is_linked=request.link is not None))
+    def _answer(
+        self, growing: Sequence[DraftRequest], output: DraftOutput, timer: StepTimer
+    ) -> None:
+        """Answer with the grown trees; targets that are linked hear of theirs at once."""
+        rows_of: dict[Link, list[int]] = {}
+        for row, request in enumerate(growing):
+            if request.answer_link is not None:
+                rows_of.setdefault(request.answer_link, []).append(row)
+            else:
+                self._outbox.append(token_tree(request, row, output, timer))
+        for link, rows in rows_of.items():
+            link.put(tree_burst([growing[row] for row in rows], rows, output, timer))
+            link.flush()
 
     def _take_features(self, chunk: FeatureChunk) -> None:
         request = self._expecting(chunk.request_id, chunk.target_epoch)
@@ -512,13 +521,3 @@ def _order_of(part: BurstPart, shape: TreeShape) -> DraftRound:
         token_ids=tuple(part.token_ids),
         shape=shape,
     )
-
-
-def _timed(tree: TokenTree, request: DraftRequest, timer: StepTimer) -> TokenTree:
-    """Return a tree; of a timed request with how it went from the order on."""
-    if request.pending_times is None:
-        return tree
-    times = request.pending_times.then("features", request.features_ns)
-    times = times.then("queue", timer.begin_ns)
-    times = replace(times, stages=(*times.stages, *timer.stages()))
-    return replace(tree, times=times.then("tree", time.monotonic_ns()))

@@ -97,7 +97,7 @@ class DraftOutput:
     """The grown trees, on the host, without their roots. Entries past num_nodes are 0.
 
     Args:
-        num_nodes: [B] i32.
+        num_nodes: [B] i32; B may be more than the trees asked for.
         token_ids: [B, M] i32 target ids; M = the largest num_draft_tokens - 1.
         parent_index: [B, M] i32, topological; 0 = the root, 1 = the first of these nodes.
         cumulative_logprobs: [B, M] f32, <= 0.

@@ -24,7 +24,7 @@ from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
 from shared.staging import Fields, Staging, num_bytes_of
 from shared.step_timer import StepTimer
-from shared.types import MAX_TREE_NODES, DraftRound, TokenTree, TreeShape
+from shared.types import MAX_TREE_NODES, DraftRound, TreeShape
 
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
@@ -69,12 +69,13 @@ class DraftRunner:
 
     def run(
         self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest], timer: StepTimer
-    ) -> list[TokenTree]:
+    ) -> DraftOutput | None:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
-        then answer pending rounds, each with a tree. Only the trees are waited for.
+        then grow a tree for each pending round. Only the trees are waited for.
 
         Args:
             growing: Requests whose kv_len counts their rows among `works`.
+        Returns: The trees, valid until the next run; None if none is to grow.
         Mutates: KV slots of the rows; the hidden rows that trees grow from; scratch KV slots past
             kv_len; takes features from the requests.
         """
@@ -87,7 +88,7 @@ class DraftRunner:
             self._extend(extend)
         timer.device("extend")
         if growth is None:
-            return []
+            return None
         packed = self._graphs.run(
             ("grow", len(growth.seed), growth.bounds, growth.is_random),
             lambda: self._grow(growth),
@@ -96,7 +97,7 @@ class DraftRunner:
         timer.device("grow")
         result = self._results.read(packed)
         timer.host("read")
-        return _trees(growing, DraftOutput.unpack(result))
+        return DraftOutput.unpack(result)
 
     def num_scratch_slots(self, request: DraftRequest) -> int:
         """Return how many slots past kv_len the pending tree needs."""
@@ -261,33 +262,6 @@ class _Results:
 def _order(request: DraftRequest) -> DraftRound:
     assert request.pending is not None
     return request.pending
-
-
-def _trees(requests: Sequence[DraftRequest], output: DraftOutput) -> list[TokenTree]:
-    """Answer the pending round of every request."""
-    trees = []
-    for request, count, token_ids, parents, scores in zip(
-        requests,
-        output.num_nodes.tolist(),
-        output.token_ids.tolist(),
-        output.parent_index.tolist(),
-        output.cumulative_logprobs.tolist(),
-        strict=False,  # the batch is padded
-    ):
-        order = _order(request)
-        trees.append(
-            TokenTree(
-                request_id=order.request_id,
-                target_epoch=order.target_epoch,
-                draft_epoch=order.draft_epoch,
-                round_idx=order.round_idx,
-                seq_len=order.seq_len,
-                token_ids=(request.tokens[-1], *token_ids[:count]),
-                parent_index=(-1, *parents[:count]),
-                cumulative_logprobs=(0.0, *scores[:count]),
-            )
-        )
-    return trees
 
 
 def _padded(count: int) -> int:

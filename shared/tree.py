@@ -7,6 +7,7 @@ the device, is in kernels/accept_walk.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import sys
 from collections.abc import Sequence
@@ -98,6 +99,29 @@ def check_tree(
             f"the root is token {token_ids[0]}, the bonus token is {root_token_id}",
             field="tree.token_ids",
         )
+
+
+def are_trees(
+    token_ids: Sequence[int],
+    parent_index: Sequence[int],
+    num_nodes: Sequence[int],
+    *,
+    vocab_size: int,
+) -> bool:
+    """Return whether every tree of many would pass `check_tree`, root token and size apart.
+
+    Args:
+        token_ids: [L] tree by tree.
+        parent_index: [L] within the own tree.
+        num_nodes: [B], L in all.
+    """
+    nodes = itertools.chain.from_iterable(map(range, num_nodes))
+    return (
+        0 <= min(token_ids) <= max(token_ids) < vocab_size
+        and all(map(operator.lt, parent_index, nodes))
+        and min(parent_index) == -1
+        and parent_index.count(-1) == len(num_nodes)  # the roots, which have nothing else below 0
+    )
 
 
 class TreeLayout(NamedTuple):

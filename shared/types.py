@@ -7,7 +7,7 @@ round before), `parent_index` is topological, root = -1.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NewType
 
@@ -176,6 +176,70 @@ class TokenTree:
     cumulative_logprobs: tuple[float, ...] = ()
     times: AnswerTimes | None = None
     is_linked: bool = False
+
+
+class LinkedTree(NamedTuple):
+    """A tree of a TreeBurst; the fields are those of a TokenTree."""
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    round_idx: int
+    seq_len: int
+    token_ids: Sequence[int]
+    parent_index: tuple[int, ...]
+    times: AnswerTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeBurst:
+    """The trees that a step grew for B requests of one target, L nodes in all.
+
+    Args:
+        request_ids: [B], as is what follows.
+        num_nodes: Of each tree, root included, 1..MAX_TREE_NODES.
+        token_ids: [L] tree by tree, roots included.
+        parent_index: [L] within the own tree, root = -1.
+        times: Of timed requests, by their place.
+    """
+
+    request_ids: Sequence[str]
+    target_epochs: Sequence[int]
+    draft_epochs: Sequence[int]
+    round_idx: Sequence[int]
+    seq_lens: Sequence[int]
+    num_nodes: Sequence[int]
+    token_ids: Sequence[int]
+    parent_index: Sequence[int]
+    times: Mapping[int, AnswerTimes] = field(default_factory=dict)
+
+    def trees(self) -> Iterator[LinkedTree]:
+        """Yield each tree."""
+        columns = zip(
+            self.request_ids,
+            self.target_epochs,
+            self.draft_epochs,
+            self.round_idx,
+            self.seq_lens,
+            self.num_nodes,
+            strict=True,
+        )
+        first = 0
+        for i, (request_id, target_epoch, draft_epoch, round_idx, seq_len, count) in enumerate(
+            columns
+        ):
+            stop = first + count
+            yield LinkedTree(
+                request_id,
+                target_epoch,
+                draft_epoch,
+                round_idx,
+                seq_len,
+                self.token_ids[first:stop],
+                tuple(self.parent_index[first:stop]),
+                self.times.get(i),
+            )
+            first = stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

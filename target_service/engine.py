@@ -29,7 +29,7 @@ from shared.kernels.dispatch import launch_counts
 from shared.rpc.link import Link, LinkLost, LinkSet
 from shared.step_timer import StepTimer
 from shared.times import clock_id, take
-from shared.tree import check_tree
+from shared.tree import are_trees, check_tree
 from shared.types import (
     AnswerTimes,
     BurstPart,
@@ -41,6 +41,7 @@ from shared.types import (
     FeatureUnsubscribe,
     FinishReason,
     LinkClose,
+    LinkedTree,
     LinkOpen,
     RequestFailure,
     RequestRetracted,
@@ -51,7 +52,7 @@ from shared.types import (
     TargetAdmitted,
     TargetClose,
     TargetOpen,
-    TokenTree,
+    TreeBurst,
     TreeShape,
     VerifyRound,
     WorkerInfo,
@@ -62,7 +63,7 @@ from target_service.cohort import Cohort
 from target_service.commit import AcceptedNodes, accepted_nodes, commit_path
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
 from target_service.read_back import PendingRead
-from target_service.request import Phase, TargetRequest
+from target_service.request import Phase, QueuedRound, TargetRequest
 from target_service.runner import PathOutputs, StepOutputs, TargetRunner
 from target_service.scheduler import PrefillWork, Scheduler, StepPlan
 from target_service.step_costs import StepCosts
@@ -205,8 +206,8 @@ class TargetEngine:
         """Take what a draft's engine says; a wrong tree is the orchestrator's to hear of."""
         try:
             match message:
-                case TokenTree():
-                    self._take_tree(link, message)
+                case TreeBurst():
+                    self._take_trees(link, message)
                 case FeatureSubscribe():
                     self._subscribe(message, link)
                 case FeatureAck():
@@ -412,7 +413,7 @@ class TargetEngine:
                 root_token_id=request.tokens[-1],
                 vocab_size=self.info.vocab_size,
             )
-        request.queued = message
+        request.queued = QueuedRound(message.tree)
         if request.open.is_timed:
             request.queued_times = take(message.received_ns, busy_until_ns=self._busy_until_ns)
         request.queued_order = next(self._order)
@@ -461,46 +462,59 @@ class TargetEngine:
         request.num_tokens_told = len(request.tokens)
         request.ordered_ns = self._cohort.ordered(request.request_id, shape.num_draft_tokens)
 
-    def _take_tree(self, link: Link, tree: TokenTree) -> None:
-        """Queue the round of a tree that was ordered here, unless it has been given up."""
-        request = self._requests.get(tree.request_id)
-        if request is None or request.grant is None or request.link is not link:
-            return
-        is_current = (tree.target_epoch, tree.draft_epoch, tree.round_idx) == (
-            request.open.target_epoch,
-            request.draft_epoch,
-            request.round_idx + 1,
+    def _take_trees(self, link: Link, burst: TreeBurst) -> None:
+        """Queue the rounds of trees that were ordered here, unless they have been given up."""
+        vocab_size = self.info.vocab_size
+        are_sound = are_trees(
+            burst.token_ids, burst.parent_index, burst.num_nodes, vocab_size=vocab_size
         )
-        if not is_current or request.queued is not None or request.num_in_flight:
-            return
-        self._cohort.arrived(tree.request_id)
-        assert request.grant.shape is not None
+        for tree in burst.trees():
+            request = self._requests.get(tree.request_id)
+            if request is None or request.grant is None or request.link is not link:
+                continue
+            is_current = (
+                tree.round_idx == request.round_idx + 1
+                and tree.draft_epoch == request.draft_epoch
+                and tree.target_epoch == request.open.target_epoch
+            )
+            if not is_current or request.queued is not None or request.num_in_flight:
+                continue
+            self._cohort.arrived(tree.request_id)
+            try:
+                self._check_tree(request, tree, is_sound=are_sound)
+            except InvalidTreeError as error:
+                self._outbox.append(_failure(tree, error))
+                continue
+            if request.open.is_timed:
+                times = AnswerTimes(clock_id=clock_id(), begin_ns=request.ordered_ns)
+                times = times.including("draft", tree.times)
+                request.queued_times = times.then("link", time.monotonic_ns())
+            self._queue_granted(request, tree)
+
+    def _check_tree(self, request: TargetRequest, tree: LinkedTree, *, is_sound: bool) -> None:
+        """Raise InvalidTreeError unless a tree is the one that was ordered.
+
+        Args:
+            is_sound: It is known to be a tree, of tokens of the vocabulary.
+        """
         if tree.seq_len != request.seq_len:
             raise InvalidTreeError(
                 f"seq_len is {tree.seq_len}, expected {request.seq_len}", field="seq_len"
             )
+        assert request.grant is not None and request.grant.shape is not None
+        root_token_id, most = request.tokens[-1], request.grant.shape.num_draft_tokens
+        if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
+            return
         check_tree(
             tree.token_ids,
             tree.parent_index,
-            root_token_id=request.tokens[-1],
+            root_token_id=root_token_id,
             vocab_size=self.info.vocab_size,
-            max_num_nodes=request.grant.shape.num_draft_tokens,
+            max_num_nodes=most,
         )
-        if request.open.is_timed:
-            times = AnswerTimes(clock_id=clock_id(), begin_ns=request.ordered_ns)
-            times = times.including("draft", tree.times)
-            request.queued_times = times.then("link", time.monotonic_ns())
-        self._queue_granted(request, tree)
 
-    def _queue_granted(self, request: TargetRequest, tree: TokenTree | None) -> None:
-        request.queued = VerifyRound(
-            request_id=request.request_id,
-            target_epoch=request.open.target_epoch,
-            round_idx=request.round_idx + 1,
-            seq_len=request.seq_len,
-            root_token_id=request.tokens[-1],
-            tree=tree,
-        )
+    def _queue_granted(self, request: TargetRequest, tree: LinkedTree | None) -> None:
+        request.queued = QueuedRound(tree)
         request.queued_order = next(self._order)
 
     def _end_grant(self, request: TargetRequest) -> None:

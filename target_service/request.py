@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shared.rpc.link import Link
-from shared.types import AcceptedPath, AnswerTimes, RoundGrant, TargetOpen, VerifyRound
+from shared.types import (
+    AcceptedPath,
+    AnswerTimes,
+    LinkedTree,
+    RoundGrant,
+    TargetOpen,
+    TokenTree,
+)
 from target_service.features import FeatureLog
 
 
@@ -19,6 +27,16 @@ class Phase(enum.Enum):
     """Pages held; tokens [seq_len, len(tokens)) have no KV yet."""
     RUNNING = "running"
     """tokens[-1] is the root; between rounds, or with a round queued."""
+
+
+class QueuedRound(NamedTuple):
+    """A round to run.
+
+    Args:
+        tree: None: the root alone.
+    """
+
+    tree: TokenTree | LinkedTree | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,7 +75,7 @@ class TargetRequest:
     req_idx: int = -1
     round_idx: int = -1
     last_reply: AcceptedPath | None = None
-    queued: VerifyRound | None = None
+    queued: QueuedRound | None = None
     queued_times: AnswerTimes | None = None
     queued_order: int = 0
     granted_until: int = 0

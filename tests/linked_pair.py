@@ -15,9 +15,11 @@ from shared.types import (
     AcceptedPath,
     DraftRound,
     FeatureChunk,
+    LinkedTree,
     RoundBurst,
     RoundGrant,
     TokenTree,
+    TreeBurst,
 )
 from target_service.engine import TargetEngine
 from tests.engines import PoisonedPair
@@ -90,11 +92,14 @@ class LinkedPair(LocalPair):
 
     def tell_target(self, link: Link, message: Any) -> None:
         """Let the target's engine hear one message."""
-        if isinstance(message, TokenTree):
-            self.trees.append(message)
-            message = self.edit_tree(message)
-        if message is not None:
-            self.target.submit_linked(link, message)
+        if isinstance(message, TreeBurst):
+            trees = [token_tree(tree) for tree in message.trees()]
+            self.trees += trees
+            edited = [tree for tree in map(self.edit_tree, trees) if tree is not None]
+            if not edited:
+                return
+            message = burst_of(*edited)
+        self.target.submit_linked(link, message)
 
     def tell_draft(self, link: Link, message: Any) -> None:
         """Let the draft's engine hear one message."""
@@ -191,6 +196,26 @@ class LinkedPair(LocalPair):
         if request is not None:
             epoch = (request_id, request.open.draft_epoch)
             self.rows.setdefault(epoch, []).append((start, start + count))
+
+
+def burst_of(*trees: TokenTree) -> TreeBurst:
+    """Return what carries trees over a link."""
+    return TreeBurst(
+        request_ids=[tree.request_id for tree in trees],
+        target_epochs=[tree.target_epoch for tree in trees],
+        draft_epochs=[tree.draft_epoch for tree in trees],
+        round_idx=[tree.round_idx for tree in trees],
+        seq_lens=[tree.seq_len for tree in trees],
+        num_nodes=[len(tree.token_ids) for tree in trees],
+        token_ids=[token_id for tree in trees for token_id in tree.token_ids],
+        parent_index=[parent for tree in trees for parent in tree.parent_index],
+        times={i: tree.times for i, tree in enumerate(trees) if tree.times is not None},
+    )
+
+
+def token_tree(tree: LinkedTree) -> TokenTree:
+    """Return a tree that came over a link as one of the other kind."""
+    return TokenTree(**{**tree._asdict(), "token_ids": tuple(tree.token_ids)})
 
 
 class PoisonedLinkedPair(LinkedPair, PoisonedPair):

@@ -27,21 +27,27 @@ from coppice.v1 import target_pb2 as coppice_dot_v1_dot_target__pb2
 from coppice.v1 import tree_pb2 as coppice_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63oppice/v1/link.proto\x12\ncoppice.v1\x1a\x16\x63oppice/v1/draft.proto\x1a\x17\x63oppice/v1/target.proto\x1a\x15\x63oppice/v1/tree.proto\"\xd8\x01\n\x0cLinkToTarget\x12#\n\x05opens\x18\x01 \x03(\x0b\x32\x14.coppice.v1.LinkOpen\x12\x30\n\nsubscribes\x18\x02 \x03(\x0b\x32\x1c.coppice.v1.FeatureSubscribe\x12$\n\x04\x61\x63ks\x18\x03 \x03(\x0b\x32\x16.coppice.v1.FeatureAck\x12$\n\x05trees\x18\x04 \x03(\x0b\x32\x15.coppice.v1.TokenTree\x12%\n\x06\x63loses\x18\x05 \x03(\x0b\x32\x15.coppice.v1.LinkClose\"\xb5\x01\n\x0bLinkToDraft\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12&\n\x06rounds\x18\x03 \x03(\x0b\x32\x16.coppice.v1.DraftRound\x12&\n\x06\x62ursts\x18\x04 \x03(\x0b\x32\x16.coppice.v1.RoundBurst\"\x80\x02\n\nRoundBurst\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x14\n\x0c\x64raft_epochs\x18\x03 \x03(\x05\x12\x11\n\tround_idx\x18\x04 \x03(\x05\x12\x10\n\x08seq_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x11\n\tnum_steps\x18\x08 \x01(\x05\x12\x0c\n\x04topk\x18\t \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\n \x01(\x05\x12)\n\x06handle\x18\x0b \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\"I\n\x08LinkOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"J\n\tLinkClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63oppice/v1/link.proto\x12\ncoppice.v1\x1a\x16\x63oppice/v1/draft.proto\x1a\x17\x63oppice/v1/target.proto\x1a\x15\x63oppice/v1/tree.proto\"\xd8\x01\n\x0cLinkToTarget\x12#\n\x05opens\x18\x01 \x03(\x0b\x32\x14.coppice.v1.LinkOpen\x12\x30\n\nsubscribes\x18\x02 \x03(\x0b\x32\x1c.coppice.v1.FeatureSubscribe\x12$\n\x04\x61\x63ks\x18\x03 \x03(\x0b\x32\x16.coppice.v1.FeatureAck\x12$\n\x05trees\x18\x04 \x03(\x0b\x32\x15.coppice.v1.TreeBurst\x12%\n\x06\x63loses\x18\x05 \x03(\x0b\x32\x15.coppice.v1.LinkClose\"\xb5\x01\n\x0bLinkToDraft\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12&\n\x06rounds\x18\x03 \x03(\x0b\x32\x16.coppice.v1.DraftRound\x12&\n\x06\x62ursts\x18\x04 \x03(\x0b\x32\x16.coppice.v1.RoundBurst\"\x80\x02\n\nRoundBurst\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x14\n\x0c\x64raft_epochs\x18\x03 \x03(\x05\x12\x11\n\tround_idx\x18\x04 \x03(\x05\x12\x10\n\x08seq_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x11\n\tnum_steps\x18\x08 \x01(\x05\x12\x0c\n\x04topk\x18\t \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\n \x01(\x05\x12)\n\x06handle\x18\x0b \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\"\xa6\x02\n\tTreeBurst\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x14\n\x0c\x64raft_epochs\x18\x03 \x03(\x05\x12\x11\n\tround_idx\x18\x04 \x03(\x05\x12\x10\n\x08seq_lens\x18\x05 \x03(\x05\x12\x11\n\tnum_nodes\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x14\n\x0cparent_index\x18\x08 \x03(\x05\x12/\n\x05times\x18\t \x03(\x0b\x32 .coppice.v1.TreeBurst.TimesEntry\x1a\x45\n\nTimesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.coppice.v1.AnswerTimes:\x02\x38\x01\"I\n\x08LinkOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"J\n\tLinkClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'coppice.v1.link_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TREEBURST_TIMESENTRY']._loaded_options = None
+  _globals['_TREEBURST_TIMESENTRY']._serialized_options = b'8\001'
   _globals['_LINKTOTARGET']._serialized_start=110
   _globals['_LINKTOTARGET']._serialized_end=326
   _globals['_LINKTODRAFT']._serialized_start=329
   _globals['_LINKTODRAFT']._serialized_end=510
   _globals['_ROUNDBURST']._serialized_start=513
   _globals['_ROUNDBURST']._serialized_end=769
-  _globals['_LINKOPEN']._serialized_start=771
-  _globals['_LINKOPEN']._serialized_end=844
-  _globals['_LINKCLOSE']._serialized_start=846
-  _globals['_LINKCLOSE']._serialized_end=920
+  _globals['_TREEBURST']._serialized_start=772
+  _globals['_TREEBURST']._serialized_end=1066
+  _globals['_TREEBURST_TIMESENTRY']._serialized_start=997
+  _globals['_TREEBURST_TIMESENTRY']._serialized_end=1066
+  _globals['_LINKOPEN']._serialized_start=1068
+  _globals['_LINKOPEN']._serialized_end=1141
+  _globals['_LINKCLOSE']._serialized_start=1143
+  _globals['_LINKCLOSE']._serialized_end=1217
 # @@protoc_insertion_point(module_scope)

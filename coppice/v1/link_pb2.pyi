@@ -19,9 +19,9 @@ class LinkToTarget(_message.Message):
     opens: _containers.RepeatedCompositeFieldContainer[LinkOpen]
     subscribes: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureSubscribe]
     acks: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureAck]
-    trees: _containers.RepeatedCompositeFieldContainer[_tree_pb2.TokenTree]
+    trees: _containers.RepeatedCompositeFieldContainer[TreeBurst]
     closes: _containers.RepeatedCompositeFieldContainer[LinkClose]
-    def __init__(self, opens: _Optional[_Iterable[_Union[LinkOpen, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[_tree_pb2.TokenTree, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[LinkClose, _Mapping]]] = ...) -> None: ...
+    def __init__(self, opens: _Optional[_Iterable[_Union[LinkOpen, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[TreeBurst, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[LinkClose, _Mapping]]] = ...) -> None: ...
 
 class LinkToDraft(_message.Message):
     __slots__ = ("chunks", "failures", "rounds", "bursts")
@@ -60,6 +60,35 @@ class RoundBurst(_message.Message):
     num_draft_tokens: int
     handle: _tree_pb2.FeatureHandle
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ...) -> None: ...
+
+class TreeBurst(_message.Message):
+    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_nodes", "token_ids", "parent_index", "times")
+    class TimesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: _tree_pb2.AnswerTimes
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[_tree_pb2.AnswerTimes, _Mapping]] = ...) -> None: ...
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    SEQ_LENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    target_epochs: _containers.RepeatedScalarFieldContainer[int]
+    draft_epochs: _containers.RepeatedScalarFieldContainer[int]
+    round_idx: _containers.RepeatedScalarFieldContainer[int]
+    seq_lens: _containers.RepeatedScalarFieldContainer[int]
+    num_nodes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    parent_index: _containers.RepeatedScalarFieldContainer[int]
+    times: _containers.MessageMap[int, _tree_pb2.AnswerTimes]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")

@@ -28,7 +28,7 @@ DraftReply = types.TokenTree | types.RequestFailure | types.RequestRetracted
 FeatureRequest = types.FeatureSubscribe | types.FeatureAck | types.FeatureUnsubscribe
 FeatureReply = types.FeatureChunk | types.RequestFailure
 ToTarget = (
-    types.LinkOpen | types.FeatureSubscribe | types.FeatureAck | types.TokenTree | types.LinkClose
+    types.LinkOpen | types.FeatureSubscribe | types.FeatureAck | types.TreeBurst | types.LinkClose
 )
 ToDraft = types.FeatureChunk | types.RequestFailure | types.DraftRound | types.RoundBurst
 
@@ -186,7 +186,7 @@ def pack_to_target(messages: Iterable[ToTarget]) -> link_pb2.LinkToTarget:
         types.LinkOpen: batch.opens,
         types.FeatureSubscribe: batch.subscribes,
         types.FeatureAck: batch.acks,
-        types.TokenTree: batch.trees,
+        types.TreeBurst: batch.trees,
         types.LinkClose: batch.closes,
     }
     _pack(messages, fields)

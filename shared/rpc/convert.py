@@ -42,6 +42,7 @@ _PAIRS: tuple[_Pair, ...] = (
     _pair(convert_tree, "logprob", types.TokenLogprob, generation_pb2.TokenLogprob),
     _pair(convert_tree, "times", types.AnswerTimes, tree_pb2.AnswerTimes),
     _pair(convert_tree, "tree", types.TokenTree, tree_pb2.TokenTree),
+    _pair(convert_tree, "tree_burst", types.TreeBurst, link_pb2.TreeBurst),
     _pair(convert_tree, "accepted_path", types.AcceptedPath, tree_pb2.AcceptedPath),
     _pair(convert_tree, "failure", types.RequestFailure, tree_pb2.RequestFailure),
     _pair(convert_tree, "retracted", types.RequestRetracted, tree_pb2.RequestRetracted),

@@ -106,6 +106,63 @@ def tree_from_proto(message: tree_pb2.TokenTree) -> types.TokenTree:
     )
 
 
+def tree_burst_to_proto(burst: types.TreeBurst) -> link_pb2.TreeBurst:
+    """Convert the trees of a step."""
+    return link_pb2.TreeBurst(
+        request_ids=burst.request_ids,
+        target_epochs=burst.target_epochs,
+        draft_epochs=burst.draft_epochs,
+        round_idx=burst.round_idx,
+        seq_lens=burst.seq_lens,
+        num_nodes=burst.num_nodes,
+        token_ids=burst.token_ids,
+        parent_index=burst.parent_index,
+        times={i: times_to_proto(times) for i, times in burst.times.items()},
+    )
+
+
+def tree_burst_from_proto(message: link_pb2.TreeBurst) -> types.TreeBurst:
+    """Convert the trees of a step after checking that the arrays agree; the rest is the engine's.
+
+    Raises: InvalidTreeError naming the field that is wrong.
+    """
+    num_nodes = message.num_nodes[:]
+    columns = (
+        message.request_ids[:],
+        message.target_epochs[:],
+        message.draft_epochs[:],
+        message.round_idx[:],
+        message.seq_lens[:],
+    )
+    lengths = [len(column) for column in (num_nodes, *columns)]
+    if not num_nodes or len(set(lengths)) > 1:
+        raise InvalidTreeError(
+            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
+        )
+    if not 1 <= min(num_nodes) <= max(num_nodes) <= types.MAX_TREE_NODES:
+        raise InvalidTreeError(
+            f"num_nodes is {num_nodes}, must be 1..{types.MAX_TREE_NODES}", field="num_nodes"
+        )
+    token_ids, parent_index = message.token_ids[:], message.parent_index[:]
+    for name, nodes in (("token_ids", token_ids), ("parent_index", parent_index)):
+        if len(nodes) != sum(num_nodes):
+            raise InvalidTreeError(
+                f"{name} has {len(nodes)} entries for {sum(num_nodes)} nodes", field=name
+            )
+    request_ids, target_epochs, draft_epochs, round_idx, seq_lens = columns
+    return types.TreeBurst(
+        request_ids=request_ids,
+        target_epochs=target_epochs,
+        draft_epochs=draft_epochs,
+        round_idx=round_idx,
+        seq_lens=seq_lens,
+        num_nodes=num_nodes,
+        token_ids=token_ids,
+        parent_index=parent_index,
+        times={i: times_from_proto(times) for i, times in message.times.items()},
+    )
+
+
 def logprob_to_proto(value: types.TokenLogprob) -> generation_pb2.TokenLogprob:
     """Convert a token's logprob and its alternatives."""
     return generation_pb2.TokenLogprob(

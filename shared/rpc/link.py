@@ -44,7 +44,7 @@ _FRAME_MESSAGES = 32  # of at most 1 MiB each
 # More may wait, such as the rows of many long prompts, as long as the other end takes some.
 _MAX_BACKLOG_BYTES = 256 << 20
 _MAX_SILENCE_S = 5.0
-_RECEIVE_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 16  # a larger buffer is mapped and unmapped each time
 _SOCKET_BYTES = 4 << 20
 
 

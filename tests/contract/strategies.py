@@ -81,6 +81,24 @@ def trees(draw: st.DrawFn) -> types.TokenTree:
 
 
 @st.composite
+def tree_bursts(draw: st.DrawFn) -> types.TreeBurst:
+    num_nodes = draw(st.lists(st.integers(1, types.MAX_TREE_NODES), min_size=1, max_size=4))
+    count, total = len(num_nodes), sum(num_nodes)
+    column = st.lists(counts, min_size=count, max_size=count)
+    return types.TreeBurst(
+        request_ids=draw(st.lists(request_ids, min_size=count, max_size=count)),
+        target_epochs=draw(column),
+        draft_epochs=draw(column),
+        round_idx=draw(column),
+        seq_lens=draw(column),
+        num_nodes=num_nodes,
+        token_ids=draw(st.lists(token_ids, min_size=total, max_size=total)),
+        parent_index=draw(st.lists(st.integers(-1, 63), min_size=total, max_size=total)),
+        times=draw(st.dictionaries(st.integers(0, count - 1), answer_times)),
+    )
+
+
+@st.composite
 def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
     length = draw(st.integers(0, 17))
     return types.AcceptedPath(
@@ -288,6 +306,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.TokenLogprob: logprob,
     types.AnswerTimes: answer_times,
     types.TokenTree: trees(),
+    types.TreeBurst: tree_bursts(),
     types.AcceptedPath: accepted_paths(),
     types.RequestFailure: failures,
     types.RequestRetracted: retractions,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.v1 import draft_pb2, target_pb2, tree_pb2
+from coppice.v1 import draft_pb2, link_pb2, target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
 from shared.rpc import batches
@@ -31,6 +31,7 @@ NO_MESSAGE = {
     types.FeatureCommand,
     types.FeatureFailure,
 }
+IN_PIPES = [value_type for value_type in BY_TYPE if value_type is not types.TreeBurst]
 
 
 def test_every_wire_type_is_covered() -> None:
@@ -52,7 +53,7 @@ def test_value_survives_the_wire(value_type: type[Any], data: st.DataObject) -> 
     assert from_proto(parsed) == value
 
 
-@pytest.mark.parametrize("value_type", BY_TYPE, ids=lambda value_type: value_type.__name__)
+@pytest.mark.parametrize("value_type", IN_PIPES, ids=lambda value_type: value_type.__name__)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_value_survives_the_pipe(value_type: type[Any], data: st.DataObject) -> None:
@@ -111,7 +112,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
             types.LinkOpen,
             types.FeatureSubscribe,
             types.FeatureAck,
-            types.TokenTree,
+            types.TreeBurst,
             types.LinkClose,
         ),
     ),
@@ -193,6 +194,21 @@ def _tree() -> tree_pb2.TokenTree:
             token_ids=(5, 6),
             parent_index=(-1, 0),
             cumulative_logprobs=(0.0, -1.0),
+        )
+    )
+
+
+def _tree_burst() -> link_pb2.TreeBurst:
+    return to_proto(
+        types.TreeBurst(
+            request_ids=["a", "b"],
+            target_epochs=[1, 2],
+            draft_epochs=[1, 3],
+            round_idx=[1, 4],
+            seq_lens=[3, 9],
+            num_nodes=[2, 1],
+            token_ids=[5, 6, 7],
+            parent_index=[-1, 0, -1],
         )
     )
 
@@ -350,6 +366,18 @@ MALFORMED: list[tuple[Callable[[], Any], Callable[[Any], None], str]] = [
     (_verify, _set(tree__scores__cumulative_logprobs=[0.0]), "tree.scores.cumulative_logprobs"),
     (_verify, _set(tree__request_id=""), "tree.request_id"),
     (_tree, _set(draft_epoch=-1), "draft_epoch"),
+    (_tree_burst, _set(request_ids=["a"]), "request_ids"),
+    (_tree_burst, _set(target_epochs=[1]), "request_ids"),
+    (_tree_burst, _set(draft_epochs=[1, 2, 3]), "request_ids"),
+    (_tree_burst, _set(round_idx=[]), "request_ids"),
+    (_tree_burst, _set(seq_lens=[3]), "request_ids"),
+    (_tree_burst, _set(num_nodes=[3]), "request_ids"),
+    (_tree_burst, lambda message: message.Clear(), "request_ids"),
+    (_tree_burst, _set(num_nodes=[3, 0]), "num_nodes"),
+    (_tree_burst, _set(num_nodes=[65, -62]), "num_nodes"),
+    (_tree_burst, _set(num_nodes=[2, 2]), "token_ids"),
+    (_tree_burst, _set(token_ids=[5, 6]), "token_ids"),
+    (_tree_burst, _set(parent_index=[-1, 0]), "parent_index"),
     (_path, _set(accept_index=[0, 1]), "accept_index"),
     (_path, _set(accept_index=[-1]), "accept_index"),
     (_path, _set(token_ids=[-1]), "token_ids"),

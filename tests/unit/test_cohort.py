@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shared.types import SamplingParams, StoppingParams, TargetClose, TargetOpen
+from shared.types import SamplingParams, StoppingParams, TargetClose, TargetOpen, TokenTree
 from target_service import cohort as cohort_module
 from target_service.cohort import Cohort
 from target_service.engine import TargetEngine
 from target_service.step_costs import StepCosts
 from tests.engines import SHAPES, Models, make_draft, make_target
-from tests.linked_pair import LinkedPair, unlink
+from tests.linked_pair import LinkedPair, burst_of, unlink
 from tests.local_pair import LocalRequest
 
 pytestmark = pytest.mark.timeout(60)
@@ -149,20 +149,20 @@ class TwoRequests:
             self.step()
         cohort._mean_s = GROWTH_S
         pair.to_draft()
-        trees = self.draft.step()
-        assert trees == []
-        (link,) = self.draft.links._links
-        self.late = link._queued.pop()
-        self.link = link
+        assert self.draft.step() == []
+        withheld: list[TokenTree] = []
+        pair.edit_tree = lambda tree: tree if withheld else withheld.append(tree)
         pair.to_target()
+        pair.edit_tree = lambda tree: tree
+        (self.late,) = withheld
 
     def step(self) -> None:
         for message in self.target.step():
             self.pair._on_target(message)
 
     def bring_late_tree(self) -> None:
-        self.link.put(self.late)
-        self.pair.to_target()
+        (link,) = self.target.links._links
+        self.target.submit_linked(link, burst_of(self.late))
 
 
 @pytest.fixture

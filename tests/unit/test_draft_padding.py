@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.answers import token_tree
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine
 from draft_service.request import DraftRequest
@@ -122,6 +123,12 @@ def extended(engine: DraftEngine) -> list[DraftRequest]:
     return engine._plan_growth()
 
 
+def grown(runner: DraftRunner, growing: list[DraftRequest]) -> list[TokenTree]:
+    output = runner.run([], growing, UNTIMED)
+    assert output is not None
+    return [token_tree(request, row, output, UNTIMED) for row, request in enumerate(growing)]
+
+
 def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     engine = draft_engine(models.pairing("eagle3"), pads=True, page_size=4)
     shapes = [*SHAPES[3:6], TreeShape(num_steps=1, topk=9, num_draft_tokens=4), SHAPES[0]]
@@ -144,7 +151,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
         cache[~committed] = torch.nan
     before = [cache.clone() for cache in (*pool.k, *pool.v)]
     hidden = runner._last_hidden.clone()
-    trees = runner.run([], growing, UNTIMED)
+    trees = grown(runner, growing)
     assert [len(tree.token_ids) for tree in trees] == [s.num_draft_tokens for s in shapes]
     assert torch.equal(runner._last_hidden, hidden)
     for cache, old in zip((*pool.k, *pool.v), before, strict=True):
@@ -204,8 +211,8 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
         sampling = SamplingParams(temperature=temperature, seed=1)
         open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
         growing = extended(engine)
-        trees.append(runner.run([], growing, UNTIMED))
+        trees.append(grown(runner, growing))
         with forbidden_waits():
-            trees += [runner.run([], growing, UNTIMED) for _ in range(2)]
+            trees += [grown(runner, growing) for _ in range(2)]
         assert len(runner._graphs) == 2 * is_capturing
     assert all(again == trees[0] for again in trees)

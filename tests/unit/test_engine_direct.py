@@ -42,7 +42,7 @@ from tests.engines import (
     random_tokens,
     run_plain,
 )
-from tests.linked_pair import LinkedPair, PoisonedLinkedPair, direct_rounds, unlink
+from tests.linked_pair import LinkedPair, PoisonedLinkedPair, burst_of, direct_rounds, unlink
 from tests.local_pair import LocalRequest
 
 pytestmark = pytest.mark.timeout(60)
@@ -299,6 +299,40 @@ def test_a_wrong_tree_fails_its_round_and_the_root_alone_goes_on(make: Make, wro
     assert root_only == [failure.round_idx]
 
 
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_tree_fails_its_round_and_no_other(make: Make, wrong: str) -> None:
+    target, draft = make("standalone")
+    pair = LinkedPair(target, draft)
+    requests = requests_of(3, 0)
+    for request in requests:
+        pair.open(request)
+    while min(len(request.paths) for request in requests) < 4:
+        pair.step()
+    one, others = requests[1], (requests[0], requests[2])
+
+    def spoil(tree: TokenTree) -> TokenTree:
+        is_its = tree.request_id == one.request_id
+        return replace(tree, **WRONG[wrong](tree)) if is_its else tree
+
+    pair.edit_tree = spoil
+    num_rounds = [direct_rounds(pair, request) for request in others]
+    pair.pump()
+    while pair.step() and not pair.failures:
+        pass
+    (failure,) = pair.failures
+    assert (failure.request_id, failure.code) == (one.request_id, StatusCode.INVALID_ARGUMENT)
+    pair.failures.clear()
+    pair.edit_tree = lambda tree: tree
+    pair.let_down(one)
+    pair.finish()
+    expected = run_plain(target, requests, alone=True)
+    assert [request.output for request in requests] == [plain.output for plain in expected]
+    for request, count in zip(others, num_rounds, strict=True):
+        assert direct_rounds(pair, request) > count
+        root_only = [path.round_idx for path in request.paths[1:-1] if path.num_draft_tokens == 1]
+        assert root_only == []
+
+
 STALE: dict[str, Callable[[TokenTree], Options]] = {
     "round before": lambda tree: {"round_idx": tree.round_idx - 1},
     "round after": lambda tree: {"round_idx": tree.round_idx + 1},
@@ -319,7 +353,7 @@ def test_a_tree_that_nobody_waits_for_is_ignored(make: Make, stale: str) -> None
         link, is_awaited = held.link, target._cohort.is_awaited
         assert link is not None
         wrong = {"token_ids": (tree.token_ids[0] ^ 1, *tree.token_ids[1:])}
-        target.submit_linked(link, replace(tree, **wrong, **STALE[stale](tree)))
+        target.submit_linked(link, burst_of(replace(tree, **wrong, **STALE[stale](tree))))
         assert target._cohort.is_awaited == is_awaited, "the real one is still to come"
         assert held.queued is None
         return tree

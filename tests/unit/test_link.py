@@ -26,16 +26,16 @@ from shared.rpc.link import (
     remove_link,
     remove_stale_links,
 )
-from shared.types import DraftRound, FeatureChunk, LinkClose, TokenTree, TreeShape
+from shared.types import DraftRound, FeatureChunk, LinkClose, TreeBurst, TreeShape
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def tree(round_idx: int, num_nodes: int = 3) -> TokenTree:
-    return TokenTree(
-        request_id="r", target_epoch=1, draft_epoch=1, round_idx=round_idx, seq_len=7,
-        token_ids=tuple(range(num_nodes)), parent_index=tuple(range(-1, num_nodes - 1)),
-        cumulative_logprobs=tuple(-0.5 * i for i in range(num_nodes)),
+def trees(round_idx: int) -> TreeBurst:
+    return TreeBurst(
+        request_ids=["r", "s"], target_epochs=[1, 2], draft_epochs=[1, 3],
+        round_idx=[round_idx, 5], seq_lens=[7, 9], num_nodes=[3, 1],
+        token_ids=[0, 1, 2, 4], parent_index=[-1, 0, 1, -1],
     )  # fmt: skip
 
 
@@ -96,21 +96,21 @@ def wakes(links: LinkSet) -> bool:
 
 def test_messages_go_both_ways_in_order_and_only_when_flushed(ends: Ends) -> None:
     for round_idx in range(3):
-        ends.near.put(tree(round_idx))
+        ends.near.put(trees(round_idx))
         ends.far.put(order(round_idx))
     assert not wakes(ends.target) and not wakes(ends.draft)
     ends.draft.flush()
     ends.target.flush()
     assert wakes(ends.target) and wakes(ends.draft)
-    assert ends.target.receive() == [(ends.far, tree(i)) for i in range(3)]
+    assert ends.target.receive() == [(ends.far, trees(i)) for i in range(3)]
     assert ends.draft.receive() == [(ends.near, order(i)) for i in range(3)]
     assert not wakes(ends.target) and not wakes(ends.draft)
     assert ends.target.receive() == []
 
 
 def test_a_frame_may_come_in_any_pieces(ends: Ends) -> None:
-    ends.near.put(tree(1))
-    ends.near.put(tree(2))
+    ends.near.put(trees(1))
+    ends.near.put(trees(2))
     sent = bytearray()
 
     class Wire:
@@ -120,14 +120,14 @@ def test_a_frame_may_come_in_any_pieces(ends: Ends) -> None:
 
     wire, ends.near._socket = ends.near._socket, Wire()  # type: ignore[assignment]
     ends.near.flush()
-    ends.near.put(tree(3))
+    ends.near.put(trees(3))
     ends.near.flush()
     ends.near._socket = wire
     received: list[Any] = []
     for value in sent:
         wire.send(bytes([value]))
         received += ends.far.receive()
-    assert received == [tree(1), tree(2), tree(3)]
+    assert received == [trees(1), trees(2), trees(3)]
 
 
 def test_what_the_socket_does_not_take_follows_when_it_does(ends: Ends) -> None:
@@ -169,7 +169,7 @@ def frame(data: bytes) -> bytes:
 
 
 REJECTED = link_pb2.LinkToTarget()
-REJECTED.trees.add(request_id="r", token_ids=[1, 2], parent_index=[-1])
+REJECTED.trees.add(request_ids=["r"], num_nodes=[2], token_ids=[1, 2], parent_index=[-1])
 BREAKS = {
     "end of file": b"",
     "half a frame": frame(b"abc")[:-1],
@@ -182,12 +182,12 @@ BREAKS = {
 @pytest.mark.parametrize("data", BREAKS.values(), ids=BREAKS.keys())
 def test_a_link_that_breaks_says_so_once_and_last(ends: Ends, data: bytes) -> None:
     wire = ends.near._socket
-    ends.near.put(tree(1))
+    ends.near.put(trees(1))
     ends.near.flush()
     wire.send(data) if data else None
     wire.shutdown(socket.SHUT_WR)
     received = [message for _ in range(3) for message in ends.target.receive()]
-    assert received == [(ends.far, tree(1)), (ends.far, LinkLost())]
+    assert received == [(ends.far, trees(1)), (ends.far, LinkLost())]
     assert ends.target._links == [] and not ends.far.is_open
     ends.far.put(order(1))  # whoever does not know yet
     ends.far.flush()
@@ -237,14 +237,14 @@ def test_an_end_that_is_behind_keeps_its_link(ends: Ends, monkeypatch: pytest.Mo
 def test_a_cut_link_costs_no_other_one(ends: Ends, place: Path) -> None:
     other = connect(ends.listener.name, directory=place)
     ends.near._socket.send(frame(b"\xff"))
-    other.put(tree(4))
+    other.put(trees(4))
     other.flush()
     ends.target.receive()
     (far,) = ends.target._links
     assert far is not ends.far
-    other.put(tree(5))
+    other.put(trees(5))
     other.flush()
-    assert ends.target.receive() == [(far, tree(5))]
+    assert ends.target.receive() == [(far, trees(5))]
     other.close()
     assert ends.target.receive() == [(far, LinkLost())]
 

@@ -17,10 +17,9 @@ from shared.types import (
     StoppingParams,
     TargetOpen,
     TokenTree,
-    VerifyRound,
 )
 from target_service.features import FeatureLog
-from target_service.request import Phase, TargetRequest
+from target_service.request import Phase, QueuedRound, TargetRequest
 from target_service.scheduler import CHAIN_SHARE, Scheduler, StepPlan
 
 
@@ -66,10 +65,7 @@ class World:
             seq_len=request.seq_len, token_ids=(0,) * num_nodes,
             parent_index=(-1,) + (0,) * (num_nodes - 1),
         )  # fmt: skip
-        request.queued = VerifyRound(
-            request_id=request.request_id, target_epoch=1, round_idx=1, seq_len=request.seq_len,
-            root_token_id=0, tree=tree if num_nodes > 1 else None,
-        )  # fmt: skip
+        request.queued = QueuedRound(tree if num_nodes > 1 else None)
         request.queued_order = next(self.order)
 
     def step(self, num_accepted: int = 1) -> StepPlan:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
-from shared.tree import check_shape, check_tree, lay_out_tree
+from shared.tree import are_trees, check_shape, check_tree, lay_out_tree
 from shared.types import MAX_TREE_NODES, TreeShape
 
 VOCAB_SIZE = 50
@@ -84,6 +84,36 @@ def test_whatever_is_wrong_is_refused(
         assert error.code == StatusCode.INVALID_ARGUMENT
     else:
         assert is_good
+
+
+ANY_PARENTS = trees(6) | st.lists(st.integers(-2, 6), min_size=1, max_size=6)
+
+
+@given(
+    st.lists(ANY_PARENTS, min_size=1, max_size=4),
+    st.sampled_from([0, 0, -1, VOCAB_SIZE]),
+    st.data(),
+)
+def test_many_trees_are_good_where_each_is(
+    parents: list[list[int]], shift: int, data: st.DataObject
+) -> None:
+    tokens = [[data.draw(st.integers(0, VOCAB_SIZE - 1)) for _ in tree] for tree in parents]
+    data.draw(st.sampled_from(tokens))[-1] += shift
+
+    def is_good(tree: int) -> bool:
+        root = tokens[tree][0]
+        try:
+            check_tree(tokens[tree], parents[tree], root_token_id=root, vocab_size=VOCAB_SIZE)
+        except InvalidTreeError:
+            return False
+        return True
+
+    assert are_trees(
+        list(itertools.chain(*tokens)),
+        list(itertools.chain(*parents)),
+        [len(tree) for tree in parents],
+        vocab_size=VOCAB_SIZE,
+    ) == all(map(is_good, range(len(parents))))
 
 
 @pytest.mark.parametrize(

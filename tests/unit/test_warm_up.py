@@ -11,10 +11,11 @@ import draft_service.warm_up
 import target_service.engine
 import target_service.warm_up
 from draft_service.engine import CHUNK_ROWS
+from draft_service.phases import DraftOutput
 from draft_service.warm_up import batch_sizes
 from shared.buckets import ROW_BUCKETS
 from shared.config_check import parse_shapes
-from shared.types import TokenTree
+from shared.step_timer import StepTimer
 from target_service.batch import StepBatch
 from tests.engines import KINDS, Models, make_draft, make_target, run_plain
 from tests.local_pair import LocalPair, LocalRequest
@@ -57,13 +58,14 @@ def test_a_draft_warms_up(
 ) -> None:
     pairing = models.pairing(kind)
     draft = make_draft(pairing, max_num_requests=max_num_requests)
-    trees: list[TokenTree] = []
+    sizes: list[int] = []
     run, extend = draft._runner.run, draft._runner._extend
 
-    def run_and_note(*args: Any) -> list[TokenTree]:
-        grown = run(*args)
-        trees.extend(grown)
-        return grown
+    def run_and_note(works: Any, growing: Any, timer: StepTimer) -> DraftOutput | None:
+        output = run(works, growing, timer)
+        if output is not None:
+            sizes.extend(output.num_nodes[: len(growing)].tolist())
+        return output
 
     monkeypatch.setattr(draft._runner, "run", run_and_note)
     monkeypatch.setattr(draft._runner, "pads_rows", True)
@@ -75,10 +77,10 @@ def test_a_draft_warms_up(
     draft_service.warm_up.warm_up(
         draft, shapes=shapes, dtype=torch.float32, max_num_requests=max_num_requests
     )
-    assert len(trees) == len(shapes) + 4 * sum(
+    assert len(sizes) == len(shapes) + 4 * sum(
         min(n, max_num_requests) for n in batch_sizes(max_num_requests)
     )
-    assert {len(tree.token_ids) for tree in trees} == {4, 32}
+    assert set(sizes) == {3, 31}
     assert buckets >= {b for b in ROW_BUCKETS if b <= CHUNK_ROWS or max_num_requests > 1}
     assert draft._requests == {} and not draft.has_work
     assert draft.load.num_free_pages == draft.load.num_pages

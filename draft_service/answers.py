@@ -1,0 +1,80 @@
+"""Answer orders with the trees that a step grew: those of a link in one message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from draft_service.phases import DraftOutput
+from draft_service.request import DraftRequest
+from shared.step_timer import StepTimer
+from shared.types import AnswerTimes, DraftRound, TokenTree, TreeBurst
+
+
+def tree_burst(
+    requests: Sequence[DraftRequest], rows: Sequence[int], output: DraftOutput, timer: StepTimer
+) -> TreeBurst:
+    """Answer the pending rounds of some requests, over a link.
+
+    Args:
+        rows: Of the requests in `output`.
+        timer: Of the step.
+    """
+    orders = [order_of(request) for request in requests]
+    most = output.num_nodes.tolist()
+    tokens, parents = output.token_ids.tolist(), output.parent_index.tolist()
+    token_ids: list[int] = []
+    parent_index: list[int] = []
+    for request, row in zip(requests, rows, strict=True):
+        count = most[row]
+        token_ids.append(request.tokens[-1])
+        token_ids += tokens[row][:count]
+        parent_index.append(-1)
+        parent_index += parents[row][:count]
+    return TreeBurst(
+        request_ids=[order.request_id for order in orders],
+        target_epochs=[order.target_epoch for order in orders],
+        draft_epochs=[order.draft_epoch for order in orders],
+        round_idx=[order.round_idx for order in orders],
+        seq_lens=[order.seq_len for order in orders],
+        num_nodes=[most[row] + 1 for row in rows],
+        token_ids=token_ids,
+        parent_index=parent_index,
+        times={
+            i: _times(request.pending_times, request, timer)
+            for i, request in enumerate(requests)
+            if request.pending_times is not None
+        },
+    )
+
+
+def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: StepTimer) -> TokenTree:
+    """Answer the pending round of a request, to the orchestrator."""
+    order, times = order_of(request), request.pending_times
+    count = output.num_nodes[row]
+    return TokenTree(
+        request_id=order.request_id,
+        target_epoch=order.target_epoch,
+        draft_epoch=order.draft_epoch,
+        round_idx=order.round_idx,
+        seq_len=order.seq_len,
+        token_ids=(request.tokens[-1], *output.token_ids[row, :count].tolist()),
+        parent_index=(-1, *output.parent_index[row, :count].tolist()),
+        cumulative_logprobs=(0.0, *output.cumulative_logprobs[row, :count].tolist()),
+        times=None if times is None else _times(times, request, timer),
+        is_linked=request.link is not None,
+    )
+
+
+def order_of(request: DraftRequest) -> DraftRound:
+    """Return the pending order of a request that has one."""
+    assert request.pending is not None
+    return request.pending
+
+
+def _times(times: AnswerTimes, request: DraftRequest, timer: StepTimer) -> AnswerTimes:
+    """Return how a round of a timed request went, from its order on."""
+    times = times.then("features", request.features_ns).then("queue", timer.begin_ns)
+    times = replace(times, stages=(*times.stages, *timer.stages()))
+    return times.then("tree", time.monotonic_ns())
