@@ -136,6 +136,8 @@ class TargetEngine:
         self._requests: dict[str, TargetRequest] = {}
         self._early_subscriptions: dict[str, FeatureSubscribe] = {}
         self._cohort = Cohort(costs)
+        self._has_rows: bool | None = None  # None: not known
+        self._num_tree_rows: int | None = None
         self._order = itertools.count()
         self._outbox: list[Any] = []
         self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
@@ -147,7 +149,9 @@ class TargetEngine:
         """Return whether a step would do anything."""
         if self._outbox or self._in_flight:
             return True
-        return self._scheduler.has_work and not self._cohort_wait_s
+        if self._has_rows is None:
+            self._has_rows = self._scheduler.has_work
+        return self._has_rows and not self._cohort_wait_s
 
     @property
     def has_work_in_s(self) -> float | None:
@@ -159,8 +163,13 @@ class TargetEngine:
         """Return how long to wait for trees that are being grown; with other work, not at all."""
         if not self._cohort.is_awaited:
             return 0.0
-        num_rows = self._scheduler.num_tree_rows
-        return self._cohort.wait_s(num_rows) if num_rows else 0.0
+        if self._num_tree_rows is None:
+            self._num_tree_rows = self._scheduler.num_tree_rows
+        return self._cohort.wait_s(self._num_tree_rows) if self._num_tree_rows else 0.0
+
+    def _forget_rows(self) -> None:
+        """Look anew at what could be computed: something has changed."""
+        self._has_rows = self._num_tree_rows = None
 
     @property
     def load(self) -> WorkerLoad:
@@ -179,6 +188,7 @@ class TargetEngine:
 
     def submit(self, message: Any) -> None:
         """Take a message; a bad one is answered and changes nothing."""
+        self._forget_rows()
         try:
             match message:
                 case TargetOpen():
@@ -204,6 +214,7 @@ class TargetEngine:
 
     def submit_linked(self, link: Link, message: Any) -> None:
         """Take what a draft's engine says; a wrong tree is the orchestrator's to hear of."""
+        self._forget_rows()
         try:
             match message:
                 case TreeBurst():
@@ -253,6 +264,7 @@ class TargetEngine:
                 request.features.trim()
         if self._ring is not None:
             self._ring.start_burst()
+        self._forget_rows()
         outbox, self._outbox = self._outbox, []
         self._busy_until_ns = time.monotonic_ns()
         return outbox

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,9 +20,10 @@ class StepCosts:
         assert rows and len(rows) == len(seconds)
         self._rows = tuple(rows)
         self._seconds = tuple(seconds)
-
-    def of(self, num_rows: int) -> float:
+        self.of: Callable[[int], float] = functools.cache(self._of)
         """Return what so many rows cost, in seconds; in proportion past the last one measured."""
+
+    def _of(self, num_rows: int) -> float:
         if num_rows > self._rows[-1]:
             return self._seconds[-1] * num_rows / self._rows[-1]
         return float(np.interp(num_rows, self._rows, self._seconds)) if num_rows else 0.0
