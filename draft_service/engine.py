@@ -305,8 +305,7 @@ class DraftEngine:
 
     def _take_burst(self, link: Link, burst: RoundBurst) -> None:
         """Take what a step of the target accepted of several requests, and its orders."""
-        for part in burst.parts:
-            self._check_tokens(part.token_ids)
+        self._check_tokens([token_id for part in burst.parts for token_id in part.token_ids])
         rows = None
         if burst.rows is not None:
             self._check_features(burst.rows)

@@ -98,9 +98,8 @@ class FeatureRing:
         if num_bytes > self.capacity // _NUM_PARTS or end > self._burst_end:
             return None
         self._claimed[0] = self._end = end
-        for rows in parts:
-            self._data[offset : offset + rows.nbytes].reshape(rows.shape)[:] = rows
-            offset += rows.nbytes
+        place = self._data[offset : offset + num_bytes].reshape(-1, parts[0].shape[1])
+        np.concatenate(parts, out=place)
         return RingSpan(ring=self.name, begin=begin, num_bytes=num_bytes)
 
 
@@ -135,7 +134,9 @@ class _MappedRing:
         fd = _open(directory, name)
         try:
             _, self._capacity = _read_header(fd)
-            memory = mmap.mmap(fd, _DATA + self._capacity, mmap.MAP_SHARED, mmap.PROT_READ)
+            # All pages now: else every first read of a page is a fault, in the middle of a round.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(fd, _DATA + self._capacity, flags, mmap.PROT_READ)
         finally:
             os.close(fd)
         self._claimed = np.frombuffer(memory, np.uint64, count=1, offset=_CLAIMED)
