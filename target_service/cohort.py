@@ -10,6 +10,7 @@ own on the host as well, and they were slower wherever weights were most of a st
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from target_service.step_costs import StepCosts
 
@@ -38,6 +39,11 @@ class Cohort:
     def is_awaited(self) -> bool:
         """Return whether trees are on the way."""
         return bool(self._ordered)
+
+    @property
+    def coming(self) -> Iterator[tuple[str, int]]:
+        """Yield (request_id, rows) of every tree that is on the way."""
+        return ((request_id, rows) for request_id, (_, rows) in self._ordered.items())
 
     def wait_s(self, num_rows: int) -> float:
         """Return how long trees that are here should wait at most; 0 = not at all.

@@ -265,6 +265,7 @@ class TargetEngine:
         if self._ring is not None:
             self._ring.start_burst()
         self._forget_rows()
+        self._reserve_ahead()
         outbox, self._outbox = self._outbox, []
         self._busy_until_ns = time.monotonic_ns()
         return outbox
@@ -342,6 +343,13 @@ class TargetEngine:
         if launched.batch.trees is not None:
             assert outputs.paths is not None
             self._commit_paths(launched, launched.batch.trees, outputs.paths)
+
+    def _reserve_ahead(self) -> None:
+        """Reserve for trees that are being grown, so that nothing is left to do once they come."""
+        if self._cohort.is_awaited:
+            for request_id, num_rows in self._cohort.coming:
+                self._scheduler.reserve_ahead(request_id, num_rows)
+            self._runner.bring_page_table()
 
     def _is_held(self, request: TargetRequest) -> bool:
         """Return whether a request is still there; it may have gone while a step was in flight."""

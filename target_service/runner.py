@@ -122,6 +122,13 @@ class TargetRunner:
         )
         return output
 
+    def bring_page_table(self) -> None:
+        """Bring the page table on the device up to date, so that the next step need not."""
+        if self.pool.is_page_table_behind:
+            self.extend_staging.begin()
+            self.pool.stage_page_table(self.extend_staging)
+            self.extend_staging.flush()
+
     def capture(self, *, window: int, progress: Callable[[float], None]) -> None:
         """Make the graph of every bucket, from rows of padding. Mutates: the sink page."""
         for done, bucket in enumerate(ROW_BUCKETS):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import operator
 from dataclasses import dataclass, field
 
 from shared.kv.allocator import OutOfPagesError
@@ -12,6 +14,8 @@ from target_service.request import Phase, TargetRequest
 
 # Trees leave one row in so many to prefills and replays, if there are any.
 CHAIN_SHARE = 4
+
+_QUEUED_ORDER = operator.attrgetter("queued_order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,13 @@ class Scheduler:
         request.req_idx = -1
         request.phase = Phase.WAITING
 
+    def reserve_ahead(self, request_id: str, num_rows: int) -> None:
+        """Reserve the pages of a round that is on its way, if they are free; `plan` sees to it."""
+        request = self._held.get(request_id)
+        if request is not None:
+            with contextlib.suppress(OutOfPagesError):
+                self._pool.reserve(request.req_idx, request.next_seq_len + num_rows)
+
     def plan(self) -> StepPlan:
         """Choose the rows of the next step and reserve their pages."""
         admitted = self._admit()
@@ -132,10 +143,12 @@ class Scheduler:
         prefills: list[PrefillWork] = []
         replays: list[ReplayWork] = []
         retracted: list[TargetRequest] = []
-        set_aside = budget // CHAIN_SHARE if any(map(_has_chain, self._held.values())) else 0
-        queued = [request for request in self._held.values() if self._has_round(request)]
-        for request in sorted(queued, key=lambda request: request.queued_order):
-            if request.request_id not in self._held:
+        held = self._held.values()
+        chained = [request for request in held if _has_chain(request)]
+        set_aside = budget // CHAIN_SHARE if chained else 0
+        queued = [request for request in held if self._has_round(request)]
+        for request in sorted(queued, key=_QUEUED_ORDER):
+            if request.phase is Phase.WAITING:
                 continue  # retracted for an older one
             num_rows = request.next_num_rows
             if num_rows > budget - set_aside and verifies:
@@ -143,25 +156,28 @@ class Scheduler:
             if self._reserve(request, request.next_seq_len + num_rows, retracted):
                 verifies.append(request)
                 budget -= num_rows
-        for request in list(self._held.values()):
+        for request in chained:
             if _is_prefilling(request) and budget > 0:
                 start = request.seq_len
                 stop = min(len(request.tokens), start + min(self._chunk_len, budget))
                 if self._reserve(request, stop, retracted):
                     prefills.append(PrefillWork(request=request, start=start, stop=stop))
                     budget -= stop - start
-        for request in self._held.values():
+        for request in chained:
             gap = _replay_gap(request)
-            if gap is not None and budget > 0:
+            if gap is not None and budget > 0 and request.phase is not Phase.WAITING:
                 stop = min(gap[1], gap[0] + min(self._chunk_len, budget))
                 replays.append(ReplayWork(request=request, start=gap[0], stop=stop))
                 budget -= stop - gap[0]
-        gone = {request.request_id for request in retracted}
+        if retracted:
+            verifies = [r for r in verifies if r.phase is not Phase.WAITING]
+            prefills = [w for w in prefills if w.request.phase is not Phase.WAITING]
+            admitted = [r for r in admitted if r.phase is not Phase.WAITING]
         return StepPlan(
-            verifies=[r for r in verifies if r.request_id not in gone],
-            prefills=[w for w in prefills if w.request.request_id not in gone],
+            verifies=verifies,
+            prefills=prefills,
             replays=replays,
-            admitted=[r for r in admitted if r.request_id not in gone],
+            admitted=admitted,
             retracted=retracted,
         )
 

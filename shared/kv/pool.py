@@ -99,6 +99,11 @@ class KVPool:
         """Return [max_num_requests, max_pages_per_req] i32 on the device, as it was last staged."""
         return self._device_table
 
+    @property
+    def is_page_table_behind(self) -> bool:
+        """Return whether `stage_page_table` has something to bring."""
+        return bool(self._changed)
+
     def stage_page_table(self, staging: Staging) -> torch.Tensor:
         """Return the page table, which is up to date after the next flush of `staging`."""
         if self._changed:
@@ -135,9 +140,9 @@ class KVPool:
         """
         first, pages = self._first[req_idx], self._pages[req_idx]
         have = first + len(pages)
-        need = self.pages_for(num_tokens)
-        if need <= have:
+        if num_tokens <= have * self.page_size:
             return
+        need = self.pages_for(num_tokens)
         assert need <= self._table.shape[1], f"{num_tokens} tokens exceed the page table row"
         new = self._allocator.alloc(need - have)
         self._set(req_idx, have, new)

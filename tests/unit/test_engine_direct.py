@@ -31,6 +31,7 @@ from shared.types import (
     VerifyRound,
 )
 from target_service.engine import TargetEngine
+from target_service.scheduler import StepPlan
 from tests.engines import (
     KINDS,
     SHAPES,
@@ -117,6 +118,29 @@ def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
             # All but the prefill, the driven one, and perhaps the last, of the root alone.
             assert direct_rounds(pair, request) >= len(request.paths) - 3
         check_rows(pair)
+
+
+def test_pages_of_a_tree_are_on_the_device_before_it_comes(make: Make) -> None:
+    """As on a GPU, where the page table has a copy that is brought up to date."""
+    target, draft = make("eagle3", {"page_size": 4, "feature_ring_mb": 1})
+    requests = requests_of(3, 0)
+    expected = run_plain(target, requests, alone=True)
+    pool, plan = target._pool, target._scheduler.plan
+    pool._is_table_shared = False
+    pool._device_table = pool._device_table.clone()
+    are_behind: list[bool] = []
+
+    def plan_and_look() -> StepPlan:
+        planned = plan()
+        if any(r.ordered_round == r.round_idx + 1 for r in planned.verifies):
+            are_behind.append(pool.is_page_table_behind)
+        return planned
+
+    target._scheduler.plan = plan_and_look  # type: ignore[method-assign]
+    LinkedPair(target, draft).run(requests)
+    assert [r.output for r in requests] == [plain.output for plain in expected]
+    assert len(are_behind) > 10
+    assert sum(are_behind) <= 1, "but for what the first tree found"
 
 
 # --- rounds that are ended at any moment ---------------------------------------------------------

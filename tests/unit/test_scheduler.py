@@ -133,6 +133,8 @@ def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int)
                 world.queue(request, rng.choice([1, 2, 8, 64]))
         before = {name: len(request.tokens) for name, request in live.items()}
         plan = world.step(rng.randrange(1, 7))
+        for name in rng.sample(names, rng.randrange(len(names) + 1)):
+            world.scheduler.reserve_ahead(name, rng.choice([2, 8, 64]))
         for request in plan.retracted:
             num_retracted += 1
             name = request.request_id
@@ -287,6 +289,23 @@ def test_a_tree_larger_than_the_budget_runs_alone() -> None:
     world.queue(second, 1)
     assert world.step().verifies == [first]
     assert world.step().verifies == [second]
+
+
+def test_pages_are_reserved_ahead_only_if_they_are_free() -> None:
+    world = World(num_pages=1 + 20, page_size=4)
+    old, new = running(world, "ab", num_tokens=8)
+    reserve_ahead = world.scheduler.reserve_ahead
+    reserve_ahead("a", 60)
+    assert world.num_reserved(old) == 68
+    reserve_ahead("b", 8)
+    assert world.pool.num_free_pages == 1, "one page is too few, and nobody goes for it"
+    reserve_ahead("b", 4)
+    assert world.num_reserved(new) == 12 and world.pool.num_free_pages == 0
+    reserve_ahead("gone", 4)
+    world.queue(new, 8)
+    world.queue(old, 60)
+    plan = world.step()
+    assert (plan.verifies, plan.retracted) == ([old], [new]), "as without it"
 
 
 @pytest.mark.parametrize("phase", ["waiting", "prefill", "running", "queued"])
