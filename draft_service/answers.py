@@ -21,13 +21,13 @@ def tree_burst(
         rows: Of the requests in `output`.
         timer: Of the step.
     """
-    orders = [order_of(request) for request in requests]
-    most = output.num_nodes.tolist()
+    orders = [_order(request) for request in requests]
+    counts = output.num_nodes.tolist()
     tokens, parents = output.token_ids.tolist(), output.parent_index.tolist()
     token_ids: list[int] = []
     parent_index: list[int] = []
     for request, row in zip(requests, rows, strict=True):
-        count = most[row]
+        count = counts[row]
         token_ids.append(request.tokens[-1])
         token_ids += tokens[row][:count]
         parent_index.append(-1)
@@ -38,7 +38,7 @@ def tree_burst(
         draft_epochs=[order.draft_epoch for order in orders],
         round_idx=[order.round_idx for order in orders],
         seq_lens=[order.seq_len for order in orders],
-        num_nodes=[most[row] + 1 for row in rows],
+        num_nodes=[counts[row] + 1 for row in rows],
         token_ids=token_ids,
         parent_index=parent_index,
         times={
@@ -51,7 +51,7 @@ def tree_burst(
 
 def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: StepTimer) -> TokenTree:
     """Answer the pending round of a request, to the orchestrator."""
-    order, times = order_of(request), request.pending_times
+    order, times = _order(request), request.pending_times
     count = output.num_nodes[row]
     return TokenTree(
         request_id=order.request_id,
@@ -67,8 +67,7 @@ def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: Step
     )
 
 
-def order_of(request: DraftRequest) -> DraftRound:
-    """Return the pending order of a request that has one."""
+def _order(request: DraftRequest) -> DraftRound:
     assert request.pending is not None
     return request.pending
 
