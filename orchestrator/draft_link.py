@@ -196,12 +196,18 @@ class DraftLink:
         Rounds run directly from the first tree of a draft on that is linked to the target; whoever
         is let down by a draft that says so, again and again, stops believing it.
         """
-        if self.state is DraftState.LIVE and self._is_linked:
-            if self._num_let_downs < _MAX_LET_DOWNS:
-                self.state = DraftState.DIRECT
-                self._direct_at = asyncio.get_running_loop().time()
-                self._watch_direct()
-        if self.state is not DraftState.DIRECT:
+        trees = self.grantable()
+        if trees is not None and self.state is not DraftState.DIRECT:
+            self.state = DraftState.DIRECT
+            self._direct_at = asyncio.get_running_loop().time()
+            self._watch_direct()
+        return trees
+
+    def grantable(self) -> GrantedTrees | None:
+        """Return what `granted` would, and change nothing: rounds are not direct yet."""
+        is_trusted = self._is_linked and self._num_let_downs < _MAX_LET_DOWNS
+        is_direct = self.state is DraftState.DIRECT
+        if not is_direct and not (self.state is DraftState.LIVE and is_trusted):
             return None
         assert self._shape is not None
         return GrantedTrees(

@@ -156,8 +156,10 @@ class Generation:
     async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
         """Have the target verify the tree, or only the root if it finds the tree wrong."""
         assert self._target is not None
+        # A tree of a linked draft: the target orders the next one as soon as it has a path.
+        trees = self._draft.grantable() if tree is not None else None
         try:
-            return await self._target.verify(self._verify_order(tree))
+            return await self._target.verify(self._verify_order(tree), trees)
         except InvalidArgumentError as error:
             # Without a tree: that of a direct round, which was given up meanwhile, was wrong.
             if tree is None and not isinstance(error, InvalidTreeError):

@@ -112,11 +112,17 @@ class TargetLink:
         """
         return await self._ask(message, round_idx=0, counts_progress=True)
 
-    async def verify(self, message: VerifyRound) -> AcceptedPath:
-        """Have a tree (or the root alone) verified and committed; ends a grant."""
+    async def verify(self, message: VerifyRound, trees: GrantedTrees | None = None) -> AcceptedPath:
+        """Have a tree (or the root alone) verified and committed; ends a grant.
+
+        Args:
+            trees: Granted for the rounds after it, so that the next tree is ordered without a hop.
+        """
         self._granted_until = min(self._granted_until, message.round_idx - 1)
         self._ordered_round = message.round_idx
-        return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
+        return await self._ask(
+            message, round_idx=message.round_idx, counts_progress=False, trees=trees
+        )
 
     def grant(self, round_idx: int, trees: GrantedTrees | None = None) -> None:
         """Let the target run this round and some more by itself, without a hop each.
@@ -202,6 +208,7 @@ class TargetLink:
         *,
         round_idx: int,
         counts_progress: bool,
+        trees: GrantedTrees | None = None,
     ) -> AcceptedPath:
         """Send a message, if there is one, and wait for the path of a round."""
         loop = asyncio.get_running_loop()
@@ -211,6 +218,8 @@ class TargetLink:
             return early
         if message is not None and self._gone is None:
             self.worker.send(message)
+        if trees is not None:
+            self.grant(round_idx + 1, trees)
         if self._gone is not None:
             raise self._gone
         self._awaited_round = round_idx
