@@ -81,6 +81,27 @@ def test_rounds_are_direct_from_the_first_linked_tree_on() -> None:
     run_virtual(main())
 
 
+def test_the_first_direct_round_follows_without_a_hop() -> None:
+    """The grant comes with the order before it: the path of that may still be on its way."""
+
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+        loop = asyncio.get_running_loop()
+        ordered_at, granted_at = [], []
+
+        def note(message: Any) -> list[tuple[float, Any]]:
+            times = {VerifyRound: ordered_at, RoundGrant: granted_at}.get(type(message), [])
+            times.append(loop.time())
+            return pass_on(message)
+
+        scene.add_target(on_request=note, on_reply=delayed(0.01))
+        scene.add_draft()
+        await serve(scene)
+        assert granted_at[0] < ordered_at[0] + 0.005
+
+    run_virtual(main())
+
+
 def test_workers_that_are_not_linked_are_driven() -> None:
     async def main() -> None:
         scene = Scene()
