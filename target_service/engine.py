@@ -736,14 +736,14 @@ class TargetEngine:
                 )
                 for request, path in members
             )
+            ordered_ns = time.monotonic_ns()
             link.put(RoundBurst(parts=parts, shape=shape, rows=ring_rows))
             link.flush()
             for request, path in members:
                 request.ordered_round = request.round_idx + 2
                 request.num_tokens_told += len(path.token_ids)
-                request.ordered_ns = self._cohort.ordered(
-                    request.request_id, shape.num_draft_tokens
-                )
+                request.ordered_ns = ordered_ns
+                self._cohort.ordered(request.request_id, shape.num_draft_tokens)
                 if request.features is not None:
                     assert request.features.next is not None
                     request.features.next += len(path.token_ids)
