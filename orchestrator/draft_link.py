@@ -107,6 +107,7 @@ class DraftLink:
         self._news: asyncio.Future[None] | None = None
         self._mean_round_s = 0.0  # from the order to the tree; of direct rounds, all of it
         self._is_linked = False
+        self._unlinked_epoch = 0  # last draft_epoch whose link to the target was lost
         self._num_let_downs = 0
         self._num_direct_rounds = 0
         self._direct_at = 0.0  # when the direct round that is awaited began
@@ -193,8 +194,9 @@ class DraftLink:
     def granted(self) -> GrantedTrees | None:
         """Return what the target may order by itself from now on; None: `order` every tree.
 
-        Rounds run directly from the first tree of a draft on that is linked to the target; whoever
-        is let down by a draft that says so, again and again, stops believing it.
+        Rounds run directly from the first tree of a draft on that is linked to the target, until
+        the target says that the link is lost; whoever is let down by a draft that says it is
+        linked, again and again, stops believing it.
         """
         trees = self.grantable()
         if trees is not None and self.state is not DraftState.DIRECT:
@@ -221,7 +223,7 @@ class DraftLink:
             had_tree: Then the draft did its part: if the round was let down, the target was late.
         """
         now = asyncio.get_running_loop().time()
-        was_let_down = self.state is DraftState.LATE and had_tree
+        was_let_down = self.state is DraftState.LATE and had_tree and self._is_linked
         if was_let_down:
             self._num_let_downs -= 1
             self._heard_at = now
@@ -235,6 +237,14 @@ class DraftLink:
             took = min(now - self._direct_at, 2 * self._patience_s())
             self._mean_round_s += _EWMA_WEIGHT * (took - self._mean_round_s)
             self._direct_at = now
+
+    def lose_link(self, draft_epoch: int) -> None:
+        """End direct rounds: the target's link to that draft is lost, and stays so."""
+        if draft_epoch != self._draft_epoch:
+            return
+        self._unlinked_epoch, self._is_linked = draft_epoch, False
+        if self.state is DraftState.DIRECT:
+            self._let_down("the draft is not linked to the target any more")
 
     def refuse(self, reason: str) -> None:
         """Replace a draft whose tree was wrong."""
@@ -275,7 +285,7 @@ class DraftLink:
                 tree = replace(tree, times=times)
         self._heard_at = now
         self._num_failures = 0
-        self._is_linked = tree.is_linked
+        self._is_linked = tree.is_linked and self._draft_epoch != self._unlinked_epoch
         if self.state is not DraftState.DIRECT:
             self.state = DraftState.LIVE
         if tree.round_idx in self._ordered:
@@ -297,7 +307,13 @@ class DraftLink:
         if deadline > loop.time():
             self._watch = loop.call_at(deadline, self._watch_direct)
             return
-        self._log.info("the draft is late, the round goes on without it")
+        self._let_down("the draft is late")
+
+    def _let_down(self, why: str) -> None:
+        """Give up direct rounds until the draft has caught up; the awaited one is without it."""
+        self._log.info("%s, the round goes on without it", why)
+        if self._watch is not None:
+            self._watch.cancel()
         self._num_let_downs += 1
         self.state = DraftState.LATE
         self._heard_at = math.inf  # its silence counts from the first order that leaves here

@@ -260,6 +260,7 @@ class Generation:
             self._target_epoch,
             step_timeout_s=self._config.step_timeout_s,
             on_admitted=lambda admitted: self._admitted(worker, admitted),
+            on_unlinked=self._draft.lose_link,
             on_gone=self._draft.close,  # its features came from there: no round waits for it
         )
         try:

@@ -14,6 +14,7 @@ from shared.rpc.status import error_of
 from shared.times import seen_from
 from shared.types import (
     AcceptedPath,
+    DraftUnlinked,
     RequestFailure,
     RequestRetracted,
     RoundGrant,
@@ -73,6 +74,7 @@ class TargetLink:
     Args:
         step_timeout_s: A target that shows no progress for so long is given up.
         on_admitted: Called once, when the target holds pages for the request.
+        on_unlinked: Called with a draft_epoch when the target's link to that draft is lost.
         on_gone: Called when the state there is lost, whether or not a reply is awaited.
     """
 
@@ -84,6 +86,7 @@ class TargetLink:
         *,
         step_timeout_s: float,
         on_admitted: Callable[[TargetAdmitted], None],
+        on_unlinked: Callable[[int], None],
         on_gone: Callable[[], None],
     ) -> None:
         self.worker = worker
@@ -91,6 +94,7 @@ class TargetLink:
         self._request_id = request_id
         self._step_timeout_s = step_timeout_s
         self._on_admitted = on_admitted
+        self._on_unlinked = on_unlinked
         self._on_gone = on_gone
         self._awaited_round = -1
         self._asked_at = 0.0
@@ -179,6 +183,8 @@ class TargetLink:
                     self._settle(message)
                 elif self._awaited_round < message.round_idx <= self._ahead_until:
                     self._early[message.round_idx] = message
+            case DraftUnlinked() if message.target_epoch == self.target_epoch:
+                self._on_unlinked(message.draft_epoch)
             case RequestRetracted() if message.target_epoch == self.target_epoch:
                 self._fail(TargetGone(Loss.RETRACTED))
             case RequestFailure() if message.target_epoch == self.target_epoch:

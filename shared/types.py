@@ -381,6 +381,15 @@ class RoundGrant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftUnlinked:
+    """The link to a draft is gone: no round of this draft is direct any more."""
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetClose:
     """Free whatever the request holds."""
 

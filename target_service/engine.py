@@ -34,6 +34,7 @@ from shared.types import (
     AnswerTimes,
     BurstPart,
     DraftRound,
+    DraftUnlinked,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -244,7 +245,8 @@ class TargetEngine:
     def step(self) -> list[Any]:
         """Launch one forward over whatever is queued, commit and answer what is computed.
 
-        Returns: TargetAdmitted, AcceptedPath, FeatureChunk, RequestFailure, RequestRetracted.
+        Returns: TargetAdmitted, AcceptedPath, FeatureChunk, RequestFailure, RequestRetracted,
+            DraftUnlinked.
         """
         if self._in_flight is not None and self._in_flight.read.is_done:
             launched = None  # what is computed is answered at once; the next step launches
@@ -558,6 +560,13 @@ class TargetEngine:
         if request.link is link:
             self._end_grant(request)
             request.link = None
+            self._outbox.append(
+                DraftUnlinked(
+                    request_id=request.request_id,
+                    target_epoch=request.open.target_epoch,
+                    draft_epoch=request.draft_epoch,
+                )
+            )
         if request.feature_link is link:
             assert request.features is not None
             request.feature_link = request.features.next = None

@@ -14,6 +14,7 @@ from shared.rpc.link import Link
 from shared.types import (
     AcceptedPath,
     DraftRound,
+    DraftUnlinked,
     FeatureChunk,
     LinkedTree,
     RoundBurst,
@@ -55,6 +56,8 @@ class LinkedPair(LocalPair):
         """Those that came over the link."""
         self.rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
         """Feature rows [start, stop) that came over the link, by request and draft_epoch."""
+        self.unlinked: list[str] = []
+        """Requests whose link to their draft was lost, as the target said."""
         self._num_direct = num_granted
         self._margin = margin
         self._num_told: dict[str, int] = {}
@@ -163,6 +166,22 @@ class LinkedPair(LocalPair):
                     shape=request.shape,
                 )
             )
+
+    def _on_target(self, message: Any) -> None:
+        if isinstance(message, DraftUnlinked):
+            self._on_unlinked(message)
+        else:
+            super()._on_target(message)
+
+    def _on_unlinked(self, message: DraftUnlinked) -> None:
+        request = self.requests[message.request_id]
+        epochs = (message.target_epoch, message.draft_epoch)
+        if epochs == (request.target_epoch, request.draft_epoch):
+            self.unlinked.append(message.request_id)
+            # Else its end is in the same batch: on the wire paths come first.
+            is_held = message.request_id in self.target._requests
+            if message.request_id in self.direct_until and is_held:
+                self.let_down(request)
 
     def _on_path(self, path: AcceptedPath) -> None:
         request = self.requests[path.request_id]

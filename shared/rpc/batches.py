@@ -21,7 +21,11 @@ from shared.rpc.status import failure_of
 
 TargetRequest = types.TargetOpen | types.VerifyRound | types.RoundGrant | types.TargetClose
 TargetReply = (
-    types.TargetAdmitted | types.AcceptedPath | types.RequestFailure | types.RequestRetracted
+    types.TargetAdmitted
+    | types.AcceptedPath
+    | types.RequestFailure
+    | types.RequestRetracted
+    | types.DraftUnlinked
 )
 DraftRequest = types.DraftOpen | types.DraftRound | types.DraftClose
 DraftReply = types.TokenTree | types.RequestFailure | types.RequestRetracted
@@ -81,6 +85,7 @@ def pack_target_response(
         types.AcceptedPath: batch.accepted_paths,
         types.RequestFailure: batch.failures,
         types.RequestRetracted: batch.retracted,
+        types.DraftUnlinked: batch.unlinked,
     }
     _pack(messages, fields)
     return batch
@@ -89,12 +94,13 @@ def pack_target_response(
 def unpack_target_response(
     batch: target_pb2.TargetServiceSessionResponse,
 ) -> Batch[TargetReply]:
-    """Unpack what a target answered: admissions, paths, failures, retractions."""
+    """Unpack what a target answered: admissions, paths, failures, retractions, lost links."""
     return _unpack(
         batch.admitted,
         batch.accepted_paths,
         batch.failures,
         batch.retracted,
+        batch.unlinked,
         load=load_from_proto(batch.load),
     )
 

@@ -52,6 +52,7 @@ _PAIRS: tuple[_Pair, ...] = (
     _pair(convert_target, "target_admitted", types.TargetAdmitted, target_pb2.TargetAdmitted),
     _pair(convert_target, "verify_round", types.VerifyRound, target_pb2.VerifyRound),
     _pair(convert_target, "round_grant", types.RoundGrant, target_pb2.RoundGrant),
+    _pair(convert_target, "draft_unlinked", types.DraftUnlinked, target_pb2.DraftUnlinked),
     _pair(convert_target, "target_close", types.TargetClose, target_pb2.TargetClose),
     _pair(convert_features, "feature_spec", types.FeatureSpec, tree_pb2.FeatureSpec),
     _pair(convert_features, "feature_chunk", types.FeatureChunk, target_pb2.FeatureChunk),

@@ -131,6 +131,24 @@ def round_grant_from_proto(message: target_pb2.RoundGrant) -> types.RoundGrant:
     )
 
 
+def draft_unlinked_to_proto(value: types.DraftUnlinked) -> target_pb2.DraftUnlinked:
+    """Convert the word that the link to a draft is gone."""
+    return target_pb2.DraftUnlinked(
+        request_id=value.request_id,
+        target_epoch=value.target_epoch,
+        draft_epoch=value.draft_epoch,
+    )
+
+
+def draft_unlinked_from_proto(message: target_pb2.DraftUnlinked) -> types.DraftUnlinked:
+    """Convert the word that the link to a draft is gone."""
+    return types.DraftUnlinked(
+        request_id=require_request_id(message.request_id),
+        target_epoch=require_range(message.target_epoch, "target_epoch", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+    )
+
+
 def link_open_to_proto(value: types.LinkOpen) -> link_pb2.LinkOpen:
     """Convert the word that a draft holds a request."""
     return link_pb2.LinkOpen(

@@ -259,9 +259,9 @@ round_grants = st.builds(
     token_offset=counts,
     shape=st.none() | shapes(),
 )
-link_opens, link_closes = (
+link_opens, link_closes, unlinked = (
     st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
-    for kind in (types.LinkOpen, types.LinkClose)
+    for kind in (types.LinkOpen, types.LinkClose, types.DraftUnlinked)
 )
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
@@ -323,6 +323,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.FeatureAck: acks,
     types.FeatureUnsubscribe: unsubscribes,
     types.RoundBurst: bursts(),
+    types.DraftUnlinked: unlinked,
     types.LinkOpen: link_opens,
     types.LinkClose: link_closes,
     types.DraftOpen: draft_opens,

@@ -88,6 +88,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
             types.AcceptedPath,
             types.RequestFailure,
             types.RequestRetracted,
+            types.DraftUnlinked,
         ),
     ),
     "draft_request": (

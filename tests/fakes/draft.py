@@ -132,7 +132,9 @@ class FakeDraft(Unlinked):
 
     def hear(self, message: DraftRound) -> None:
         """Take a linked target's order."""
-        self._order(replace(message, received_ns=time.monotonic_ns()), is_linked=True)
+        request = self.requests.get(message.request_id)
+        if request is not None and request.open.target_link:
+            self._order(replace(message, received_ns=time.monotonic_ns()), is_linked=True)
 
     def step(self) -> list[Any]:
         for request in self.requests.values():
@@ -159,6 +161,12 @@ class FakeDraft(Unlinked):
                 draft_epoch=request.open.draft_epoch,
             )
         )
+
+    def unlink(self, request_id: str) -> None:
+        """Lose the link to a request's target."""
+        request = self.requests[request_id]
+        request.open = replace(request.open, target_link="")
+        request.is_pending_linked = False
 
     def _open(self, message: DraftOpen) -> None:
         known = self.requests.get(message.request_id)

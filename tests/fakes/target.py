@@ -18,6 +18,7 @@ from shared.types import (
     AcceptedPath,
     AnswerTimes,
     DraftRound,
+    DraftUnlinked,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -152,7 +153,7 @@ class FakeTarget(Unlinked):
                 request.draft_epoch, request.grant = message.draft_epoch, None
                 request.ordered_round = min(request.ordered_round, request.round_idx)
             case LinkClose() if request.draft_epoch == message.draft_epoch:
-                request.draft_epoch, request.grant = 0, None
+                self.unlink(message.request_id)
             case TokenTree() if request.grant is not None:
                 current = (request.draft_epoch, request.round_idx + 1)
                 if (message.draft_epoch, message.round_idx) == current:
@@ -278,6 +279,18 @@ class FakeTarget(Unlinked):
         self._outbox.append(
             RequestRetracted(request_id=request_id, target_epoch=request.open.target_epoch)
         )
+
+    def unlink(self, request_id: str) -> None:
+        """Lose the link to a request's draft."""
+        request = self.requests[request_id]
+        self._outbox.append(
+            DraftUnlinked(
+                request_id=request_id,
+                target_epoch=request.open.target_epoch,
+                draft_epoch=request.draft_epoch,
+            )
+        )
+        request.draft_epoch, request.grant = 0, None
 
     def _open(self, message: TargetOpen) -> None:
         known = self.requests.get(message.request_id)

@@ -165,17 +165,15 @@ def order_again(pair: LinkedPair, request: LocalRequest) -> None:
 
 
 def cut_by_draft(pair: LinkedPair, request: LocalRequest) -> None:
+    """Nobody lets the round down before the target says that the link is lost."""
     assert pair.draft is not None
     for link in pair.draft.links._links:
         link.close()
-    pair.let_down(request)
 
 
 def cut_by_target(pair: LinkedPair, request: LocalRequest) -> None:
     for link in pair.target.links._links:
         link.close()
-    pair.pump()
-    pair.let_down(request)
 
 
 def retract(pair: LinkedPair, request: LocalRequest) -> None:
@@ -257,6 +255,7 @@ def test_a_round_that_is_let_down_at_any_moment_is_answered_once(
         assert served.paths[-1].round_idx > last, f"nothing came of the order at moment {moment}"
         pair.finish()
         assert served.output == plain.output
+        assert pair.unlinked == [served.request_id] or is_linked_again(disturb)
         assert {(start, stop) for spans in pair.rows.values() for start, stop in spans}
         check_rows(pair)
         assert (direct_rounds(pair, served) > 3) or not is_linked_again(disturb)
@@ -481,9 +480,28 @@ def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None
     pair.pump()
     assert held.grant is held.link is None
     assert not target._cohort.is_awaited
-    pair.let_down(request)
     request.has_draft = False
     pair.finish()
+    assert pair.unlinked == [request.request_id]
+    assert request.output == run_plain(target, [request])[0].output
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_the_target_says_so_when_a_link_is_lost_under_granted_rounds(
+    make: Make, num_steps: int
+) -> None:
+    target, draft = make("eagle")
+    pair = LinkedPair(target, draft)
+    requests = [opened(pair, prompt=[seed, 4, 1]) for seed in range(3)]
+    for _ in range(num_steps):
+        pair.step()
+    for link in target.links._links:
+        link.close()
+    pair.finish()
+    assert sorted(pair.unlinked) == [request.request_id for request in requests]
+    for request, plain in zip(requests, run_plain(target, requests, alone=True), strict=True):
+        assert request.output == plain.output
+        assert any(path.num_draft_tokens > 1 for path in request.paths[-4:]), "it has trees again"
 
 
 def test_a_draft_that_was_asleep_takes_nothing_from_a_newer_one(make: Make) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,13 +18,14 @@ from shared.types import (
     AcceptedPath,
     DraftOpen,
     DraftRound,
+    DraftUnlinked,
     FinishReason,
     RoundGrant,
     TokenTree,
     VerifyRound,
 )
-from tests.fakes import FakeDraft, generate
-from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
+from tests.fakes import FakeDraft, FakeTarget, generate
+from tests.fakes.in_memory import LATENCY_S, Fault, InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import (
     BAD_TREES,
     PROMPT,
@@ -230,6 +233,138 @@ def test_a_draft_that_goes_away_is_replaced(
         assert finish.retries == 1
         assert received(target, RoundGrant)[-1].draft_epoch == 2
         assert finish.speculation.num_accepted_drafts > 100
+
+    run_virtual(main())
+
+
+def unlink(*workers: InMemoryWorker) -> None:
+    for worker in workers:
+        worker.engine.unlink("test.r")
+        worker.step()
+
+
+# A direct round takes 0.4 ms, a hop to or from the orchestrator 1 ms.
+@pytest.mark.parametrize("delay", [0.0101, 0.01025, 0.0104, 0.0123, 0.0207])
+@pytest.mark.parametrize("draft_knows", [False, True])
+def test_a_lost_link_costs_no_wait(*, draft_knows: bool, delay: float) -> None:
+    """The target says so; then the draft may say that it is linked for as long as it likes."""
+
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+        target, draft = scene.add_target(), scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay)
+        assert received(target, RoundGrant) and len(received(target, VerifyRound)) == 1
+        unlink(target, *([draft] if draft_knows else []))
+        await asyncio.sleep(2.5 * LATENCY_S)
+        assert len(received(target, VerifyRound)) > 1
+        num_grants = len(received(target, RoundGrant))
+        finish = await serving
+        assert finish.retries == 0 and len(received(draft, DraftOpen)) == 1
+        assert len(received(target, RoundGrant)) == num_grants, "no rounds are direct any more"
+        assert finish.speculation.num_root_only_rounds <= 4
+        assert finish.speculation.accept_length > 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay", [0.0101, 0.01025, 0.0104, 0.0123])
+def test_a_draft_that_hangs_behind_a_lost_link_is_not_waited_for(delay: float) -> None:
+    """The path of the round that was awaited may come yet, with a tree: that vouches for nobody."""
+
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+        late = itertools.repeat(delayed(LATENCY_S / 2))
+        target = scene.add_target(on_reply=scripted(late, only=AcceptedPath))
+        scene.add_draft(on_reply=scripted(iter([pass_on, *[nothing] * 999]), only=TokenTree))
+        serving = asyncio.create_task(serve(scene, 120))
+        await asyncio.sleep(delay)
+        unlink(target)
+        await asyncio.sleep(10 * LATENCY_S)
+        assert len(received(target, VerifyRound)) >= 5
+        await serving
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay", [0.0101, 0.0123, 0.0207])
+def test_a_lost_link_that_nobody_tells_of_costs_one_wait(delay: float) -> None:
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+        target = scene.add_target(on_reply=scripted(iter([nothing]), only=DraftUnlinked))
+        draft = scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay)
+        unlink(target, draft)
+        await asyncio.sleep(0.015)
+        assert len(received(target, VerifyRound)) == 1
+        await asyncio.sleep(0.01)
+        assert len(received(target, VerifyRound)) > 1
+        finish = await serving
+        assert finish.retries == 0
+        assert finish.speculation.num_root_only_rounds <= 4
+
+    run_virtual(main())
+
+
+def test_a_link_that_is_lost_while_rounds_are_driven_grants_none() -> None:
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+
+        def cut(tree: TokenTree) -> list[tuple[float, Any]]:
+            asyncio.get_running_loop().call_later(LATENCY_S / 2, unlink, target)
+            return [(LATENCY_S, tree)]
+
+        target = scene.add_target()
+        scene.add_draft(on_reply=scripted(iter([cut]), only=TokenTree))
+        stats = (await serve(scene)).speculation
+        assert received(target, RoundGrant) == []
+        assert len(received(target, VerifyRound)) == stats.num_rounds
+        assert stats.num_root_only_rounds == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay_us", range(3500, 9000, 250))
+def test_a_link_that_is_lost_around_the_first_direct_round_costs_no_wait(delay_us: int) -> None:
+    """Rounds are granted by then, direct, or about to be."""
+
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+        orders: list[float] = []
+
+        def note(message: Any) -> list[tuple[float, Any]]:
+            if isinstance(message, VerifyRound):
+                orders.append(asyncio.get_running_loop().time())
+            return pass_on(message)
+
+        target, draft = scene.add_target(on_request=note), scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay_us / 1e6)
+        assert target.engine.requests["test.r"].draft_epoch == 1, "it is linked"
+        unlink(target, draft)
+        orders.append(asyncio.get_running_loop().time())
+        await serving
+        assert len(orders) > 50
+        assert max(after - before for before, after in pairwise(orders)) < 8 * LATENCY_S
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("stale", [{"target_epoch": 0}, {"draft_epoch": 0}, {"draft_epoch": 2}])
+def test_a_lost_link_of_another_epoch_is_no_news(stale: dict[str, int]) -> None:
+    async def main() -> None:
+        scene = Scene(is_linked=True)
+        target = scene.add_target()
+        scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(0.0123)
+        epochs = {"target_epoch": 1, "draft_epoch": 1, **stale}
+        assert isinstance(target.engine, FakeTarget)
+        target.engine._outbox.append(DraftUnlinked(request_id="test.r", **epochs))
+        target.step()
+        assert (await serving).speculation.num_root_only_rounds == 0
+        assert len(received(target, VerifyRound)) == 1
 
     run_virtual(main())
 
