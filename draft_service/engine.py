@@ -381,8 +381,8 @@ class DraftEngine:
 
     def _lose_features(self, failure: RequestFailure) -> None:
         """The target gives no features for a request: there is nothing to draft from."""
-        request = self._requests.get(failure.request_id)
-        if request is None or request.open.target_epoch != failure.target_epoch:
+        request = self._expecting(failure.request_id, failure.target_epoch)
+        if request is None or failure.draft_epoch not in (0, request.open.draft_epoch):
             return
         self._drop(request)
         self._outbox.append(replace(failure, draft_epoch=request.open.draft_epoch))
@@ -469,6 +469,7 @@ class DraftEngine:
             request_id=request.request_id,
             target_epoch=request.open.target_epoch,
             from_position=request.features_end,
+            draft_epoch=request.open.draft_epoch,
         )
         self._tell_target(request, command, avoids_ring=avoids_ring)
 

@@ -114,6 +114,7 @@ class FeatureClient:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Subscription:
     target_epoch: int
+    draft_epoch: int
     next_position: int
     avoids_ring: bool
     is_awaiting: bool = True  # rows from next_position on were asked for, none came yet
@@ -147,6 +148,7 @@ class _TargetStream:
             case FeatureSubscribe():
                 self._subscriptions[command.request_id] = _Subscription(
                     target_epoch=command.target_epoch,
+                    draft_epoch=command.draft_epoch,
                     next_position=command.from_position,
                     avoids_ring=avoids_ring,
                 )
@@ -179,7 +181,12 @@ class _TargetStream:
         subscriptions, self._subscriptions = self._subscriptions, {}
         self._deliver(
             [
-                failure_of(error, request_id=request_id, target_epoch=held.target_epoch)
+                failure_of(
+                    error,
+                    request_id=request_id,
+                    target_epoch=held.target_epoch,
+                    draft_epoch=held.draft_epoch,
+                )
                 for request_id, held in subscriptions.items()
             ]
         )
@@ -233,7 +240,7 @@ class _TargetStream:
                 continue
             if isinstance(message, FeatureChunk):
                 accepted += self._take_chunk(message, held)
-            else:
+            elif message.draft_epoch in (0, held.draft_epoch):
                 del self._subscriptions[message.request_id]
                 accepted.append(message)
         for failure in batch.rejected:
@@ -291,6 +298,7 @@ class _TargetStream:
             request_id=request_id,
             target_epoch=held.target_epoch,
             from_position=held.next_position,
+            draft_epoch=held.draft_epoch,
             ring_nonce=b"" if held.avoids_ring else self._read_nonce(),
         )
 

@@ -434,6 +434,7 @@ class FeatureSubscribe:
     """Ask for every feature row from `from_position` on.
 
     Args:
+        draft_epoch: Of the draft that asks: a newer one's rows go to no older one. 0: not said.
         ring_nonce: What the subscriber read from the target's feature ring; empty: rows must come
             in the messages.
     """
@@ -441,6 +442,7 @@ class FeatureSubscribe:
     request_id: str
     target_epoch: int
     from_position: int
+    draft_epoch: int = 0
     ring_nonce: bytes = b""
 
 

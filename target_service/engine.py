@@ -590,7 +590,9 @@ class TargetEngine:
             raise StaleStateError(
                 f"target_epoch {message.target_epoch} is over", field="target_epoch"
             )
-        if link is not None and request.link is not link:
+        newest_epoch = max(request.draft_epoch, request.feature_epoch)
+        is_older = 0 < message.draft_epoch < newest_epoch
+        if is_older or (link is not None and request.link is not link):
             raise StaleStateError(
                 "a newer draft takes this request's features", reason="SUBSCRIPTION_REPLACED"
             )
@@ -609,6 +611,7 @@ class TargetEngine:
         if message.ring_nonce and not reads_ring:
             logger.warning("a draft read another feature ring than this target's; it gets bytes")
         request.feature_link = link
+        request.feature_epoch = max(request.feature_epoch, message.draft_epoch)
         request.features.subscribe(message.from_position, reads_ring=reads_ring or bool(link))
         self._send_features(request)
 
@@ -809,6 +812,7 @@ def _failure(message: Any, error: CoppiceError) -> RequestFailure:
         message=error.message,
         field=error.field,
         target_epoch=message.target_epoch,
+        draft_epoch=getattr(message, "draft_epoch", 0),
         round_idx=getattr(message, "round_idx", 0),
     )
 

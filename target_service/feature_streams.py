@@ -25,11 +25,14 @@ from shared.types import (
     RequestFailure,
 )
 
+Epochs = tuple[int, int]
+"""target_epoch, draft_epoch"""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Stream:
     outbox: Outbox = field(default_factory=Outbox)
-    epochs: dict[str, int] = field(default_factory=dict)  # of its subscriptions
+    epochs: dict[str, Epochs] = field(default_factory=dict)  # of its subscriptions
 
 
 class FeatureHub:
@@ -80,7 +83,7 @@ class FeatureHub:
                 stream.outbox.put(split_chunk(output))
                 continue
             stream.outbox.put([output.failure])
-            if output.failure.target_epoch == stream.epochs[output.request_id]:
+            if _epochs_of(output.failure) == stream.epochs[output.request_id]:
                 self._forget(output.request_id)
 
     async def _read(
@@ -98,16 +101,17 @@ class FeatureHub:
         owner = self._routes.get(request_id)
         match command:
             case FeatureSubscribe():
-                if owner is not None and owner.epochs[request_id] > command.target_epoch:
-                    stream.outbox.put([_late(request_id, command.target_epoch)])
+                epochs = _epochs_of(command)
+                if owner is not None and _is_older(epochs, owner.epochs[request_id]):
+                    stream.outbox.put([_late(request_id, epochs)])
                     return False
                 if owner is not None and owner is not stream:
                     owner.outbox.put([_replaced(request_id, owner.epochs.pop(request_id))])
                 self._routes[request_id] = stream
-                stream.epochs[request_id] = command.target_epoch
+                stream.epochs[request_id] = epochs
                 return True
             case FeatureUnsubscribe() if owner is stream:
-                if command.target_epoch >= stream.epochs[request_id]:
+                if command.target_epoch >= stream.epochs[request_id][0]:
                     self._forget(request_id)
                 return True
             case FeatureAck():
@@ -120,8 +124,8 @@ class FeatureHub:
     def _release(self, stream: _Stream) -> None:
         stream.outbox.close()
         ends = [
-            FeatureUnsubscribe(request_id=request_id, target_epoch=epoch)
-            for request_id, epoch in stream.epochs.items()
+            FeatureUnsubscribe(request_id=request_id, target_epoch=target_epoch)
+            for request_id, (target_epoch, _) in stream.epochs.items()
         ]
         for request_id in list(stream.epochs):
             self._forget(request_id)
@@ -154,15 +158,33 @@ def _bounded(messages: Sequence[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def _replaced(request_id: str, target_epoch: int) -> RequestFailure:
+def _epochs_of(message: FeatureSubscribe | RequestFailure) -> Epochs:
+    return message.target_epoch, message.draft_epoch
+
+
+def _is_older(epochs: Epochs, held: Epochs) -> bool:
+    """Return whether a subscription is older than the one held; a draft may not say its epoch."""
+    return epochs < held if epochs[1] else epochs[0] < held[0]
+
+
+def _replaced(request_id: str, epochs: Epochs) -> RequestFailure:
     error = StaleStateError(
         "a newer subscriber takes this request's features", reason="SUBSCRIPTION_REPLACED"
     )
-    return failure_of(error, request_id=request_id, target_epoch=target_epoch)
+    return _failure(error, request_id, epochs)
 
 
-def _late(request_id: str, target_epoch: int) -> RequestFailure:
+def _late(request_id: str, epochs: Epochs) -> RequestFailure:
     error = StaleStateError(
-        f"target_epoch {target_epoch} is over, a newer one has a subscriber", field="target_epoch"
+        f"target_epoch {epochs[0]} and draft_epoch {epochs[1]} are over, newer ones have a "
+        "subscriber",
+        field="target_epoch",
     )
-    return failure_of(error, request_id=request_id, target_epoch=target_epoch)
+    return _failure(error, request_id, epochs)
+
+
+def _failure(error: StaleStateError, request_id: str, epochs: Epochs) -> RequestFailure:
+    target_epoch, draft_epoch = epochs
+    return failure_of(
+        error, request_id=request_id, target_epoch=target_epoch, draft_epoch=draft_epoch
+    )

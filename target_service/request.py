@@ -58,6 +58,7 @@ class TargetRequest:
         grant: Leave to order trees over `link`.
         link: To the draft's engine, if that is on this host; opened with `draft_epoch`.
         feature_link: Where features go; None: to the front, or nowhere.
+        feature_epoch: Newest draft_epoch that has asked for them.
         num_tokens_told: Tokens that the draft has, under `grant`.
         ordered_round: Round whose tree was ordered last, at `ordered_ns`.
         token_limit: Tokens, the prompt included, with which the request ends.
@@ -83,6 +84,7 @@ class TargetRequest:
     link: Link | None = None
     draft_epoch: int = 0
     feature_link: Link | None = None
+    feature_epoch: int = 0
     num_tokens_told: int = 0
     ordered_round: int = 0
     ordered_ns: int = 0

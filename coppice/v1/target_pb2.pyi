@@ -137,16 +137,18 @@ class StreamFeaturesRequest(_message.Message):
     def __init__(self, subscribe: _Optional[_Union[FeatureSubscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[FeatureUnsubscribe, _Mapping]] = ..., acks: _Optional[_Iterable[_Union[FeatureAck, _Mapping]]] = ...) -> None: ...
 
 class FeatureSubscribe(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "from_position", "ring_nonce")
+    __slots__ = ("request_id", "target_epoch", "from_position", "ring_nonce", "draft_epoch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
     RING_NONCE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     from_position: int
     ring_nonce: bytes
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., from_position: _Optional[int] = ..., ring_nonce: _Optional[bytes] = ...) -> None: ...
+    draft_epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., from_position: _Optional[int] = ..., ring_nonce: _Optional[bytes] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
 
 class FeatureAck(_message.Message):
     __slots__ = ("request_id", "target_epoch", "position")

@@ -55,6 +55,7 @@ def feature_subscribe_to_proto(value: types.FeatureSubscribe) -> target_pb2.Feat
         request_id=value.request_id,
         target_epoch=value.target_epoch,
         from_position=value.from_position,
+        draft_epoch=value.draft_epoch,
         ring_nonce=value.ring_nonce,
     )
 
@@ -65,6 +66,7 @@ def feature_subscribe_from_proto(message: target_pb2.FeatureSubscribe) -> types.
         request_id=require_request_id(message.request_id),
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
         from_position=require_range(message.from_position, "from_position", 0),
+        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
         ring_nonce=message.ring_nonce,
     )
 

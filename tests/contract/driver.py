@@ -207,10 +207,13 @@ def tree_after(
 
 
 def subscribe(
-    request_id: str = "a", *, target_epoch: int = 1, from_position: int = 0
+    request_id: str = "a", *, target_epoch: int = 1, draft_epoch: int = 0, from_position: int = 0
 ) -> FeatureSubscribe:
     return FeatureSubscribe(
-        request_id=request_id, target_epoch=target_epoch, from_position=from_position
+        request_id=request_id,
+        target_epoch=target_epoch,
+        draft_epoch=draft_epoch,
+        from_position=from_position,
     )
 
 

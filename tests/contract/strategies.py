@@ -272,6 +272,7 @@ subscribes = st.builds(
     request_id=request_ids,
     target_epoch=epochs,
     from_position=counts,
+    draft_epoch=epochs,
     ring_nonce=st.binary(max_size=16),
 )
 acks = st.builds(types.FeatureAck, request_id=request_ids, target_epoch=epochs, position=counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -11,9 +12,10 @@ import pytest
 import pytest_asyncio
 
 from coppice.v1 import target_pb2_grpc
-from shared.errors import StatusCode
+from shared.errors import StaleStateError, StatusCode
 from shared.rpc.batches import pack_feature_response, unpack_feature_request
 from shared.rpc.channel import server_options
+from shared.rpc.status import failure_of
 from shared.types import (
     AcceptedPath,
     FeatureAck,
@@ -22,7 +24,7 @@ from shared.types import (
     FeatureUnsubscribe,
     RequestFailure,
 )
-from tests.contract.driver import Listener, Peer, target_open, verify_after
+from tests.contract.driver import Listener, Peer, subscribe, target_open, verify_after
 from tests.fakes import WIDTH, eventually, fake_target, feature_rows
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -165,6 +167,23 @@ async def test_answer_that_no_retry_changes_fails_the_subscription_at_once(
         listener.subscribe(address)
         await eventually(lambda: bool(listener.failures))
         assert target.num_streams == 1
+
+
+async def test_failure_of_an_older_draft_is_not_the_newer_ones(
+    scripted: tuple[ScriptedTarget, str],
+) -> None:
+    target, address = scripted
+
+    def refuse(command: Any) -> list[Any]:
+        older = failure_of(StaleStateError("older"), request_id="a", target_epoch=1, draft_epoch=1)
+        own = replace(older, draft_epoch=command.draft_epoch, message="own")
+        return [pack_feature_response([older]), pack_feature_response([own])]
+
+    target.script = refuse
+    async with Listener() as listener:
+        listener.tell(address, subscribe(draft_epoch=2))
+        await eventually(lambda: bool(listener.failures))
+        assert [failure.message for failure in listener.failures] == ["own"]
 
 
 async def test_loading_target_is_tried_again(scripted: tuple[ScriptedTarget, str]) -> None:

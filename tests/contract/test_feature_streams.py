@@ -115,6 +115,40 @@ async def test_subscription_of_an_older_epoch_does_not_take_over() -> None:
         assert target.worker.servicer.features.num_subscriptions == 1
 
 
+async def test_subscription_of_an_older_draft_does_not_take_over() -> None:
+    async with (
+        fake_target() as target,
+        Peer(target.address) as peer,
+        Peer(target.address) as first,
+        Peer(target.address) as second,
+    ):
+        session = peer.target_session()
+        new, late = first.feature_stream(), second.feature_stream()
+        path = await _open(session)
+        await new.send(subscribe(draft_epoch=2))
+        await read_rows(new, "a", 0, 40)
+        await late.send(subscribe(draft_epoch=1))
+        told = await failure(late)
+        assert (told.code, told.draft_epoch) == (StatusCode.FAILED_PRECONDITION, 1)
+        await session.send(verify_after(path))
+        assert (await new.next(FeatureChunk)).start == 40
+        # One that does not say its epoch may be newer: it takes over.
+        await late.send(subscribe())
+        assert (await late.next(FeatureChunk)).start == 0
+        assert (await failure(new)).draft_epoch == 2
+
+
+async def test_failure_of_an_older_draft_does_not_end_a_newer_ones_subscription() -> None:
+    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
+        session, features = peer.target_session(), draft.feature_stream()
+        path = await _open(session)
+        await features.send(subscribe(draft_epoch=1, from_position=99))
+        await features.send(subscribe(draft_epoch=2, from_position=40))
+        assert (await failure(features)).draft_epoch == 1
+        await session.send(verify_after(path))
+        assert (await features.next(FeatureChunk)).start == 40
+
+
 async def test_subscription_that_the_engine_refuses_fails_on_the_feature_stream() -> None:
     async with (
         fake_target(FakeTarget(has_features=False)) as target,

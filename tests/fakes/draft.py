@@ -263,6 +263,7 @@ class FakeDraft(Unlinked):
                 request_id=request.open.request_id,
                 target_epoch=request.open.target_epoch,
                 from_position=request.features_end,
+                draft_epoch=request.open.draft_epoch,
             ),
         )
 

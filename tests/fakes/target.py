@@ -246,6 +246,7 @@ class FakeTarget(Unlinked):
                 error,
                 request_id=message.request_id,
                 target_epoch=message.target_epoch,
+                draft_epoch=getattr(message, "draft_epoch", 0),
                 round_idx=getattr(message, "round_idx", 0),
             )
             is_feature = isinstance(message, FeatureSubscribe)

@@ -21,10 +21,12 @@ from shared.types import (
     DraftClose,
     FeatureAck,
     FeatureChunk,
+    FeatureFailure,
     FeatureSubscribe,
     FinishReason,
     LinkClose,
     LinkOpen,
+    RequestFailure,
     RoundBurst,
     SamplingParams,
     TokenTree,
@@ -534,6 +536,71 @@ def test_a_draft_that_was_asleep_takes_nothing_from_a_newer_one(make: Make) -> N
 
 
 # --- features ------------------------------------------------------------------------------------
+
+
+def subscription(**fields: Any) -> FeatureSubscribe:
+    return FeatureSubscribe(**{"request_id": "r1", "target_epoch": 1, "from_position": 0, **fields})
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, is_linked: bool) -> None:
+    """Whatever way its subscription comes, even over the newer draft's own link."""
+    target, draft = make("eagle")
+    pair = LinkedPair(target, draft)
+    request = opened(pair)
+    pair.let_down(request)
+    pair.open_draft(request)
+    while request.request_id not in pair.direct_until:
+        pair.step()
+    (held,) = target._requests.values()
+    log, link = held.features, held.feature_link
+    assert log is not None and link is not None and held.draft_epoch == 2
+    before, late = log.next, subscription(draft_epoch=1)
+    failures: list[RequestFailure] = []
+    tell, on_target = pair.tell_draft, pair._on_target
+
+    def note(message: Any) -> None:
+        if isinstance(message, RequestFailure | FeatureFailure):
+            failures.append(getattr(message, "failure", message))
+
+    def tell_draft(link: Link, message: Any) -> None:
+        note(message)
+        tell(link, message)
+
+    def take(message: Any) -> None:
+        note(message)
+        on_target(message)
+
+    pair.tell_draft, pair._on_target = tell_draft, take  # type: ignore[method-assign]
+    if is_linked:
+        target.submit_linked(link, late)
+    else:
+        target.submit(late)
+    assert (held.feature_link, log.next) == (link, before)
+    pair.step()
+    (failure,) = failures
+    assert (failure.reason, failure.draft_epoch) == ("SUBSCRIPTION_REPLACED", 1)
+    assert request.request_id in draft._requests, "the failure was of its former self"
+    pair.finish()
+    assert request.output == run_plain(target, [request])[0].output
+
+
+def test_an_older_linked_draft_takes_no_features_from_one_that_is_not(make: Make) -> None:
+    target, draft = make("eagle")
+    pair = LinkedPair(target, draft)
+    request = opened(pair)
+    (held,) = target._requests.values()
+    link = held.link
+    assert link is not None and link is held.feature_link
+    target.submit(subscription(draft_epoch=2))
+    assert held.feature_link is None
+    target.submit_linked(link, subscription(draft_epoch=1))
+    assert held.feature_link is None
+    target.submit(subscription())  # of a draft that does not say its epoch: the last one wins
+    target.submit_linked(link, subscription(draft_epoch=2))
+    assert held.feature_link is link
+    pair.close_draft(request)
+    pair.finish()
 
 
 def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> None:

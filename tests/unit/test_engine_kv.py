@@ -211,7 +211,9 @@ def test_a_draft_that_asks_for_features_of_nothing_waits(models: Models) -> None
         )
     )  # fmt: skip
     [command] = draft.step()
-    assert command.command == FeatureSubscribe(request_id="r1", target_epoch=1, from_position=0)
+    assert command.command == FeatureSubscribe(
+        request_id="r1", target_epoch=1, from_position=0, draft_epoch=1
+    )
     target.submit(command.command)  # before the target knows the request
     assert not target.has_work
     request = LocalRequest(prompt=[5], max_new_tokens=8, shape=SHAPES[2], request_id="r1")
