@@ -37,6 +37,8 @@ from shared.rpc.batches import (
 logger = logging.getLogger(__name__)
 
 _PREFIX = "coppice-link-"
+_UNBORN_PREFIX = "coppice-unborn-"
+_MAX_BIRTH_S = 60.0  # from bind to rename, which takes no time at all
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 64 << 20
@@ -170,7 +172,7 @@ class LinkListener:
     def __init__(self, directory: Path = RING_DIR) -> None:
         token = secrets.token_hex(16)
         self.name = _PREFIX + token
-        path, unborn = directory / self.name, directory / f"coppice-unborn-{token}"
+        path, unborn = directory / self.name, directory / (_UNBORN_PREFIX + token)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._socket.bind(str(unborn))
@@ -276,17 +278,28 @@ def remove_link(name: str, *, directory: Path = RING_DIR) -> None:
 
 
 def remove_stale_links(directory: Path = RING_DIR) -> None:
-    """Remove the sockets of targets that were killed: nobody listens there."""
+    """Remove the sockets of targets that were killed: nobody listens there.
+
+    Nor at one that is being made: such are stale only when they are old.
+    """
     for path in directory.glob(f"{_PREFIX}*"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
-            try:
-                sock.connect(str(path))
-            except ConnectionRefusedError:
-                with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-                    path.unlink()
-                    logger.info("removed %s, which a target left that was killed", path)
-            except OSError:
-                continue
+        _remove_if_dead(path)
+    for path in directory.glob(f"{_UNBORN_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it was born meanwhile
+            if time.time() - path.lstat().st_mtime > _MAX_BIRTH_S:
+                _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        try:
+            sock.connect(str(path))
+        except ConnectionRefusedError:
+            with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                path.unlink()
+                logger.info("removed %s, which a target left that was killed", path)
+        except OSError:
+            return
 
 
 def _target_end(sock: socket.socket) -> Link:

@@ -293,9 +293,9 @@ def test_without_a_directory_nothing_is_left_open(place: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def dead_socket(directory: Path) -> Path:
+def dead_socket(directory: Path, prefix: str = "coppice-link-") -> Path:
     """Return the file of a target that was killed."""
-    path = directory / f"coppice-link-{'d' * 32}"
+    path = directory / (prefix + "d" * 32)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(str(path))
     return path
@@ -311,6 +311,23 @@ def test_only_sockets_where_nobody_listens_are_stale(place: Path) -> None:
     links = LinkSet(live)
     assert [type(message) for _ in range(2) for _, message in links.receive()] == [LinkLost]
     live.close()
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_socket_whose_target_was_killed_at_its_birth_is_stale_once_it_is_old(
+    place: Path, *, listens: bool
+) -> None:
+    path = dead_socket(place, "coppice-unborn-")
+    remove_stale_links(place)
+    assert path.exists(), "its target may be about to listen"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        if listens:
+            path.unlink()
+            sock.bind(str(path))
+            sock.listen()
+        os.utime(path, (time.time() - 61.0,) * 2)
+        remove_stale_links(place)
+    assert path.exists() == listens
 
 
 def test_a_target_that_is_too_busy_to_accept_is_not_stale(place: Path) -> None:
