@@ -183,6 +183,7 @@ class LinkListener:
             unborn.unlink(missing_ok=True)
             self._socket.close()
             raise
+        self._told: set[int | None] = set()  # errors of `accept` since it worked last
         self.fd = self._socket.fileno()
         self.close = weakref.finalize(self, _close, path, self._socket)
 
@@ -192,10 +193,13 @@ class LinkListener:
         try:
             while True:
                 links.append(_target_end(self._socket.accept()[0]))
+                self._told.clear()
         except BlockingIOError:
             return links
         except OSError as error:
-            logger.warning("a draft cannot link: %s", error)
+            if error.errno not in self._told:  # an engine asks thousands of times per second
+                self._told.add(error.errno)
+                logger.warning("a draft cannot link: %s", error)
             return links
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import socket
 import struct
@@ -247,6 +249,35 @@ def test_a_cut_link_costs_no_other_one(ends: Ends, place: Path) -> None:
     assert ends.target.receive() == [(far, trees(5))]
     other.close()
     assert ends.target.receive() == [(far, LinkLost())]
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_target_without_descriptors_says_so_once_until_a_draft_can_link(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = LinkListener(place)
+    targets, drafts = LinkSet(listener), []
+    for num_told in (1, 2):
+        drafts.append(connect(listener.name, directory=place))
+        with no_descriptors():
+            for _ in range(5):
+                assert targets.receive() == []
+        assert caplog.text.count("a draft cannot link") == num_told
+        targets.receive()
+        assert len(targets._links) == num_told, "it waits until there is a descriptor"
+    for link in (*drafts, *targets._links):
+        link.close()
+    listener.close()
 
 
 def test_no_descriptor_is_left_of_links_that_end(place: Path) -> None:
