@@ -69,11 +69,12 @@ def parse_shape(text: str) -> TreeShape:
 
 
 def parse_shapes(text: str) -> list[TreeShape]:
-    """Parse shapes with commas between them; none is fine.
+    """Parse shapes with commas between them; none is fine, one with a 0 (= auto) is left out.
 
     Raises: ConfigError.
     """
-    return [parse_shape(part) for part in text.split(",") if part.strip()]
+    parts = [part for part in text.split(",") if part.strip()]
+    return [parse_shape(part) for part in parts if not re.search(r"\b0\b", part)]
 
 
 def _check_field(spec: Field[Any], value: Any) -> None:

@@ -15,6 +15,7 @@ import yaml
 from coppice.cli.serve import ROLES as SERVE_ROLES
 from coppice.health import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config_check import parse_shape, parse_shapes
 from shared.config_loader import load_config
 from shared.feature_ring import RING_DIR
 from tests.compose_file import COMPOSE_FILE, ROLES, ROOT, load_compose, services_of
@@ -165,6 +166,24 @@ def test_models_and_tree_shape_come_from_the_shell() -> None:
     shape = (orchestrator.num_steps, orchestrator.topk, orchestrator.num_draft_tokens)
     assert shape == (3, 2, 6)
     assert target.algorithm == draft.algorithm == "eagle3"
+
+
+@pytest.mark.parametrize("name", ["draft_service", "draft_service_cpu"])
+@pytest.mark.parametrize(
+    ("shape", "own"),
+    [
+        ({"NUM_STEPS": "4", "TOPK": "2", "NUM_DRAFT_TOKENS": "6"}, ["4/2/6"]),
+        ({"NUM_STEPS": "4", "TOPK": "2"}, []),
+        ({"NUM_STEPS": "0", "TOPK": "2", "NUM_DRAFT_TOKENS": "10"}, []),
+        ({}, []),
+    ],
+)
+def test_a_draft_gets_ready_for_the_trees_that_are_ordered(
+    name: str, shape: dict[str, str], own: list[str]
+) -> None:
+    draft = config_of(load_compose(shape)["services"][name], "draft")
+    expected = [*map(parse_shape, own), *parse_shapes(DraftConfig().warm_up_trees)]
+    assert parse_shapes(draft.warm_up_trees) == expected
 
 
 def test_what_the_image_copies_is_there_and_not_ignored() -> None:
