@@ -171,7 +171,9 @@ class DraftRequest:
         num_new = start + num_rows - self.features_end
         self.is_awaiting = False
         if num_new > 0:
-            self.features.append(rows.part(num_rows - num_new, num_rows))
+            self.features.append(
+                rows if num_new == num_rows else rows.part(num_rows - num_new, num_rows)
+            )
             self.features_end += num_new
 
     def take_features(self, count: int) -> list[FeatureRows]:
