@@ -15,7 +15,7 @@ from shared.kernels.linear import sum_addends_block, sum_addends_ref
 
 
 @triton.jit
-def _normalise_block(x, weight, eps, width, dtype: tl.constexpr):
+def normalise_block(x, weight, eps, width, dtype: tl.constexpr):
     """Return a row normalised and scaled, f32; `dtype` is rounded to before the weight."""
     mean_square = tl.sum(x * x, axis=0) / width
     normalised = (x * (1.0 / tl.sqrt(mean_square + eps))).to(dtype).to(tl.float32)
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * WIDTH + column, mask=in_row, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    out = _normalise_block(x, weight, eps, WIDTH, dtype)
+    out = normalise_block(x, weight, eps, WIDTH, dtype)
     tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=in_row)
 
 
@@ -73,7 +73,7 @@ def _add_rms_norm_kernel(
     x = (x + delta.to(dtype).to(tl.float32)).to(dtype)
     tl.store(sum_ptr + offset, x, mask=in_row)
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-    out = _normalise_block(x.to(tl.float32), weight, eps, WIDTH, dtype)
+    out = normalise_block(x.to(tl.float32), weight, eps, WIDTH, dtype)
     tl.store(out_ptr + offset, out.to(dtype), mask=in_row)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shared.errors import CheckpointError
+from shared.kernels.head_input import head_input
 from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
@@ -171,13 +172,8 @@ class Eagle3Draft(Head):
         """Run rows through the layer; see DraftModel.forward."""
         assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
-        x = torch.cat(
-            [
-                rms_norm(self._embed(token_ids), self._input_norm, self._eps),
-                rms_norm(recurrent, self._hidden_norm, self._eps),
-            ],
-            dim=-1,
-        )
+        norms = (self._input_norm, self._hidden_norm)
+        x = head_input(token_ids, self._embedding, recurrent, norms, self._eps)
         pending = self._attention.forward(x, rows, kv.k[0], kv.v[0])
         hidden, normed = add_and_norm(recurrent, pending, self._post_norm, self._eps)
         pending = self._mlp.forward(normed)
