@@ -29,6 +29,7 @@ from __future__ import annotations
 import torch
 
 from draft_service.phases import DraftInput
+from shared.kernels.embedding import embed
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kernels.tree_beams import Candidates, next_beams
 from shared.kernels.tree_children import best_children
@@ -62,7 +63,8 @@ class TreeGrower:
         row_indptr = torch.arange(0, batch * topk + 1, topk, dtype=torch.int32, device=device)
         is_chain = torch.zeros(batch, dtype=torch.bool, device=device)
         beams = None
-        hidden = last_hidden.index_select(0, trees.req_idx)  # [B, h]
+        # `embed` looks up rows of any kind, and begins before the kernel before it ends.
+        hidden = embed(trees.req_idx, last_hidden)  # [B, h]
         for step in range(bounds.num_steps):
             if beams is not None:
                 attention = TreeAttentionMetadata(
@@ -79,7 +81,7 @@ class TreeGrower:
                 hidden = self._model.forward(
                     beams.token_ids,
                     beams.position_ids,
-                    hidden.index_select(0, beams.parent_row) if self._has_recurrent else None,
+                    embed(beams.parent_row, hidden) if self._has_recurrent else None,
                     self._pool,
                     attention,
                     beams.slot_mapping,

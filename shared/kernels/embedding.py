@@ -16,7 +16,7 @@ from shared.kernels.dispatch import count_launch, use_triton
 
 @triton.jit
 def _embed_kernel(
-    token_ids_ptr,  # [T] i64
+    token_ids_ptr,  # [T] i64 or i32
     roots_ptr,  # [num_reqs] i64, read for negative token ids only
     table_ptr,  # [V, h]
     out_ptr,  # [T, h] mutated
@@ -26,9 +26,9 @@ def _embed_kernel(
 ):
     wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    token_id = tl.load(token_ids_ptr + row)
+    token_id = tl.load(token_ids_ptr + row).to(tl.int64)
     if token_id < 0:
-        token_id = tl.load(roots_ptr - 1 - token_id)
+        token_id = tl.load(roots_ptr - 1 - token_id).to(tl.int64)
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
     values = tl.load(table_ptr + token_id * WIDTH + column, mask=in_row, other=0.0)
@@ -41,7 +41,7 @@ def embed(
     """Return the embeddings of tokens.
 
     Args:
-        token_ids: [T] i64; with roots, -1 - i stands for roots[i].
+        token_ids: [T] i64 or i32; with roots, -1 - i stands for roots[i].
         table: [V, h].
         roots: [num_reqs] i64, the newest token of each request, or None.
     Returns: [T, h] in the dtype of the table.

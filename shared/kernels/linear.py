@@ -33,7 +33,7 @@ _MIN_SPLIT_K = 1024
 _SPLIT_MULTIPLE = 128
 
 # As many outputs fill a GPU with tall tiles too: those of a vocabulary.
-_WIDE_N = 1 << 15
+_WIDE_N = 1 << 14
 # More rows than this are computed by programs that walk all splits.
 MAX_SPLIT_ROWS = 256
 
@@ -139,10 +139,12 @@ def _linear_kernel(
 def _sum_addends_kernel(
     addends_ptr,  # [S, T, N] f32
     bias_ptr,  # [N], unread unless HAS_BIAS
+    x_ptr,  # [T, N], unread unless HAS_RESIDUAL
     out_ptr,  # [T, N] mutated
     num_values,  # T * N
     width_n,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -153,7 +155,11 @@ def _sum_addends_kernel(
     total = sum_addends_block(addends_ptr, value, num_values, in_out, NUM_SPLITS)
     if HAS_BIAS:
         total += tl.load(bias_ptr + value % width_n, mask=in_out, other=0.0).to(tl.float32)
-    tl.store(out_ptr + value, total.to(out_ptr.dtype.element_ty), mask=in_out)
+    dtype = out_ptr.dtype.element_ty
+    if HAS_RESIDUAL:
+        x = tl.load(x_ptr + value, mask=in_out, other=0.0).to(tl.float32)
+        total = x + total.to(dtype).to(tl.float32)
+    tl.store(out_ptr + value, total.to(dtype), mask=in_out)
 
 
 @triton.jit
@@ -219,17 +225,22 @@ def linear_addends(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def sum_addends(
-    addends: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add addends up in order, then a bias, and round.
+    """Add addends up in order, then a bias, and round; then add a residual stream.
 
     Args:
         addends: [S, T, N] f32.
         bias: [N] or None.
+        residual: [T, N] in `dtype`, or None.
     Returns: [T, N] in `dtype`.
     """
     if not use_triton(addends):
-        return sum_addends_ref(addends, bias, dtype)
+        return sum_addends_ref(addends, bias, dtype, residual)
+    assert residual is None or (residual.dtype == dtype and residual.shape == addends.shape[1:])
     splits, num_rows, width_n = addends.shape
     out = torch.empty((num_rows, width_n), dtype=dtype, device=addends.device)
     if num_rows == 0:
@@ -239,10 +250,12 @@ def sum_addends(
     _sum_addends_kernel[(triton.cdiv(out.numel(), block),)](
         addends,
         addends if bias is None else bias.contiguous(),
+        addends if residual is None else residual.contiguous(),
         out,
         out.numel(),
         width_n,
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
         NUM_SPLITS=splits,
         BLOCK=block,
         num_warps=4,
@@ -310,7 +323,10 @@ def blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> TensorDe
 
 
 def sum_addends_ref(
-    addends: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `sum_addends` does in plain torch."""
     total = addends[0]
@@ -318,7 +334,7 @@ def sum_addends_ref(
         total = total + addend
     if bias is not None:
         total = total + bias.float()
-    return total.to(dtype)
+    return total.to(dtype) if residual is None else residual + total.to(dtype)
 
 
 def linear_ref(

@@ -27,13 +27,14 @@ def _rope_store_kernel(
     bias_ptr,  # [(Hq + 2 Hkv) * d], unread unless HAS_BIAS
     q_norm_ptr,  # [d], unread unless HAS_NORM
     k_norm_ptr,  # [d], unread unless HAS_NORM
-    cos_ptr,  # [T, d / 2] f32
-    sin_ptr,  # [T, d / 2] f32
+    cos_ptr,  # [T, d / 2] f32, rows angle_stride apart
+    sin_ptr,  # [T, d / 2] f32, likewise
     slot_mapping_ptr,  # [T] i32
     q_ptr,  # [T, Hq, d] mutated
     k_cache_ptr,  # [num_slots, Hkv, d] mutated
     v_cache_ptr,  # [num_slots, Hkv, d] mutated
     num_rows,
+    angle_stride,
     eps,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -75,8 +76,8 @@ def _rope_store_kernel(
             first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype)
             second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype)
             first, second = first.to(tl.float32), second.to(tl.float32)
-        cos = tl.load(cos_ptr + row * HALF + pair, mask=in_half, other=0.0)
-        sin = tl.load(sin_ptr + row * HALF + pair, mask=in_half, other=0.0)
+        cos = tl.load(cos_ptr + row * angle_stride + pair, mask=in_half, other=0.0)
+        sin = tl.load(sin_ptr + row * angle_stride + pair, mask=in_half, other=0.0)
         rotated = first * cos - second * sin
         second = second * cos + first * sin
         first = rotated
@@ -113,7 +114,7 @@ def rope_store(
         bias: [(Hq + 2 Hkv) * d] or None.
         norms: Weights [d] of the norms of q and k heads; None: there are none.
         eps: Of those norms.
-        cos, sin: [T, d / 2] f32.
+        cos, sin: [T, d / 2] f32, rows of both equally far apart.
         k_cache, v_cache: [num_slots, Hkv, d], the dtype of the model.
         slot_mapping: [T] i32; padding points into page 0, every other slot occurs once.
     Returns: q [T, Hq, d], rotated, in the dtype of the caches.
@@ -126,6 +127,7 @@ def rope_store(
     num_heads = width // head_dim - 2 * num_kv_heads
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
     assert addends.is_contiguous() and addends.dtype == torch.float32
+    assert cos.stride() == sin.stride() and cos.stride(1) == 1
     assert slot_mapping.dtype == torch.int32 and slot_mapping.shape == (num_rows,)
     q = torch.empty((num_rows, num_heads, head_dim), dtype=k_cache.dtype, device=addends.device)
     if num_rows == 0:
@@ -147,6 +149,7 @@ def rope_store(
         k_cache,
         v_cache,
         num_rows,
+        cos.stride(0),
         eps,
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from shared.kernels.embedding import embed
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
@@ -44,16 +45,16 @@ class Rows:
 
 
 class RopeTable:
-    """Cosines and sines of positions 0..num_positions - 1."""
+    """Cosines, and beside them sines, of positions 0..num_positions - 1."""
 
     def __init__(self, config: ModelConfig, num_positions: int, device: torch.device) -> None:
-        self._cos, self._sin = rope_cos_sin(config, num_positions, device)
+        self._angles = torch.cat(rope_cos_sin(config, num_positions, device), dim=1)  # [P, d]
         self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
 
     @property
     def num_positions(self) -> int:
         """Return how many positions the table holds."""
-        return self._cos.shape[0]
+        return self._angles.shape[0]
 
     def rows(
         self,
@@ -68,9 +69,10 @@ class RopeTable:
             position_ids: [T] i64.
             dtype: Of queries, keys and values.
         """
+        cos, sin = embed(position_ids, self._angles).chunk(2, dim=1)
         return Rows(
-            cos=self._cos[position_ids],
-            sin=self._sin[position_ids],
+            cos=cos,
+            sin=sin,
             attention=prepared(attention, dtype, *self._heads),
             slot_mapping=slot_mapping,
         )
@@ -234,7 +236,7 @@ def add(x: torch.Tensor, pending: Product | None) -> torch.Tensor:
     """Add what is pending to the residual stream. [T, h]."""
     if pending is None:
         return x
-    return x + sum_addends(pending.addends, pending.bias, x.dtype)
+    return sum_addends(pending.addends, pending.bias, x.dtype, x)
 
 
 def add_and_norm(

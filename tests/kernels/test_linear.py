@@ -185,6 +185,19 @@ def test_split_products_add_up_to_whole_ones(device: torch.device, dtype: torch.
         assert torch.equal(sum_addends(addends, None, torch.float32), whole)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_is_added_to_the_rounded_sum(device: torch.device, dtype: torch.dtype) -> None:
+    addends, bias = torch.randn(3, 5, 70).to(device), torch.randn(70).to(device, dtype)
+    residual = torch.randn(5, 70).to(device, dtype)
+    for some_bias in (None, bias):
+        want = residual + sum_addends(addends, some_bias, dtype)
+        out = sum_addends(addends, some_bias, dtype, residual)
+        if IS_INTERPRETED:  # which truncates to bfloat16
+            torch.testing.assert_close(out, want)
+        else:
+            assert torch.equal(out, want)
+
+
 def test_splits_cover_k_and_depend_on_the_weight_alone() -> None:
     shapes = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (64, 64)]
     assert [num_splits(*shape) for shape in shapes] == [2, 4, 4, 1, 1, 1]

@@ -40,8 +40,8 @@ class Case:
         num_rows, width = len(slots), (num_heads + 2 * num_kv_heads) * head_dim
         self.addends = torch.randn(splits, num_rows, width).to(device)
         self.angles = torch.randn(num_rows, head_dim // 2, dtype=torch.float64) * 3
-        self.cos = self.angles.cos().float().to(device)
-        self.sin = self.angles.sin().float().to(device)
+        table = torch.cat([self.angles.cos(), self.angles.sin()], dim=1).float().to(device)
+        self.cos, self.sin = table.chunk(2, dim=1)
         self.slots = torch.tensor(slots, dtype=torch.int32).to(device)
         shape = (num_slots, num_kv_heads, head_dim)
         self.k, self.v = (
