@@ -1,7 +1,8 @@
 """Choose the best children of every row of draft logits, with their log-probabilities.
 
-Two kernels. Grid (num_rows, chunks of V): the best keys of a chunk and the mass of its
-probabilities. Grid (num_rows,): the best of all chunks and their log-probabilities.
+Two kernels. Grid (num_rows, chunks of V): the best key of a chunk and the mass of its
+probabilities. Grid (num_rows,): the best of the K chunks with the best keys, which hold the row's K
+best, and their log-probabilities.
 Masses are fixed-point integers relative to the largest of their chunk, or row, so that no result
 depends on the order of a sum.
 """
@@ -21,7 +22,7 @@ from shared.kernels.order_key import NO_KEY, best_keys, key_index, key_value, or
 from shared.kernels.topk import stable_topk
 from shared.kernels.vector_math import settle_vector_math
 
-# Draft ids of one program of the first kernel, a single warp.
+# Draft ids of one program of the first kernel, a single warp. The second has a warp for each chunk.
 _CHUNK = 1024
 _LEAST_TEMPERATURE = 1e-6
 
@@ -43,22 +44,26 @@ class ChildNoise:
     depth: int
 
 
+@triton.jit
+def _finite_block(x):
+    """Return what ranks a block of values: NaN is -inf, infinity less infinity is no number."""
+    return tl.minimum(tl.where(x == x, x, -float("inf")), 3.4028234663852886e38)
+
+
 @triton.jit(do_not_specialize=["depth", "rows_per_request"])
 def _chunk_children_kernel(
-    logits_ptr,  # [T, V] f32, rows logits_stride apart
+    logits_ptr,  # [T, V] f32, rows logits_stride apart; mutated where there is noise
     target_ids_ptr,  # [V] i64, unread unless HAS_NOISE
     temperature_ptr,  # [B] f32, unread unless HAS_NOISE
     seed_ptr,  # [B] i64, unread unless HAS_NOISE
     position_ptr,  # [B] i64, unread unless HAS_NOISE
-    key_ptr,  # [T, chunks, K] i64 mutated
+    key_ptr,  # [T, chunks] i64 mutated
     mass_ptr,  # [T, chunks] i64 mutated
     width,
     logits_stride,
     rows_per_request,
     depth,
     HAS_NOISE: tl.constexpr,
-    COUNT: tl.constexpr,
-    COUNT_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -67,8 +72,8 @@ def _chunk_children_kernel(
     chunk = tl.program_id(1).to(tl.int64)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     in_row = column < width
-    x = tl.load(logits_ptr + row * logits_stride + column, mask=in_row, other=-float("inf"))
-    x = tl.where(x == x, x, -float("inf"))
+    logits_ptrs = logits_ptr + row * logits_stride + column
+    x = tl.load(logits_ptrs, mask=in_row, other=-float("inf"))
     if HAS_NOISE:
         request = row // rows_per_request
         temperature = tl.load(temperature_ptr + request)
@@ -77,45 +82,52 @@ def _chunk_children_kernel(
             position = tl.load(position_ptr + request) + depth
             ids = tl.load(target_ids_ptr + column, mask=in_row, other=0)
             x = tl.div_rn(x, tl.maximum(temperature, 1e-6)) + gumbel_block(seed, position, ids)
-    x = tl.minimum(x, 3.4028234663852886e38)  # infinity less infinity is not a number
-    keys = tl.where(in_row, order_key(x, column), NO_KEY)
-    best = best_keys(keys, COUNT, COUNT_BLOCK)
-    rank = tl.arange(0, COUNT_BLOCK)
+            tl.store(logits_ptrs, x, mask=in_row)
+    x = _finite_block(x)
+    best = tl.max(tl.where(in_row, order_key(x, column), NO_KEY), axis=0)
     program = row * tl.num_programs(1) + chunk
-    tl.store(key_ptr + program * COUNT + rank, best, mask=rank < COUNT)
-    largest = key_value(tl.max(best, axis=0))
-    # 2^40
-    mass = (tl.exp(x - tl.maximum(largest, -3.4028234663852886e38)) * 1099511627776.0).to(tl.int64)
+    tl.store(key_ptr + program, best)
+    largest = tl.maximum(key_value(best), -3.4028234663852886e38)
+    mass = (tl.exp(x - largest) * 1099511627776.0).to(tl.int64)  # 2^40
     tl.store(mass_ptr + program, tl.sum(mass, axis=0))
 
 
 @triton.jit
 def _merge_children_kernel(
-    key_ptr,  # [T, chunks, K] i64
+    logits_ptr,  # [T, V] f32, rows logits_stride apart; the noise added
+    key_ptr,  # [T, chunks] i64
     mass_ptr,  # [T, chunks] i64
     target_ids_ptr,  # [V] i64
     score_ptr,  # [T, K] f32 mutated
     token_ptr,  # [T, K] i32 mutated
+    width,
+    logits_stride,
     NUM_CHUNKS: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
-    KEYS_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     wait_for_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, KEYS_BLOCK)
-    row_key_ptr = key_ptr + row * NUM_CHUNKS * COUNT
-    keys = tl.load(row_key_ptr + lane, mask=lane < NUM_CHUNKS * COUNT, other=NO_KEY)
-    best = best_keys(keys, COUNT, COUNT_BLOCK)
-
     chunk = tl.arange(0, CHUNKS_BLOCK)
     in_chunks = chunk < NUM_CHUNKS
-    chunk_largest = key_value(tl.load(row_key_ptr + chunk * COUNT, mask=in_chunks, other=NO_KEY))
+    chunk_keys = tl.load(key_ptr + row * NUM_CHUNKS + chunk, mask=in_chunks, other=NO_KEY)
+    best_chunks = best_keys(chunk_keys, COUNT, COUNT_BLOCK)
+
+    column = (key_index(best_chunks) // CHUNK * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
+    in_row = (best_chunks != NO_KEY)[:, None] & (column < width)
+    logits_ptrs = logits_ptr + row * logits_stride + column
+    x = _finite_block(tl.load(logits_ptrs, mask=in_row, other=-float("inf")))
+    keys = tl.where(in_row, order_key(x, column), NO_KEY)
+    keys = tl.reshape(keys, (COUNT_BLOCK * CHUNK,), can_reorder=True)
+    best = best_keys(keys, COUNT, COUNT_BLOCK)
+
     mass = tl.load(mass_ptr + row * NUM_CHUNKS + chunk, mask=in_chunks, other=0)
-    largest = tl.maximum(key_value(tl.max(best, axis=0)), -3.4028234663852886e38).to(tl.float64)
-    decay = tl.exp(chunk_largest.to(tl.float64) - largest)
+    largest = key_value(tl.max(chunk_keys, axis=0))
+    largest = tl.maximum(largest, -3.4028234663852886e38).to(tl.float64)
+    decay = tl.exp(key_value(chunk_keys).to(tl.float64) - largest)
     total = tl.sum((mass.to(tl.float64) * decay + 0.5).to(tl.int64), axis=0)
     total = tl.maximum(total, 1).to(tl.float64) * 9.094947017729282e-13  # 2^-40
 
@@ -144,6 +156,7 @@ def best_children(
         count: K, children per row.
         noise: Of B requests, rows of one adjacent: row t belongs to request t // (T / B).
     Returns: log-probabilities [T, K] f32, -inf: no such child; target ids [T, K] i32.
+    Mutates: rows of `logits` with noise: it may be added in place.
     """
     if not use_triton(logits):
         return best_children_ref(logits, target_ids, count, noise)
@@ -151,12 +164,11 @@ def best_children(
     num_rows, width = logits.shape
     num_chunks = triton.cdiv(width, _CHUNK)
     device = logits.device
-    keys = torch.empty((num_rows, num_chunks, count), dtype=torch.int64, device=device)
+    keys = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=device)
     mass = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=device)
     score = torch.empty((num_rows, count), dtype=torch.float32, device=device)
     token = torch.empty((num_rows, count), dtype=torch.int32, device=device)
     count_block = triton.next_power_of_2(count)
-    keys_block = triton.next_power_of_2(num_chunks * count)
     count_launch("chunk_children")
     _chunk_children_kernel[(num_rows, num_chunks)](
         logits,
@@ -171,25 +183,26 @@ def best_children(
         1 if noise is None else num_rows // len(noise.seed),
         0 if noise is None else noise.depth,
         HAS_NOISE=noise is not None,
-        COUNT=count,
-        COUNT_BLOCK=count_block,
         CHUNK=_CHUNK,
         num_warps=1,
         **dependent_launch(logits),
     )
     count_launch("merge_children")
     _merge_children_kernel[(num_rows,)](
+        logits,
         keys,
         mass,
         target_ids,
         score,
         token,
+        width,
+        logits.stride(0),
         NUM_CHUNKS=num_chunks,
         CHUNKS_BLOCK=triton.next_power_of_2(num_chunks),
         COUNT=count,
         COUNT_BLOCK=count_block,
-        KEYS_BLOCK=keys_block,
-        num_warps=1 if keys_block <= 1024 else 4,
+        CHUNK=_CHUNK,
+        num_warps=count_block,
         **dependent_launch(logits),
     )
     return score, token

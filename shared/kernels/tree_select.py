@@ -95,7 +95,7 @@ def select_nodes(
         most_nodes,
         BLOCK=block,
         NODE_BLOCK=triton.next_power_of_2(most_nodes),
-        num_warps=1 if block <= 64 else 4 if block <= 1024 else 8,
+        num_warps=1 if block <= 256 else 4 if block <= 1024 else 8,
         **dependent_launch(candidates.score),
     )
     return out

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from shared.kernels import (
     accept_walk,
     embedding,
+    head_input,
     linear,
     linear_swiglu,
     logprobs,
@@ -97,10 +98,16 @@ def kernels(dtype: str):
         )
     yield (
         linear._sum_addends_kernel,
-        ["*fp32", values, values, "i32", "i32"],
-        {"HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK": 1024},
+        ["*fp32", values, values, values, "i32", "i32"],
+        {"HAS_BIAS": True, "HAS_RESIDUAL": True, "NUM_SPLITS": 4, "BLOCK": 1024},
     )
-    yield embedding._embed_kernel, ["*i64", "*i64", values, values], {"WIDTH": 1000, "BLOCK": 1024}
+    for ids in ("*i64", "*i32"):
+        yield embedding._embed_kernel, [ids, ids, values, values], {"WIDTH": 1000, "BLOCK": 1024}
+    yield (
+        head_input._head_input_kernel,
+        ["*i64", *[values] * 5, "fp32"],
+        {"WIDTH": 1000, "BLOCK": 1024},
+    )
     yield rms_norm._rms_norm_kernel, [values] * 3 + ["fp32"], {"WIDTH": 1000, "BLOCK": 1024}
     yield (
         rms_norm._add_rms_norm_kernel,
@@ -109,7 +116,8 @@ def kernels(dtype: str):
     )
     yield (
         rope_store._rope_store_kernel,
-        ["*fp32", values, values, values, "*fp32", "*fp32", "*i32", *[values] * 3, "i32", "fp32"],
+        ["*fp32", values, values, values, "*fp32", "*fp32", "*i32", *[values] * 3]
+        + ["i32", "i32", "fp32"],
         {
             "HAS_BIAS": True,
             "HAS_NORM": True,
@@ -264,19 +272,19 @@ def growth_kernels():
             yield (
                 tree_children._chunk_children_kernel,
                 ["*fp32", "*i64", "*fp32", "*i64", "*i64", "*i64", "*i64"] + ["i32"] * 4,
-                {"HAS_NOISE": has_noise, **count, "CHUNK": chunk},
+                {"HAS_NOISE": has_noise, "CHUNK": chunk},
                 {"num_warps": 1},
             )
         yield (
             tree_children._merge_children_kernel,
-            ["*i64", "*i64", "*i64", "*fp32", "*i32"],
+            ["*fp32", "*i64", "*i64", "*i64", "*fp32", "*i32", "i32", "i32"],
             {
                 "NUM_CHUNKS": num_chunks,
                 "CHUNKS_BLOCK": triton.next_power_of_2(num_chunks),
                 **count,
-                "KEYS_BLOCK": triton.next_power_of_2(num_chunks * topk),
+                "CHUNK": chunk,
             },
-            {"num_warps": 1 if num_chunks * topk <= 1024 else 4},
+            {"num_warps": count["COUNT_BLOCK"]},
         )
         for is_root, is_last in ((True, False), (False, False), (False, True)):
             num_children = topk if is_root else topk**2

@@ -31,6 +31,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_finish_rows_kernel",
         "_linear_kernel",
         "_embed_kernel",
+        "_head_input_kernel",
         "_linear_swiglu_kernel",
         "_sum_addends_kernel",
         "_rms_norm_kernel",
