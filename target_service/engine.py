@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from shared.errors import (
     CoppiceError,
     InvalidArgumentError,
-    InvalidTreeError,
     NotFoundError,
     StaleStateError,
 )
@@ -29,11 +28,9 @@ from shared.kernels.dispatch import launch_counts
 from shared.rpc.link import Link, LinkLost, LinkSet
 from shared.step_timer import StepTimer
 from shared.times import clock_id, take
-from shared.tree import are_trees, check_tree
+from shared.tree import check_tree
 from shared.types import (
     AnswerTimes,
-    BurstPart,
-    DraftRound,
     DraftUnlinked,
     FeatureAck,
     FeatureChunk,
@@ -42,26 +39,23 @@ from shared.types import (
     FeatureUnsubscribe,
     FinishReason,
     LinkClose,
-    LinkedTree,
     LinkOpen,
     RequestFailure,
     RequestRetracted,
-    RingRows,
-    RoundBurst,
     RoundGrant,
     StageTime,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
     TreeBurst,
-    TreeShape,
     VerifyRound,
     WorkerInfo,
     WorkerLoad,
 )
 from target_service.batch import SampledTrees, StepBatch, build_batch, build_verify
 from target_service.cohort import Cohort
-from target_service.commit import AcceptedNodes, accepted_nodes, commit_path
+from target_service.commit import accepted_nodes, commit_path
+from target_service.direct_rounds import DirectRounds
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
 from target_service.read_back import PendingRead
 from target_service.request import Phase, QueuedRound, TargetRequest
@@ -140,6 +134,14 @@ class TargetEngine:
         self._has_rows: bool | None = None  # None: not known
         self._num_tree_rows: int | None = None
         self._order = itertools.count()
+        self._direct = DirectRounds(
+            self._requests,
+            self._cohort,
+            info,
+            order=self._order,
+            ring=ring,
+            max_context_len=max_context_len,
+        )
         self._outbox: list[Any] = []
         self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
         self._busy_until_ns = 0  # when the last step ended
@@ -219,13 +221,14 @@ class TargetEngine:
         try:
             match message:
                 case TreeBurst():
-                    self._take_trees(link, message)
+                    for tree, error in self._direct.take(link, message):
+                        self._outbox.append(_failure(tree, error))
                 case FeatureSubscribe():
                     self._subscribe(message, link)
                 case FeatureAck():
                     self._acknowledge(message, link)
                 case LinkOpen():
-                    self._link(message, link)
+                    self._direct.open(message, link)
                 case LinkClose():
                     request = self._requests.get(message.request_id)
                     if request is not None and request.draft_epoch == message.draft_epoch:
@@ -279,7 +282,7 @@ class TargetEngine:
     def _launch(self, plan: StepPlan) -> _Launched | None:
         """Launch the rows of a plan; nothing waits for the device."""
         for request in plan.retracted:
-            self._end_grant(request)
+            self._direct.end(request)
             del self._requests[request.request_id]
             self._outbox.append(
                 RequestRetracted(
@@ -403,7 +406,7 @@ class TargetEngine:
 
     def _queue_round(self, message: VerifyRound) -> None:
         request = self._find(message.request_id, message.target_epoch)
-        self._end_grant(request)
+        self._direct.end(request)
         if request.last_reply is not None and message.round_idx == request.round_idx:
             self._outbox.append(request.last_reply)
             return
@@ -440,125 +443,18 @@ class TargetEngine:
             request.queued_times = take(message.received_ns, busy_until_ns=self._busy_until_ns)
         request.queued_order = next(self._order)
 
-    # --- rounds whose trees are ordered here -----------------------------------------------------
-
     def _grant(self, message: RoundGrant) -> None:
         request = self._find(message.request_id, message.target_epoch)
         if message.shape is None:
             request.granted_until = max(request.granted_until, message.until_round_idx)
             request.queued_order = next(self._order)
-            return
-        if request.link is None or request.draft_epoch != message.draft_epoch:
-            return  # it broke meanwhile; the orchestrator orders what it does not hear of
-        if request.grant is None:
-            request.num_tokens_told = message.token_offset
-        request.grant = message
-        is_between_rounds = request.queued is None and not request.num_in_flight
-        if request.phase is Phase.RUNNING and is_between_rounds:
-            self._order_tree(request)
-
-    def _order_tree(self, request: TargetRequest) -> None:
-        """Order the tree of the next round of the draft, if that is granted."""
-        round_idx = request.round_idx + 1
-        grant = request.grant
-        if grant is None or not request.ordered_round < round_idx <= grant.until_round_idx:
-            return
-        assert request.link is not None and grant.shape is not None
-        request.ordered_round = round_idx
-        shape = grant.shape.within(self._max_context_len - request.seq_len)
-        if shape is None:
-            self._queue_granted(request, None)
-            return
-        request.link.put(
-            DraftRound(
-                request_id=request.request_id,
-                target_epoch=request.open.target_epoch,
-                draft_epoch=grant.draft_epoch,
-                round_idx=round_idx,
-                seq_len=request.seq_len,
-                token_offset=request.num_tokens_told,
-                token_ids=tuple(request.tokens[request.num_tokens_told :]),
-                shape=shape,
-            )
-        )
-        request.num_tokens_told = len(request.tokens)
-        request.ordered_ns = self._cohort.ordered(request.request_id, shape.num_draft_tokens)
-
-    def _take_trees(self, link: Link, burst: TreeBurst) -> None:
-        """Queue the rounds of trees that were ordered here, unless they have been given up."""
-        vocab_size = self.info.vocab_size
-        are_sound = are_trees(
-            burst.token_ids, burst.parent_index, burst.num_nodes, vocab_size=vocab_size
-        )
-        for tree in burst.trees():
-            request = self._requests.get(tree.request_id)
-            if request is None or request.grant is None or request.link is not link:
-                continue
-            is_current = (
-                tree.round_idx == request.round_idx + 1
-                and tree.draft_epoch == request.draft_epoch
-                and tree.target_epoch == request.open.target_epoch
-            )
-            if not is_current or request.queued is not None or request.num_in_flight:
-                continue
-            self._cohort.arrived(tree.request_id)
-            try:
-                self._check_tree(request, tree, is_sound=are_sound)
-            except InvalidTreeError as error:
-                self._outbox.append(_failure(tree, error))
-                continue
-            if request.open.is_timed:
-                times = AnswerTimes(clock_id=clock_id(), begin_ns=request.ordered_ns)
-                times = times.including("draft", tree.times)
-                request.queued_times = times.then("link", time.monotonic_ns())
-            self._queue_granted(request, tree)
-
-    def _check_tree(self, request: TargetRequest, tree: LinkedTree, *, is_sound: bool) -> None:
-        """Raise InvalidTreeError unless a tree is the one that was ordered.
-
-        Args:
-            is_sound: It is known to be a tree, of tokens of the vocabulary.
-        """
-        if tree.seq_len != request.seq_len:
-            raise InvalidTreeError(
-                f"seq_len is {tree.seq_len}, expected {request.seq_len}", field="seq_len"
-            )
-        assert request.grant is not None and request.grant.shape is not None
-        root_token_id, most = request.tokens[-1], request.grant.shape.num_draft_tokens
-        if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
-            return
-        check_tree(
-            tree.token_ids,
-            tree.parent_index,
-            root_token_id=root_token_id,
-            vocab_size=self.info.vocab_size,
-            max_num_nodes=most,
-        )
-
-    def _queue_granted(self, request: TargetRequest, tree: LinkedTree | None) -> None:
-        request.queued = QueuedRound(tree)
-        request.queued_order = next(self._order)
-
-    def _end_grant(self, request: TargetRequest) -> None:
-        """Order no more trees; one that is ordered and not here will not be taken."""
-        num_begun = request.num_in_flight + (request.queued is not None)
-        request.ordered_round = min(request.ordered_round, request.round_idx + num_begun)
-        request.grant = None
-        self._cohort.gave_up(request.request_id)
-
-    def _link(self, message: LinkOpen, link: Link) -> None:
-        """Take note of a draft, unless a newer one has the request: that one was asleep."""
-        request = self._requests.get(message.request_id)
-        if request is None or request.open.target_epoch != message.target_epoch:
-            return
-        if message.draft_epoch >= request.draft_epoch:
-            self._end_grant(request)
-            request.link, request.draft_epoch = link, message.draft_epoch
+        else:
+            self._direct.grant(request, message)
 
     def _unlink(self, request: TargetRequest, link: Link) -> None:
         """Forget a draft's link; who wants the features asks again through the front."""
         if request.link is link:
-            self._end_grant(request)
+            self._direct.end(request)
             request.link = None
             self._outbox.append(
                 DraftUnlinked(
@@ -656,7 +552,7 @@ class TargetEngine:
 
     def _drop(self, request: TargetRequest) -> None:
         self._scheduler.remove(request)
-        self._end_grant(request)
+        self._direct.end(request)
         del self._requests[request.request_id]
 
     # --- a step ----------------------------------------------------------------------------------
@@ -683,7 +579,7 @@ class TargetEngine:
     def _commit_paths(self, launched: _Launched, trees: SampledTrees, paths: PathOutputs) -> None:
         """Advance every request by its path; drafts that are linked hear of it first."""
         nodes = list(accepted_nodes(trees, paths))
-        self._order_next(trees, nodes, paths)
+        self._direct.order_next(trees, nodes, paths)
         stages = launched.timer.stages(device_free_ns=self._device_free_ns)
         self._device_free_ns = launched.timer.device_end_ns(stages)
         advanced: list[tuple[TargetRequest, tuple[int, ...]]] = []
@@ -700,82 +596,13 @@ class TargetEngine:
                 self._drop(request)
                 continue
             advanced.append((request, reply.token_ids))
-            self._order_tree(request)
+            self._direct.order(request)
             if request.features is not None and not is_prefill:
                 assert paths.features is not None
                 rows = paths.features[row, : len(reply.token_ids)]
                 request.features.append(path.seq_len, rows.copy())
         self.links.flush()
         self._runner.sampler.count(advanced)
-
-    def _order_next(
-        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], paths: PathOutputs
-    ) -> None:
-        """Order the trees of the next rounds of linked drafts, before anything else is done.
-
-        What stays as it was is not asked for again: whether a request ends with this path is found
-        out while its tree is being grown, and so a tree may be grown for nothing.
-        """
-        rows_of: dict[tuple[Link, TreeShape, bool], list[int]] = {}
-        for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
-            if self._is_held(request) and self._goes_on(request, path):
-                assert request.link is not None and request.grant is not None
-                assert request.grant.shape is not None
-                key = (request.link, request.grant.shape, request.features is not None)
-                rows_of.setdefault(key, []).append(row)
-        for (link, shape, has_features), rows in rows_of.items():
-            members = [(trees.requests[row], nodes[row]) for row in rows]
-            ring_rows = None
-            if has_features:
-                assert self._ring is not None and paths.features is not None
-                features = [paths.features[row, : len(nodes[row].token_ids)] for row in rows]
-                span = self._ring.write(*features)
-                if span is None:
-                    continue  # too many for the ring: in messages, as each is committed
-                ring_rows = RingRows(
-                    shape=(sum(map(len, features)), self._runner.features.width),
-                    dtype=self.info.features.dtype,
-                    data=span,
-                )
-            parts = tuple(
-                BurstPart(
-                    request.request_id,
-                    request.open.target_epoch,
-                    request.draft_epoch,
-                    request.round_idx + 2,  # this round is not committed yet
-                    path.seq_len,
-                    path.token_ids,
-                )
-                for request, path in members
-            )
-            ordered_ns = time.monotonic_ns()
-            link.put(RoundBurst(parts=parts, shape=shape, rows=ring_rows))
-            link.flush()
-            for request, path in members:
-                request.ordered_round = request.round_idx + 2
-                request.num_tokens_told += len(path.token_ids)
-                request.ordered_ns = ordered_ns
-                self._cohort.ordered(request.request_id, shape.num_draft_tokens)
-                if request.features is not None:
-                    assert request.features.next is not None
-                    request.features.next += len(path.token_ids)
-
-    def _goes_on(self, request: TargetRequest, path: AcceptedNodes) -> bool:
-        """Return whether the round after a path, not committed yet, can be ordered in a burst."""
-        grant, log, num_tokens = request.grant, request.features, len(path.token_ids)
-        if grant is None or grant.shape is None or request.num_in_flight > 1:
-            return False
-        if not request.ordered_round < request.round_idx + 2 <= grant.until_round_idx:
-            return False
-        if log is not None:
-            is_next = request.feature_link is request.link and log.next == path.seq_len == log.end
-            if not is_next or self._ring is None:
-                return False
-        return (
-            request.num_tokens_told == len(request.tokens)
-            and len(request.tokens) + num_tokens < request.token_limit
-            and path.seq_len + num_tokens + grant.shape.num_draft_tokens <= self._max_context_len
-        )
 
     def _send_features(self, request: TargetRequest) -> None:
         if request.features is not None:
