@@ -131,7 +131,7 @@ class TwoRequests:
         pairing = models.pairing("standalone")
         self.clock = clock
         self.target, self.draft = make_target(pairing), make_draft(pairing)
-        self.target._cohort = cohort = experienced(clock)
+        self.target._cohort = self.target._direct._cohort = cohort = experienced(clock)
         self.pair = pair = LinkedPair(self.target, self.draft)
         self.requests = [
             LocalRequest(prompt=[i + 1, 2], max_new_tokens=40, shape=SHAPES[2]) for i in range(2)
