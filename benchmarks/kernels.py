@@ -38,7 +38,7 @@ from shared.kernels.rms_norm import add_rms_norm
 from shared.kernels.rope_store import rope_store, rope_store_ref
 from shared.kernels.sampling import sample
 from shared.kernels.tree_attention import tree_attention
-from shared.tree import lay_out_tree
+from shared.tree import lay_out_tree, paths_of
 
 HEAD_DIM = 128
 # More than the second-level cache of any GPU so far.
@@ -267,11 +267,11 @@ class _Bench:
     def _mask(self, num_nodes: int, context: int, group: int) -> torch.Tensor:
         """Return 0 for what each node of a tree sees, else -inf. [N * group, context + N]."""
         layout = lay_out_tree(tuple(tree_of(num_nodes).tolist()))
-        depth, path = layout.depth, layout.path_array
+        path_len, path = layout.path_len, paths_of([layout])
         mask = np.full((num_nodes, context + num_nodes), -np.inf, dtype=np.float32)
         mask[:, :context] = 0
         for node in range(num_nodes):
-            mask[node, context + path[node, : depth[node] + 1]] = 0
+            mask[node, context + path[node, : path_len[node]]] = 0
         return torch.from_numpy(mask.repeat(group, axis=0)).to(self.device, self.dtype)
 
     def norm(self, count: int) -> Case:

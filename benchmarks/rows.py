@@ -13,7 +13,7 @@ from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM, ForwardOutput
 from shared.packing import PackedRows, RowBlocks, pack_rows, to_device
 from shared.staging import Staging
-from shared.tree import lay_out_tree
+from shared.tree import depths_of, lay_out_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def build_rows(
     step, trees = np.arange(num_rows), []
     if parents is not None:
         layout = lay_out_tree(tuple(parents.tolist()))
-        step, trees = np.array(layout.depth), [layout] * num_reqs
+        step, trees = depths_of([layout]), [layout] * num_reqs
     blocks = RowBlocks(
         req_idx=req_idx,
         prefix_len=[prefix_len] * num_reqs,

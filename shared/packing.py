@@ -7,6 +7,7 @@ decoding a tree of one node, verification a tree of N.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.pool import KVPool
 from shared.staging import Fields, Staging
-from shared.tree import TreeLayout
+from shared.tree import TreeLayout, paths_of
 from shared.types import MAX_TREE_NODES
 
 
@@ -111,7 +112,7 @@ def pack_rows(
     is_captured = num_rows is not None
     width = MAX_TREE_NODES if has_trees or is_captured else 1
     host, device = staging.place_zeros(_fields, total, num_reqs, width)
-    slots: list[int] = []
+    slots = array("i")
     for req_idx, first, size, writes in zip(
         blocks.req_idx,
         blocks.prefix_len,
@@ -119,13 +120,16 @@ def pack_rows(
         blocks.writes_kv or [True] * count,
         strict=True,
     ):
-        slots += pool.slot_range(req_idx, first, first + size) if writes else [0] * size
+        if writes:
+            slots += pool.slot_range(req_idx, first, first + size)
+        else:
+            slots.extend([0] * size)
     path_len: list[int] = []
     for tree in blocks.trees:
         path_len += tree.path_len
     for size in blocks.num_rows[num_trees:]:
         path_len += range(1, size + 1)
-    host["slot_mapping"][:used] = slots
+    host["slot_mapping"][:used] = np.frombuffer(slots, np.int32)
     host["req_idx"][:count] = blocks.req_idx
     host["prefix_len"][:count] = blocks.prefix_len
     host["row_indptr"][: count + 1] = row_indptr
@@ -134,8 +138,7 @@ def pack_rows(
     host["path_len"][used:] = 1
     host["is_chain"][:] = True
     if has_trees:  # the paths of chains are not read
-        paths = b"".join([tree.path for tree in blocks.trees])
-        host["path_offset"].data.cast("B")[: len(paths)] = paths
+        host["path_offset"][: row_indptr[num_trees]] = paths_of(blocks.trees)
         host["is_chain"][:num_trees] = are_chains
     attention = TreeAttentionMetadata(
         page_table=pool.stage_page_table(staging),

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,7 @@ from numpy.typing import NDArray
 from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.types import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES, TreeShape
 
-_NODE_BYTES = 4
-_NODES = [node.to_bytes(_NODE_BYTES, sys.byteorder) for node in range(MAX_TREE_NODES)]
+_NODES = [bytes([node]) for node in range(MAX_TREE_NODES)]
 
 
 def check_shape(shape: TreeShape, *, prefix: str = "speculation.") -> None:
@@ -125,30 +123,34 @@ def are_trees(
 
 
 class TreeLayout(NamedTuple):
-    """Every node's own path from the root.
+    """Every node's own path from the root; a byte for each number.
 
     Args:
-        depth: [N], the root has 0.
         path_len: [N], tokens on the own path: depth + 1.
-        path: [N, MAX_TREE_NODES] i32, as bytes: the nodes from the root to each, ascending; 0 past
-            it.
+        path: [N, MAX_TREE_NODES]: the nodes from the root to each, ascending; 0 past it.
         max_depth: Of the deepest node.
         is_chain: Every node is the parent of the next.
     """
 
-    depth: Sequence[int]
-    path_len: Sequence[int]
+    path_len: bytes
     path: bytes
     max_depth: int
     is_chain: bool
 
-    @property
-    def path_array(self) -> NDArray[np.int32]:
-        """Return `path` as [N, MAX_TREE_NODES]."""
-        return np.frombuffer(self.path, dtype=np.int32).reshape(-1, MAX_TREE_NODES)
+
+def paths_of(layouts: Iterable[TreeLayout]) -> NDArray[np.uint8]:
+    """Return the paths of the nodes of trees, [.., MAX_TREE_NODES], tree by tree."""
+    paths = b"".join([layout.path for layout in layouts])
+    return np.frombuffer(paths, np.uint8).reshape(-1, MAX_TREE_NODES)
 
 
-@functools.lru_cache(maxsize=256)  # roots alone, chains, and trees that come again
+def depths_of(layouts: Iterable[TreeLayout]) -> NDArray[np.int64]:
+    """Return the depth of every node of trees, tree by tree."""
+    path_len = b"".join([layout.path_len for layout in layouts])
+    return np.frombuffer(path_len, np.uint8).astype(np.int64) - 1
+
+
+@functools.lru_cache(maxsize=256)  # roots alone, and chains; other trees hardly ever come again
 def lay_out_tree(parent_index: tuple[int, ...]) -> TreeLayout:
     """Lay out every node's own path.
 
@@ -159,12 +161,10 @@ def lay_out_tree(parent_index: tuple[int, ...]) -> TreeLayout:
     paths = [_NODES[0]]
     for node in range(1, len(parent_index)):
         paths.append(paths[parent_index[node]] + _NODES[node])
-    path_len = [len(path) // _NODE_BYTES for path in paths]
-    depth = [size - 1 for size in path_len]
+    path_len = bytes(map(len, paths))
     return TreeLayout(
-        depth=depth,
         path_len=path_len,
-        path=b"".join([path.ljust(_NODE_BYTES * MAX_TREE_NODES, b"\0") for path in paths]),
-        max_depth=max(depth),
-        is_chain=depth[-1] == len(depth) - 1,
+        path=b"".join([path.ljust(MAX_TREE_NODES, b"\0") for path in paths]),
+        max_depth=max(path_len) - 1,
+        is_chain=path_len[-1] == len(path_len),
     )

@@ -17,7 +17,7 @@ from shared.buckets import bucket_of
 from shared.kv.pool import KVPool
 from shared.packing import RowBlocks, pack_rows
 from shared.staging import Fields, Staging
-from shared.tree import TreeLayout, lay_out_tree
+from shared.tree import TreeLayout, depths_of, lay_out_tree, paths_of
 from target_service.phases import ExtendInput, VerifyInput
 from target_service.request import TargetRequest
 from target_service.scheduler import PrefillWork, ReplayWork, StepPlan
@@ -51,7 +51,7 @@ class SampledTrees:
     @property
     def num_nodes(self) -> list[int]:
         """Return the nodes of each tree, [B]; roots included."""
-        return [len(layout.depth) for layout in self.layouts]
+        return [len(layout.path_len) for layout in self.layouts]
 
 
 class SampledNodes:
@@ -65,11 +65,11 @@ class SampledNodes:
 
     def __init__(self, trees: SampledTrees) -> None:
         self.requests, self._layouts = trees.requests, trees.layouts
-        depth = [depth for layout in trees.layouts for depth in layout.depth]
         per_tree = np.array([trees.req_idx, trees.seq_len, trees.num_nodes])
-        per_node = np.array([trees.token_ids, trees.parent_index, depth])
+        per_node = np.array([trees.token_ids, trees.parent_index])
         self.req_idx, self.seq_len, self.num_nodes = per_tree
-        self.token_ids, self.parent_index, self.depth = per_node
+        self.token_ids, self.parent_index = per_node
+        self.depth = depths_of(trees.layouts)
         self.first_node = np.cumsum(self.num_nodes) - self.num_nodes
         self.tree = np.repeat(np.arange(len(trees.layouts)), self.num_nodes)
         self.max_depth = max(layout.max_depth for layout in trees.layouts)
@@ -77,8 +77,8 @@ class SampledNodes:
     @property
     def path(self) -> NDArray[np.int64]:
         """Return [L, D], nodes of the step from the root to each; its root past it."""
-        paths = np.concatenate([layout.path_array for layout in self._layouts])
-        return paths[:, : self.max_depth + 1] + self.first_node[self.tree][:, None]
+        paths = paths_of(self._layouts)[:, : self.max_depth + 1]
+        return paths + self.first_node[self.tree][:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +134,11 @@ def build_batch(
         layouts = trees.layouts[:num_verified]
         for seq_len, layout in zip(prefix_len, layouts, strict=True):
             if layout.is_chain:
-                position_ids += range(seq_len, seq_len + len(layout.depth))
+                position_ids += range(seq_len, seq_len + len(layout.path_len))
             else:
-                position_ids += [seq_len + depth for depth in layout.depth]
+                position_ids += [seq_len - 1 + path_len for path_len in layout.path_len]
         token_ids = trees.token_ids[: len(position_ids)]
-    num_rows = [len(layout.depth) for layout in layouts]
+    num_rows = [len(layout.path_len) for layout in layouts]
     logit_rows = list(range(len(position_ids))) if works else None
     writes_kv = None
     chains: list[ChainRows] = []

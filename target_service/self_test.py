@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shared.buckets import bucket_of
 from shared.kernels.move_kv import move_kv
 from shared.packing import RowBlocks, pack_rows, to_device
-from shared.tree import TreeLayout, lay_out_tree
+from shared.tree import TreeLayout, depths_of, lay_out_tree
 from target_service.phases import ExtendInput
 from target_service.runner import TargetRunner
 
@@ -118,7 +118,7 @@ class _SelfTest:
         node_tokens = filler.copy()
         node_tokens[TREE_PATH] = tokens[PREFIX_LEN:]
         block = self._block(PREFIX_LEN, len(TREE_PARENTS), layout)
-        logits = self._extend(block, node_tokens, PREFIX_LEN + np.array(layout.depth))
+        logits = self._extend(block, node_tokens, PREFIX_LEN + depths_of([layout]))
         pool = self._runner.pool
         src = pool.slots(self._row, PREFIX_LEN + TREE_PATH)
         dst = pool.slots(self._row, PREFIX_LEN + np.arange(PATH_LEN))

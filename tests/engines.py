@@ -17,7 +17,7 @@ from draft_service.engine_factory import create_engine as create_draft_engine
 from shared.config import DraftConfig, TargetConfig
 from shared.kv.pool import KVPool
 from shared.packing import RowBlocks
-from shared.tree import TreeLayout, lay_out_tree
+from shared.tree import TreeLayout, depths_of, lay_out_tree
 from shared.types import TokenTree, TreeShape
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
@@ -181,7 +181,7 @@ def row_blocks(
         if parents is not None:
             assert len(trees) == block, "a tree comes after a chain"
             trees.append(lay_out_tree(tuple(parents)))
-            depth = trees[-1].depth
+            depth = depths_of(trees[-1:]).tolist()
         position += [prefix_len + above for above in depth]
     packed = RowBlocks(
         req_idx=[block[0] for block in blocks],

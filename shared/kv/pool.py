@@ -11,6 +11,7 @@ KV ownership of a request, in logical slots:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,6 +62,7 @@ class KVPool:
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
         self._pages: dict[int, list[PageId]] = {}  # row -> pages of columns [first, ...)
         self._first: dict[int, int] = {}  # row -> first column still held
+        self._slots: dict[int, array[int]] = {}  # row -> the slots of its pages, i32
 
     @staticmethod
     def bytes_per_page(
@@ -124,11 +126,13 @@ class KVPool:
         req_idx = self._free_rows.pop()
         self._pages[req_idx] = []
         self._first[req_idx] = 0
+        self._slots[req_idx] = array("i")
         return req_idx
 
     def release(self, req_idx: int) -> None:
         """Free the row and every page it holds."""
         first, pages = self._first.pop(req_idx), self._pages.pop(req_idx)
+        del self._slots[req_idx]
         self._allocator.free(pages)
         self._set(req_idx, first, [SINK_PAGE] * len(pages))
         self._free_rows.append(req_idx)
@@ -147,6 +151,9 @@ class KVPool:
         new = self._allocator.alloc(need - have)
         self._set(req_idx, have, new)
         pages.extend(new)
+        slots, size = self._slots[req_idx], self.page_size
+        for page in new:
+            slots.extend(range(page * size, page * size + size))
 
     def trim(self, req_idx: int, num_tokens: int) -> None:
         """Free the pages past logical slot num_tokens - 1."""
@@ -157,6 +164,7 @@ class KVPool:
         self._allocator.free(pages[keep:])
         self._set(req_idx, first + keep, [SINK_PAGE] * (len(pages) - keep))
         del pages[keep:]
+        del self._slots[req_idx][keep * self.page_size :]
 
     def drop_before(self, req_idx: int, slot: int) -> None:
         """Free the whole pages below logical slot `slot`: nothing looks there any more."""
@@ -167,6 +175,7 @@ class KVPool:
         self._allocator.free(pages[:count])
         self._set(req_idx, first, [SINK_PAGE] * count)
         del pages[:count]
+        del self._slots[req_idx][: count * self.page_size]
         self._first[req_idx] = first + count
 
     def slots(
@@ -188,19 +197,11 @@ class KVPool:
         first, pages = self._first[req_idx], self._pages[req_idx]
         return first <= start // self.page_size and stop <= (first + len(pages)) * self.page_size
 
-    def slot_range(self, req_idx: int, start: int, stop: int) -> list[int]:
-        """Return the slots of logical slots [start, stop), all inside the reservation."""
-        size, first, pages = self.page_size, self._first[req_idx], self._pages[req_idx]
-        page = start // size - first
-        assert page >= 0 and stop <= (first + len(pages)) * size, "a live row maps to the sink page"
-        slots: list[int] = []
-        shift = (pages[page] - first - page) * size if start < stop else 0
-        while (edge := (first + page + 1) * size) < stop:
-            slots += range(start + shift, edge + shift)
-            start, page = edge, page + 1
-            shift = (pages[page] - first - page) * size
-        slots += range(start + shift, stop + shift)
-        return slots
+    def slot_range(self, req_idx: int, start: int, stop: int) -> array[int]:
+        """Return the slots of logical slots [start, stop), i32, all inside the reservation."""
+        slots, below = self._slots[req_idx], self._first[req_idx] * self.page_size
+        assert below <= start and stop <= below + len(slots), "a live row maps to the sink page"
+        return slots[start - below : stop - below]
 
     def _set(self, req_idx: int, first: int, pages: Sequence[PageId]) -> None:
         """Write columns [first, first + len(pages)) of a row of the page table."""
@@ -221,3 +222,5 @@ class KVPool:
             first = self._first.get(req_idx, 0)
             assert row[first : first + len(pages)].tolist() == pages, f"row {req_idx} is wrong"
             assert int((row != SINK_PAGE).sum()) == len(pages), f"row {req_idx} has stray pages"
+            slots = [page * self.page_size + i for page in pages for i in range(self.page_size)]
+            assert self._slots.get(req_idx, array("i")).tolist() == slots, f"row {req_idx}: slots"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
-from shared.tree import are_trees, check_shape, check_tree, lay_out_tree
+from shared.tree import are_trees, check_shape, check_tree, depths_of, lay_out_tree, paths_of
 from shared.types import MAX_TREE_NODES, TreeShape
 
 VOCAB_SIZE = 50
@@ -30,17 +30,16 @@ def naive_path(parents: list[int], node: int) -> list[int]:
     return path
 
 
-@given(trees())
-def test_paths_are_the_climb_to_the_root(parents: list[int]) -> None:
-    layout = lay_out_tree(tuple(parents))
-    path = layout.path_array
-    assert path.shape == (len(layout.depth), MAX_TREE_NODES) == (len(parents), MAX_TREE_NODES)
-    for node in range(len(parents)):
-        want = naive_path(parents, node)
-        assert layout.depth[node] == len(want) - 1
-        assert path[node].tolist() == want + [0] * (MAX_TREE_NODES - len(want))
-    assert layout.max_depth == max(layout.depth)
-    assert layout.is_chain == (parents == list(range(-1, len(parents) - 1)))
+@given(st.lists(trees(), max_size=3))
+def test_paths_are_the_climb_to_the_root(forest: list[list[int]]) -> None:
+    layouts = [lay_out_tree(tuple(parents)) for parents in forest]
+    want = [naive_path(parents, node) for parents in forest for node in range(len(parents))]
+    assert depths_of(layouts).tolist() == [len(path) - 1 for path in want]
+    padded = [path + [0] * (MAX_TREE_NODES - len(path)) for path in want]
+    assert paths_of(layouts).tolist() == padded
+    for parents, layout in zip(forest, layouts, strict=True):
+        assert layout.max_depth == max(layout.path_len) - 1
+        assert layout.is_chain == (parents == list(range(-1, len(parents) - 1)))
 
 
 @given(trees(), st.data())
