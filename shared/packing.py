@@ -55,11 +55,13 @@ class PackedRows:
         slot_mapping: [T] i32, slot that each row's KV goes to.
         attention: What each row sees.
         row_indptr: [R + 1] on the host: rows of block r are [row_indptr[r], row_indptr[r + 1]).
+        path_len: [num_rows] i32 on the host, without padding; valid until the next step is staged.
     """
 
     slot_mapping: torch.Tensor
     attention: TreeAttentionMetadata
     row_indptr: Sequence[int]
+    path_len: NDArray[np.int32]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -153,7 +155,10 @@ def pack_rows(
         has_trees=has_trees or is_captured,
     )
     return PackedRows(
-        slot_mapping=device["slot_mapping"], attention=attention, row_indptr=row_indptr
+        slot_mapping=device["slot_mapping"],
+        attention=attention,
+        row_indptr=row_indptr,
+        path_len=host["path_len"][:used],
     )
 
 

@@ -125,27 +125,21 @@ def build_batch(
     num_verified = len(plan.verifies)
     req_idx: list[int] = []
     prefix_len: list[int] = []
+    num_rows: list[int] = []
     layouts: list[TreeLayout] = []
     token_ids: list[int] = []
-    position_ids: list[int] = []
     if trees is not None:
         req_idx = trees.req_idx[:num_verified]
         prefix_len = trees.seq_len[:num_verified]
+        num_rows = trees.num_nodes[:num_verified]
         layouts = trees.layouts[:num_verified]
-        for seq_len, layout in zip(prefix_len, layouts, strict=True):
-            if layout.is_chain:
-                position_ids += range(seq_len, seq_len + len(layout.path_len))
-            else:
-                position_ids += [seq_len - 1 + path_len for path_len in layout.path_len]
-        token_ids = trees.token_ids[: len(position_ids)]
-    num_rows = [len(layout.path_len) for layout in layouts]
-    logit_rows = list(range(len(position_ids))) if works else None
+        token_ids = trees.token_ids[: sum(num_rows)]
+    logit_rows = list(range(len(token_ids))) if works else None
     writes_kv = None
     chains: list[ChainRows] = []
     for work in works:
         chains.append(ChainRows(work=work, first_row=len(token_ids)))
         token_ids += work.request.tokens[work.start : work.stop]
-        position_ids += range(work.start, work.stop)
         req_idx.append(work.request.req_idx)
         prefix_len.append(work.start)
         num_rows.append(work.stop - work.start)
@@ -160,20 +154,18 @@ def build_batch(
     staging.begin()
     host, device = staging.place_zeros(_extend_fields, bucket or count)
     host["token_ids"][:count] = token_ids
-    host["position_ids"][:count] = position_ids
-    rows = RowBlocks(
+    blocks = RowBlocks(
         req_idx=req_idx,
         prefix_len=prefix_len,
         num_rows=num_rows,
         trees=layouts,
         writes_kv=writes_kv,
     )
-    extend = ExtendInput(
-        token_ids=device["token_ids"],
-        position_ids=device["position_ids"],
-        rows=pack_rows(rows, pool, window=window, staging=staging, num_rows=bucket),
-        bucket=bucket,
-    )
+    rows = pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket)
+    # The first row of a path, a root or the first token of a chunk, is at the prefix's end.
+    before_path = np.array(prefix_len) - 1
+    np.add(before_path.repeat(num_rows), rows.path_len, out=host["position_ids"][:count])
+    extend = ExtendInput(**device, rows=rows, bucket=bucket)
     staging.flush()
     return StepBatch(
         extend=extend, trees=trees, chains=chains, num_rows=count, logit_rows=logit_rows
