@@ -26,7 +26,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device, *, is_on: bool) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda = is_on and device.type == "cuda"
         self._is_on = is_on
         self._marks: list[_Mark] = []
         self.begin_ns = 0
