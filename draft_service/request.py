@@ -27,7 +27,7 @@ _NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.in
 
 
 class FeatureRows(NamedTuple):
-    """Rows on the host.
+    """Rows [first, stop) of an array on the host, which other requests' rows may share.
 
     Args:
         dtype: Of their values.
@@ -36,27 +36,30 @@ class FeatureRows(NamedTuple):
 
     dtype: torch.dtype
     data: NDArray[Any]
+    first: int
+    stop: int
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> Self:
         """Return the rows of a tensor [n, width]."""
         is_bfloat16 = rows.dtype == torch.bfloat16
-        return cls(rows.dtype, (rows.view(torch.int16) if is_bfloat16 else rows).numpy())
+        data = (rows.view(torch.int16) if is_bfloat16 else rows).numpy()
+        return cls(rows.dtype, data, 0, len(data))
 
     @classmethod
     def read(cls, data: bytes | NDArray[np.uint8], dtype: str, shape: tuple[int, int]) -> Self:
         """Return the rows that messages carry as bytes of a dtype of shared/device.py."""
         values = np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(shape)
-        return cls(DTYPES[dtype], values)
+        return cls(DTYPES[dtype], values, 0, len(values))
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Return [n, width]."""
-        return torch.from_numpy(self.data).view(self.dtype)
+        """Return [stop - first, width]."""
+        return torch.from_numpy(self.data[self.first : self.stop]).view(self.dtype)
 
     def part(self, first: int, stop: int) -> FeatureRows:
-        """Return rows [first, stop)."""
-        return FeatureRows(self.dtype, self.data[first:stop])
+        """Return of these rows [first, stop)."""
+        return FeatureRows(self.dtype, self.data, self.first + first, self.first + stop)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -167,7 +170,7 @@ class DraftRequest:
 
     def add_features(self, start: int, rows: FeatureRows) -> None:
         """Take the feature rows of positions [start, start + n), start <= features_end."""
-        num_rows = len(rows.data)
+        num_rows = rows.stop - rows.first
         num_new = start + num_rows - self.features_end
         self.is_awaiting = False
         if num_new > 0:
@@ -181,7 +184,7 @@ class DraftRequest:
         taken = []
         while count:
             head = self.features.popleft()
-            size = len(head.data)
+            size = head.stop - head.first
             if size > count:
                 self.features.appendleft(head.part(count, size))
                 head, size = head.part(0, count), count

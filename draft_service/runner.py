@@ -6,8 +6,9 @@ says, the requests of a growth to a power of 2 as growth.py says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -285,9 +286,20 @@ def _stage_features(
     dtype = parts[0].dtype
     host, device = staging.place(features=(dtype, (num_rows, parts[0].data.shape[1])))
     array, row = host["features"], 0
-    for part in parts:
-        stop = row + len(part.data)
-        array[row:stop] = part.data
+    for rows in _joined(parts):
+        stop = row + len(rows)
+        array[row:stop] = rows
         row = stop
     array[row:] = 0
     return device["features"]
+
+
+def _joined(parts: Sequence[FeatureRows]) -> Iterator[NDArray[Any]]:
+    """Yield the rows of all parts; those of a burst, which follow each other, at once."""
+    _, data, first, stop = parts[0]
+    for part in parts[1:]:
+        if part.data is not data or part.first != stop:
+            yield data[first:stop]
+            data, first = part.data, part.first
+        stop = part.stop
+    yield data[first:stop]

@@ -12,11 +12,12 @@ import torch
 from draft_service.answers import token_tree
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine
-from draft_service.request import DraftRequest
-from draft_service.runner import DraftRunner
+from draft_service.request import DraftRequest, FeatureRows
+from draft_service.runner import DraftRunner, _joined, _stage_features
 from shared.config import DraftConfig
 from shared.device import DTYPES
 from shared.graphs import GraphCache
+from shared.staging import Staging
 from shared.step_timer import StepTimer
 from shared.types import DraftOpen, DraftRound, FeatureChunk, SamplingParams, TokenTree, TreeShape
 from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
@@ -188,6 +189,28 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         assert all(torch.equal(alone, cache) for cache in padded)
     assert all(torch.equal(hiddens[0], hidden) for hidden in hiddens[1:])
     assert hiddens[0].count_nonzero(dim=1).bool().tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_are_staged_row_by_row_whatever_they_came_in(dtype: torch.dtype) -> None:
+    """Rows of one burst that follow each other are one copy; padding is 0."""
+    burst = FeatureRows.of(torch.arange(32.0).view(8, 4))
+    other = FeatureRows.of(torch.arange(50.0, 70.0).view(5, 4).to(dtype))
+    parts = [burst.part(0, 2), burst.part(2, 3), burst.part(4, 6), other.part(1, 4)]
+    parts += [other.part(4, 5), burst.part(6, 8).part(1, 2), burst.part(3, 4)]
+    expected = [0, 1, 2, 4, 5], [1, 2, 3, 4], [7], [3]
+    values = [*burst.tensor[expected[0]], *other.tensor[expected[1]].float()]
+    values += [*burst.tensor[expected[2]], *burst.tensor[expected[3]]]
+    assert [len(rows) for rows in _joined(parts)] == [3, 2, 4, 1, 1]
+
+    staging = Staging(torch.device("cpu"), 1 << 12)
+    staging._on_device.fill_(0xFF)  # NaN
+    staging.begin()
+    staged = _stage_features(parts, staging, 16)
+    staging.flush()
+    assert staged is not None
+    assert torch.equal(staged[:11], torch.stack(values))
+    assert torch.equal(staged[11:], torch.zeros(5, 4))
 
 
 @pytest.mark.gpu
