@@ -83,15 +83,18 @@ class DraftEngine:
         self._links_by_name: dict[str, Link] = {}
         self._order = 0
         self._outbox: list[Any] = []
+        self._has_work: bool | None = None  # None: not known
         self._busy_until_ns = 0  # when the last step ended
         self._num_steps = self._num_rows = self._num_request_steps = 0
 
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        return bool(self._outbox) or any(
-            request.num_ready_rows or request.can_grow for request in self._requests.values()
-        )
+        if self._has_work is None:
+            self._has_work = bool(self._outbox) or any(
+                request.num_ready_rows or request.can_grow for request in self._requests.values()
+            )
+        return self._has_work
 
     @property
     def has_work_in_s(self) -> float | None:
@@ -113,6 +116,7 @@ class DraftEngine:
 
     def submit(self, message: Any) -> None:
         """Take a message; a bad one fails its request only."""
+        self._has_work = None
         try:
             match message:
                 case DraftOpen():
@@ -134,6 +138,7 @@ class DraftEngine:
 
     def submit_linked(self, link: Link, message: Any) -> None:
         """Take what a target's engine says."""
+        self._has_work = None
         try:
             match message:
                 case DraftRound():
@@ -161,24 +166,18 @@ class DraftEngine:
             self._pool.device, is_on=any(r.pending_times for r in self._requests.values())
         )
         works = self._plan_extend()
+        self._runner.extend(works, timer)
         for work in works:
             work.request.kv_len += work.num_rows
-        growing = self._plan_growth()
-        works = [work for work in works if work.request.request_id in self._requests]
-        if works or growing:
-            output = self._runner.run(works, growing, timer)
-            if output is not None:
-                self._answer(growing, output, timer)
-            self._num_steps += 1
-            self._num_rows += sum(work.num_rows for work in works)
-            touched = {w.request.request_id for w in works} | {r.request_id for r in growing}
-            self._num_request_steps += len(touched)
+        growing = self._plan_growth()  # while the device extends
+        if growing:
+            self._runner.grow(growing, timer)
+        self._settle(works, growing)  # while it grows trees
+        if growing:
+            self._answer(growing, self._runner.read(timer), timer)
         for request in growing:
             request.pending = request.pending_times = request.answer_link = None
-        if self._runner.window:
-            for work in works:  # its rows have seen them
-                seen = work.request.kv_len - self._runner.window
-                self._pool.drop_before(work.request.req_idx, seen)
+        self._has_work = None
         outbox, self._outbox = self._outbox, []
         self._busy_until_ns = time.monotonic_ns()
         return outbox
@@ -397,27 +396,44 @@ class DraftEngine:
 
     def _plan_extend(self) -> list[ExtendWork]:
         """Choose rows: requests whose tree is awaited first, oldest first."""
-        ready = [request for request in self._requests.values() if request.num_ready_rows]
-        ready.sort(key=lambda request: (request.pending is None, request.order))
+        ready = [
+            (request, count)
+            for request in self._requests.values()  # oldest first
+            if (count := request.num_ready_rows)
+        ]
+        ready.sort(key=lambda entry: entry[0].pending is None)
         budget = self._max_batch_rows
         works = []
-        for request in ready:
-            if request.request_id not in self._requests:
-                continue
-            count = min(request.num_ready_rows, budget, CHUNK_ROWS)
-            if count and self._reserve(request, count):
-                works.append(ExtendWork(request=request, kv_len=request.kv_len, num_rows=count))
+        for request, num_ready in ready:
+            count = min(num_ready, budget, CHUNK_ROWS)
+            if count and request.is_held and self._reserve(request, count):
+                works.append(ExtendWork(request, request.kv_len, count))
                 budget -= count
-        return [work for work in works if work.request.request_id in self._requests]
+        return [work for work in works if work.request.is_held]
 
     def _plan_growth(self) -> list[DraftRequest]:
         """Reserve slots for every tree that can grow; whoever was retracted meanwhile is out."""
         growing = []
-        for request in list(self._requests.values()):
-            if request.can_grow and request.request_id in self._requests:
-                if self._reserve(request, self._runner.num_scratch_slots(request)):
-                    growing.append(request)
-        return [request for request in growing if request.request_id in self._requests]
+        for request in [request for request in self._requests.values() if request.can_grow]:
+            assert request.pending is not None
+            # What is accepted of a tree is extended at once: those rows' slots are there by then.
+            num_rows = request.pending.shape.num_steps + 1
+            num_slots = max(self._runner.num_scratch_slots(request), num_rows)
+            if request.is_held and self._reserve(request, num_slots):
+                growing.append(request)
+        return [request for request in growing if request.is_held]
+
+    def _settle(self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest]) -> None:
+        """Count a step that was launched, and free what its rows were the last to see."""
+        if not works and not growing:
+            return
+        self._num_steps += 1
+        self._num_rows += sum([work.num_rows for work in works])
+        self._num_request_steps += len({*growing, *[work.request for work in works]})
+        if self._runner.window:
+            for request, _, _ in works:
+                if request.is_held:
+                    self._pool.drop_before(request.req_idx, request.kv_len - self._runner.window)
 
     def _reserve(self, request: DraftRequest, num_slots: int) -> bool:
         """Reserve slots past kv_len, retracting the newest requests while there are too few pages.
@@ -444,6 +460,7 @@ class DraftEngine:
 
     def _drop(self, request: DraftRequest) -> None:
         del self._requests[request.request_id]
+        request.is_held = False
         self._pool.release(request.req_idx)
         if request.link is not None:
             request.link.put(

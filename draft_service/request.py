@@ -84,6 +84,7 @@ class DraftRequest:
         link: To the target's engine, if that is on this host.
         answer_link: Where the pending tree goes; None: to the orchestrator.
         has_linked_features: Features come over the link.
+        is_held: The engine has not dropped it.
     """
 
     open: DraftOpen
@@ -103,6 +104,7 @@ class DraftRequest:
     link: Link | None = None
     answer_link: Link | None = None
     has_linked_features: bool = False
+    is_held: bool = True
 
     @property
     def request_id(self) -> str:
@@ -116,17 +118,17 @@ class DraftRequest:
     @property
     def num_ready_rows(self) -> int:
         """Return how many rows could be extended now."""
-        have = len(self.tokens) - self.input_shift
-        if self.input_shift:
-            have = min(have, self.features_end)
-        return max(have - self.next_position, 0)
+        end = len(self.tokens) - self.input_shift
+        if self.input_shift and end > self.features_end:
+            end = self.features_end
+        return max(end - self.base - self.kv_len, 0)
 
     @property
     def can_grow(self) -> bool:
         """Return whether the pending tree's root has been extended."""
         if self.pending is None or self.kv_len == 0:
             return False
-        return self.next_position == self.pending.seq_len + 1 - self.input_shift
+        return self.base + self.kv_len == self.pending.seq_len + 1 - self.input_shift
 
     def accept_round(
         self, order: DraftRound, *, answer_link: Link | None = None, busy_until_ns: int = 0

@@ -7,8 +7,7 @@ says, the requests of a growth to a power of 2 as growth.py says.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
-from shared.staging import Fields, Staging, num_bytes_of
+from shared.staging import Fields, Staging
 from shared.step_timer import StepTimer
 from shared.types import MAX_TREE_NODES, DraftRound, TreeShape
 
@@ -31,8 +30,7 @@ from shared.types import MAX_TREE_NODES, DraftRound, TreeShape
 _STAGED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtendWork:
+class ExtendWork(NamedTuple):
     """The next `num_rows` rows of a request, at KV index `kv_len`."""
 
     request: DraftRequest
@@ -60,43 +58,44 @@ class DraftRunner:
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
         self._staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
-        # What is staged of a growth, and then of an extend, begins at one place each.
-        self._growth_bytes = num_bytes_of(_growth_fields(_padded(pool.max_num_requests)))
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
         )
         self._results = _Results(device, _padded(pool.max_num_requests))
 
-    def run(
-        self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest], timer: StepTimer
-    ) -> DraftOutput | None:
+    def extend(self, works: Sequence[ExtendWork], timer: StepTimer) -> None:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
-        then grow a tree for each pending round. Only the trees are waited for.
+        launches only.
+
+        Mutates: KV slots of the rows; the hidden rows that trees grow from; takes features from the
+            requests.
+        """
+        inputs = self._build_extend(works) if works else None
+        timer.host("pack")
+        if inputs is not None:
+            self._extend(inputs)
+        timer.device("extend")
+
+    def grow(self, growing: Sequence[DraftRequest], timer: StepTimer) -> None:
+        """Grow a tree for each pending round; launches only, while the device may still extend.
 
         Args:
-            growing: Requests whose kv_len counts their rows among `works`.
-        Returns: The trees, valid until the next run; None if none is to grow.
-        Mutates: KV slots of the rows; the hidden rows that trees grow from; scratch KV slots past
-            kv_len; takes features from the requests.
+            growing: Requests all of whose committed rows were extended; kv_len counts them.
+        Mutates: Scratch KV slots past kv_len.
         """
-        self._staging.begin()
-        growth = self._build_grow(growing) if growing else None
-        extend = self._build_extend(works) if works else None
-        self._staging.flush()
-        timer.host("pack")
-        if extend is not None:
-            self._extend(extend)
-        timer.device("extend")
-        if growth is None:
-            return None
+        inputs = self._build_grow(growing)
         packed = self._graphs.run(
-            ("grow", len(growth.seed), growth.bounds, growth.is_random),
-            lambda: self._grow(growth),
-            growth.tensors,
+            ("grow", len(inputs.seed), inputs.bounds, inputs.is_random),
+            lambda: self._grow(inputs),
+            inputs.tensors,
         )
         timer.device("grow")
-        result = self._results.read(packed)
+        self._results.start(packed)
+
+    def read(self, timer: StepTimer) -> DraftOutput:
+        """Return what was grown last, valid until the next growth; waits for the device."""
+        result = self._results.finish()
         timer.host("read")
         return DraftOutput.unpack(result)
 
@@ -134,22 +133,23 @@ class DraftRunner:
         self._last_hidden.index_copy_(0, inputs.hidden_idx, last)
 
     def _build_extend(self, works: Sequence[ExtendWork]) -> DraftExtendInput:
-        """Pack the next rows of several requests; takes their features."""
+        """Stage the next rows of several requests; takes their features."""
         staging, pool = self._staging, self.pool
-        staging.skip_to(self._growth_bytes)
         token_ids: list[int] = []
         position_ids: list[int] = []
+        last_rows: list[int] = []
         features: list[FeatureRows] = []
-        for work in works:
-            request, count = work.request, work.num_rows
-            position = request.base + work.kv_len
+        for request, kv_len, count in works:
+            position = request.base + kv_len
             shifted = position + request.input_shift
             token_ids += request.tokens[shifted : shifted + count]
             position_ids += range(position, position + count)
+            last_rows.append(len(token_ids) - 1)
             if request.input_shift:
                 features += request.take_features(count)
         num_live, num_reqs = len(token_ids), len(works)
         bucket = bucket_of(num_live) if self.pads_rows else None
+        staging.begin()
         host, device = staging.place_zeros(_extend_fields, bucket or num_live, bucket or num_reqs)
         blocks = RowBlocks(
             req_idx=[work.request.req_idx for work in works],
@@ -159,37 +159,35 @@ class DraftRunner:
         rows = pack_rows(blocks, pool, window=self.window, staging=staging, num_rows=bucket)
         host["token_ids"][:num_live] = token_ids
         host["position_ids"][:num_live] = position_ids
-        host["last_rows"][:num_reqs] = [stop - 1 for stop in rows.row_indptr[1:]]
+        host["last_rows"][:num_reqs] = last_rows
         host["hidden_idx"][:num_reqs] = blocks.req_idx
         host["hidden_idx"][num_reqs:] = pool.max_num_requests
         staged = _stage_features(features, staging, bucket or num_live)
+        staging.flush()
         return DraftExtendInput(**device, rows=rows, features=staged, bucket=bucket)
 
     def _build_grow(self, requests: Sequence[DraftRequest]) -> DraftInput:
-        """Lay out what the requests' trees depend on."""
+        """Stage what the requests' trees depend on."""
         staging, pool = self._staging, self.pool
         count = len(requests)
+        staging.begin()
         host, device = staging.place_zeros(
             _growth_fields, _padded(count) if self.pads_rows else count
         )
-        shapes = [_order(request).shape for request in requests]
-        samplings = [request.open.sampling for request in requests]
         for request in requests:
-            kv_len = request.kv_len
-            stop = kv_len + self.num_scratch_slots(request)
-            assert pool.holds(request.req_idx, kv_len, stop), "a node's slot is in the sink page"
-        for name, values in (
-            ("req_idx", [request.req_idx for request in requests]),
-            ("kv_len", [request.kv_len for request in requests]),
-            ("node_position", [request.next_position for request in requests]),
-            ("topk", [shape.topk for shape in shapes]),
-            ("num_steps", [shape.num_steps for shape in shapes]),
-            ("num_nodes", [shape.num_draft_tokens - 1 for shape in shapes]),
-            ("temperature", [sampling.temperature for sampling in samplings]),
-            ("seed", [_signed(sampling.seed) for sampling in samplings]),
-            ("child_position", [len(request.tokens) for request in requests]),
-        ):
+            stop = request.kv_len + self.num_scratch_slots(request)
+            assert pool.holds(request.req_idx, request.kv_len, stop), "a node's slot is in the sink"
+        columns = zip(*map(_growth_numbers, requests), strict=True)
+        numbers = dict(zip(_GROWTH_NUMBERS, columns, strict=True))
+        for name, values in numbers.items():
             host[name][:count] = values
+        samplings = [request.open.sampling for request in requests]
+        is_random = any([sampling.temperature > 0 for sampling in samplings])
+        if is_random:
+            host["temperature"][:count] = [sampling.temperature for sampling in samplings]
+            host["seed"][:count] = [_signed(sampling.seed) for sampling in samplings]
+        page_table = pool.stage_page_table(staging)
+        staging.flush()
         return DraftInput(
             trees=GrowingTrees(
                 req_idx=device["req_idx"],
@@ -197,7 +195,7 @@ class DraftRunner:
                 node_position=device["node_position"],
                 topk=device["topk"],
                 num_steps=device["num_steps"],
-                page_table=pool.stage_page_table(staging),
+                page_table=page_table,
                 page_size=pool.page_size,
             ),
             num_nodes=device["num_nodes"],
@@ -205,28 +203,43 @@ class DraftRunner:
             seed=device["seed"],
             child_position=device["child_position"],
             bounds=TreeShape(
-                num_steps=max([shape.num_steps for shape in shapes]),
-                topk=max([shape.topk for shape in shapes]),
-                num_draft_tokens=max([shape.num_draft_tokens for shape in shapes]),
+                num_steps=max(numbers["num_steps"]),
+                topk=max(numbers["topk"]),
+                num_draft_tokens=1 + max(numbers["num_nodes"]),
             ),
-            is_random=any([sampling.temperature > 0 for sampling in samplings]),
+            is_random=is_random,
         )
+
+
+# Of each request, in the order of `_growth_numbers`.
+_GROWTH_NUMBERS = {
+    "req_idx": torch.int32,
+    "kv_len": torch.int32,
+    "node_position": torch.int64,
+    "topk": torch.int32,
+    "num_steps": torch.int32,
+    "num_nodes": torch.int32,
+    "child_position": torch.int64,
+}
+
+
+def _growth_numbers(request: DraftRequest) -> tuple[int, ...]:
+    shape = _order(request).shape
+    return (
+        request.req_idx,
+        request.kv_len,
+        request.next_position,
+        shape.topk,
+        shape.num_steps,
+        shape.num_draft_tokens - 1,
+        len(request.tokens),
+    )
 
 
 def _growth_fields(num_reqs: int) -> Fields:
     """Return what a growth reads of each of its requests."""
-    shape = (num_reqs,)
-    return {
-        "req_idx": (torch.int32, shape),
-        "kv_len": (torch.int32, shape),
-        "node_position": (torch.int64, shape),
-        "topk": (torch.int32, shape),
-        "num_steps": (torch.int32, shape),
-        "num_nodes": (torch.int32, shape),
-        "temperature": (torch.float32, shape),
-        "seed": (torch.int64, shape),
-        "child_position": (torch.int64, shape),
-    }
+    dtypes = {**_GROWTH_NUMBERS, "temperature": torch.float32, "seed": torch.int64}
+    return {name: (dtype, (num_reqs,)) for name, dtype in dtypes.items()}
 
 
 def _extend_fields(num_rows: int, num_reqs: int) -> Fields:
@@ -248,15 +261,20 @@ class _Results:
             self._buffer = torch.empty(size, dtype=torch.int32, pin_memory=True)
             self._event = torch.cuda.Event()
 
-    def read(self, packed: torch.Tensor) -> NDArray[np.int32]:
-        """Return a tensor on the host, valid until the next read; waits for the device."""
+    def start(self, packed: torch.Tensor) -> None:
+        """Start to copy a tensor to the host."""
         if self._is_cpu:
-            return packed.numpy()
-        on_host = self._buffer[: packed.numel()].view(packed.shape)
-        on_host.copy_(packed, non_blocking=True)
+            self._on_host = packed
+            return
+        self._on_host = self._buffer[: packed.numel()].view(packed.shape)
+        self._on_host.copy_(packed, non_blocking=True)
         self._event.record()
-        array: NDArray[np.int32] = on_host.numpy()
-        self._event.synchronize()
+
+    def finish(self) -> NDArray[np.int32]:
+        """Return what was started last, valid until the next start; waits for the device."""
+        array: NDArray[np.int32] = self._on_host.numpy()
+        if not self._is_cpu:
+            self._event.synchronize()
         return array
 
 

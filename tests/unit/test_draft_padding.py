@@ -118,15 +118,15 @@ def open_requests(
 def extended(engine: DraftEngine) -> list[DraftRequest]:
     """Extend what was given; return the requests that can grow."""
     works = engine._plan_extend()
-    engine._runner.run(works, [], UNTIMED)
+    engine._runner.extend(works, UNTIMED)
     for work in works:
         work.request.kv_len += work.num_rows
     return engine._plan_growth()
 
 
 def grown(runner: DraftRunner, growing: list[DraftRequest]) -> list[TokenTree]:
-    output = runner.run([], growing, UNTIMED)
-    assert output is not None
+    runner.grow(growing, UNTIMED)
+    output = runner.read(UNTIMED)
     return [token_tree(request, row, output, UNTIMED) for row, request in enumerate(growing)]
 
 
@@ -181,7 +181,7 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
             cache.fill_(torch.nan)
         works = engine._plan_extend()
         assert sum(work.num_rows for work in works) == num_rows
-        runner.run(works, [], UNTIMED)
+        runner.extend(works, UNTIMED)
         caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
         assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
         hiddens.append(runner._last_hidden[:4].clone())
@@ -211,6 +211,17 @@ def test_features_are_staged_row_by_row_whatever_they_came_in(dtype: torch.dtype
     assert staged is not None
     assert torch.equal(staged[:11], torch.stack(values))
     assert torch.equal(staged[11:], torch.zeros(5, 4))
+
+
+def test_a_growth_reserves_the_slots_of_what_may_be_accepted(models: Models) -> None:
+    """The next extend takes no page: nothing but its rows has to reach the device."""
+    chain = TreeShape(num_steps=4, topk=1, num_draft_tokens=5)
+    engine = draft_engine(models.pairing("eagle3"), pads=False, page_size=1)
+    open_requests(engine, [9, 4], [chain, SHAPES[0]], SamplingParams())
+    engine.step()
+    pool = pool_of(engine)
+    for request, shape in zip(engine._requests.values(), (chain, SHAPES[0]), strict=True):
+        assert pool.holds(request.req_idx, 0, request.kv_len + shape.num_steps + 1)
 
 
 @pytest.mark.gpu

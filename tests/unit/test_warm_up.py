@@ -59,15 +59,14 @@ def test_a_draft_warms_up(
     pairing = models.pairing(kind)
     draft = make_draft(pairing, max_num_requests=max_num_requests)
     sizes: list[int] = []
-    run, extend = draft._runner.run, draft._runner._extend
+    read, extend = draft._runner.read, draft._runner._extend
 
-    def run_and_note(works: Any, growing: Any, timer: StepTimer) -> DraftOutput | None:
-        output = run(works, growing, timer)
-        if output is not None:
-            sizes.extend(output.num_nodes[: len(growing)].tolist())
+    def read_and_note(timer: StepTimer) -> DraftOutput:
+        output = read(timer)
+        sizes.extend(count for count in output.num_nodes.tolist() if count)  # 0: padding
         return output
 
-    monkeypatch.setattr(draft._runner, "run", run_and_note)
+    monkeypatch.setattr(draft._runner, "read", read_and_note)
     monkeypatch.setattr(draft._runner, "pads_rows", True)
     buckets: set[int | None] = set()
     monkeypatch.setattr(
