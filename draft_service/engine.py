@@ -6,6 +6,7 @@ round its speculation, nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -415,25 +416,32 @@ class DraftEngine:
         """Reserve slots for every tree that can grow; whoever was retracted meanwhile is out."""
         growing = []
         for request in [request for request in self._requests.values() if request.can_grow]:
-            assert request.pending is not None
-            # What is accepted of a tree is extended at once: those rows' slots are there by then.
-            num_rows = request.pending.shape.num_steps + 1
-            num_slots = max(self._runner.num_scratch_slots(request), num_rows)
+            num_slots = self._runner.num_scratch_slots(request)
             if request.is_held and self._reserve(request, num_slots):
                 growing.append(request)
         return [request for request in growing if request.is_held]
 
     def _settle(self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest]) -> None:
-        """Count a step that was launched, and free what its rows were the last to see."""
+        """Do what can wait until a step is launched: count it, free and reserve pages."""
         if not works and not growing:
             return
         self._num_steps += 1
         self._num_rows += sum([work.num_rows for work in works])
         self._num_request_steps += len({*growing, *[work.request for work in works]})
         if self._runner.window:
-            for request, _, _ in works:
+            for request, _, _ in works:  # its rows have seen them
                 if request.is_held:
                     self._pool.drop_before(request.req_idx, request.kv_len - self._runner.window)
+        for request in growing:
+            self._reserve_ahead(request)
+        self._runner.bring_page_table()
+
+    def _reserve_ahead(self, request: DraftRequest) -> None:
+        """Reserve for what may be accepted of a tree, and for the next one, if pages are free."""
+        assert request.pending is not None
+        end = min(request.kv_len + request.pending.shape.num_steps + 1, self._max_context_len)
+        with contextlib.suppress(OutOfPagesError):
+            self._pool.reserve(request.req_idx, end + self._runner.num_scratch_slots(request))
 
     def _reserve(self, request: DraftRequest, num_slots: int) -> bool:
         """Reserve slots past kv_len, retracting the newest requests while there are too few pages.

@@ -99,6 +99,13 @@ class DraftRunner:
         timer.host("read")
         return DraftOutput.unpack(result)
 
+    def bring_page_table(self) -> None:
+        """Bring the page table on the device up to date, so that the next step need not."""
+        if self.pool.is_page_table_behind:
+            self._staging.begin()
+            self.pool.stage_page_table(self._staging)
+            self._staging.flush()
+
     def num_scratch_slots(self, request: DraftRequest) -> int:
         """Return how many slots past kv_len the pending tree needs."""
         shape = _order(request).shape

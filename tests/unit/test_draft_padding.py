@@ -213,15 +213,20 @@ def test_features_are_staged_row_by_row_whatever_they_came_in(dtype: torch.dtype
     assert torch.equal(staged[11:], torch.zeros(5, 4))
 
 
-def test_a_growth_reserves_the_slots_of_what_may_be_accepted(models: Models) -> None:
-    """The next extend takes no page: nothing but its rows has to reach the device."""
+def test_the_pages_of_a_round_are_on_the_device_before_it(models: Models) -> None:
+    """Of its rows and of its tree; as on a GPU, where the page table has a copy."""
     chain = TreeShape(num_steps=4, topk=1, num_draft_tokens=5)
     engine = draft_engine(models.pairing("eagle3"), pads=False, page_size=1)
-    open_requests(engine, [9, 4], [chain, SHAPES[0]], SamplingParams())
-    engine.step()
     pool = pool_of(engine)
-    for request, shape in zip(engine._requests.values(), (chain, SHAPES[0]), strict=True):
-        assert pool.holds(request.req_idx, 0, request.kv_len + shape.num_steps + 1)
+    pool._is_table_shared = False
+    pool._device_table = pool._device_table.clone()
+    open_requests(engine, [9, 4], [chain, SHAPES[5]], SamplingParams())
+    engine.step()
+    assert not pool.is_page_table_behind
+    assert torch.equal(pool.page_table, torch.from_numpy(pool._table))
+    for request, shape in zip(engine._requests.values(), (chain, SHAPES[5]), strict=True):
+        end = request.kv_len + shape.num_steps + 1 + (shape.num_steps - 1) * shape.topk
+        assert pool.holds(request.req_idx, 0, end)
 
 
 @pytest.mark.gpu

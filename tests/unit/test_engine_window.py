@@ -116,8 +116,8 @@ def test_a_draft_speculates_on_in_its_window(models: Models, kind: str, page_siz
         held = [len(pages) for pages in pool._pages.values()]
         most = max([most, *held])
         if all(len(r.output) > 2 for r in requests):  # the prompts are read, in one chunk each
-            scratch = max((s.num_steps - 1) * s.topk for s in SHAPES[2:6])
-            assert max(held, default=0) <= (WINDOW + scratch) // page_size + 2
+            ahead = max(s.num_steps + 1 + (s.num_steps - 1) * s.topk for s in SHAPES[2:6])
+            assert max(held, default=0) <= (WINDOW + ahead) // page_size + 2
     pair.finish()
     assert most * page_size >= WINDOW, "the window was never full"
     for got, want in zip(requests, plain, strict=True):
