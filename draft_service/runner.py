@@ -68,10 +68,16 @@ class DraftRunner:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
         launches only.
 
+        Where graphs are captured, no launch has more rows than the largest of them: beyond it every
+        kernel would be launched for itself, from memory that is pinned for the occasion.
+
         Mutates: KV slots of the rows; the hidden rows that trees grow from; takes features from the
             requests.
         """
-        inputs = self._build_extend(works) if works else None
+        *first, last = _parts(works, ROW_BUCKETS[-1]) if self.pads_rows else [works]
+        for part in first:
+            self._extend(self._build_extend(part))
+        inputs = self._build_extend(last) if last else None
         timer.host("pack")
         if inputs is not None:
             self._extend(inputs)
@@ -283,6 +289,19 @@ class _Results:
         if not self._is_cpu:
             self._event.synchronize()
         return array
+
+
+def _parts(works: Sequence[ExtendWork], max_rows: int) -> list[list[ExtendWork]]:
+    """Cut works into parts of at most so many rows each, in order; the last one may be empty."""
+    parts: list[list[ExtendWork]] = [[]]
+    num_rows = 0
+    for work in works:
+        num_rows += work.num_rows
+        if num_rows > max_rows and parts[-1]:
+            parts.append([])
+            num_rows = work.num_rows
+        parts[-1].append(work)
+    return parts
 
 
 def _order(request: DraftRequest) -> DraftRound:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from draft_service.answers import token_tree
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine
 from draft_service.request import DraftRequest, FeatureRows
-from draft_service.runner import DraftRunner, _joined, _stage_features
+from draft_service.runner import DraftRunner, ExtendWork, _joined, _stage_features
 from shared.config import DraftConfig
 from shared.device import DTYPES
 from shared.graphs import GraphCache
@@ -255,3 +256,25 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
             trees += [grown(runner, growing) for _ in range(2)]
         assert len(runner._graphs) == 2 * is_capturing
     assert all(again == trees[0] for again in trees)
+
+
+def test_prompts_of_more_rows_than_a_graph_has_are_extended_in_parts(models: Models) -> None:
+    lengths, shapes = [200, 250, 30, 256, 257], list(SHAPES[1:6])
+    trees = []
+    for pads in (False, True):
+        engine = draft_engine(models.pairing("eagle"), pads=pads, max_batch_rows=4096)
+        open_requests(engine, lengths, shapes, SamplingParams())
+        runner = engine._runner
+        num_rows: list[int] = []
+        build = runner._build_extend
+
+        def note(works: list[ExtendWork], build: Any = build, num_rows: Any = num_rows) -> Any:
+            num_rows.append(sum(work.num_rows for work in works))
+            return build(works)
+
+        runner._build_extend = note  # type: ignore[method-assign]
+        growing = extended(engine)
+        assert len(growing) == len(lengths)
+        trees.append(grown(runner, growing))
+        assert num_rows == ([477, 511] if pads else [988])
+    assert trees[0] == trees[1]
