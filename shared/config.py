@@ -82,7 +82,7 @@ class WorkerConfig:
     busy_poll_us: int = option(
         -1,
         "microseconds that an engine with running requests keeps looking for messages before it "
-        "sleeps: saves the time that waking takes, costs up to a core; -1 = 5000 beside a GPU and "
+        "sleeps: saves the time that waking takes, costs up to a core; -1 = 20000 beside a GPU and "
         "at least 8 cores, else 0",
         minimum=-1,
     )

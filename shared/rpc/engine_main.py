@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 # Between two rounds of a request the engine is idle for a moment, too short for a full check.
 CHECK_INTERVAL_S = 1.0
 REPORT_DELAY_S = 0.05
-BUSY_POLL_US = 5000
+# Longer than a step of many requests: waking takes 0.2 ms, and an engine that fell asleep in every
+# step of the other one would lose them in every round.
+BUSY_POLL_US = 20_000
 GC_THRESHOLD = 50_000
 MIN_SPINNING_CORES = 8
 
@@ -106,6 +108,13 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
     num_received = 0
     reported: tuple[WorkerLoad, int] | None = None  # load, num_received
     next_check = next_report = 0.0
+
+    def report_idle(load: WorkerLoad) -> None:
+        nonlocal reported, next_report
+        reported = (load, num_received)
+        next_report = time.monotonic() + REPORT_DELAY_S
+        pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
+
     while True:
         if not engine.has_work:
             links = engine.links.events
@@ -114,19 +123,22 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             if is_empty or time.monotonic() >= next_check:
                 engine.check_integrity()
                 next_check = time.monotonic() + CHECK_INTERVAL_S
-            if busy_poll_s and load.num_running:
-                pipe.spin(min(busy_poll_s, engine.has_work_in_s or busy_poll_s), links)
             if reported != (load, num_received):
                 # What does not change who fits can wait a little: it wakes the front.
                 is_urgent = reported is None or _room(reported[0]) != _room(load)
-                is_late = time.monotonic() >= next_report
+                if is_urgent or time.monotonic() >= next_report:
+                    report_idle(load)
+            has_message = False
+            if busy_poll_s and load.num_running:
+                spin_s = min(busy_poll_s, engine.has_work_in_s or busy_poll_s)
+                has_message = pipe.spin(spin_s, links)
+            if reported != (load, num_received) and not has_message:
                 wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
-                if is_urgent or is_late or not pipe.poll(wait_s, links):
-                    reported = (load, num_received)
-                    next_report = time.monotonic() + REPORT_DELAY_S
-                    pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
+                has_message = pipe.poll(wait_s, links)
+                if not has_message:
+                    report_idle(load)
             begins_in_s = engine.has_work_in_s  # asked first: once it is over, there is work
-            if not engine.has_work:
+            if not has_message and not engine.has_work:
                 pipe.poll(begins_in_s, links)
         received = pipe.receive()
         for link, message in engine.links.receive():  # this led to what the front says, or did not

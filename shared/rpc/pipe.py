@@ -112,12 +112,17 @@ class BlockingPipe:
         """
         return bool(self._poller(others).poll(_milliseconds(timeout_s)))
 
-    def spin(self, duration_s: float, others: Mapping[int, int]) -> None:
-        """Look for something to receive for so long, without sleeping; `others` as in `poll`."""
+    def spin(self, duration_s: float, others: Mapping[int, int]) -> bool:
+        """Look for something to receive for so long, without sleeping; `others` as in `poll`.
+
+        Returns: Whether there is something.
+        """
         deadline = time.monotonic() + duration_s
         poller = self._poller(others)
-        while not poller.poll(0) and time.monotonic() < deadline:
-            pass
+        while not poller.poll(0):
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def receive(self) -> list[Any]:
         """Take every complete message that has arrived.

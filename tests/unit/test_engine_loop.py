@@ -92,10 +92,12 @@ class ScriptedPipe:
         assert timeout_s <= REPORT_DELAY_S
         has_news = self._polls.pop(0) if self._polls else False
         self._clock.now += self._poll_s if has_news else timeout_s
-        return has_news
+        return has_news and self._wait()
 
-    def spin(self, duration_s: float, others: Mapping[int, int]) -> None:
+    def spin(self, duration_s: float, others: Mapping[int, int]) -> bool:
         self.spins.append(duration_s)
+        self._clock.now += duration_s
+        return False
 
     def receive(self) -> list[Any]:
         arrived, self._arrived = self._arrived, []
@@ -173,14 +175,30 @@ def test_an_engine_spins_only_when_told_to_and_while_requests_run(
     assert pipe.spins == spins  # before the message, and before the end
 
 
+def test_what_is_urgent_is_reported_before_a_spin_and_holds_no_message_up() -> None:
+    clock = Clock()
+    pipe = QuietPipe(clock, [["go"]], [], poll_s=0.0)
+    num_reports_at_spin: list[int] = []
+
+    def spin(duration_s: float, others: Mapping[int, int]) -> bool:
+        num_reports_at_spin.append(len(pipe.reports))
+        return pipe.poll(None, others)
+
+    pipe.spin = spin  # type: ignore[method-assign]
+    with pytest.raises(EOFError):
+        run_engine(Scripted(clock, [], num_running=1), pipe, busy_poll_s=0.01)  # type: ignore[arg-type]
+    # The first report is urgent; that of the message can wait, and a message would come first.
+    assert num_reports_at_spin == [1, 1]
+
+
 @pytest.mark.timeout(30)
 def test_a_spin_ends_with_the_first_message_or_in_time() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         pipe = BlockingPipe(theirs)
-        pipe.spin(0.001, {})
+        assert not pipe.spin(0.001, {})
         BlockingPipe(ours).send("here")
-        pipe.spin(3600.0, {})
+        assert pipe.spin(3600.0, {})
         assert pipe.receive() == ["here"]
 
 
