@@ -9,7 +9,7 @@ from dataclasses import replace
 from draft_service.phases import DraftOutput
 from draft_service.request import DraftRequest
 from shared.step_timer import StepTimer
-from shared.types import AnswerTimes, DraftRound, TokenTree, TreeBurst
+from shared.types import AnswerTimes, TokenTree, TreeBurst
 
 
 def tree_burst(
@@ -21,7 +21,7 @@ def tree_burst(
         rows: Of the requests in `output`.
         timer: Of the step.
     """
-    orders = [_order(request) for request in requests]
+    orders = [request.awaited for request in requests]
     counts = output.num_nodes.tolist()
     tokens, parents = output.token_ids.tolist(), output.parent_index.tolist()
     token_ids: list[int] = []
@@ -51,7 +51,7 @@ def tree_burst(
 
 def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: StepTimer) -> TokenTree:
     """Answer the pending round of a request, to the orchestrator."""
-    order, times = _order(request), request.pending_times
+    order, times = request.awaited, request.pending_times
     count = output.num_nodes[row]
     return TokenTree(
         request_id=order.request_id,
@@ -65,11 +65,6 @@ def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: Step
         times=None if times is None else _times(times, request, timer),
         is_linked=request.link is not None,
     )
-
-
-def _order(request: DraftRequest) -> DraftRound:
-    assert request.pending is not None
-    return request.pending
 
 
 def _times(times: AnswerTimes, request: DraftRequest, timer: StepTimer) -> AnswerTimes:

@@ -124,6 +124,12 @@ class DraftRequest:
         return max(end - self.base - self.kv_len, 0)
 
     @property
+    def awaited(self) -> DraftRound:
+        """Return the pending order, where there is one."""
+        assert self.pending is not None
+        return self.pending
+
+    @property
     def can_grow(self) -> bool:
         """Return whether the pending tree's root has been extended."""
         if self.pending is None or self.kv_len == 0:

@@ -24,7 +24,7 @@ from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
 from shared.staging import Fields, Staging
 from shared.step_timer import StepTimer
-from shared.types import MAX_TREE_NODES, DraftRound, TreeShape
+from shared.types import MAX_TREE_NODES, TreeShape
 
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
@@ -114,7 +114,7 @@ class DraftRunner:
 
     def num_scratch_slots(self, request: DraftRequest) -> int:
         """Return how many slots past kv_len the pending tree needs."""
-        shape = _order(request).shape
+        shape = request.awaited.shape
         return (shape.num_steps - 1) * shape.topk
 
     def _extend(self, inputs: DraftExtendInput) -> None:
@@ -237,7 +237,7 @@ _GROWTH_NUMBERS = {
 
 
 def _growth_numbers(request: DraftRequest) -> tuple[int, ...]:
-    shape = _order(request).shape
+    shape = request.awaited.shape
     return (
         request.req_idx,
         request.kv_len,
@@ -302,11 +302,6 @@ def _parts(works: Sequence[ExtendWork], max_rows: int) -> list[list[ExtendWork]]
             num_rows = work.num_rows
         parts[-1].append(work)
     return parts
-
-
-def _order(request: DraftRequest) -> DraftRound:
-    assert request.pending is not None
-    return request.pending
 
 
 def _padded(count: int) -> int:

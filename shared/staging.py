@@ -85,11 +85,6 @@ class Staging:
             self._turn = (self._turn + 1) % len(self._on_host)
             self._copied[self._turn].synchronize()
 
-    def skip_to(self, begin: int) -> None:
-        """Let what is placed next lie at byte `begin`, whatever was placed before it."""
-        assert self._used <= begin, f"{self._used} bytes are in use, {begin} were set aside"
-        self._used = begin
-
     def place(self, **fields: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Arrays, Tensors]:
         """Make room for arrays, each given as (dtype, shape).
 
@@ -200,12 +195,6 @@ class Staging:
                 tensors[name] = torch.empty(shape, dtype=dtype, device=self.device)
                 self._beside.append((tensors[name], host))
         return arrays, tensors
-
-
-def num_bytes_of(fields: Fields) -> int:
-    """Return the bytes that fields placed side by side take."""
-    sizes = (dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 def _update_fields(count: int) -> Fields:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.staging import ALIGNMENT, Fields, Staging, num_bytes_of
+from shared.staging import ALIGNMENT, Fields, Staging
 
 
 @pytest.fixture
@@ -69,30 +69,6 @@ def test_zeros_are_zero_whatever_was_there_before(device: torch.device, num_byte
         staging.flush()
         assert there["rows"].tolist() == [[0, 0], [7, 8]] + [[0, 0]] * (num_rows - 2)
         assert there["flags"].tolist() == [False] * 5
-
-
-def test_what_comes_after_a_gap_lies_where_it_lay(device: torch.device) -> None:
-    """Whatever of the fields before it was placed, of other sizes or not at all."""
-    staging = Staging(device, 1 << 14)
-    set_aside = num_bytes_of(of_sizes(64, 64))
-    seen = []
-    for num_rows in (64, 1, 0, 30):
-        staging.begin()
-        if num_rows:
-            host, before = staging.place_zeros(of_sizes, num_rows, num_rows)
-            host["rows"][:], host["flags"][:] = num_rows, True
-        staging.skip_to(set_aside)
-        host, behind = staging.place_zeros(of_sizes, 4, 4)
-        host["rows"][:] = -num_rows
-        staging.flush()
-        seen.append(behind["rows"])
-        assert behind["rows"].tolist() == [[-num_rows] * 2] * 4
-        if num_rows:
-            assert before["rows"].tolist() == [[num_rows] * 2] * num_rows
-            assert before["flags"].all()
-    assert all(tensor is seen[0] for tensor in seen)
-    with pytest.raises(AssertionError, match="set aside"):
-        staging.skip_to(set_aside)
 
 
 def test_a_step_that_does_not_fit_goes_round(device: torch.device) -> None:
