@@ -84,18 +84,18 @@ class DraftEngine:
         self._links_by_name: dict[str, Link] = {}
         self._order = 0
         self._outbox: list[Any] = []
-        self._has_work: bool | None = None  # None: not known
+        self._has_rows: bool | None = None  # None: not known
         self._busy_until_ns = 0  # when the last step ended
         self._num_steps = self._num_rows = self._num_request_steps = 0
 
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        if self._has_work is None:
-            self._has_work = bool(self._outbox) or any(
+        if self._has_rows is None:
+            self._has_rows = any(
                 request.num_ready_rows or request.can_grow for request in self._requests.values()
             )
-        return self._has_work
+        return self._has_rows or bool(self._outbox)
 
     @property
     def has_work_in_s(self) -> float | None:
@@ -117,7 +117,7 @@ class DraftEngine:
 
     def submit(self, message: Any) -> None:
         """Take a message; a bad one fails its request only."""
-        self._has_work = None
+        self._has_rows = None
         try:
             match message:
                 case DraftOpen():
@@ -139,7 +139,7 @@ class DraftEngine:
 
     def submit_linked(self, link: Link, message: Any) -> None:
         """Take what a target's engine says."""
-        self._has_work = None
+        self._has_rows = None
         try:
             match message:
                 case DraftRound():
@@ -178,7 +178,7 @@ class DraftEngine:
             self._answer(growing, self._runner.read(timer), timer)
         for request in growing:
             request.pending = request.pending_times = request.answer_link = None
-        self._has_work = None
+        self._has_rows = None
         outbox, self._outbox = self._outbox, []
         self._busy_until_ns = time.monotonic_ns()
         return outbox
