@@ -155,8 +155,12 @@ class DraftEngine:
                 case _:
                     raise TypeError(f"a draft engine is told no {type(message).__name__}")
         except CoppiceError as error:
-            for failed in message.parts if isinstance(message, RoundBurst) else (message,):
-                self._fail(failed, error)
+            if not isinstance(message, RoundBurst):
+                self._fail(message, error)
+                return
+            for part in message.parts:
+                if self._ordered(part) is not None:
+                    self._fail(part, error)
 
     def step(self) -> list[Any]:
         """Extend what can be extended, then grow every tree whose root is extended.
@@ -305,7 +309,6 @@ class DraftEngine:
 
     def _take_burst(self, link: Link, burst: RoundBurst) -> None:
         """Take what a step of the target accepted of several requests, and its orders."""
-        self._check_tokens([token_id for part in burst.parts for token_id in part.token_ids])
         rows = None
         if burst.rows is not None:
             self._check_features(burst.rows)
@@ -315,9 +318,10 @@ class DraftEngine:
         first = 0
         for part in burst.parts:
             stop = first + len(part.token_ids)
-            request = self._expecting(part.request_id, part.target_epoch)
-            if request is not None and request.open.draft_epoch == part.draft_epoch:
+            request = self._ordered(part)
+            if request is not None:
                 try:
+                    self._check_tokens(part.token_ids)
                     self._accept_order(request, _order_of(part, burst.shape), link)
                 except CoppiceError as error:
                     self._fail(part, error)
@@ -328,6 +332,13 @@ class DraftEngine:
                         else:
                             self._add_features(request, part.seq_len, rows.part(first, stop))
             first = stop
+
+    def _ordered(self, part: BurstPart) -> DraftRequest | None:
+        """Return the request that a part of a burst is about, unless it was opened anew."""
+        request = self._expecting(part.request_id, part.target_epoch)
+        if request is None or request.open.draft_epoch != part.draft_epoch:
+            return None
+        return request
 
     def _expecting(self, request_id: str, target_epoch: int) -> DraftRequest | None:
         request = self._requests.get(request_id)

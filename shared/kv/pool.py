@@ -216,11 +216,13 @@ class KVPool:
         held = set(self._pages)
         assert not held & set(self._free_rows), "a row is held and free"
         assert len(held) + len(self._free_rows) == self._table.shape[0], "rows leaked"
+        in_page = np.arange(self.page_size)
         for req_idx in range(self._table.shape[0]):
             row = self._table[req_idx]
             pages = self._pages.get(req_idx, [])
             first = self._first.get(req_idx, 0)
             assert row[first : first + len(pages)].tolist() == pages, f"row {req_idx} is wrong"
             assert int((row != SINK_PAGE).sum()) == len(pages), f"row {req_idx} has stray pages"
-            slots = [page * self.page_size + i for page in pages for i in range(self.page_size)]
-            assert self._slots.get(req_idx, array("i")).tolist() == slots, f"row {req_idx}: slots"
+            slots = np.array(self._slots.get(req_idx, ()), np.int32)
+            expected = np.array(pages, np.int32)[:, None] * self.page_size + in_page
+            assert np.array_equal(slots, expected.ravel()), f"row {req_idx}: slots"

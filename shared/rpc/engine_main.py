@@ -106,12 +106,12 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
     Raises: EOFError or OSError at the end; whatever the engine raises.
     """
     num_received = 0
-    reported: tuple[WorkerLoad, int] | None = None  # load, num_received
+    reported: tuple[WorkerLoad, int, bool] | None = None  # load, num_received, has_work
     next_check = next_report = 0.0
 
     def report_idle(load: WorkerLoad) -> None:
         nonlocal reported, next_report
-        reported = (load, num_received)
+        reported = (load, num_received, False)
         next_report = time.monotonic() + REPORT_DELAY_S
         pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
@@ -123,7 +123,8 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             if is_empty or time.monotonic() >= next_check:
                 engine.check_integrity()
                 next_check = time.monotonic() + CHECK_INTERVAL_S
-            if reported != (load, num_received):
+            news = (load, num_received, False)
+            if reported != news:
                 # What does not change who fits can wait a little: it wakes the front.
                 is_urgent = reported is None or _room(reported[0]) != _room(load)
                 if is_urgent or time.monotonic() >= next_report:
@@ -132,7 +133,7 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             if busy_poll_s and load.num_running:
                 spin_s = min(busy_poll_s, engine.has_work_in_s or busy_poll_s)
                 has_message = pipe.spin(spin_s, links)
-            if reported != (load, num_received) and not has_message:
+            if reported != news and not has_message:
                 wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
                 has_message = pipe.poll(wait_s, links)
                 if not has_message:
@@ -155,9 +156,9 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
                 continue  # a step that was only launched, or answered over a link
             next_report = time.monotonic() + REPORT_DELAY_S
             load = engine.load
-            reported = (load, num_received)
+            reported = (load, num_received, engine.has_work)
             report = EngineReport(
-                outputs=outputs, load=load, num_received=num_received, has_work=engine.has_work
+                outputs=outputs, load=load, num_received=num_received, has_work=reported[2]
             )
             pipe.send(report)
 

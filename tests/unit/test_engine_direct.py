@@ -84,7 +84,8 @@ def make(models: Models) -> Iterator[Make]:
 
     def build(kind: str, target: Options | None = None, draft: Options | None = None) -> Engines:
         pairing = models.pairing(kind)
-        engines = make_target(pairing, **target or {}), make_draft(pairing, **draft or {})
+        options = {"feature_ring_mb": 1, **(target or {})}  # without it nothing goes in bursts
+        engines = make_target(pairing, **options), make_draft(pairing, **draft or {})
         made.extend(engines)
         return engines
 
@@ -729,3 +730,36 @@ def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead:
             assert request.output == plain.output
             assert request.finish_reason == plain.finish_reason
     assert num_trees[""] > 50 and num_trees["lost"] and sum(num_trees[fate] for fate in WRONG) > 3
+
+
+def test_a_wrong_order_among_good_ones_costs_its_own_request_alone(make: Make) -> None:
+    """Its draft is dropped, as for any token that does not exist; the other one's goes on."""
+    target, draft = make("eagle")
+    pair = LinkedPair(target, draft)
+    requests = [
+        LocalRequest(prompt=[3 + i, 1, 4], max_new_tokens=60, shape=SHAPES[2]) for i in range(2)
+    ]
+    for request in requests:
+        pair.open(request)
+    tell = pair.tell_draft
+    spoiled: list[str] = []
+
+    def spoil(link: Link, message: Any) -> None:
+        if isinstance(message, RoundBurst) and len(message.parts) == 2 and not spoiled:
+            bad, good = message.parts
+            spoiled.append(bad.request_id)
+            ids = (draft.info.vocab_size, *bad.token_ids[1:])
+            message = replace(message, parts=(bad._replace(token_ids=ids), good))
+        tell(link, message)
+
+    pair.tell_draft = spoil  # type: ignore[method-assign]
+    while not pair.failures:
+        pair.step()
+    (failure,) = pair.failures
+    pair.failures.clear()
+    assert (failure.request_id, failure.field) == (spoiled[0], "token_ids")
+    pair.finish()
+    plain = run_plain(target, requests)
+    assert [request.output for request in requests] == [request.output for request in plain]
+    good = requests[1]
+    assert good.request_id != spoiled[0] and direct_rounds(pair, good) == len(good.paths) - 2

@@ -136,6 +136,24 @@ def test_steps_without_an_answer_are_not_reported_one_by_one(
     assert [report.has_work for report in reports] == [True, True, False]
 
 
+class Unchanging(Scripted):
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(num_running=1)
+
+
+def test_that_work_is_over_is_reported_even_if_nothing_else_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the front would believe that the engine is stuck in it."""
+    clock = Clock()
+    monkeypatch.setattr(engine_main.time, "monotonic", clock.monotonic)
+    pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
+    with pytest.raises(EOFError):
+        run_engine(Unchanging(clock, [["a"], []]), pipe)  # type: ignore[arg-type]
+    assert [report.has_work for report in pipe.reports] == [False, True, False]
+
+
 def test_long_steps_are_reported_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[list[Any]] = [[] for _ in range(5)]
     reports = run(monkeypatch, steps=steps, batches=[["go"]], step_s=REPORT_DELAY_S)
