@@ -5,10 +5,11 @@
     OPENING   DraftOpen was sent, no tree has come yet
     LIVE      a round waits for its tree
     DIRECT    target and draft run rounds between themselves, over a link
-    LATE      a tree was late: rounds do not wait, the draft still hears of every token
+    LATE      a tree was late, or the link of direct rounds was lost: rounds do not wait, the draft
+              still hears of every token
 
-Any tree, even a stale one, makes a draft LIVE. Loss, failure, retraction, a wrong tree or silence
-make it ABSENT. Nothing here can change the output of a request, or fail it.
+Any tree, even a stale one, makes a draft LIVE unless it is DIRECT. Loss, failure, retraction, a
+wrong tree or silence make it ABSENT. Nothing here can change the output of a request, or fail it.
 """
 
 from __future__ import annotations
