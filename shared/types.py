@@ -552,6 +552,8 @@ class BurstPart(NamedTuple):
         round_idx: The round that the tree is for.
         seq_len: Index of the root that was verified, in prompt + output; position of the first row.
         token_ids: Accepted drafts and bonus token, which come after that root.
+        mail_slot, mail_seq: Where in the target's mailbox the tree goes as well, and its number
+            there; number 0: nowhere.
     """
 
     request_id: str
@@ -560,6 +562,8 @@ class BurstPart(NamedTuple):
     round_idx: int
     seq_len: int
     token_ids: Sequence[int]
+    mail_slot: int = 0
+    mail_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -627,11 +631,16 @@ class DraftClose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOpen:
-    """This draft holds the request: the target may order its trees over the link."""
+    """This draft holds the request: the target may order its trees over the link.
+
+    Args:
+        has_mailbox: The draft posts them to the target's mailbox as well.
+    """
 
     request_id: str
     target_epoch: int
     draft_epoch: int
+    has_mailbox: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

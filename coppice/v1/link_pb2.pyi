@@ -36,7 +36,7 @@ class LinkToDraft(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ..., bursts: _Optional[_Iterable[_Union[RoundBurst, _Mapping]]] = ...) -> None: ...
 
 class RoundBurst(_message.Message):
-    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_tokens", "token_ids", "num_steps", "topk", "num_draft_tokens", "handle")
+    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_tokens", "token_ids", "num_steps", "topk", "num_draft_tokens", "handle", "mail_slots", "mail_seqs")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,8 @@ class RoundBurst(_message.Message):
     TOPK_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    MAIL_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAIL_SEQS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     target_epochs: _containers.RepeatedScalarFieldContainer[int]
     draft_epochs: _containers.RepeatedScalarFieldContainer[int]
@@ -59,7 +61,9 @@ class RoundBurst(_message.Message):
     topk: int
     num_draft_tokens: int
     handle: _tree_pb2.FeatureHandle
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ...) -> None: ...
+    mail_slots: _containers.RepeatedScalarFieldContainer[int]
+    mail_seqs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ..., mail_slots: _Optional[_Iterable[int]] = ..., mail_seqs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TreeBurst(_message.Message):
     __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_nodes", "token_ids", "parent_index", "times")
@@ -91,14 +95,16 @@ class TreeBurst(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "has_mailbox")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HAS_MAILBOX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
+    has_mailbox: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., has_mailbox: _Optional[bool] = ...) -> None: ...
 
 class LinkClose(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")

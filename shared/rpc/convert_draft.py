@@ -12,7 +12,14 @@ from shared.rpc.convert_params import sampling_from_proto, sampling_to_proto
 from shared.rpc.convert_tree import shape_from_proto
 from shared.rpc.fields import Within, require_ids, require_range, require_request_id
 
-_BURST_COLUMNS = ("target_epochs", "draft_epochs", "round_idx", "seq_lens")
+_BURST_COLUMNS = (
+    "target_epochs",
+    "draft_epochs",
+    "round_idx",
+    "seq_lens",
+    "mail_slots",
+    "mail_seqs",
+)
 
 
 def draft_open_to_proto(value: types.DraftOpen) -> draft_pb2.DraftOpen:
@@ -81,7 +88,7 @@ def draft_round_from_proto(message: draft_pb2.DraftRound) -> types.DraftRound:
 
 def round_burst_to_proto(value: types.RoundBurst) -> link_pb2.RoundBurst:
     """Convert the orders of a step's trees."""
-    request_ids, target_epochs, draft_epochs, round_idx, seq_lens, _ = zip(
+    request_ids, target_epochs, draft_epochs, round_idx, seq_lens, _, mail_slots, mail_seqs = zip(
         *value.parts, strict=True
     )
     return link_pb2.RoundBurst(
@@ -96,6 +103,8 @@ def round_burst_to_proto(value: types.RoundBurst) -> link_pb2.RoundBurst:
         topk=value.shape.topk,
         num_draft_tokens=value.shape.num_draft_tokens,
         handle=None if value.rows is None else ring_rows_to_proto(value.rows),
+        mail_slots=mail_slots,
+        mail_seqs=mail_seqs,
     )
 
 
@@ -110,6 +119,8 @@ def round_burst_from_proto(message: link_pb2.RoundBurst) -> types.RoundBurst:
         message.draft_epochs,
         message.round_idx,
         message.seq_lens,
+        message.mail_slots,
+        message.mail_seqs,
     )
     num_tokens = list(message.num_tokens)
     lengths = [len(num_tokens), *[len(column) for column in columns]]
@@ -136,7 +147,7 @@ def round_burst_from_proto(message: link_pb2.RoundBurst) -> types.RoundBurst:
     stops = list(accumulate(num_tokens))
     paths = [token_ids[stop - count : stop] for stop, count in zip(stops, num_tokens, strict=True)]
     return types.RoundBurst(
-        parts=tuple(map(types.BurstPart, *columns, paths)),
+        parts=tuple(map(types.BurstPart, *columns[:5], paths, *columns[5:])),
         shape=shape_from_proto(message),
         rows=rows,
     )

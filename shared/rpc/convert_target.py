@@ -155,6 +155,7 @@ def link_open_to_proto(value: types.LinkOpen) -> link_pb2.LinkOpen:
         request_id=value.request_id,
         target_epoch=value.target_epoch,
         draft_epoch=value.draft_epoch,
+        has_mailbox=value.has_mailbox,
     )
 
 
@@ -164,6 +165,7 @@ def link_open_from_proto(message: link_pb2.LinkOpen) -> types.LinkOpen:
         request_id=require_request_id(message.request_id),
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
         draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
+        has_mailbox=message.has_mailbox,
     )
 
 

@@ -157,6 +157,8 @@ def bursts(draw: st.DrawFn) -> types.RoundBurst:
         round_idx=counts,
         seq_len=counts,
         token_ids=ids(min_size=1, max_size=8),
+        mail_slot=counts,
+        mail_seq=counts,
     )
     parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
     shape = (sum(len(part.token_ids) for part in parts), draw(st.integers(1, 8)))
@@ -259,9 +261,16 @@ round_grants = st.builds(
     token_offset=counts,
     shape=st.none() | shapes(),
 )
-link_opens, link_closes, unlinked = (
+link_opens = st.builds(
+    types.LinkOpen,
+    request_id=request_ids,
+    target_epoch=epochs,
+    draft_epoch=epochs,
+    has_mailbox=st.booleans(),
+)
+link_closes, unlinked = (
     st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
-    for kind in (types.LinkOpen, types.LinkClose, types.DraftUnlinked)
+    for kind in (types.LinkClose, types.DraftUnlinked)
 )
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
