@@ -7,20 +7,14 @@
 A span is named by its place in the stream of everything ever written, which never repeats. The
 writer raises `claimed` before it overwrites anything, and waits for nobody. A reader copies first
 and looks at `claimed` after: rows that were overwritten meanwhile are never used.
-
-The file is locked as long as its writer lives, so that the next one can tell what a crash left.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import mmap
 import os
-import re
 import secrets
-import stat
 import struct
 import weakref
 from pathlib import Path
@@ -28,14 +22,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from shared import shared_files
+from shared.shared_files import RING_DIR, RINGS
 from shared.types import RingSpan
 
 logger = logging.getLogger(__name__)
 
-RING_DIR = Path("/dev/shm")
 NONCE_BYTES = 16
-_PREFIX = "coppice-features-"
-_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _MAGIC = b"coppice1"
 _HEADER = struct.Struct(f"<8s{NONCE_BYTES}sQ")
 _CLAIMED = 64
@@ -56,26 +49,15 @@ class FeatureRing:
 
     def __init__(self, num_bytes: int, *, directory: Path = RING_DIR) -> None:
         self.capacity = max(-(-num_bytes // mmap.PAGESIZE), _NUM_PARTS) * mmap.PAGESIZE
-        self.name = _PREFIX + secrets.token_hex(16)
+        self.name = RINGS.new_name()
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        _require_room(directory, _DATA + self.capacity)
-        # Without a name until it is complete and locked: then nobody can find it half made.
-        self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            # All pages now: a full file system is an error here, and a fatal signal later.
-            os.posix_fallocate(self._fd, 0, _DATA + self.capacity)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(self._fd, _DATA + self.capacity, flags)
+        path = directory / self.name
+        with shared_files.create(path, _DATA + self.capacity) as (fd, memory):
             _HEADER.pack_into(memory, 0, _MAGIC, self.nonce, self.capacity)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            _publish(self._fd, directory, self.name)
-        except BaseException:
-            os.close(self._fd)
-            raise
         self._claimed = np.frombuffer(memory, np.uint64, count=1, offset=_CLAIMED)
         self._data = np.frombuffer(memory, np.uint8, offset=_DATA)
         self._end = 0
-        self.close = weakref.finalize(self, _close, directory / self.name, self._fd)
+        self.close = weakref.finalize(self, shared_files.close, path, fd)
         self.start_burst()
 
     def start_burst(self) -> None:
@@ -131,7 +113,7 @@ class RingReader:
 
 class _MappedRing:
     def __init__(self, directory: Path, name: str) -> None:
-        fd = _open(directory, name)
+        fd = RINGS.open(directory, name)
         try:
             _, self._capacity = _read_header(fd)
             # All pages now: else every first read of a page is a fault, in the middle of a round.
@@ -160,46 +142,11 @@ def read_nonce(name: str, *, directory: Path = RING_DIR) -> bytes:
 
     Raises: OSError if there is no such ring here.
     """
-    fd = _open(directory, name)
+    fd = RINGS.open(directory, name)
     try:
         return _read_header(fd)[0]
     finally:
         os.close(fd)
-
-
-def remove_ring(name: str, *, directory: Path = RING_DIR) -> None:
-    """Remove the file of a ring whose writer has ended; what is mapped stays valid."""
-    if _NAME.fullmatch(name):
-        (directory / name).unlink(missing_ok=True)
-
-
-def remove_stale_rings(directory: Path = RING_DIR) -> None:
-    """Remove the rings of writers that were killed: nobody holds their locks."""
-    for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, locked, or gone meanwhile
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                logger.info("removed %s, which a target left that was killed", path)
-            finally:
-                os.close(fd)
-
-
-def is_ring_name(name: str) -> bool:
-    """Return whether a name can be that of a ring, and of no other file."""
-    return _NAME.fullmatch(name) is not None
-
-
-def _open(directory: Path, name: str) -> int:
-    if not is_ring_name(name):
-        raise FileNotFoundError(f"{name!r} is no name of a ring")
-    fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-        os.close(fd)
-        raise PermissionError(f"{name} is not a file of this user")
-    return fd
 
 
 def _read_header(fd: int) -> tuple[bytes, int]:
@@ -210,28 +157,3 @@ def _read_header(fd: int) -> tuple[bytes, int]:
         if magic == _MAGIC and capacity and os.fstat(fd).st_size == _DATA + capacity:
             return nonce, capacity
     raise OSError("it is not a feature ring of this version")
-
-
-def _require_room(directory: Path, num_bytes: int) -> None:
-    found = os.statvfs(directory)
-    free = found.f_bavail * found.f_frsize
-    if free < num_bytes:
-        raise OSError(
-            f"{directory} has {free >> 20} MiB left, {num_bytes >> 20} are needed; make it larger "
-            "or lower --feature-ring-mb"
-        )
-
-
-def _publish(fd: int, directory: Path, name: str) -> None:
-    """Give a file without a name a name."""
-    folder = os.open(directory, os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Only with a folder's descriptor does Python follow the link to the file itself.
-        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder, follow_symlinks=True)
-    finally:
-        os.close(folder)
-
-
-def _close(path: Path, fd: int) -> None:
-    path.unlink(missing_ok=True)
-    os.close(fd)

@@ -16,7 +16,7 @@ from shared.device import (
     resolve_dtype,
 )
 from shared.errors import ConfigError
-from shared.feature_ring import FeatureRing, remove_stale_rings
+from shared.feature_ring import FeatureRing
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
@@ -25,6 +25,7 @@ from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.rpc.engine import ProgressCallback
 from shared.rpc.link import LinkListener, LinkSet, remove_stale_links
+from shared.shared_files import RINGS
 from shared.types import MAX_TREE_NODES, FeatureSpec, WorkerInfo
 from target_service.engine import TargetEngine
 from target_service.runner import TargetRunner
@@ -178,7 +179,7 @@ def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
     """
     if not step_bytes or not config.feature_ring_mb:
         return None
-    remove_stale_rings()
+    RINGS.remove_stale()
     num_bytes = min(RING_STEPS * step_bytes, config.feature_ring_mb << 20)
     try:
         ring = FeatureRing(num_bytes)

@@ -9,13 +9,13 @@ import grpc.aio
 
 from coppice.v1 import target_pb2, target_pb2_grpc
 from shared.errors import StatusCode
-from shared.feature_ring import remove_ring
 from shared.rpc.batches import pack_target_response, unpack_target_request
 from shared.rpc.convert_tree import info_to_proto
 from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.link import remove_link
 from shared.rpc.sessions import SessionHub, SessionProtocol
+from shared.shared_files import RINGS
 from shared.types import (
     AcceptedPath,
     FeatureChunk,
@@ -80,7 +80,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     async def close(self) -> None:
         """Remove ring and socket, should the engine have crashed; streams end with the server."""
-        remove_ring(self.features.ring_name)
+        RINGS.remove(self.features.ring_name)
         remove_link(self._link)
 
     async def Session(

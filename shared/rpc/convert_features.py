@@ -5,8 +5,8 @@ from __future__ import annotations
 from coppice.v1 import target_pb2, tree_pb2
 from shared import types
 from shared.errors import InvalidArgumentError
-from shared.feature_ring import is_ring_name
 from shared.rpc.fields import Within, require_ids, require_range, require_request_id
+from shared.shared_files import RINGS
 
 MAX_CHUNK_BYTES = 1 << 20
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -192,7 +192,7 @@ def _check_handle(
 
 
 def _check_span(span: tree_pb2.RingSpan, num_bytes: int) -> types.RingSpan:
-    if not is_ring_name(span.ring):
+    if not RINGS.is_name(span.ring):
         raise InvalidArgumentError(f"ring is {span.ring!r}, no name of a ring", field="ring")
     begin = require_range(span.begin, "begin", 0)
     return types.RingSpan(ring=span.ring, begin=begin, num_bytes=num_bytes)

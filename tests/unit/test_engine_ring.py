@@ -12,8 +12,9 @@ import torch
 
 from draft_service.engine import DraftEngine
 from shared.device import DTYPES
-from shared.feature_ring import RING_DIR, RingReader, remove_ring
+from shared.feature_ring import RING_DIR, RingReader
 from shared.models.checkpoint import model_hash
+from shared.shared_files import RINGS
 from shared.types import FeatureChunk, FeatureSpec, RingSpan, SamplingParams
 from target_service.engine import TargetEngine
 from target_service.runner import StepOutputs
@@ -224,7 +225,7 @@ def test_a_ring_that_somebody_removed_does_no_harm(
 
     class Removing(Wire):
         def __call__(self, chunk: FeatureChunk) -> FeatureChunk:
-            remove_ring(target.info.feature_ring)
+            RINGS.remove(target.info.feature_ring)
             self.num_bytes += chunk.num_inline_bytes
             return chunk
 
@@ -241,7 +242,7 @@ def test_without_room_features_go_as_bytes(
     def refuse(*_: object) -> None:
         raise OSError("/dev/shm has 3 MiB left")
 
-    monkeypatch.setattr("shared.feature_ring._require_room", refuse)
+    monkeypatch.setattr("shared.shared_files._require_room", refuse)
     engine = make_target(pairing, feature_ring_mb=1)
     assert engine.info.feature_ring == "" and engine._ring is None
     assert "features go as bytes: /dev/shm has 3 MiB left" in caplog.text

@@ -22,11 +22,9 @@ from shared.feature_ring import (
     RING_DIR,
     FeatureRing,
     RingReader,
-    is_ring_name,
     read_nonce,
-    remove_ring,
-    remove_stale_rings,
 )
+from shared.shared_files import RINGS
 from shared.types import RingSpan
 
 SMALL = 64 * 1024
@@ -143,7 +141,7 @@ def test_only_its_owner_can_open_it_and_nobody_can_guess_it(
 ) -> None:
     other = FeatureRing(SMALL, directory=folder)
     assert stat.S_IMODE((folder / ring.name).stat().st_mode) == 0o600
-    assert is_ring_name(ring.name) and ring.name != other.name and ring.nonce != other.nonce
+    assert RINGS.is_name(ring.name) and ring.name != other.name and ring.nonce != other.nonce
     assert read_nonce(ring.name, directory=folder) == ring.nonce
 
 
@@ -225,10 +223,10 @@ def test_a_writer_that_ends_takes_it_along_and_a_killed_ones_is_swept(folder: Pa
     killed.communicate()
     assert (folder / left).exists()
     (folder / "someone-else").touch()
-    remove_stale_rings(folder)
+    RINGS.remove_stale(folder)
     assert {path.name for path in folder.iterdir()} == {used, "someone-else"}
-    remove_ring("someone-else", directory=folder)
-    remove_ring("", directory=folder)
+    RINGS.remove("someone-else", directory=folder)
+    RINGS.remove("", directory=folder)
     assert (folder / "someone-else").exists()
     alive.communicate()
 
