@@ -77,6 +77,15 @@ class SharedFiles:
 
 
 RINGS = SharedFiles("coppice-features-", what="feature ring")
+MAILBOXES = SharedFiles("coppice-mailbox-", what="mailbox")
+
+
+def mailbox_name(link_name: str) -> str:
+    """Return the name of the mailbox of the target that listens at a link's name.
+
+    The token is the same, so one name tells both.
+    """
+    return MAILBOXES.prefix + link_name.rpartition("-")[2]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.rpc.engine import ProgressCallback
 from shared.rpc.link import LinkListener, LinkSet, remove_stale_links
-from shared.shared_files import RINGS
+from shared.shared_files import MAILBOXES, RINGS
 from shared.types import MAX_TREE_NODES, FeatureSpec, WorkerInfo
 from target_service.engine import TargetEngine
 from target_service.runner import TargetRunner
@@ -196,6 +196,7 @@ def open_listener(config: TargetConfig) -> LinkListener | None:
         return None
     try:
         remove_stale_links()
+        MAILBOXES.remove_stale()
         return LinkListener()
     except OSError as error:
         logger.warning("rounds go through the orchestrator: no socket for links: %s", error)

@@ -15,7 +15,7 @@ from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.link import remove_link
 from shared.rpc.sessions import SessionHub, SessionProtocol
-from shared.shared_files import RINGS
+from shared.shared_files import MAILBOXES, RINGS, mailbox_name
 from shared.types import (
     AcceptedPath,
     FeatureChunk,
@@ -79,9 +79,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.features.deliver([o for o in report.outputs if isinstance(o, feature_types)])
 
     async def close(self) -> None:
-        """Remove ring and socket, should the engine have crashed; streams end with the server."""
+        """Remove ring, socket and mailbox, should the engine have crashed.
+
+        Streams end with the server.
+        """
         RINGS.remove(self.features.ring_name)
         remove_link(self._link)
+        MAILBOXES.remove(mailbox_name(self._link))
 
     async def Session(
         self,
