@@ -69,6 +69,11 @@ def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: Step
 
 def _times(times: AnswerTimes, request: DraftRequest, timer: StepTimer) -> AnswerTimes:
     """Return how a round of a timed request went, from its order on."""
+    stages = timer.stages()
+    for i, stage in enumerate(stages):
+        if stage.name == "await":  # what it waited for, the device was told before the host
+            times = AnswerTimes(clock_id=times.clock_id, begin_ns=stage.end_ns)
+            return replace(times, stages=stages[i + 1 :])
     times = times.then("features", request.features_ns).then("queue", timer.begin_ns)
-    times = replace(times, stages=(*times.stages, *timer.stages()))
+    times = replace(times, stages=(*times.stages, *stages))
     return times.then("tree", time.monotonic_ns())

@@ -6,11 +6,10 @@ round its speculation, nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,14 @@ from draft_service.answers import token_tree, tree_burst
 from draft_service.phases import DraftOutput
 from draft_service.request import DraftRequest, FeatureRows
 from draft_service.runner import DraftRunner, ExtendWork
+from shared.buckets import ROW_BUCKETS
 from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.feature_ring import RingReader
 from shared.kernels.dispatch import launch_counts
+from shared.kernels.mail_trees import MAX_PATH
 from shared.kv.allocator import OutOfPagesError
+from shared.mailbox import MailboxEnd, is_seq, open_mailbox
 from shared.rpc.link import Link, LinkLost, LinkSet, connect
 from shared.step_timer import StepTimer
 from shared.tree import check_shape
@@ -57,6 +59,21 @@ ACK_ROWS = 64
 """Feature rows between acknowledgements: each wakes both workers, in the middle of a round."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What the device does by itself as soon as the target's device says what it accepted.
+
+    Args:
+        shape: Of the trees that it will grow.
+        num_tokens: That each request had before.
+    """
+
+    requests: Sequence[DraftRequest]
+    shape: TreeShape
+    num_tokens: Mapping[DraftRequest, int]
+    timer: StepTimer
+
+
 class DraftEngine:
     """Requests, their draft state, and the step that advances them. Single-threaded.
 
@@ -82,6 +99,8 @@ class DraftEngine:
         self._rings = RingReader()
         self.links = LinkSet()
         self._links_by_name: dict[str, Link] = {}
+        self._mailboxes: dict[Link, MailboxEnd] = {}
+        self._ahead: _Ahead | None = None
         self._order = 0
         self._outbox: list[Any] = []
         self._has_rows: bool | None = None  # None: not known
@@ -91,11 +110,15 @@ class DraftEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
+        return self._has_compute or bool(self._outbox)
+
+    @property
+    def _has_compute(self) -> bool:
         if self._has_rows is None:
             self._has_rows = any(
                 request.num_ready_rows or request.can_grow for request in self._requests.values()
             )
-        return self._has_rows or bool(self._outbox)
+        return self._has_rows
 
     @property
     def has_work_in_s(self) -> float | None:
@@ -167,6 +190,7 @@ class DraftEngine:
 
         Returns: TokenTree, RequestFailure, RequestRetracted and FeatureCommand messages.
         """
+        self._finish_ahead()
         timer = StepTimer(
             self._pool.device, is_on=any(r.pending_times for r in self._requests.values())
         )
@@ -179,13 +203,73 @@ class DraftEngine:
             self._runner.grow(growing, timer)
         self._settle(works, growing)  # while it grows trees
         if growing:
-            self._answer(growing, self._runner.read(timer), timer)
-        for request in growing:
-            request.pending = request.pending_times = request.answer_link = None
+            rows = range(len(growing))
+            self._answer(growing, rows, self._runner.read(timer), timer)
+        self._run_ahead()
         self._has_rows = None
         outbox, self._outbox = self._outbox, []
         self._busy_until_ns = time.monotonic_ns()
         return outbox
+
+    def _finish_ahead(self) -> None:
+        """Commit and answer what the device did by itself, if there is anything to do at all.
+
+        It is the same as what would be done now: if the target's host says otherwise, or did not
+        say it yet, it is not committed, and done again.
+        """
+        ahead = self._ahead
+        if ahead is None or not self._has_compute:
+            return
+        self._ahead = None
+        taken, output = self._runner.read_ahead(ahead.timer)
+        rows = []
+        for row, (request, path) in enumerate(zip(ahead.requests, taken.tolist(), strict=True)):
+            if self._confirms(request, ahead, path[1 : 1 + path[0]]):
+                request.kv_len += path[0]
+                if request.input_shift:
+                    request.take_features(path[0])
+                rows.append(row)
+        done = [ahead.requests[row] for row in rows]
+        if not done:
+            return
+        self._answer(done, rows, output, ahead.timer)
+        self._num_steps += 1
+        self._num_rows += sum(taken[rows, 0].tolist())
+        self._num_request_steps += len(done)
+        for request in done:
+            self._drop_unseen(request)
+
+    def _confirms(self, request: DraftRequest, ahead: _Ahead, path: Sequence[int]) -> bool:
+        """Return whether the target's host has said and ordered what its device said."""
+        if not path or not request.is_held or request.pending is None:
+            return False
+        return (
+            request.pending.shape == ahead.shape
+            and request.tokens[ahead.num_tokens[request] :] == list(path)
+            and request.num_ready_rows == len(path)
+        )
+
+    def _run_ahead(self) -> None:
+        """Let the device wait for what the target accepts of the newest trees, and go on from it.
+
+        Only if all requests are at that point: whoever else needed the device would have to wait.
+        """
+        requests = list(self._requests.values())
+        if self._ahead is not None or not requests:
+            return
+        mailbox, shape = requests[0].mailbox, requests[0].shape
+        if mailbox is None or shape is None or shape.num_steps >= MAX_PATH:
+            return
+        if not all([r.can_run_ahead(mailbox, shape) for r in requests]):
+            return
+        if len(requests) * (shape.num_steps + 1) > ROW_BUCKETS[-1]:
+            return
+        if not all([self._reserve_ahead(request, shape) for request in requests]):
+            return
+        timer = StepTimer(self._pool.device, is_on=any(r.open.is_timed for r in requests))
+        self._runner.run_ahead(requests, shape, mailbox, timer)
+        num_tokens = {request: len(request.tokens) for request in requests}
+        self._ahead = _Ahead(requests, shape, num_tokens, timer)
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
@@ -227,11 +311,13 @@ class DraftEngine:
         self._requests[message.request_id] = request
         request.link = self._link_to(message.target_link)
         if request.link is not None:
+            request.mailbox = self._mailboxes.get(request.link)
             request.link.put(
                 LinkOpen(
                     request_id=message.request_id,
                     target_epoch=message.target_epoch,
                     draft_epoch=message.draft_epoch,
+                    has_mailbox=request.mailbox is not None,
                 )
             )
         if shift:
@@ -245,12 +331,27 @@ class DraftEngine:
         self._check_tokens(message.token_ids)
         self._accept_order(request, message, link)
 
-    def _accept_order(self, request: DraftRequest, order: DraftRound, link: Link | None) -> None:
+    def _accept_order(
+        self,
+        request: DraftRequest,
+        order: DraftRound,
+        link: Link | None,
+        mail: tuple[int, int] = (0, 0),
+    ) -> None:
         if order.seq_len + 1 > self._max_context_len:
             raise InvalidArgumentError(
                 f"seq_len {order.seq_len} exceeds max_context_len", field="seq_len"
             )
-        request.accept_round(order, answer_link=link, busy_until_ns=self._busy_until_ns)
+        if not self._can_mail(request, mail):
+            mail = (0, 0)
+        request.accept_round(
+            order, answer_link=link, mail=mail, busy_until_ns=self._busy_until_ns
+        )
+
+    def _can_mail(self, request: DraftRequest, mail: tuple[int, int]) -> bool:
+        slot, seq = mail
+        has_slot = request.mailbox is not None and slot < request.mailbox.num_slots
+        return has_slot and is_seq(seq)
 
     def _link_to(self, name: str) -> Link | None:
         """Return the link to a target's engine; None if that is on another host."""
@@ -264,31 +365,57 @@ class DraftEngine:
             logger.info("linked to %s: rounds and features go from engine to engine", name)
             self._links_by_name[name] = link
             self.links.add(link)
+            self._open_mailbox(name, link)
         return link
+
+    def _open_mailbox(self, name: str, link: Link) -> None:
+        try:
+            self._mailboxes[link] = open_mailbox(
+                name, width=self.info.features.width, device=self._pool.device
+            )
+        except OSError as error:
+            logger.info("trees go to the target's host only: no mailbox: %s", error)
+        else:
+            logger.info("trees go straight to the target's device, and paths come from there")
 
     def _lose_link(self, link: Link) -> None:
         """Go on without a link: orders come from the orchestrator, features through the front."""
         for name in [name for name, known in self._links_by_name.items() if known is link]:
             del self._links_by_name[name]
+        if self._ahead is not None:  # it may be about to read the mailbox
+            self._runner.read_ahead(self._ahead.timer)
+            self._ahead = None
+        self._mailboxes.pop(link, None)
         for request in self._requests.values():
             if request.link is link:
-                request.link = request.answer_link = None
+                request.link = request.answer_link = request.mailbox = None
                 if request.has_linked_features:
                     self._subscribe(request)
 
     def _answer(
-        self, growing: Sequence[DraftRequest], output: DraftOutput, timer: StepTimer
+        self,
+        growing: Sequence[DraftRequest],
+        rows: Sequence[int],
+        output: DraftOutput,
+        timer: StepTimer,
     ) -> None:
-        """Answer with the grown trees; targets that are linked hear of theirs at once."""
-        rows_of: dict[Link, list[int]] = {}
-        for row, request in enumerate(growing):
+        """Answer with the grown trees; targets that are linked hear of theirs at once.
+
+        Args:
+            rows: Of the requests in `output`.
+        """
+        linked: dict[Link, list[int]] = {}
+        for i, request in enumerate(growing):
             if request.answer_link is not None:
-                rows_of.setdefault(request.answer_link, []).append(row)
+                linked.setdefault(request.answer_link, []).append(i)
             else:
-                self._outbox.append(token_tree(request, row, output, timer))
-        for link, rows in rows_of.items():
-            link.put(tree_burst([growing[row] for row in rows], rows, output, timer))
+                self._outbox.append(token_tree(request, rows[i], output, timer))
+        for link, places in linked.items():
+            requests = [growing[i] for i in places]
+            link.put(tree_burst(requests, [rows[i] for i in places], output, timer))
             link.flush()
+        for request in growing:
+            request.pending = request.pending_times = request.answer_link = None
 
     def _take_features(self, chunk: FeatureChunk) -> None:
         request = self._expecting(chunk.request_id, chunk.target_epoch)
@@ -322,7 +449,8 @@ class DraftEngine:
             if request is not None:
                 try:
                     self._check_tokens(part.token_ids)
-                    self._accept_order(request, _order_of(part, burst.shape), link)
+                    mail = (part.mail_slot, part.mail_seq)
+                    self._accept_order(request, _order_of(part, burst.shape), link, mail)
                 except CoppiceError as error:
                     self._fail(part, error)
                 else:
@@ -427,7 +555,7 @@ class DraftEngine:
         """Reserve slots for every tree that can grow; whoever was retracted meanwhile is out."""
         growing = []
         for request in [request for request in self._requests.values() if request.can_grow]:
-            num_slots = self._runner.num_scratch_slots(request)
+            num_slots = self._runner.num_scratch_slots(request.awaited.shape)
             if request.is_held and self._reserve(request, num_slots):
                 growing.append(request)
         return [request for request in growing if request.is_held]
@@ -439,20 +567,31 @@ class DraftEngine:
         self._num_steps += 1
         self._num_rows += sum([work.num_rows for work in works])
         self._num_request_steps += len({*growing, *[work.request for work in works]})
-        if self._runner.window:
-            for request, _, _ in works:  # its rows have seen them
-                if request.is_held:
-                    self._pool.drop_before(request.req_idx, request.kv_len - self._runner.window)
+        for request, _, _ in works:
+            if request.is_held:
+                self._drop_unseen(request)
         for request in growing:
-            self._reserve_ahead(request)
+            self._reserve_ahead(request, request.awaited.shape)
         self._runner.bring_page_table()
 
-    def _reserve_ahead(self, request: DraftRequest) -> None:
-        """Reserve for what may be accepted of a tree, and for the next one, if pages are free."""
-        assert request.pending is not None
-        end = min(request.kv_len + request.pending.shape.num_steps + 1, self._max_context_len)
-        with contextlib.suppress(OutOfPagesError):
-            self._pool.reserve(request.req_idx, end + self._runner.num_scratch_slots(request))
+    def _drop_unseen(self, request: DraftRequest) -> None:
+        """Free the pages that no row to come will see."""
+        if self._runner.window:
+            self._pool.drop_before(request.req_idx, request.kv_len - self._runner.window)
+
+    def _reserve_ahead(self, request: DraftRequest, shape: TreeShape) -> bool:
+        """Reserve for what may be accepted of a tree, and for the next one.
+
+        Returns: False if it does not fit into the context, or if no pages are free.
+        """
+        end = request.kv_len + shape.num_steps + 1
+        if end > self._max_context_len:
+            return False
+        try:
+            self._pool.reserve(request.req_idx, end + self._runner.num_scratch_slots(shape))
+        except OutOfPagesError:
+            return False
+        return True
 
     def _reserve(self, request: DraftRequest, num_slots: int) -> bool:
         """Reserve slots past kv_len, retracting the newest requests while there are too few pages.

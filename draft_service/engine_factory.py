@@ -105,7 +105,7 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         draft_window=window,
     )
     engine = DraftEngine(
-        DraftRunner(model, pool, window=window),
+        DraftRunner(model, pool, window=window, vocab_size=target_config.vocab_size),
         info,
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,6 +48,20 @@ class DraftExtendInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MailedTrees:
+    """Where grown trees are posted for a target's device.
+
+    Args:
+        words: [S, 64] i64, the mailbox's trees.
+        slot, seq: [B] i32, place and number of each; slot -1: it is not posted.
+    """
+
+    words: torch.Tensor
+    slot: torch.Tensor
+    seq: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInput:
     """B trees to grow, each from the last committed row of its request.
 
@@ -58,6 +73,7 @@ class DraftInput:
         child_position: [B] i64, absolute position of the root's children.
         bounds: The largest num_steps, topk and num_draft_tokens of the batch.
         is_random: Whether any temperature is above 0.
+        mail: Where they are posted.
     """
 
     trees: GrowingTrees
@@ -67,6 +83,7 @@ class DraftInput:
     child_position: torch.Tensor
     bounds: TreeShape
     is_random: bool
+    mail: Sequence[MailedTrees] = ()
 
     @property
     def tensors(self) -> list[torch.Tensor]:

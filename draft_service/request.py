@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from shared.device import DTYPES
 from shared.errors import StaleStateError
+from shared.mailbox import MailboxEnd
 from shared.rpc.link import Link
 from shared.times import clock_id, take
-from shared.types import AnswerTimes, DraftOpen, DraftRound
+from shared.types import AnswerTimes, DraftOpen, DraftRound, TreeShape
 
 _NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}
 
@@ -81,6 +82,10 @@ class DraftRequest:
         pending: Latest order for a tree, unanswered.
         pending_times: Of that order, if the request is timed.
         features_ns: When the last rows came, if the request is timed.
+        mail_slot, mail_seq: Place of the newest tree in the target's mailbox, and its number there;
+            number 0: it has none.
+        shape: Of the newest tree ordered.
+        mailbox: Of the target, as the link is; None: its device is not told of trees.
         link: To the target's engine, if that is on this host.
         answer_link: Where the pending tree goes; None: to the orchestrator.
         has_linked_features: Features come over the link.
@@ -101,6 +106,10 @@ class DraftRequest:
     pending: DraftRound | None = None
     pending_times: AnswerTimes | None = None
     features_ns: int = 0
+    mail_slot: int = 0
+    mail_seq: int = 0
+    shape: TreeShape | None = None
+    mailbox: MailboxEnd | None = None
     link: Link | None = None
     answer_link: Link | None = None
     has_linked_features: bool = False
@@ -136,8 +145,20 @@ class DraftRequest:
             return False
         return self.base + self.kv_len == self.pending.seq_len + 1 - self.input_shift
 
+    def can_run_ahead(self, mailbox: MailboxEnd, shape: TreeShape) -> bool:
+        """Return whether the newest tree is answered, and what is accepted of it will be in a
+        mailbox, with an order of the same shape.
+        """
+        is_caught_up = self.pending is None and not self.num_ready_rows
+        return is_caught_up and self.mail_seq > 0 and self.mailbox is mailbox and self.shape == shape
+
     def accept_round(
-        self, order: DraftRound, *, answer_link: Link | None = None, busy_until_ns: int = 0
+        self,
+        order: DraftRound,
+        *,
+        answer_link: Link | None = None,
+        mail: tuple[int, int] = (0, 0),
+        busy_until_ns: int = 0,
     ) -> None:
         """Take new committed tokens; they supersede an unanswered round.
 
@@ -145,6 +166,7 @@ class DraftRequest:
 
         Args:
             answer_link: Where the order came from, and the tree goes; None: the front.
+            mail: Slot and number of the tree in the target's mailbox; number 0: it has none.
             busy_until_ns: When the engine's last step ended.
         Raises: StaleStateError if tokens are missing in between or differ from those held.
         """
@@ -167,7 +189,8 @@ class DraftRequest:
             raise StaleStateError(
                 f"seq_len is {order.seq_len}, have {len(self.tokens)} tokens", field="seq_len"
             )
-        self.pending, self.answer_link = order, answer_link
+        self.pending, self.answer_link, self.shape = order, answer_link, order.shape
+        self.mail_slot, self.mail_seq = mail
         if self.open.is_timed:
             now_ns = time.monotonic_ns()
             self.pending_times = (

@@ -6,7 +6,8 @@ says, the requests of a growth to a power of 2 as growth.py says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,20 +15,25 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.growth import TreeGrower
-from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
+from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput, MailedTrees
 from draft_service.request import DraftRequest, FeatureRows
 from shared.buckets import ROW_BUCKETS, bucket_of
 from shared.graphs import GraphCache
+from shared.kernels.mail_paths import advance_growth, take_paths, take_rows
+from shared.kernels.mail_trees import MAX_PATH, post_trees
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
+from shared.mailbox import MailboxEnd, next_seq
 from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
-from shared.staging import Fields, Staging
+from shared.staging import Fields, Staging, Tensors
 from shared.step_timer import StepTimer
 from shared.types import MAX_TREE_NODES, TreeShape
 
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
+# Longer than any step of a target; the host ends a wait when it knows better.
+PATH_PATIENCE_US = 100_000
 
 
 class ExtendWork(NamedTuple):
@@ -43,26 +49,39 @@ class DraftRunner:
 
     Args:
         window: Tokens that a row attends to; 0 = everything.
+        vocab_size: Of the target.
         pads_rows: Pad batches to a few sizes; None: where graphs are captured.
     """
 
     def __init__(
-        self, model: DraftModel, pool: KVPool, *, window: int, pads_rows: bool | None = None
+        self,
+        model: DraftModel,
+        pool: KVPool,
+        *,
+        window: int,
+        vocab_size: int,
+        pads_rows: bool | None = None,
     ) -> None:
         device = pool.device
         self.model = model
         self.pool = pool
         self.window = window
+        self.vocab_size = vocab_size
         self._grower = TreeGrower(model, pool, window=window)
         self._graphs = GraphCache(device)
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
         self._staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
+        self._growth_staging = Staging(device, _STAGED_BYTES)
+        self._mail_staging = Staging(device, _STAGED_BYTES)
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
         )
         self._results = _Results(device, _padded(pool.max_num_requests))
+        # Read by the device while it waits: not 0 when it should not.
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._deferred: Callable[[], None] | None = None
 
     def extend(self, works: Sequence[ExtendWork], timer: StepTimer) -> None:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
@@ -90,18 +109,106 @@ class DraftRunner:
             growing: Requests all of whose committed rows were extended; kv_len counts them.
         Mutates: Scratch KV slots past kv_len.
         """
-        inputs = self._build_grow(growing)
-        packed = self._graphs.run(
-            ("grow", len(inputs.seed), inputs.bounds, inputs.is_random),
-            lambda: self._grow(inputs),
-            inputs.tensors,
-        )
+        inputs = self._build_grow(growing, [request.awaited.shape for request in growing])
+        packed = self._grow(replace(inputs, mail=self._mail_trees(growing)))
         timer.device("grow")
         self._results.start(packed)
 
+    def run_ahead(
+        self,
+        requests: Sequence[DraftRequest],
+        shape: TreeShape,
+        mailbox: MailboxEnd,
+        timer: StepTimer,
+    ) -> None:
+        """Extend what the target will accept of the requests' newest trees, as soon as its device
+        says so, grow the next trees, and post those; launches only.
+
+        On a CPU it is all done when it is read.
+
+        Args:
+            requests: All caught up, with slots for the longest path and the next tree reserved.
+            shape: Of the newest trees and of the next ones.
+        Mutates: KV slots past kv_len of each request.
+        """
+        self._stop.zero_()
+        if self.pool.device.type == "cuda":
+            self._launch_ahead(requests, shape, mailbox, timer)
+        else:
+            self._deferred = lambda: self._launch_ahead(requests, shape, mailbox, timer)
+
+    def read_ahead(self, timer: StepTimer) -> tuple[NDArray[np.int32], DraftOutput]:
+        """Return what `run_ahead` did, valid until the next growth; waits for the device, which
+        waits no longer for paths that are not there.
+
+        Returns: [B, 1 + MAX_PATH], of each request the tokens of the path that was extended (0:
+            nothing was done), and their ids; and the trees.
+        """
+        if self._deferred is not None:
+            self._deferred()
+            self._deferred = None
+        self._stop.fill_(1)
+        result, taken = self._results.finish()
+        timer.host("read")
+        return taken, DraftOutput.unpack(result)
+
+    def _launch_ahead(
+        self,
+        requests: Sequence[DraftRequest],
+        shape: TreeShape,
+        mailbox: MailboxEnd,
+        timer: StepTimer,
+    ) -> None:
+        path_width, num_reqs = shape.num_steps + 1, len(requests)
+        extend, mail = self._build_ahead(requests, path_width, mailbox)
+        grow = self._build_grow(requests, [shape] * num_reqs)
+        trees = MailedTrees(words=mailbox.trees, slot=mail["slot"], seq=mail["tree_seq"])
+        timer.host("pack")
+        taken = take_paths(
+            mailbox.paths,
+            mail["slot"],
+            mail["path_seq"],
+            self._stop,
+            extend.token_ids,
+            extend.rows.slot_mapping,
+            extend.last_rows,
+            extend.hidden_idx,
+            num_reqs=num_reqs,
+            path_width=path_width,
+            spare_idx=self.pool.max_num_requests,
+            vocab_size=self.vocab_size,
+            timeout_us=PATH_PATIENCE_US,
+        )
+        if extend.features is not None:
+            assert mailbox.rows is not None
+            take_rows(
+                mailbox.rows,
+                mail["slot"],
+                mail["path_seq"],
+                taken,
+                extend.features,
+                path_width=path_width,
+            )
+        advance_growth(
+            taken,
+            grow.trees.kv_len,
+            grow.trees.node_position,
+            grow.child_position,
+            grow.trees.req_idx,
+            grow.trees.topk,
+            grow.trees.num_steps,
+            grow.num_nodes,
+        )
+        timer.device("await")
+        self._extend(extend)
+        timer.device("extend")
+        packed = self._grow(replace(grow, mail=(trees,)))
+        timer.device("grow")
+        self._results.start(packed, taken)
+
     def read(self, timer: StepTimer) -> DraftOutput:
         """Return what was grown last, valid until the next growth; waits for the device."""
-        result = self._results.finish()
+        result, _ = self._results.finish()
         timer.host("read")
         return DraftOutput.unpack(result)
 
@@ -112,9 +219,9 @@ class DraftRunner:
             self.pool.stage_page_table(self._staging)
             self._staging.flush()
 
-    def num_scratch_slots(self, request: DraftRequest) -> int:
-        """Return how many slots past kv_len the pending tree needs."""
-        shape = request.awaited.shape
+    @staticmethod
+    def num_scratch_slots(shape: TreeShape) -> int:
+        """Return how many slots past kv_len a tree needs."""
         return (shape.num_steps - 1) * shape.topk
 
     def _extend(self, inputs: DraftExtendInput) -> None:
@@ -125,8 +232,21 @@ class DraftRunner:
         key = ("extend", inputs.bucket, dtype)
         self._graphs.run(key, lambda: self._forward(inputs), inputs.tensors)
 
-    @torch.inference_mode()
     def _grow(self, inputs: DraftInput) -> torch.Tensor:
+        """Return the trees as `select_nodes` packs them, valid until the next growth; those that a
+        target's device waits for are posted there.
+        """
+        packed: torch.Tensor = self._graphs.run(
+            ("grow", len(inputs.seed), inputs.bounds, inputs.is_random),
+            lambda: self._forward_growth(inputs),
+            inputs.tensors,
+        )
+        for mail in inputs.mail:
+            post_trees(mail.words, packed, mail.slot, mail.seq)
+        return packed
+
+    @torch.inference_mode()
+    def _forward_growth(self, inputs: DraftInput) -> torch.Tensor:
         return self._grower.grow(inputs, self._last_hidden)
 
     @torch.inference_mode()
@@ -179,18 +299,76 @@ class DraftRunner:
         staging.flush()
         return DraftExtendInput(**device, rows=rows, features=staged, bucket=bucket)
 
-    def _build_grow(self, requests: Sequence[DraftRequest]) -> DraftInput:
-        """Stage what the requests' trees depend on."""
+    def _build_ahead(
+        self, requests: Sequence[DraftRequest], path_width: int, mailbox: MailboxEnd
+    ) -> tuple[DraftExtendInput, Tensors]:
+        """Stage rows for the longest path of each request, and where its path and its tree are.
+
+        Returns: slot, path_seq and tree_seq, [R] i32, beside the rows.
+        """
         staging, pool = self._staging, self.pool
+        num_reqs = len(requests)
+        num_live = num_reqs * path_width
+        bucket = bucket_of(num_live) if self.pads_rows else None
+        staging.begin()
+        host, device = staging.place_zeros(_extend_fields, bucket or num_live, bucket or num_reqs)
+        blocks = RowBlocks(
+            req_idx=[request.req_idx for request in requests],
+            prefix_len=[request.kv_len for request in requests],
+            num_rows=[path_width] * num_reqs,
+        )
+        rows = pack_rows(blocks, pool, window=self.window, staging=staging, num_rows=bucket)
+        position = np.array([request.next_position for request in requests])
+        host["position_ids"][:num_live] = (position[:, None] + np.arange(path_width)).ravel()
+        host["hidden_idx"][:num_reqs] = blocks.req_idx
+        host["hidden_idx"][num_reqs:] = pool.max_num_requests
+        features = None
+        if mailbox.dtype is not None and mailbox.rows is not None and self.model.input_shift:
+            width = mailbox.rows.shape[-1]
+            _, staged = staging.place(features=(mailbox.dtype, (bucket or num_live, width)))
+            features = staged["features"]
+        mail, on_device = staging.place_zeros(_ahead_fields, num_reqs)
+        mail["slot"][:] = [request.mail_slot for request in requests]
+        mail["path_seq"][:] = [request.mail_seq for request in requests]
+        mail["tree_seq"][:] = [next_seq(request.mail_seq) for request in requests]
+        staging.flush()
+        inputs = DraftExtendInput(**device, rows=rows, features=features, bucket=bucket)
+        return inputs, on_device
+
+    def _mail_trees(self, requests: Sequence[DraftRequest]) -> list[MailedTrees]:
+        """Stage where the trees go that targets' devices wait for, a mailbox after the other."""
+        staging = self._mail_staging
+        mailboxes = [r.mailbox if r.mail_seq else None for r in requests]
+        distinct = {id(mailbox): mailbox for mailbox in mailboxes if mailbox is not None}
+        if not distinct:
+            return []
+        staging.begin()
+        mail = []
+        for mailbox in distinct.values():
+            host, device = staging.place_zeros(_mail_fields, len(requests))
+            host["seq"][:] = [request.mail_seq for request in requests]
+            host["slot"][:] = [
+                request.mail_slot if own is mailbox else -1
+                for request, own in zip(requests, mailboxes, strict=True)
+            ]
+            mail.append(MailedTrees(words=mailbox.trees, **device))
+        staging.flush()
+        return mail
+
+    def _build_grow(
+        self, requests: Sequence[DraftRequest], shapes: Sequence[TreeShape]
+    ) -> DraftInput:
+        """Stage what the requests' trees depend on."""
+        staging, pool = self._growth_staging, self.pool
         count = len(requests)
         staging.begin()
         host, device = staging.place_zeros(
             _growth_fields, _padded(count) if self.pads_rows else count
         )
-        for request in requests:
-            stop = request.kv_len + self.num_scratch_slots(request)
+        for request, shape in zip(requests, shapes, strict=True):
+            stop = request.kv_len + self.num_scratch_slots(shape)
             assert pool.holds(request.req_idx, request.kv_len, stop), "a node's slot is in the sink"
-        columns = zip(*map(_growth_numbers, requests), strict=True)
+        columns = zip(*map(_growth_numbers, requests, shapes), strict=True)
         numbers = dict(zip(_GROWTH_NUMBERS, columns, strict=True))
         for name, values in numbers.items():
             host[name][:count] = values
@@ -236,8 +414,7 @@ _GROWTH_NUMBERS = {
 }
 
 
-def _growth_numbers(request: DraftRequest) -> tuple[int, ...]:
-    shape = request.awaited.shape
+def _growth_numbers(request: DraftRequest, shape: TreeShape) -> tuple[int, ...]:
     return (
         request.req_idx,
         request.kv_len,
@@ -255,6 +432,14 @@ def _growth_fields(num_reqs: int) -> Fields:
     return {name: (dtype, (num_reqs,)) for name, dtype in dtypes.items()}
 
 
+def _mail_fields(num_reqs: int) -> Fields:
+    return {"slot": (torch.int32, (num_reqs,)), "seq": (torch.int32, (num_reqs,))}
+
+
+def _ahead_fields(num_reqs: int) -> Fields:
+    return dict.fromkeys(("slot", "path_seq", "tree_seq"), (torch.int32, (num_reqs,)))
+
+
 def _extend_fields(num_rows: int, num_reqs: int) -> Fields:
     return {
         "token_ids": (torch.int64, (num_rows,)),
@@ -269,26 +454,30 @@ class _Results:
 
     def __init__(self, device: torch.device, max_batch: int) -> None:
         self._is_cpu = device.type == "cpu"
+        self._on_host: list[NDArray[np.int32]] = []
         if not self._is_cpu:
-            size = max_batch * (1 + 3 * (MAX_TREE_NODES - 1))
+            size = max_batch * (1 + 3 * (MAX_TREE_NODES - 1) + 1 + MAX_PATH)
             self._buffer = torch.empty(size, dtype=torch.int32, pin_memory=True)
             self._event = torch.cuda.Event()
 
-    def start(self, packed: torch.Tensor) -> None:
-        """Start to copy a tensor to the host."""
+    def start(self, *tensors: torch.Tensor) -> None:
+        """Start to copy tensors, i32, to the host."""
         if self._is_cpu:
-            self._on_host = packed
+            self._on_host = [tensor.numpy() for tensor in tensors]
             return
-        self._on_host = self._buffer[: packed.numel()].view(packed.shape)
-        self._on_host.copy_(packed, non_blocking=True)
+        self._on_host, begin = [], 0
+        for tensor in tensors:
+            part = self._buffer[begin : begin + tensor.numel()].view(tensor.shape)
+            part.copy_(tensor, non_blocking=True)
+            self._on_host.append(part.numpy())
+            begin += tensor.numel()
         self._event.record()
 
-    def finish(self) -> NDArray[np.int32]:
+    def finish(self) -> list[NDArray[np.int32]]:
         """Return what was started last, valid until the next start; waits for the device."""
-        array: NDArray[np.int32] = self._on_host.numpy()
         if not self._is_cpu:
             self._event.synchronize()
-        return array
+        return self._on_host
 
 
 def _parts(works: Sequence[ExtendWork], max_rows: int) -> list[list[ExtendWork]]:

@@ -27,7 +27,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device, *, is_on: bool) -> None:
         self._is_cuda = is_on and device.type == "cuda"
-        self._is_on = is_on
+        self.is_on = is_on
         self._marks: list[_Mark] = []
         self.begin_ns = 0
         if is_on:
@@ -36,12 +36,12 @@ class StepTimer:
 
     def host(self, name: str) -> None:
         """End a stage that the host did, or waited for."""
-        if self._is_on:
+        if self.is_on:
             self._mark(name, is_device=False)
 
     def device(self, name: str) -> None:
         """End a stage when the device has done what it was given up to here."""
-        if self._is_on:
+        if self.is_on:
             self._mark(name, is_device=self._is_cuda)
 
     def stages(self, *, device_free_ns: int = 0) -> tuple[StageTime, ...]:

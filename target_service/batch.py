@@ -6,7 +6,7 @@ What the forward needs comes first; the rest is built while the device computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from shared.buckets import bucket_of
+from shared.kernels.mail_trees import MAX_PATH, TakenTrees
 from shared.kv.pool import KVPool
+from shared.mailbox import Mailbox
 from shared.packing import RowBlocks, pack_rows
 from shared.staging import Fields, Staging
 from shared.tree import TreeLayout, depths_of, lay_out_tree, paths_of
-from target_service.phases import ExtendInput, VerifyInput
+from target_service.phases import AwaitedTrees, ExtendInput, MailedPaths, VerifyInput
 from target_service.request import TargetRequest
 from target_service.scheduler import PrefillWork, ReplayWork, StepPlan
 
@@ -39,6 +41,8 @@ class SampledTrees:
         layouts: [B].
         token_ids: [L], roots included.
         parent_index: [L] within the own tree, root = -1.
+        awaited: Where the device finds them; what is said of their nodes here but the roots is
+            made up. None: they are here.
     """
 
     requests: Sequence[TargetRequest]
@@ -47,6 +51,7 @@ class SampledTrees:
     layouts: list[TreeLayout]
     token_ids: list[int]
     parent_index: list[int]
+    awaited: AwaitedTrees | None = None
 
     @property
     def num_nodes(self) -> list[int]:
@@ -73,6 +78,8 @@ class SampledNodes:
         self.first_node = np.cumsum(self.num_nodes) - self.num_nodes
         self.tree = np.repeat(np.arange(len(trees.layouts)), self.num_nodes)
         self.max_depth = max(layout.max_depth for layout in trees.layouts)
+        if trees.awaited is not None:
+            self.max_depth = trees.awaited.max_depth
 
     @property
     def path(self) -> NDArray[np.int64]:
@@ -112,11 +119,13 @@ def build_batch(
     *,
     window: int,
     pads_rows: bool,
+    mailbox: Mailbox | None = None,
 ) -> StepBatch:
     """Pack trees, prefill chunks and replays into one forward, and start to bring it over.
 
     Args:
         pads_rows: Pad the rows of a step without prefills and replays up to a bucket.
+        mailbox: Where the device finds trees that are awaited.
     """
     # The rows of trees come first, and the nodes of the step are these rows. After them come the
     # last tokens of prompts, each of them a tree of one node.
@@ -166,10 +175,32 @@ def build_batch(
     before_path = np.array(prefix_len) - 1
     np.add(before_path.repeat(num_rows), rows.path_len, out=host["position_ids"][:count])
     extend = ExtendInput(**device, rows=rows, bucket=bucket)
+    if trees is not None and plan.awaits_mail:
+        assert mailbox is not None
+        trees = replace(trees, awaited=_await_trees(plan.verifies, mailbox, staging))
     staging.flush()
     return StepBatch(
         extend=extend, trees=trees, chains=chains, num_rows=count, logit_rows=logit_rows
     )
+
+
+def _await_trees(
+    requests: Sequence[TargetRequest], mailbox: Mailbox, staging: Staging
+) -> AwaitedTrees:
+    host, device = staging.place_zeros(_mail_fields, len(requests))
+    host["slot"][:] = [request.req_idx for request in requests]
+    host["seq"][:] = [request.next_mail_seq for request in requests]
+    shapes = [request.queued.awaited for request in requests if request.queued is not None]
+    return AwaitedTrees(
+        words=mailbox.trees,
+        **device,
+        num_nodes=max(shape.num_draft_tokens for shape in shapes if shape is not None),
+        max_depth=max(shape.num_steps for shape in shapes if shape is not None),
+    )
+
+
+def _mail_fields(num_trees: int) -> Fields:
+    return {"slot": (torch.int32, (num_trees,)), "seq": (torch.int32, (num_trees,))}
 
 
 def _extend_fields(num_rows: int) -> Fields:
@@ -183,8 +214,13 @@ def _gather_trees(plan: StepPlan) -> SampledTrees | None:
     layouts = []
     for request in plan.verifies:
         sent = request.queued.tree if request.queued else None
+        awaited = request.queued.awaited if request.queued else None
         parents = _ROOT_ONLY
-        if sent is not None:
+        if awaited is not None:
+            num_drafts = awaited.num_draft_tokens - 1
+            token_ids += [request.tokens[-1], *[0] * num_drafts]
+            parents = (-1, *[0] * num_drafts)  # made up
+        elif sent is not None:
             token_ids += sent.token_ids
             parents = sent.parent_index
         elif request.num_in_flight:
@@ -215,12 +251,20 @@ def _gather_trees(plan: StepPlan) -> SampledTrees | None:
 
 
 def build_verify(
-    trees: SampledTrees, logit_rows: Sequence[int] | None, staging: Staging, sampler: Sampler
+    trees: SampledTrees,
+    logit_rows: Sequence[int] | None,
+    staging: Staging,
+    sampler: Sampler,
+    *,
+    taken: TakenTrees | None = None,
+    mailbox: Mailbox | None = None,
 ) -> VerifyInput:
     """Lay out how the trees of a step are sampled and walked, and start to bring it over.
 
     Args:
         logit_rows: [L] rows of the extend; None: the first L.
+        taken: What the device took from the mailbox, if it awaits the trees.
+        mailbox: Where the paths of requests go that have a draft there.
     """
     nodes = SampledNodes(trees)
     staging.begin()
@@ -245,9 +289,9 @@ def build_verify(
         num_logit_rows=count,
         logit_rows=None if logit_rows is None else staging.add(np.array(logit_rows)),
         node_rows=device["node_rows"],
-        token_ids=device["token_ids"],
-        parent_index=device["parent_index"],
-        position=device["position"],
+        token_ids=device["token_ids"] if taken is None else taken.token_ids,
+        parent_index=device["parent_index"] if taken is None else taken.parent_index,
+        position=device["position"] if taken is None else taken.position,
         max_depth=nodes.max_depth,
         may_move_kv=not all(layout.is_chain for layout in trees.layouts),
         logprob_rows=logprob_rows,
@@ -255,9 +299,25 @@ def build_verify(
             (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
         ),
         wants_features=any(request.features is not None for request in trees.requests),
+        mail=_mail_paths(trees.requests, nodes.max_depth, mailbox, staging),
     )
     staging.flush()
     return inputs
+
+
+def _mail_paths(
+    requests: Sequence[TargetRequest], max_depth: int, mailbox: Mailbox | None, staging: Staging
+) -> MailedPaths | None:
+    """Return where the paths go of requests whose rounds have numbers; None if none has any."""
+    seqs = [request.next_mail_seq for request in requests]
+    if mailbox is None or not any(seqs) or max_depth >= MAX_PATH:
+        return None
+    host, device = staging.place_zeros(_mail_fields, len(requests))
+    host["seq"][:] = seqs
+    host["slot"][:] = [
+        request.req_idx if seq else -1 for request, seq in zip(requests, seqs, strict=True)
+    ]
+    return MailedPaths(words=mailbox.paths, rows=mailbox.rows, **device)
 
 
 def _verify_fields(num_trees: int, num_nodes: int, num_rows: int) -> Fields:

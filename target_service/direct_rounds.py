@@ -6,11 +6,14 @@ not come: whatever is lost here costs a round its tree, or a wait, and no token.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.feature_ring import FeatureRing
+from shared.kernels.mail_trees import MAX_PATH
+from shared.mailbox import NUM_SEQS, seq_of
 from shared.rpc.link import Link
 from shared.times import clock_id
 from shared.tree import are_trees, check_tree
@@ -41,6 +44,7 @@ class DirectRounds:
         requests: Of the engine, by request_id.
         order: Counts whatever is queued, of all kinds.
         ring: Carries feature rows; None: drafts that take any are ordered one by one.
+        has_mailbox: Drafts may post trees to the target's device.
         max_context_len: Longest sequence, prompt and output.
     """
 
@@ -52,6 +56,7 @@ class DirectRounds:
         *,
         order: Iterator[int],
         ring: FeatureRing | None,
+        has_mailbox: bool,
         max_context_len: int,
     ) -> None:
         self._requests = requests
@@ -59,6 +64,7 @@ class DirectRounds:
         self._info = info
         self._order = order
         self._ring = ring
+        self._has_mailbox = has_mailbox
         self._max_context_len = max_context_len
 
     def open(self, message: LinkOpen, link: Link) -> None:
@@ -69,6 +75,7 @@ class DirectRounds:
         if message.draft_epoch >= request.draft_epoch:
             self.end(request)
             request.link, request.draft_epoch = link, message.draft_epoch
+            request.has_mailbox = message.has_mailbox and self._has_mailbox
 
     def grant(self, request: TargetRequest, message: RoundGrant) -> None:
         """Take leave to order trees, and order one if the request waits for it."""
@@ -85,7 +92,7 @@ class DirectRounds:
         """Order no more trees; one that is ordered and not here will not be taken."""
         num_begun = request.num_in_flight + (request.queued is not None)
         request.ordered_round = min(request.ordered_round, request.round_idx + num_begun)
-        request.grant = None
+        request.grant = request.mailed = None
         self._cohort.gave_up(request.request_id)
 
     def order(self, request: TargetRequest) -> None:
@@ -146,16 +153,19 @@ class DirectRounds:
                     request.round_idx + 2,
                     path.seq_len,
                     path.token_ids,
+                    request.req_idx,
+                    self._number(request, shape),
                 )
                 for request, path in members
             )
             ordered_ns = time.monotonic_ns()
             link.put(RoundBurst(parts=parts, shape=shape, rows=ring_rows))
             link.flush()
-            for request, path in members:
+            for (request, path), part in zip(members, parts, strict=True):
                 request.ordered_round = request.round_idx + 2
                 request.num_tokens_told += len(path.token_ids)
                 request.ordered_ns = ordered_ns
+                request.mailed = shape if part.mail_seq else None
                 self._cohort.ordered(request.request_id, shape.num_draft_tokens)
                 if request.features is not None:
                     assert request.features.next is not None
@@ -179,6 +189,8 @@ class DirectRounds:
                 and tree.draft_epoch == request.draft_epoch
                 and tree.target_epoch == request.open.target_epoch
             )
+            if is_current and request.num_in_flight:
+                request.draft_times = tree.times  # the device has the tree already
             if not is_current or request.queued is not None or request.num_in_flight:
                 continue
             self._cohort.arrived(tree.request_id)
@@ -192,6 +204,21 @@ class DirectRounds:
                 times = times.including("draft", tree.times)
                 request.queued_times = times.then("link", time.monotonic_ns())
             self._queue(request, tree)
+
+    def _number(self, request: TargetRequest, shape: TreeShape) -> int:
+        """Return the number that the round after the one in flight has in the mailbox.
+
+        Returns: 0 if it has none: the draft does not look there, or sampling needs to know the tree.
+        """
+        if not request.has_mailbox or shape.num_steps >= MAX_PATH:
+            return 0
+        stopping = request.open.stopping
+        is_masked = stopping.stop_token_ids and stopping.min_new_tokens
+        if is_masked or request.open.sampling.has_penalties:
+            return 0
+        if request.mail_base is None:
+            request.mail_base = secrets.randbelow(NUM_SEQS)  # of nobody who had the slot before
+        return seq_of(request.mail_base, request.round_idx + 2)
 
     def _goes_on(self, request: TargetRequest, path: AcceptedNodes) -> bool:
         """Return whether the round after a path, not committed yet, can be ordered in a burst."""

@@ -25,6 +25,7 @@ from shared.errors import (
 )
 from shared.feature_ring import FeatureRing
 from shared.kernels.dispatch import launch_counts
+from shared.mailbox import Mailbox
 from shared.rpc.link import Link, LinkLost, LinkSet
 from shared.step_timer import StepTimer
 from shared.times import clock_id, take
@@ -70,19 +71,21 @@ FeatureRows = NDArray[np.uint8]
 """[n, row_bytes]"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Launched:
     """A step that the device works on.
 
     Args:
         timer: Measures it if one of its requests is timed.
         order_times: Of the orders of timed rounds, by request.
+        device_free_ns: When the timed step before had left the device.
     """
 
     batch: StepBatch
     read: PendingRead
     timer: StepTimer
     order_times: Mapping[str, AnswerTimes]
+    device_free_ns: int = 0
 
 
 class TargetEngine:
@@ -96,6 +99,8 @@ class TargetEngine:
         max_context_len: Longest sequence, prompt and output.
         feature_retain_rows: Feature rows kept per request until acknowledged.
         ring: Carries rows to drafts on this host; None: rows travel in the messages.
+        mailbox: Through which the devices of drafts on this host and of this target talk; None:
+            their hosts do.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class TargetEngine:
         runs_ahead: bool = False,
         window: int = 0,
         ring: FeatureRing | None = None,
+        mailbox: Mailbox | None = None,
         links: LinkSet | None = None,
         costs: StepCosts | None = None,
     ) -> None:
@@ -122,6 +128,7 @@ class TargetEngine:
         self._max_context_len = max_context_len
         self._retain_rows = feature_retain_rows
         self._ring = ring
+        self._mailbox = mailbox
         self._scheduler = Scheduler(
             runner.pool,
             max_batch_rows=max_batch_rows,
@@ -140,6 +147,7 @@ class TargetEngine:
             info,
             order=self._order,
             ring=ring,
+            has_mailbox=mailbox is not None,
             max_context_len=max_context_len,
         )
         self._outbox: list[Any] = []
@@ -254,6 +262,8 @@ class TargetEngine:
         if self._in_flight is not None and self._in_flight.read.is_done:
             launched = None  # what is computed is answered at once; the next step launches
         else:
+            if self._in_flight is None:
+                self._scheduler.await_mail()
             plan = StepPlan() if self._cohort_wait_s else self._scheduler.plan()
             launched = self._launch(plan)
         if self._in_flight is not None:
@@ -307,14 +317,23 @@ class TargetEngine:
             self._runner.extend_staging,
             window=self._window,
             pads_rows=self._runner.pads_rows,
+            mailbox=self._mailbox,
         )
         timer.host("pack")
+        taken = self._runner.take_trees(batch)
+        if taken is not None:
+            timer.device("await")
         extended = self._runner.extend(batch.extend)
         timer.device("forward")
         verified = None
         if batch.trees is not None:
             verify = build_verify(
-                batch.trees, batch.logit_rows, self._runner.verify_staging, self._runner.sampler
+                batch.trees,
+                batch.logit_rows,
+                self._runner.verify_staging,
+                self._runner.sampler,
+                taken=taken,
+                mailbox=self._mailbox,
             )
             verified = self._runner.verify(verify, extended)
             self._runner.commit_kv(verify, verified)
@@ -329,7 +348,7 @@ class TargetEngine:
                 chain.work.request.is_replaying = True
         for request in batch.trees.requests if batch.trees else ():
             request.is_tree_in_flight = request.next_num_rows > 1
-            request.queued = None
+            request.queued = request.mailed = None
             if request.queued_times is not None:
                 order_times[request.request_id] = request.queued_times
                 request.queued_times = None
@@ -344,6 +363,9 @@ class TargetEngine:
         """Wait for a launched step, commit and answer it."""
         outputs = self._runner.finish_read(launched.batch, launched.read)
         launched.timer.host("read")
+        if launched.timer.is_on:  # of trees that were awaited, what the draft says of their times
+            for link, message in self.links.receive():
+                self.submit_linked(link, message)
         self._commit_chains(launched.batch, outputs)
         if launched.batch.trees is not None:
             assert outputs.paths is not None
@@ -580,6 +602,7 @@ class TargetEngine:
         """Advance every request by its path; drafts that are linked hear of it first."""
         nodes = list(accepted_nodes(trees, paths))
         self._direct.order_next(trees, nodes, paths)
+        launched.device_free_ns = self._device_free_ns
         stages = launched.timer.stages(device_free_ns=self._device_free_ns)
         self._device_free_ns = launched.timer.device_end_ns(stages)
         advanced: list[tuple[TargetRequest, tuple[int, ...]]] = []
@@ -648,6 +671,8 @@ def _times_of(
     launched: _Launched, request: TargetRequest, stages: Sequence[StageTime]
 ) -> AnswerTimes:
     """Return how a timed round went: from its order on, if it had one, else from its step on."""
+    if launched.batch.trees is not None and launched.batch.trees.awaited is not None:
+        return _device_times(launched, request, stages)
     begin_ns = launched.timer.begin_ns
     times = launched.order_times.get(request.request_id)
     if times is None:
@@ -656,3 +681,19 @@ def _times_of(
         times = times.then("queue", begin_ns)
     times = replace(times, stages=(*times.stages, *stages))
     return times.then("commit", time.monotonic_ns())
+
+
+def _device_times(
+    launched: _Launched, request: TargetRequest, stages: Sequence[StageTime]
+) -> AnswerTimes:
+    """Return how a timed round went that the devices did by themselves: from the end of the step
+    before to the end of this one, both of the device.
+    """
+    times = AnswerTimes(clock_id=clock_id(), begin_ns=launched.device_free_ns)
+    times = times.including("draft", request.draft_times)
+    request.draft_times = None
+    names = {"await": "link", "forward": "forward", "sample": "sample"}
+    for stage in stages:
+        if stage.name in names:
+            times = times.then(names[stage.name], stage.end_ns)
+    return times

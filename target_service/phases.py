@@ -46,6 +46,40 @@ class ExtendOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitedTrees:
+    """Trees that the device takes from the mailbox: those of all B requests of a step.
+
+    Args:
+        words: [S, 64] i64, the mailbox's trees.
+        slot, seq: [B] i32, where each tree will be, and its number.
+        num_nodes: Of the largest tree, root included.
+        max_depth: Of the deepest.
+    """
+
+    words: torch.Tensor
+    slot: torch.Tensor
+    seq: torch.Tensor
+    num_nodes: int
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailedPaths:
+    """Where the accepted paths of a step are posted.
+
+    Args:
+        words: [S, MAX_PATH] i64, the mailbox's paths.
+        rows: [2, S, MAX_PATH, W], its feature rows; None: drafts take none.
+        slot, seq: [B] i32, place and number of each path; slot -1: it is not posted.
+    """
+
+    words: torch.Tensor
+    rows: torch.Tensor | None
+    slot: torch.Tensor
+    seq: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyInput:
     """The trees to sample and walk.
 
@@ -63,6 +97,7 @@ class VerifyInput:
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: nobody did.
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
+        mail: Where paths are posted; None: nowhere.
         sampling: How the rows are sampled.
     """
 
@@ -79,6 +114,7 @@ class VerifyInput:
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
     wants_features: bool
+    mail: MailedPaths | None
     sampling: SamplingInput
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -181,6 +217,10 @@ class NodeOutputs:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return a registered tensor; None if there is none of the name."""
+        return self._tensors.get(name)
 
     def read(self, into: ReadBack, rows: torch.Tensor) -> None:
         """Read every registered tensor at `rows` [...] i64, as [..., *rest]."""

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shared.mailbox import seq_of
 from shared.rpc.link import Link
 from shared.types import (
     AcceptedPath,
@@ -14,6 +15,7 @@ from shared.types import (
     RoundGrant,
     TargetOpen,
     TokenTree,
+    TreeShape,
 )
 from target_service.features import FeatureLog
 
@@ -33,10 +35,12 @@ class QueuedRound(NamedTuple):
     """A round to run.
 
     Args:
-        tree: None: the root alone.
+        tree: None: the root alone, unless `awaited` says otherwise.
+        awaited: Shape of a tree that the device takes from the mailbox.
     """
 
     tree: TokenTree | LinkedTree | None
+    awaited: TreeShape | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,6 +57,7 @@ class TargetRequest:
         last_reply: Answer of that round, repeated when the round is.
         queued: The round to run next.
         queued_times: Of its order, if the request is timed.
+        draft_times: Of the tree that the device awaits, if the request is timed.
         queued_order: Order in which it came; rounds that have waited longest run first.
         granted_until: Last round of the root alone that needs no order.
         grant: Leave to order trees over `link`.
@@ -61,6 +66,9 @@ class TargetRequest:
         feature_epoch: Newest draft_epoch that has asked for them.
         num_tokens_told: Tokens that the draft has, under `grant`.
         ordered_round: Round whose tree was ordered last, at `ordered_ns`.
+        has_mailbox: That draft posts trees to this target's mailbox.
+        mail_base: Of the numbers of its rounds there (see mailbox.py); None: they have none.
+        mailed: Shape of the tree of the next round, if that was ordered by mail.
         token_limit: Tokens, the prompt included, with which the request ends.
         num_in_flight: Rounds launched and not committed yet.
         is_tree_in_flight: One of them may commit more than one token.
@@ -78,6 +86,7 @@ class TargetRequest:
     last_reply: AcceptedPath | None = None
     queued: QueuedRound | None = None
     queued_times: AnswerTimes | None = None
+    draft_times: AnswerTimes | None = None
     queued_order: int = 0
     granted_until: int = 0
     grant: RoundGrant | None = None
@@ -88,6 +97,9 @@ class TargetRequest:
     num_tokens_told: int = 0
     ordered_round: int = 0
     ordered_ns: int = 0
+    has_mailbox: bool = False
+    mail_base: int | None = None
+    mailed: TreeShape | None = None
     token_limit: int = 0
     num_in_flight: int = 0
     is_tree_in_flight: bool = False
@@ -106,7 +118,24 @@ class TargetRequest:
     @property
     def next_num_rows(self) -> int:
         """Return the rows of the next round."""
-        return len(self.queued.tree.token_ids) if self.queued and self.queued.tree else 1
+        if self.queued is None:
+            return 1
+        if self.queued.awaited is not None:
+            return self.queued.awaited.num_draft_tokens
+        return len(self.queued.tree.token_ids) if self.queued.tree else 1
+
+    @property
+    def next_mail_seq(self) -> int:
+        """Return the number of the next round in the mailbox; 0: it has none."""
+        if self.mail_base is None:
+            return 0
+        return seq_of(self.mail_base, self.round_idx + self.num_in_flight + 1)
+
+    @property
+    def can_await_mail(self) -> bool:
+        """Return whether the next round can be launched before its tree is here."""
+        is_between_rounds = self.queued is None and not self.num_in_flight
+        return self.mailed is not None and self.phase is Phase.RUNNING and is_between_rounds
 
     def can_run_alone(self, *, runs_ahead: bool) -> bool:
         """Return whether a granted round of the root alone can be launched.

@@ -14,6 +14,8 @@ from shared.buckets import ROW_BUCKETS
 from shared.graphs import GraphCache
 from shared.kernels.accept_walk import accept_walk
 from shared.kernels.logprobs import chosen_logprobs
+from shared.kernels.mail_paths import post_paths
+from shared.kernels.mail_trees import TakenTrees, take_trees
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
 from shared.models.eagle3 import FeatureProjection
@@ -37,6 +39,8 @@ from target_service.step_costs import StepCosts
 EXTEND_BYTES = 8 << 20
 VERIFY_BYTES = 1 << 20
 _NUM_TIMED = 3
+# A tree takes a millisecond or two; one that has to wait for a prompt, ten.
+MAIL_PATIENCE_US = 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,34 @@ class TargetRunner:
         self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
         self._graphs = GraphCache(pool.device)
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
+
+    @torch.inference_mode()
+    def take_trees(self, batch: StepBatch) -> TakenTrees | None:
+        """Let the device wait for the trees of a step, if it does, and lay them out.
+
+        Mutates: the rows of `batch.extend`.
+        """
+        awaited = batch.trees.awaited if batch.trees is not None else None
+        if awaited is None:
+            return None
+        inputs, rows = batch.extend, batch.extend.rows
+        return take_trees(
+            awaited.words,
+            awaited.slot,
+            awaited.seq,
+            rows.attention.row_indptr,
+            rows.attention.prefix_len,
+            inputs.token_ids,
+            inputs.position_ids,
+            rows.attention.path_len,
+            rows.attention.path_offset,
+            num_trees=len(awaited.slot),
+            num_nodes=awaited.num_nodes,
+            max_depth=awaited.max_depth,
+            num_rows=batch.num_rows,
+            vocab_size=self.model.vocab_size,
+            timeout_us=MAIL_PATIENCE_US,
+        )
 
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
         """Compute rows of new tokens.
@@ -231,6 +263,17 @@ class TargetRunner:
             page_size=self.pool.page_size,
             max_depth=inputs.max_depth,
         )
+        if inputs.mail is not None:
+            post_paths(
+                inputs.mail.words,
+                inputs.mail.rows,
+                inputs.mail.slot,
+                inputs.mail.seq,
+                walk.accept_length,
+                walk.path_rows,
+                tokens,
+                outputs.get("features"),
+            )
         return VerifyOutput(node_outputs=outputs, walk=walk)
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.types import MAX_TREE_NODES
-from target_service.request import Phase, TargetRequest
+from target_service.request import Phase, QueuedRound, TargetRequest
 
 # Trees leave one row in so many to prefills and replays, if there are any.
 CHAIN_SHARE = 4
@@ -50,6 +50,11 @@ class StepPlan:
     replays: list[ReplayWork] = field(default_factory=list)
     admitted: list[TargetRequest] = field(default_factory=list)
     retracted: list[TargetRequest] = field(default_factory=list)
+
+    @property
+    def awaits_mail(self) -> bool:
+        """Return whether the device waits for the trees; if so, for all of them."""
+        return any(r.queued is not None and r.queued.awaited is not None for r in self.verifies)
 
     @property
     def is_empty(self) -> bool:
@@ -97,6 +102,7 @@ class Scheduler:
         return (
             any(self._has_round(r) or _has_chain(r) for r in self._held.values())
             or self._can_admit()
+            or self._can_await_mail()
         )
 
     @property
@@ -113,6 +119,23 @@ class Scheduler:
                     return 0
                 num_rows += request.next_num_rows
         return num_rows
+
+    def await_mail(self) -> None:
+        """Queue the rounds of trees that are being grown, if all requests wait for such.
+
+        The device waits for them: whoever else came meanwhile would wait as well.
+        """
+        if self._can_await_mail():
+            for request in self._held.values():
+                request.queued = QueuedRound(None, awaited=request.mailed)
+
+    def _can_await_mail(self) -> bool:
+        held = self._held.values()
+        if not held or not all([request.can_await_mail for request in held]):
+            return False
+        num_rows = sum([r.mailed.num_draft_tokens for r in held if r.mailed is not None])
+        has_chain = any([_has_chain(request) for request in held])
+        return num_rows <= self._max_batch_rows and not has_chain and not self._can_admit()
 
     def enqueue(self, request: TargetRequest) -> None:
         """Let a request wait for pages."""
