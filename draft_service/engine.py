@@ -24,7 +24,7 @@ from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.feature_ring import RingReader
 from shared.kernels.dispatch import launch_counts
-from shared.kernels.mail_trees import MAX_PATH
+from shared.kernels.mail_words import MAX_PATH
 from shared.kv.allocator import OutOfPagesError
 from shared.mailbox import MailboxEnd, is_seq, open_mailbox
 from shared.rpc.link import Link, LinkLost, LinkSet, connect

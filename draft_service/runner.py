@@ -20,7 +20,8 @@ from draft_service.request import DraftRequest, FeatureRows
 from shared.buckets import ROW_BUCKETS, bucket_of
 from shared.graphs import GraphCache
 from shared.kernels.mail_paths import advance_growth, take_paths, take_rows
-from shared.kernels.mail_trees import MAX_PATH, post_trees
+from shared.kernels.mail_trees import post_trees
+from shared.kernels.mail_words import MAX_PATH
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
 from shared.mailbox import MailboxEnd, next_seq
@@ -208,7 +209,7 @@ class DraftRunner:
 
     def read(self, timer: StepTimer) -> DraftOutput:
         """Return what was grown last, valid until the next growth; waits for the device."""
-        result, _ = self._results.finish()
+        (result,) = self._results.finish()
         timer.host("read")
         return DraftOutput.unpack(result)
 

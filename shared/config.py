@@ -150,6 +150,11 @@ class TargetConfig(WorkerConfig):
         help="let drafts on this host link their engines to this one's, by a socket in /dev/shm: "
         "rounds go between the two without a hop through the orchestrator",
     )
+    mailbox: bool = option(
+        default=True,
+        help="let the GPUs of linked drafts and this one's talk through memory in /dev/shm: each "
+        "step waits on its GPU for what the other computes, and not for the hosts",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,20 +35,18 @@ from numpy.typing import NDArray
 
 from shared import shared_files
 from shared.device import DTYPES, dtype_name
+from shared.kernels.mail_words import MAX_PATH
 from shared.shared_files import MAILBOXES, RING_DIR, mailbox_name
 from shared.types import MAX_TREE_NODES
 
-MAX_PATH_LEN = 8
 _MAGIC = b"coppmail"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIII16s40s")
 _PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 # Even, so that one after the other they differ in parity, at the end of all too.
-_NUM_SEQS = (1 << 23) - 2
+NUM_SEQS = (1 << 23) - 2
 _FIRST_SEQ = 2
-# Rounds that an engine may have begun past what turned out to be a request's last.
-_NUM_ROUNDS_AHEAD = 64
 
 
 class Mailbox:
@@ -130,29 +128,23 @@ def open_mailbox(
     )
 
 
-class SlotSeqs:
-    """The seqs that a target gives to the rounds of the requests in its slots.
-
-    A slot's seqs go on from request to request, so no mail of an earlier one is ever taken for a
-    later one's, but for what is some eight million rounds old.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._base = [0] * num_slots
-
-    def start(self, slot: int) -> int:
-        """Return the base of a request's seqs, as for `seq_of`."""
-        return self._base[slot]
-
-    def finish(self, slot: int, last_round_idx: int) -> None:
-        """Take note of the last round of a slot's request; rounds past it may have been begun."""
-        self._base[slot] += last_round_idx + 1 + _NUM_ROUNDS_AHEAD
-        self._base[slot] %= _NUM_SEQS
-
-
 def seq_of(base: int, round_idx: int) -> int:
-    """Return the seq of a round: [2, 2^23), of another parity than that of the round before."""
-    return _FIRST_SEQ + (base + round_idx) % _NUM_SEQS
+    """Return the seq of a round: [2, 2^23), of another parity than that of the round before.
+
+    Args:
+        base: Of the request, [0, NUM_SEQS).
+    """
+    return _FIRST_SEQ + (base + round_idx) % NUM_SEQS
+
+
+def next_seq(seq: int) -> int:
+    """Return the seq of the round after."""
+    return seq_of(seq - _FIRST_SEQ, 1)
+
+
+def is_seq(value: int) -> bool:
+    """Return whether a number can be the seq of a round."""
+    return _FIRST_SEQ <= value < _FIRST_SEQ + NUM_SEQS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +160,10 @@ class _Header:
         """Return dtype and shape of each region."""
         regions: list[tuple[torch.dtype, tuple[int, ...]]] = [
             (torch.int64, (self.num_slots, MAX_TREE_NODES)),
-            (torch.int64, (self.num_slots, MAX_PATH_LEN)),
+            (torch.int64, (self.num_slots, MAX_PATH)),
         ]
         if self.dtype is not None:
-            regions.append((self.dtype, (2, self.num_slots, MAX_PATH_LEN, self.width)))
+            regions.append((self.dtype, (2, self.num_slots, MAX_PATH, self.width)))
         return regions
 
     @property

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from shared.buckets import bucket_of
-from shared.kernels.mail_trees import MAX_PATH, TakenTrees
+from shared.kernels.mail_trees import TakenTrees
+from shared.kernels.mail_words import MAX_PATH
 from shared.kv.pool import KVPool
 from shared.mailbox import Mailbox
 from shared.packing import RowBlocks, pack_rows

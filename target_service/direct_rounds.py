@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.feature_ring import FeatureRing
-from shared.kernels.mail_trees import MAX_PATH
+from shared.kernels.mail_words import MAX_PATH
 from shared.mailbox import NUM_SEQS, seq_of
 from shared.rpc.link import Link
 from shared.times import clock_id

@@ -7,6 +7,8 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from shared.config import TargetConfig
 from shared.device import (
     dtype_name,
@@ -19,6 +21,7 @@ from shared.errors import ConfigError
 from shared.feature_ring import FeatureRing
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
+from shared.mailbox import Mailbox
 from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.eagle3 import FeatureProjection
@@ -131,6 +134,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             logger.warning("the context is too short for the self-test; exactness is unproven")
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     links = LinkSet(open_listener(config))
+    mailbox = make_mailbox(config, links.name, spec, pool, dtype)
     costs = None
     if links.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
         progress("timing forwards", 0.92)
@@ -162,6 +166,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         runs_ahead=device.type == "cuda",
         window=model_config.sliding_window,
         ring=ring,
+        mailbox=mailbox,
         links=links,
         costs=costs,
     )
@@ -188,6 +193,25 @@ def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
         return None
     logger.info("feature ring: %.1f MiB of shared memory", ring.capacity / (1 << 20))
     return ring
+
+
+def make_mailbox(
+    config: TargetConfig, link: str, features: FeatureSpec, pool: KVPool, dtype: torch.dtype
+) -> Mailbox | None:
+    """Create what the devices of linked drafts and this one talk through; None if they cannot."""
+    if not (config.mailbox and link and pool.device.type == "cuda"):
+        return None
+    try:
+        return Mailbox(
+            link,
+            num_slots=pool.max_num_requests,
+            width=features.width,
+            dtype=dtype if features.width else None,
+            device=pool.device,
+        )
+    except OSError as error:
+        logger.warning("devices talk through their hosts: no mailbox: %s", error)
+        return None
 
 
 def open_listener(config: TargetConfig) -> LinkListener | None:

@@ -167,15 +167,23 @@ class LocalPair:
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
+        self.step_target()
+        self.step_draft()
+        return self.target.has_work or (self.draft is not None and self.draft.has_work)
+
+    def step_target(self) -> None:
+        """Step the target once, if it has work."""
         if self.target.has_work:
             for message in self.target.step():
                 self._on_target(message)
             self.target.check_integrity()
+
+    def step_draft(self) -> None:
+        """Step the draft once, if there is one that has work."""
         if self.draft is not None and self.draft.has_work:
             for message in self.draft.step():
                 self._on_draft(message)
             self.draft.check_integrity()
-        return self.target.has_work or (self.draft is not None and self.draft.has_work)
 
     def check_idle(self) -> None:
         """Raise unless both workers have every page back and run nothing."""
