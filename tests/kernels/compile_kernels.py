@@ -23,6 +23,8 @@ from shared.kernels import (
     linear,
     linear_swiglu,
     logprobs,
+    mail_paths,
+    mail_trees,
     move_kv,
     penalties,
     rms_norm,
@@ -129,6 +131,7 @@ def kernels(dtype: str):
             "HEADS": 8,
         },
     )
+    yield from mail_kernels(values)
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
     if dtype == "fp32":
@@ -186,6 +189,51 @@ def kernels(dtype: str):
         )
         yield from sampling_kernels()
         yield from growth_kernels()
+
+
+def mail_kernels(values: str):
+    """Yield what posts to a mailbox and takes out of it, as `kernels` does."""
+    width = {"MAX_PATH": 8, "WIDTH": 12288, "BLOCK": mail_paths._BLOCK}
+    lanes = {"MAX_PATH": 8, "LANES": mail_paths._LANES}
+    ids, counts = "*i64", "*i32"
+    yield (
+        mail_paths._post_rows_kernel,
+        [values, counts, counts, ids, ids, values, "i32"],
+        width,
+    )
+    yield mail_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width
+    if values != "*fp32":
+        return
+    yield (
+        mail_trees._post_trees_kernel,
+        [ids, *[counts] * 3, "i32"],
+        {"NODES": 64, "NO_NODE": 255},
+        {"num_warps": 2},
+    )
+    yield (
+        mail_trees._take_trees_kernel,
+        [ids, *[counts] * 4, ids, ids, counts, counts, *[ids] * 3, *["i32"] * 4],
+        {"NODES": 64, "WAITS": True},
+        {"num_warps": 2},
+    )
+    yield (
+        mail_paths._post_paths_kernel,
+        [ids, counts, counts, ids, ids, counts, "i32"],
+        {"MAX_PATH": 8, "HAS_FENCE": True},
+        {"num_warps": 1},
+    )
+    yield (
+        mail_paths._take_paths_kernel,
+        [ids, *[counts] * 3, ids, counts, ids, ids, counts, *["i32"] * 4],
+        {**lanes, "WAITS": True},
+        {"num_warps": 1},
+    )
+    yield (
+        mail_paths._advance_growth_kernel,
+        [counts, counts, ids, ids, *[counts] * 4, "i32"],
+        lanes,
+        {"num_warps": 1},
+    )
 
 
 def sampling_kernels():
