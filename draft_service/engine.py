@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from draft_service.answers import token_tree, tree_burst
@@ -211,6 +212,14 @@ class DraftEngine:
         self._busy_until_ns = time.monotonic_ns()
         return outbox
 
+    def compile_mail(self, dtype: torch.dtype) -> None:
+        """Compile what talks to targets' devices.
+
+        Args:
+            dtype: Of the features that will come.
+        """
+        self._runner.compile_mail(dtype)
+
     def _finish_ahead(self) -> None:
         """Commit and answer what the device did by itself, if there is anything to do at all.
 
@@ -344,9 +353,7 @@ class DraftEngine:
             )
         if not self._can_mail(request, mail):
             mail = (0, 0)
-        request.accept_round(
-            order, answer_link=link, mail=mail, busy_until_ns=self._busy_until_ns
-        )
+        request.accept_round(order, answer_link=link, mail=mail, busy_until_ns=self._busy_until_ns)
 
     def _can_mail(self, request: DraftRequest, mail: tuple[int, int]) -> bool:
         slot, seq = mail

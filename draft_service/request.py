@@ -150,7 +150,9 @@ class DraftRequest:
         mailbox, with an order of the same shape.
         """
         is_caught_up = self.pending is None and not self.num_ready_rows
-        return is_caught_up and self.mail_seq > 0 and self.mailbox is mailbox and self.shape == shape
+        return (
+            is_caught_up and self.mail_seq > 0 and self.mailbox is mailbox and self.shape == shape
+        )
 
     def accept_round(
         self,

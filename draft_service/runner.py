@@ -132,11 +132,19 @@ class DraftRunner:
             shape: Of the newest trees and of the next ones.
         Mutates: KV slots past kv_len of each request.
         """
+        path_width = shape.num_steps + 1
+        extend, mail = self._build_ahead(requests, path_width, mailbox)
+        grow = self._build_grow(requests, [shape] * len(requests))
         self._stop.zero_()
+        timer.host("pack")
+
+        def launch() -> None:
+            self._launch_ahead(extend, grow, mail, mailbox, path_width, timer)
+
         if self.pool.device.type == "cuda":
-            self._launch_ahead(requests, shape, mailbox, timer)
+            launch()
         else:
-            self._deferred = lambda: self._launch_ahead(requests, shape, mailbox, timer)
+            self._deferred = launch
 
     def read_ahead(self, timer: StepTimer) -> tuple[NDArray[np.int32], DraftOutput]:
         """Return what `run_ahead` did, valid until the next growth; waits for the device, which
@@ -153,18 +161,49 @@ class DraftRunner:
         timer.host("read")
         return taken, DraftOutput.unpack(result)
 
+    def compile_mail(self, dtype: torch.dtype) -> None:
+        """Compile what reads and writes mailboxes; nothing comes and nothing is posted.
+
+        Args:
+            dtype: Of the features that will come.
+        """
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.pool.device)
+
+        nowhere, count = zeros(1) - 1, zeros(1)
+        index = [zeros(1, dtype=torch.int64) for _ in range(2)]
+        words = zeros(1, MAX_TREE_NODES, dtype=torch.int64)
+        post_trees(words, zeros(1, 4), nowhere, nowhere)
+        taken = take_paths(
+            words[:, :MAX_PATH].contiguous(),
+            nowhere,
+            nowhere,
+            self._stop,
+            index[0],
+            count,
+            *index,
+            num_reqs=1,
+            path_width=1,
+            spare_idx=0,
+            vocab_size=self.vocab_size,
+            timeout_us=0,
+        )
+        width = self.model.feature_spec.width
+        if width:
+            rows = zeros(2, 1, MAX_PATH, width, dtype=dtype)
+            take_rows(rows, nowhere, nowhere, taken, zeros(1, width, dtype=dtype), path_width=1)
+        advance_growth(taken, count, *index, *[zeros(1) for _ in range(4)])
+
     def _launch_ahead(
         self,
-        requests: Sequence[DraftRequest],
-        shape: TreeShape,
+        extend: DraftExtendInput,
+        grow: DraftInput,
+        mail: Tensors,
         mailbox: MailboxEnd,
+        path_width: int,
         timer: StepTimer,
     ) -> None:
-        path_width, num_reqs = shape.num_steps + 1, len(requests)
-        extend, mail = self._build_ahead(requests, path_width, mailbox)
-        grow = self._build_grow(requests, [shape] * num_reqs)
-        trees = MailedTrees(words=mailbox.trees, slot=mail["slot"], seq=mail["tree_seq"])
-        timer.host("pack")
         taken = take_paths(
             mailbox.paths,
             mail["slot"],
@@ -174,7 +213,7 @@ class DraftRunner:
             extend.rows.slot_mapping,
             extend.last_rows,
             extend.hidden_idx,
-            num_reqs=num_reqs,
+            num_reqs=len(mail["slot"]),
             path_width=path_width,
             spare_idx=self.pool.max_num_requests,
             vocab_size=self.vocab_size,
@@ -203,6 +242,7 @@ class DraftRunner:
         timer.device("await")
         self._extend(extend)
         timer.device("extend")
+        trees = MailedTrees(words=mailbox.trees, slot=mail["slot"], seq=mail["tree_seq"])
         packed = self._grow(replace(grow, mail=(trees,)))
         timer.device("grow")
         self._results.start(packed, taken)

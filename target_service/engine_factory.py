@@ -170,6 +170,8 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         links=links,
         costs=costs,
     )
+    if mailbox is not None:
+        runner.compile_mail(mailbox)
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
         warm_up(engine)

@@ -18,11 +18,12 @@ from shared.kernels.mail_paths import post_paths
 from shared.kernels.mail_trees import TakenTrees, take_trees
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
+from shared.mailbox import Mailbox
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.packing import NO_BLOCKS, pack_rows
 from shared.staging import Staging
-from shared.types import FeatureSpec
+from shared.types import MAX_TREE_NODES, FeatureSpec
 from target_service.batch import StepBatch
 from target_service.phases import (
     ExtendInput,
@@ -135,7 +136,7 @@ class TargetRunner:
             num_nodes=awaited.num_nodes,
             max_depth=awaited.max_depth,
             num_rows=batch.num_rows,
-            vocab_size=self.model.vocab_size,
+            vocab_size=self.sampler.vocab_size,
             timeout_us=MAIL_PATIENCE_US,
         )
 
@@ -168,6 +169,44 @@ class TargetRunner:
             features = self.extend(self._padding(bucket, window)).features
             if features is not None:
                 self._project(features)  # compiles it; no graph has it
+
+    def compile_mail(self, mailbox: Mailbox) -> None:
+        """Compile what reads and writes the mailbox; nothing comes and nothing is posted."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.pool.device)
+
+        nowhere = zeros(1, dtype=torch.int32) - 1
+        take_trees(
+            mailbox.trees,
+            nowhere,
+            nowhere,
+            torch.arange(2, dtype=torch.int32, device=self.pool.device),
+            zeros(1, dtype=torch.int32),
+            zeros(1),
+            zeros(1),
+            zeros(1, dtype=torch.int32),
+            zeros(1, MAX_TREE_NODES, dtype=torch.int32),
+            num_trees=1,
+            num_nodes=1,
+            max_depth=1,
+            num_rows=1,
+            vocab_size=self.sampler.vocab_size,
+            timeout_us=0,
+        )
+        features = None
+        if mailbox.rows is not None:
+            features = zeros(1, self.features.width, dtype=self.model.dtype)
+        post_paths(
+            mailbox.paths,
+            mailbox.rows,
+            nowhere,
+            nowhere,
+            zeros(1),
+            zeros(1, 1),
+            zeros(1, dtype=torch.int32),
+            features,
+        )
 
     def measure_costs(self, *, window: int) -> StepCosts:
         """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""

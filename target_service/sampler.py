@@ -53,6 +53,10 @@ class Sampler:
         self._prompt_mask: torch.Tensor | None = None  # [max_num_requests, V] bool
         self._output_counts: torch.Tensor | None = None  # [max_num_requests, V] i32
 
+    @property
+    def vocab_size(self) -> int:
+        return self._shape[1]
+
     def start(self, request: TargetRequest) -> None:
         """Note the parameters, and count the tokens, of a request that was just admitted."""
         sampling, stopping = request.open.sampling, request.open.stopping

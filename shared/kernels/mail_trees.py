@@ -59,18 +59,19 @@ def _post_trees_kernel(
     slot = tl.load(slot_ptr + tree).to(tl.int64)
     packed_ptr += tree * (1 + 3 * most_nodes)
     node = tl.arange(0, NODES)
-    is_node = (node > 0) & (node <= tl.load(packed_ptr)) & (node <= most_nodes)
+    num_nodes = tl.load(packed_ptr)
+    is_node = (node > 0) & (node <= num_nodes) & (node <= most_nodes)
     token = tl.load(packed_ptr + node, mask=is_node, other=0)
     parent = tl.load(packed_ptr + most_nodes + node, mask=is_node, other=NO_NODE)
     word = mail_words(tl.load(seq_ptr + tree), parent, token)
-    is_posted = (slot >= 0) & (node > 0) & (node <= most_nodes)
+    is_posted = (slot >= 0) & (num_nodes > 0) & (node > 0) & (node <= most_nodes)
     tl.store(trees_ptr + slot * NODES + node, word, mask=is_posted, cache_modifier=".wt")
 
 
 def post_trees(
     trees: torch.Tensor, packed: torch.Tensor, slot: torch.Tensor, seq: torch.Tensor
 ) -> None:
-    """Post grown trees of B requests.
+    """Post grown trees of B requests; none where nothing was grown.
 
     Args:
         trees: [S, 64] i64, the mailbox.
@@ -111,7 +112,7 @@ def post_trees_ref(
     words = mail_words_ref(
         seq[:, None], torch.where(is_node, parent, NO_NODE), torch.where(is_node, token, 0)
     )
-    is_posted = slot >= 0
+    is_posted = (slot >= 0) & (num_nodes.squeeze(1) > 0)
     trees[slot[is_posted].long(), 1 : 1 + most_nodes] = words[is_posted]
 
 

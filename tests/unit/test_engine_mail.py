@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from draft_service.engine import DraftEngine
 from shared.mailbox import Mailbox
-from shared.types import SamplingParams
 from target_service.engine import TargetEngine
-from tests.engines import KINDS, SHAPES, Models, fresh, make_draft, make_target, run_plain
+from tests.engines import KINDS, SHAPES, Models, make_draft, make_target, run_plain
 from tests.linked_pair import unlink
 from tests.local_pair import LocalRequest
 from tests.mailed_pair import MailedPair, give_mailbox

@@ -379,6 +379,7 @@ def test_a_gpu_reads_and_writes_it(folder: Path) -> None:
 
 # --- seqs ----------------------------------------------------------------------------------------
 
+
 @given(st.integers(0, NUM_SEQS - 1), st.integers(0, 1 << 24))
 def test_the_seq_of_a_round_leads_to_that_of_the_next(base: int, round_idx: int) -> None:
     seq = seq_of(base, round_idx)
