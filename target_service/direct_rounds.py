@@ -208,7 +208,7 @@ class DirectRounds:
     def _number(self, request: TargetRequest, shape: TreeShape) -> int:
         """Return the number that the round after the one in flight has in the mailbox.
 
-        Returns: 0 if it has none: the draft does not look there, or sampling needs to know the tree.
+        Returns: 0 if it has none: the draft does not look there, or sampling must know the tree.
         """
         if not request.has_mailbox or shape.num_steps >= MAX_PATH:
             return 0

@@ -1,4 +1,4 @@
-"""Rounds that the devices run by themselves, through a mailbox: the output is that of plain runs."""
+"""Rounds that devices run by themselves, through a mailbox: their output is the plain one."""
 
 from __future__ import annotations
 
