@@ -96,8 +96,8 @@ def _post_paths_kernel(
     row = tl.load(path_rows_ptr + request * num_steps + step, mask=on_path, other=0)
     token = tl.load(tokens_ptr + row, mask=on_path, other=0)
     word = mail_words(tl.load(seq_ptr + request), length, token)
-    is_posted = (slot >= 0) & (step < MAX_PATH)
-    tl.store(paths_ptr + slot * MAX_PATH + step, word, mask=is_posted, cache_modifier=".wt")
+    word_ptrs = paths_ptr + slot * MAX_PATH + step
+    tl.store(word_ptrs, word, mask=slot >= 0, cache_modifier=".wt")
 
 
 def post_paths(

@@ -66,7 +66,8 @@ def test_posting_writes_paths_and_their_rows_alone(
     path_rows = [[rng.randrange(30) for _ in range(num_steps)] for _ in slot]
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(30)]
     features = torch.randn(30, width).to(dtype)
-    paths = mailbox(num_slots, device)
+    memory = mailbox(1 + num_slots, device)
+    paths = memory[1:]
     rows = on_host(torch.full((2, num_slots, MAX_PATH, width), POISON, dtype=dtype), device)
     expected, expected_rows = paths.tolist(), rows.clone()
     for b, (row, number) in enumerate(zip(slot, seq, strict=True)):
@@ -84,6 +85,7 @@ def test_posting_writes_paths_and_their_rows_alone(
     post_paths(paths, rows, *given, features.to(device))
     finish(device)
     assert paths.tolist() == expected
+    assert bool((memory[0] == -1).all())
     assert torch.equal(rows, expected_rows)
     assert launches_of("post_paths", device) and launches_of("post_rows", device)
 
@@ -173,7 +175,9 @@ def test_paths_are_taken_whole_or_not_at_all(device: torch.device, width: int) -
     below_zero = [good[0] - 2**63, *good[1:]]
     cases = [good, *stale, *late, outside, huge, past, none, too_long, longest, below_zero, [0] * 8]
     cases += [[rng.getrandbits(64) - 2**63 for _ in range(8)] for _ in range(3)]
-    paths = mailbox(len(cases), device)
+    memory = mailbox(1 + len(cases), device)
+    memory[0] = torch.tensor(good)  # before the mailbox: slot -1 is none
+    paths = memory[1:]
     for row, words in enumerate(cases):
         paths[row] = torch.tensor(words)
     slot = rng.sample(range(len(cases)), len(cases)) + [-1, 0]
@@ -278,8 +282,11 @@ def test_taking_waits_for_what_another_stream_posts(device: torch.device) -> Non
         if seq > 1:
             time.sleep(0.02)
             assert not streams[0].query()
+            begin = time.monotonic()
             with torch.cuda.stream(streams[1]):
                 post_paths(paths, rows, *given)
+            torch.cuda.synchronize()
+            assert time.monotonic() - begin < 0.5
         torch.cuda.synchronize()
         assert taken[:, 0].tolist() == length
         for b, a in enumerate(length):

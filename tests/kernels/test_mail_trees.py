@@ -164,7 +164,7 @@ def check_taken(
 def random_words(rng: random.Random, seq: int) -> list[int]:
     """Return 64 words of a tree, some of them wrong in every way that a word can be."""
     reach = rng.choice([1, 2, 6, NODES])
-    wrong = rng.choice([0, 0, 3, 30])
+    wrong = rng.choice([0, 3, 10, 40])
     words = [rng.getrandbits(63)]
     for node in range(1, NODES):
         parent, token = rng.randrange(max(0, node - reach), node), rng.randrange(VOCAB_SIZE)
@@ -189,15 +189,50 @@ def random_words(rng: random.Random, seq: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_words_give_trees(device: torch.device, seed: int, max_depth: int) -> None:
     rng = random.Random(seed)
-    trees = mailbox(9, device)
+    memory = mailbox(10, device)
+    trees = memory[1:]
     slot = rng.sample(range(9), 6)
+    slot[3] = -1  # its words lie before the mailbox
     seq = [rng.randrange(1, 2**SEQ_BITS) for _ in slot]
     for row, number in zip(slot, seq, strict=True):
-        trees[row] = torch.tensor(random_words(rng, number))
-    slot[3] = -1
+        memory[1 + row] = torch.tensor(random_words(rng, number))
     sizes = [rng.choice([1, 2, 9, rng.randint(1, NODES), NODES]) for _ in slot[:-1]] + [0]
     check_taken(trees, slot, seq, sizes, device, max_depth=max_depth)
     assert launch_counts().get("take_trees", 0) == int(use_triton(torch.empty(0, device=device)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        -1,
+        0,
+        word(3, 0, 7),
+        word(5, 0, 7),
+        word(4, NO_NODE, 0),
+        word(4, 2, 7),
+        word(4, 3, 7),
+        word(4, 64, 7),
+        word(4, 0, VOCAB_SIZE),
+        word(4, 0, 2**32 - 1),
+        word(4, 0, 7) - 2**63,
+    ],
+    ids=hex,
+)
+def test_a_wrong_word_takes_its_descendants_along(device: torch.device, wrong: int) -> None:
+    trees = mailbox(1, device)
+    parents = [0, 0, 2, 1, 3, 0]  # of the nodes from 1 on: 2, 3 and 5 are a chain
+    for node, parent in enumerate(parents, start=1):
+        trees[0, node] = word(4, parent, 10 + node)
+    trees[0, 2] = wrong
+    check_taken(trees, [0], [4], [7], device, max_depth=3)
+    rows = Rows.of([7], [100], [9], device)
+    taken = take(trees, [0], [4], rows, [7], max_depth=3)
+    assert taken.parent_index.tolist() == [[-1, 0, -2, -2, 1, -2, 0]]
+    assert taken.token_ids.tolist() == [[9, 11, 0, 0, 14, 0, 16]]
+    assert rows.path_len.tolist()[:7] == [1, 2, 1, 1, 3, 1, 2]
+    own = rows.path_offset[:7, :3].tolist()
+    assert own == [[0, 0, 0], [0, 1, 0], [2, 0, 0], [3, 0, 0], [0, 1, 4], [5, 0, 0], [0, 6, 0]]
+    assert taken.position.tolist() == [101, 102, 101, 101, 103, 101, 102]
 
 
 def test_rounds_count_modulo(device: torch.device) -> None:
@@ -246,8 +281,8 @@ def random_forest(rng: random.Random, count: int, most: int) -> list[list[tuple[
 def test_posting_writes_the_words_of_its_slots_alone(device: torch.device, most: int) -> None:
     rng = random.Random(most)
     forest = random_forest(rng, 5, most)
-    trees = mailbox(8, device)
-    expected = trees.tolist()
+    memory = mailbox(9, device)
+    trees, expected = memory[1:], memory[1:].tolist()
     slot, seq = [4, 0, -1, 7, 2], [rng.randrange(2**SEQ_BITS) for _ in range(5)]
     for row, number, nodes in zip(slot, seq, forest, strict=True):
         if row >= 0:
@@ -258,6 +293,7 @@ def test_posting_writes_the_words_of_its_slots_alone(device: torch.device, most:
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert trees.tolist() == expected
+    assert bool((memory[0] == -1).all())
     assert launch_counts().get("post_trees", 0) == int(use_triton(packed))
 
 
@@ -310,8 +346,11 @@ def test_taking_waits_for_what_another_stream_posts(device: torch.device) -> Non
         if seq > 1:
             time.sleep(0.02)
             assert not streams[0].query()
+            begin = time.monotonic()
             with torch.cuda.stream(streams[1]):
                 post_trees(trees, packed, slots, seqs)
+            torch.cuda.synchronize()
+            assert time.monotonic() - begin < 0.5
         torch.cuda.synchronize()
         expected = [[-1, *[p for p, _ in nodes], *[-2] * (15 - len(nodes))] for nodes in forest]
         assert taken.parent_index.tolist() == expected
