@@ -26,8 +26,10 @@ import mmap
 import os
 import struct
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -201,7 +203,7 @@ def _tensors_in(
     """Return trees, paths and rows, which keep the memory mapped and registered."""
     data = np.frombuffer(memory, np.uint8)
     if device.type == "cuda":
-        _register(data, device)
+        _register(data, memory, device)
     whole = torch.from_numpy(data)
     tensors: list[torch.Tensor] = []
     begin = mmap.PAGESIZE
@@ -213,9 +215,11 @@ def _tensors_in(
     return trees, paths, rows[0] if rows else None
 
 
-def _register(data: NDArray[np.uint8], device: torch.device) -> None:
+def _register(data: NDArray[np.uint8], memory: mmap.mmap, device: torch.device) -> None:
     """Let every GPU of this process access an array's memory, as long as the array lives.
 
+    Args:
+        memory: What the array is a view of.
     Raises: OSError if CUDA refuses.
     """
     runtime = torch.cuda.cudart()
@@ -227,8 +231,12 @@ def _register(data: NDArray[np.uint8], device: torch.device) -> None:
             torch.ones(1, device=device)
         reason = runtime.cudaGetErrorString(result)
         raise OSError(f"CUDA cannot register shared memory: {reason} ({int(result)})")
-    # Of the array, not of what is mapped: that would be told only after it was unmapped.
-    weakref.finalize(data, runtime.cudaHostUnregister, address)
+    weakref.finalize(data, _unregister, runtime.cudaHostUnregister, address, memory)
+
+
+def _unregister(unregister: Callable[[int], Any], address: int, memory: mmap.mmap) -> None:
+    """Undo a registration; `memory` stays mapped until that is done."""
+    unregister(address)
 
 
 def _gpu_of(device: torch.device) -> str:

@@ -285,7 +285,7 @@ def test_posting_writes_the_words_of_its_slots_alone(device: torch.device, most:
     trees, expected = memory[1:], memory[1:].tolist()
     slot, seq = [4, 0, -1, 7, 2], [rng.randrange(2**SEQ_BITS) for _ in range(5)]
     for row, number, nodes in zip(slot, seq, forest, strict=True):
-        if row >= 0:
+        if row >= 0 and nodes:  # of nothing nothing is posted
             rest = [(NO_NODE, 0)] * (most - len(nodes))
             expected[row][1 : 1 + most] = [word(number, *node) for node in nodes + rest]
     packed = packed_trees(forest, most).to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import gc
+import mmap
 import os
 import secrets
 import signal
@@ -373,7 +374,7 @@ def test_a_gpu_reads_and_writes_it(folder: Path) -> None:
         join(folder, device=GPU)
     data = target.trees[:1, :1].view(torch.uint8).numpy()
     with pytest.raises(OSError, match="CUDA cannot register"):
-        mailbox_module._register(data, GPU)
+        mailbox_module._register(data, mmap.mmap(-1, 1), GPU)
     torch.ones(1, device=GPU)  # the error is over
 
 
