@@ -16,7 +16,7 @@ class Timeline:
     A round goes from the order to verify a tree to the next such order: what the target did, what
     the orchestrator did, what the draft did for the round after. Granted rounds of the root alone
     have no orders; theirs begin in the engine and may overlap. Direct rounds go from one commit to
-    the next.
+    the next, mailed ones from the end of one step on the target's device to that of the next.
     """
 
     def __init__(self) -> None:
