@@ -300,6 +300,7 @@ def build_verify(
             (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
         ),
         wants_features=any(request.features is not None for request in trees.requests),
+        is_awaited=taken is not None,
         mail=_mail_paths(trees.requests, nodes.max_depth, mailbox, staging),
     )
     staging.flush()

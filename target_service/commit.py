@@ -43,7 +43,7 @@ def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[Accepted
     """Yield the path of every tree of a step."""
     for seq_len, num_nodes, length, index, token_ids in zip(
         trees.seq_len,
-        trees.num_nodes,
+        trees.num_nodes if paths.num_nodes is None else paths.num_nodes.tolist(),
         paths.accept_length.tolist(),
         paths.accept_index.tolist(),
         paths.token_ids.tolist(),

@@ -130,6 +130,12 @@ class DirectRounds:
         Whether a request ends with its path is found out while its tree is being grown; such a tree
         is grown for nothing.
         """
+
+        def is_late(path: AcceptedNodes) -> bool:
+            # Whoever let the device wait in vain is not trusted with it again: the host waits for
+            # the next tree, and the orchestrator sees that it does.
+            return trees.awaited is not None and path.num_nodes == 1
+
         rows_of: dict[tuple[Link, TreeShape, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             is_held = self._requests.get(request.request_id) is request
@@ -154,7 +160,7 @@ class DirectRounds:
                     path.seq_len,
                     path.token_ids,
                     request.req_idx,
-                    self._number(request, shape),
+                    0 if is_late(path) else self._number(request, shape),
                 )
                 for request, path in members
             )

@@ -285,6 +285,12 @@ class TargetEngine:
         self._busy_until_ns = time.monotonic_ns()
         return outbox
 
+    def launch_ahead(self) -> None:
+        """Launch the step of trees that are being grown, if the device is to wait for them."""
+        if self._in_flight is None and self._scheduler.await_mail():
+            self._in_flight = self._launch(self._scheduler.plan())
+            self._forget_rows()
+
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
         self._pool.check_integrity()

@@ -98,6 +98,7 @@ class VerifyInput:
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
         mail: Where paths are posted; None: nowhere.
+        is_awaited: The host does not know the trees.
         sampling: How the rows are sampled.
     """
 
@@ -115,6 +116,7 @@ class VerifyInput:
     num_top_logprobs: int
     wants_features: bool
     mail: MailedPaths | None
+    is_awaited: bool
     sampling: SamplingInput
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -193,10 +195,12 @@ class VerifyOutput:
     Args:
         node_outputs: Registered node-indexed tensors, [L, ...] each.
         walk: Accepted paths.
+        num_nodes: [B] i64, of each tree, root included; None: the host knows.
     """
 
     node_outputs: NodeOutputs
     walk: AcceptWalk
+    num_nodes: torch.Tensor | None
 
 
 class NodeOutputs:

@@ -53,6 +53,8 @@ class PathOutputs:
         accept_index: Nodes of the path, root first, -1 padded.
         accept_length: [B], bonus included.
         token_ids: The target's token at each path node.
+        num_nodes: [B], of trees that were awaited, root included; 1: the tree did not come in time.
+            None: they were here.
         logprobs: Of those tokens; None when nobody asked.
         top_ids, top_logprobs: [B, D + 1, num_top].
         features: [B, D + 1, row_bytes] u8; None when nobody keeps them.
@@ -61,6 +63,7 @@ class PathOutputs:
     accept_index: NDArray[np.int64]
     accept_length: NDArray[np.int64]
     token_ids: NDArray[np.int32]
+    num_nodes: NDArray[np.int64] | None = None
     logprobs: NDArray[np.float32] | None = None
     top_ids: NDArray[np.int64] | None = None
     top_logprobs: NDArray[np.float32] | None = None
@@ -313,7 +316,8 @@ class TargetRunner:
                 tokens,
                 outputs.get("features"),
             )
-        return VerifyOutput(node_outputs=outputs, walk=walk)
+        num_nodes = (inputs.parent_index >= -1).sum(dim=1) if inputs.is_awaited else None
+        return VerifyOutput(node_outputs=outputs, walk=walk, num_nodes=num_nodes)
 
     @torch.inference_mode()
     def commit_kv(self, inputs: VerifyInput, verified: VerifyOutput) -> None:
@@ -343,6 +347,8 @@ class TargetRunner:
             walk = verified.walk
             read.add("accept_index", walk.accept_index)
             read.add("accept_length", walk.accept_length)
+            if verified.num_nodes is not None:
+                read.add("num_nodes", verified.num_nodes)
             verified.node_outputs.read(read, walk.path_rows)
         for i, chain in enumerate(batch.chains):
             if chain.work.request.features is not None:

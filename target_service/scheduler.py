@@ -120,14 +120,18 @@ class Scheduler:
                 num_rows += request.next_num_rows
         return num_rows
 
-    def await_mail(self) -> None:
+    def await_mail(self) -> bool:
         """Queue the rounds of trees that are being grown, if all requests wait for such.
 
         The device waits for them: whoever else came meanwhile would wait as well.
+
+        Returns: False if there is nothing that it should wait for.
         """
-        if self._can_await_mail():
-            for request in self._held.values():
-                request.queued = QueuedRound(None, awaited=request.mailed)
+        if not self._can_await_mail():
+            return False
+        for request in self._held.values():
+            request.queued = QueuedRound(None, awaited=request.mailed)
+        return True
 
     def _can_await_mail(self) -> bool:
         held = self._held.values()

@@ -53,6 +53,11 @@ class Engine(Protocol):
     def step(self) -> list[Any]:
         """Run one batch and return what it answers."""
 
+    def launch_ahead(self) -> None:
+        """Launch what needs no answer but that of another engine's device: before the answers of a
+        step leave, and after new messages have been taken.
+        """
+
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
 

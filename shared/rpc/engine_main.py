@@ -115,6 +115,13 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         next_report = time.monotonic() + REPORT_DELAY_S
         pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
+    def submit(received: Sequence[Sequence[Any]]) -> None:
+        nonlocal num_received
+        for messages in received:
+            for message in messages:
+                engine.submit(message)
+            num_received += len(messages)
+
     while True:
         if not engine.has_work:
             links = engine.links.events
@@ -144,13 +151,12 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         received = pipe.receive()
         for link, message in engine.links.receive():  # this led to what the front says, or did not
             engine.submit_linked(link, message)
-        for messages in received:
-            for message in messages:
-                engine.submit(message)
-            num_received += len(messages)
+        submit(received)
         engine.links.flush()
         if engine.has_work:
             outputs = engine.step()
+            submit(pipe.receive())  # who came meanwhile need not wait for what is launched now
+            engine.launch_ahead()
             engine.links.flush()
             if not outputs and time.monotonic() < next_report:
                 continue  # a step that was only launched, or answered over a link

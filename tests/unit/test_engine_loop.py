@@ -50,6 +50,9 @@ class Scripted(Unlinked):
         if message == "go":
             self._steps = self._todo
 
+    def launch_ahead(self) -> None:
+        pass
+
     def step(self) -> list[Any]:
         self._clock.now += self._step_s
         return self._steps.pop(0)
@@ -134,6 +137,45 @@ def test_steps_without_an_answer_are_not_reported_one_by_one(
     reports = run(monkeypatch, steps=steps, batches=[["go"]])
     assert [report.outputs for report in reports] == [["a"], ["b"], []]
     assert [report.has_work for report in reports] == [True, True, False]
+
+
+class Eager(Scripted):
+    """Takes note of what comes when."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[str] = []
+
+    def submit(self, message: Any) -> None:
+        self.seen.append(message)
+        super().submit(message)
+
+    def launch_ahead(self) -> None:
+        self.seen.append("launch ahead")
+
+
+def test_what_is_launched_ahead_comes_after_new_messages_and_before_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(engine_main.time, "monotonic", clock.monotonic)
+    engine = Eager(clock, [["a"]])
+    pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
+    receive, send = pipe.receive, pipe.send
+
+    def receive_more() -> list[list[Any]]:
+        is_between = engine.seen[-1:] == ["go"]
+        return [["new"]] if is_between else receive()
+
+    def note_and_send(message: Any) -> None:
+        engine.seen.append("report")
+        send(message)
+
+    monkeypatch.setattr(pipe, "receive", receive_more)
+    monkeypatch.setattr(pipe, "send", note_and_send)
+    with pytest.raises(EOFError):
+        run_engine(engine, pipe)  # type: ignore[arg-type]
+    assert engine.seen[1:5] == ["go", "new", "launch ahead", "report"]
 
 
 class Unchanging(Scripted):

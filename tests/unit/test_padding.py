@@ -93,7 +93,7 @@ def trees(models: Models) -> Trees:
 
 def test_buckets_hold_what_they_are_asked_for() -> None:
     assert [bucket_of(count) for count in (1, 2, 3, 9, 16, 65, 256, 257, 513)] == [
-        1, 2, 4, 16, 16, 96, 256, 384, None,
+        1, 2, 4, 16, 16, 128, 256, 512, None,
     ]  # fmt: skip
     assert list(ROW_BUCKETS) == sorted(ROW_BUCKETS)
 
