@@ -367,15 +367,18 @@ class TargetEngine:
 
     def _finish(self, launched: _Launched) -> None:
         """Wait for a launched step, commit and answer it."""
-        outputs = self._runner.finish_read(launched.batch, launched.read)
-        launched.timer.host("read")
-        if launched.timer.is_on:  # of trees that were awaited, what the draft says of their times
+        trees = launched.batch.trees
+        if trees is not None and trees.awaited is not None:
+            # What drafts say of these trees is old by now, but for their times: hear it while the
+            # device works, and not after.
             for link, message in self.links.receive():
                 self.submit_linked(link, message)
+        outputs = self._runner.finish_read(launched.batch, launched.read)
+        launched.timer.host("read")
         self._commit_chains(launched.batch, outputs)
-        if launched.batch.trees is not None:
+        if trees is not None:
             assert outputs.paths is not None
-            self._commit_paths(launched, launched.batch.trees, outputs.paths)
+            self._commit_paths(launched, trees, outputs.paths)
 
     def _reserve_ahead(self) -> None:
         """Reserve for trees that are being grown, so that nothing is left to do once they come."""
