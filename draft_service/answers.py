@@ -13,13 +13,19 @@ from shared.types import AnswerTimes, TokenTree, TreeBurst
 
 
 def tree_burst(
-    requests: Sequence[DraftRequest], rows: Sequence[int], output: DraftOutput, timer: StepTimer
+    requests: Sequence[DraftRequest],
+    rows: Sequence[int],
+    output: DraftOutput,
+    timer: StepTimer,
+    *,
+    is_ahead: bool,
 ) -> TreeBurst:
     """Answer the pending rounds of some requests, over a link.
 
     Args:
         rows: Of the requests in `output`.
         timer: Of the step.
+        is_ahead: It began before the orders came.
     """
     orders = [request.awaited for request in requests]
     counts = output.num_nodes.tolist()
@@ -46,6 +52,7 @@ def tree_burst(
             for i, request in enumerate(requests)
             if request.pending_times is not None
         },
+        is_ahead=is_ahead,
     )
 
 

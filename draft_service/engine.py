@@ -244,7 +244,7 @@ class DraftEngine:
         done = [ahead.requests[row] for row in rows]
         if not done:
             return
-        self._answer(done, rows, output, ahead.timer)
+        self._answer(done, rows, output, ahead.timer, is_ahead=True)
         self._num_steps += 1
         self._num_rows += sum(taken[rows, 0].tolist())
         self._num_request_steps += len(done)
@@ -408,11 +408,14 @@ class DraftEngine:
         rows: Sequence[int],
         output: DraftOutput,
         timer: StepTimer,
+        *,
+        is_ahead: bool = False,
     ) -> None:
         """Answer with the grown trees; targets that are linked hear of theirs at once.
 
         Args:
             rows: Of the requests in `output`.
+            is_ahead: They were grown before the orders came.
         """
         linked: dict[Link, list[int]] = {}
         for i, request in enumerate(growing):
@@ -422,7 +425,8 @@ class DraftEngine:
                 self._outbox.append(token_tree(request, rows[i], output, timer))
         for link, places in linked.items():
             requests = [growing[i] for i in places]
-            link.put(tree_burst(requests, [rows[i] for i in places], output, timer))
+            own_rows = [rows[i] for i in places]
+            link.put(tree_burst(requests, own_rows, output, timer, is_ahead=is_ahead))
             link.flush()
         for request in growing:
             request.pending = request.pending_times = request.answer_link = None

@@ -201,6 +201,7 @@ class TreeBurst:
         token_ids: [L] tree by tree, roots included.
         parent_index: [L] within the own tree, root = -1.
         times: Of timed requests, by their place.
+        is_ahead: The draft's device grew them before the orders came.
     """
 
     request_ids: Sequence[str]
@@ -212,6 +213,7 @@ class TreeBurst:
     token_ids: Sequence[int]
     parent_index: Sequence[int]
     times: Mapping[int, AnswerTimes] = field(default_factory=dict)
+    is_ahead: bool = False
 
     def trees(self) -> Iterator[LinkedTree]:
         """Yield each tree."""

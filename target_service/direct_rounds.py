@@ -76,6 +76,7 @@ class DirectRounds:
             self.end(request)
             request.link, request.draft_epoch = link, message.draft_epoch
             request.has_mailbox = message.has_mailbox and self._has_mailbox
+            request.is_draft_ahead = False
 
     def grant(self, request: TargetRequest, message: RoundGrant) -> None:
         """Take leave to order trees, and order one if the request waits for it."""
@@ -166,7 +167,8 @@ class DirectRounds:
             )
             ordered_ns = time.monotonic_ns()
             link.put(RoundBurst(parts=parts, shape=shape, rows=ring_rows))
-            link.flush()
+            if not all([request.is_draft_ahead for request, _ in members]):
+                link.flush()  # else the draft's device is at work, and nobody waits for this
             for (request, path), part in zip(members, parts, strict=True):
                 request.ordered_round = request.round_idx + 2
                 request.num_tokens_told += len(path.token_ids)
@@ -195,6 +197,7 @@ class DirectRounds:
                 and tree.draft_epoch == request.draft_epoch
                 and tree.target_epoch == request.open.target_epoch
             )
+            request.is_draft_ahead = burst.is_ahead
             if is_current and request.num_in_flight:
                 request.draft_times = tree.times  # the device has the tree already
             if not is_current or request.queued is not None or request.num_in_flight:

@@ -633,7 +633,8 @@ class TargetEngine:
                 assert paths.features is not None
                 rows = paths.features[row, : len(reply.token_ids)]
                 request.features.append(path.seq_len, rows.copy())
-        self.links.flush()
+        if trees.awaited is None:  # else the next step is launched first
+            self.links.flush()
         self._runner.sampler.count(advanced)
 
     def _send_features(self, request: TargetRequest) -> None:

@@ -67,6 +67,7 @@ class TargetRequest:
         num_tokens_told: Tokens that the draft has, under `grant`.
         ordered_round: Round whose tree was ordered last, at `ordered_ns`.
         has_mailbox: That draft posts trees to this target's mailbox.
+        is_draft_ahead: That draft's device grew the newest tree before its order came.
         mail_base: Of the numbers of its rounds there (see mailbox.py); None: they have none.
         mailed: Shape of the tree of the next round, if that was ordered by mail.
         token_limit: Tokens, the prompt included, with which the request ends.
@@ -98,6 +99,7 @@ class TargetRequest:
     ordered_round: int = 0
     ordered_ns: int = 0
     has_mailbox: bool = False
+    is_draft_ahead: bool = False
     mail_base: int | None = None
     mailed: TreeShape | None = None
     token_limit: int = 0

@@ -118,6 +118,7 @@ def tree_burst_to_proto(burst: types.TreeBurst) -> link_pb2.TreeBurst:
         token_ids=burst.token_ids,
         parent_index=burst.parent_index,
         times={i: times_to_proto(times) for i, times in burst.times.items()},
+        is_ahead=burst.is_ahead,
     )
 
 
@@ -160,6 +161,7 @@ def tree_burst_from_proto(message: link_pb2.TreeBurst) -> types.TreeBurst:
         token_ids=token_ids,
         parent_index=parent_index,
         times={i: times_from_proto(times) for i, times in message.times.items()},
+        is_ahead=message.is_ahead,
     )
 
 

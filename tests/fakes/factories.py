@@ -89,6 +89,9 @@ class Echo(Unlinked):
         queue, self.queue = self.queue, []
         return [self._answer(message) for message in queue]
 
+    def launch_ahead(self) -> None:
+        """Do nothing."""
+
     def check_integrity(self) -> None:
         if self.is_broken:
             raise AssertionError("page 7 is owned twice")

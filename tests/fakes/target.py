@@ -136,6 +136,9 @@ class FakeTarget(Unlinked):
         runs_alone = any(request.can_run_alone for request in self.requests.values())
         return bool(self._outbox or self._queue or runs_alone)
 
+    def launch_ahead(self) -> None:
+        """Do nothing."""
+
     def check_integrity(self) -> None:
         """There is nothing to leak."""
 
