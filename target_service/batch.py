@@ -5,6 +5,7 @@ What the forward needs comes first; the rest is built while the device computes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from target_service.sampler import Sampler  # which reads the nodes of a step
 
 _ROOT_ONLY: tuple[int, ...] = (-1,)
+
+
+@functools.cache
+def _unknown_tree(num_nodes: int) -> TreeLayout:
+    """Return what holds the place of a tree that is not here; it may turn out to be of any kind."""
+    return lay_out_tree((-1, *[0] * (num_nodes - 1)))._replace(is_chain=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,11 +223,12 @@ def _gather_trees(plan: StepPlan) -> SampledTrees | None:
     for request in plan.verifies:
         sent = request.queued.tree if request.queued else None
         awaited = request.queued.awaited if request.queued else None
-        parents = _ROOT_ONLY
+        parents, layout = _ROOT_ONLY, None
         if awaited is not None:
             num_drafts = awaited.num_draft_tokens - 1
             token_ids += [request.tokens[-1], *[0] * num_drafts]
             parents = (-1, *[0] * num_drafts)  # made up
+            layout = _unknown_tree(awaited.num_draft_tokens)
         elif sent is not None:
             token_ids += sent.token_ids
             parents = sent.parent_index
@@ -230,7 +238,7 @@ def _gather_trees(plan: StepPlan) -> SampledTrees | None:
         else:
             token_ids.append(request.tokens[-1])
         parent_index += parents
-        layouts.append(lay_out_tree(parents))
+        layouts.append(layout or lay_out_tree(parents))
     seq_len = [request.next_seq_len for request in plan.verifies]
     endings = [work.request for work in plan.prefills if work.is_last]
     for request in endings:
