@@ -262,9 +262,9 @@ class TargetEngine:
         if self._in_flight is not None and self._in_flight.read.is_done:
             launched = None  # what is computed is answered at once; the next step launches
         else:
-            if self._in_flight is None:
-                self._scheduler.await_mail()
-            plan = StepPlan() if self._cohort_wait_s else self._scheduler.plan()
+            awaits_mail = self._in_flight is None and self._scheduler.await_mail()
+            waits = not awaits_mail and self._cohort_wait_s
+            plan = StepPlan() if waits else self._scheduler.plan()
             launched = self._launch(plan)
         if self._in_flight is not None:
             self._finish(self._in_flight)
@@ -697,9 +697,10 @@ def _device_times(
     launched: _Launched, request: TargetRequest, stages: Sequence[StageTime]
 ) -> AnswerTimes:
     """Return how a timed round went that the devices did by themselves: from the end of the step
-    before to the end of this one, both of the device.
+    before, or from the launch if that one was not timed, to the end of this one, of the device.
     """
-    times = AnswerTimes(clock_id=clock_id(), begin_ns=launched.device_free_ns)
+    begin_ns = launched.device_free_ns or launched.timer.begin_ns
+    times = AnswerTimes(clock_id=clock_id(), begin_ns=begin_ns)
     times = times.including("draft", request.draft_times)
     request.draft_times = None
     names = {"await": "link", "forward": "forward", "sample": "sample"}

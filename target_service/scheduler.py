@@ -125,7 +125,7 @@ class Scheduler:
 
         The device waits for them: whoever else came meanwhile would wait as well.
 
-        Returns: False if there is nothing that it should wait for.
+        Returns: Whether it did; they must be in the next step, and nobody else.
         """
         if not self._can_await_mail():
             return False
