@@ -80,7 +80,8 @@ def _times(times: AnswerTimes, request: DraftRequest, timer: StepTimer) -> Answe
     for i, stage in enumerate(stages):
         if stage.name == "await":  # what it waited for, the device was told before the host
             times = AnswerTimes(clock_id=times.clock_id, begin_ns=stage.end_ns)
-            return replace(times, stages=stages[i + 1 :])
+            # Nor does the target's device wait until the host has read the tree.
+            return replace(times, stages=stages[i + 1 : -1])
     times = times.then("features", request.features_ns).then("queue", timer.begin_ns)
     times = replace(times, stages=(*times.stages, *stages))
     return times.then("tree", time.monotonic_ns())
