@@ -200,11 +200,11 @@ def pool_of(engine: TargetEngine | DraftEngine) -> KVPool:
     return engine._runner.pool
 
 
-def poison(pool: KVPool) -> None:
-    """Fill the whole pool with NaN, and every page again when it is freed."""
+def poison(pool: KVPool, value: float = float("nan")) -> None:
+    """Fill the whole pool with a value, and every page again when it is freed."""
     caches = [*pool.k, *pool.v]
     for cache in caches:
-        cache.fill_(float("nan"))
+        cache.fill_(value)
     free = pool._allocator.free
 
     def free_and_poison(pages: Iterable[Any]) -> None:
@@ -212,13 +212,13 @@ def poison(pool: KVPool) -> None:
         free(pages)
         for page in pages:
             for cache in caches:
-                cache[page * pool.page_size : (page + 1) * pool.page_size] = float("nan")
+                cache[page * pool.page_size : (page + 1) * pool.page_size] = value
 
     pool._allocator.free = free_and_poison  # type: ignore[method-assign]
 
 
-def poison_scratch(engine: TargetEngine | DraftEngine) -> None:
-    """Fill every slot past the committed ones of every request with NaN."""
+def poison_scratch(engine: TargetEngine | DraftEngine, value: float = float("nan")) -> None:
+    """Fill every slot past the committed ones of every request with a value."""
     pool = pool_of(engine)
     for request in engine._requests.values():
         if request.req_idx < 0:
@@ -228,7 +228,7 @@ def poison_scratch(engine: TargetEngine | DraftEngine) -> None:
         logical = np.arange(committed, pages * pool.page_size, dtype=np.int64)
         slots = torch.from_numpy(pool.slots(request.req_idx, logical).astype(np.int64))
         for cache in (*pool.k, *pool.v):
-            cache[slots] = float("nan")
+            cache[slots] = value
 
 
 class PoisonedPair(LocalPair):

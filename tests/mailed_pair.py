@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from shared.mailbox import Mailbox
+import torch
+
+from draft_service.engine import DraftEngine
+from draft_service.runner import DraftRunner
+from shared.mailbox import Mailbox, MailboxEnd
 from shared.rpc.link import Link
-from shared.types import TreeBurst
+from shared.types import SamplingParams, TargetClose, TreeBurst, TreeShape
 from target_service.engine import TargetEngine
+from target_service.phases import AwaitedTrees
 from target_service.runner import TargetRunner
-from tests.linked_pair import LinkedPair, PoisonedLinkedPair
+from tests.engines import (
+    SHAPES,
+    Models,
+    make_draft,
+    make_target,
+    poison,
+    poison_scratch,
+    pool_of,
+    random_tokens,
+    run_plain,
+)
+from tests.linked_pair import LinkedPair, unlink
+from tests.local_pair import LocalRequest
+
+Engines = tuple[TargetEngine, DraftEngine, Mailbox]
+Make = Callable[..., Engines]
+
+BUSHY = SHAPES[2]
+_MUCH = 1e4
+
+EditTrees = Callable[[AwaitedTrees], object]
+EditPaths = Callable[[MailboxEnd, dict[str, torch.Tensor]], object]
 
 
 def give_mailbox(target: TargetEngine) -> Mailbox:
@@ -28,51 +58,172 @@ def give_mailbox(target: TargetEngine) -> Mailbox:
     return mailbox
 
 
+@contextmanager
+def mailed_engines(models: Models) -> Iterator[Make]:
+    """Yield what makes a target with a mailbox and a draft; they are unlinked at the end."""
+    made: list[Engines] = []
+
+    def make(
+        kind: str,
+        page_sizes: tuple[int, int] = (16, 16),
+        *,
+        draft: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Engines:
+        pairing = models.pairing(kind)
+        target_page, draft_page = page_sizes
+        target = make_target(pairing, feature_ring_mb=1, page_size=target_page, **options)
+        mailbox = give_mailbox(target)
+        made.append((target, make_draft(pairing, page_size=draft_page, **draft or {}), mailbox))
+        return made[-1]
+
+    yield make
+    for target, one_draft, mailbox in made:
+        unlink(target, one_draft)
+        mailbox.close()
+
+
+def requests_of(count: int, seed: int, shape: TreeShape = BUSHY) -> list[LocalRequest]:
+    """Return requests of every kind that trees can be awaited for."""
+    rng = random.Random(seed)
+    filtered = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=seed)
+    biased = tuple((token_id, 2.0) for token_id in range(0, 60, 7))
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"sampling": SamplingParams(temperature=1.0, seed=(1 << 64) - 1 - seed)},
+        {"sampling": filtered, "logprobs": True, "top_logprobs": 2},
+        {"sampling": SamplingParams(logit_bias=biased)},
+        {"sampling": replace(filtered, logit_bias=biased), "stop_token_ids": tuple(range(40))},
+    ]
+    return [
+        LocalRequest(
+            prompt=random_tokens(rng, 1 + 17 * (i % 3)),
+            max_new_tokens=25,
+            shape=shape,
+            **kinds[(seed + i) % len(kinds)],
+        )
+        for i in range(count)
+    ]
+
+
+def plain_of(target: TargetEngine, requests: Sequence[LocalRequest]) -> list[LocalRequest]:
+    """Return copies that were served without speculation, each alone."""
+    return run_plain(target, requests, alone=True)
+
+
+def check(requests: Sequence[LocalRequest], expected: Sequence[LocalRequest]) -> None:
+    """Check that requests were answered as expected, to the last logprob."""
+    for request, plain in zip(requests, expected, strict=True):
+        assert request.output == plain.output
+        assert request.logprob_rows == plain.logprob_rows
+        assert request.finish_reason == plain.finish_reason
+
+
+def num_rounds(requests: Sequence[LocalRequest]) -> int:
+    """Return how many rounds requests took, prefills included."""
+    return sum(len(request.paths) for request in requests)
+
+
 class MailedPair(LinkedPair):
     """A pair whose target begins a step while the trees are on the way to its host.
 
     On a CPU a device does its work when it is asked for the result, so the words must be there by
     then: the target steps after the draft, and what the draft's host has to say comes later.
+
+    Args:
+        edit_trees: Sees the words of awaited trees before the target's device does.
+        edit_paths: Sees paths and rows, and where they are, before the draft's device does.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        edit_trees: EditTrees = lambda awaited: None,
+        edit_paths: EditPaths = lambda mailbox, mail: None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
+        self.edit_trees, self.edit_paths = edit_trees, edit_paths
         self.late: list[tuple[Link, Any]] = []
         """Trees that the target's host has not heard of."""
-        self.num_awaited = 0
-        """Trees that the target took from the mailbox, or would have."""
+        self.awaited: list[tuple[str, int]] = []
+        """Request and round of the trees that the target took from the mailbox, or would have."""
         self.num_ahead = 0
         """Trees that the draft grew before its host was told to."""
-        take_trees = self.target._runner.take_trees
+        target_runner: TargetRunner = self.target._runner
 
-        def count_and_take(batch: Any) -> Any:
-            taken = take_trees(batch)
-            self.num_awaited += len(batch.trees.requests) if taken is not None else 0
-            return taken
+        def take_trees(batch: Any) -> Any:
+            awaited = batch.trees.awaited if batch.trees is not None else None
+            if awaited is not None:
+                self.edit_trees(awaited)
+                self.awaited += [(r.request_id, r.round_idx + 1) for r in batch.trees.requests]
+            return TargetRunner.take_trees(target_runner, batch)
 
-        self.target._runner.take_trees = count_and_take  # type: ignore[method-assign]
-        if self.draft is not None:
-            confirms = self.draft._confirms
+        target_runner.take_trees = take_trees  # type: ignore[method-assign]
+        if self.draft is None:
+            return
+        draft, draft_runner = self.draft, self.draft._runner
 
-            def count_and_confirm(*args: Any) -> bool:
-                is_confirmed = confirms(*args)
-                self.num_ahead += is_confirmed
-                return is_confirmed
+        def launch_ahead(extend: Any, grow: Any, mail: Any, mailbox: Any, *rest: Any) -> None:
+            self.edit_paths(mailbox, mail)
+            DraftRunner._launch_ahead(draft_runner, extend, grow, mail, mailbox, *rest)
 
-            self.draft._confirms = count_and_confirm  # type: ignore[method-assign]
+        def confirms(*args: Any) -> bool:
+            is_confirmed = type(draft)._confirms(draft, *args)
+            self.num_ahead += is_confirmed
+            return is_confirmed
+
+        draft_runner._launch_ahead = launch_ahead  # type: ignore[method-assign]
+        draft._confirms = confirms  # type: ignore[method-assign]
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
         self.pump()
+        if self.target._scheduler.runs_ahead:
+            self.target.launch_ahead()
         self.step_target()
-        late, self.late = self.late, []
-        for link, message in late:
-            super().tell_target(link, message)
+        if self.target._in_flight is not None:  # it waits for that before it looks for messages
+            self.step_target()
+        self.hear_late()
         self.pump()
         self.step_draft()
         self.pump()
         has_work = self.target.has_work or self.target.has_work_in_s is not None or self.late
         return bool(has_work) or (self.draft is not None and self.draft.has_work)
+
+    @property
+    def num_awaited(self) -> int:
+        """Return how many trees the target awaited."""
+        return len(self.awaited)
+
+    def hear_late(self) -> None:
+        """Let the target's host hear of the trees that it has not heard of."""
+        late, self.late = self.late, []
+        for link, message in late:
+            super().tell_target(link, message)
+
+    def run_draft_device(self) -> None:
+        """Let the draft's device do now what it was given to do ahead, as a GPU would."""
+        assert self.draft is not None
+        runner = self.draft._runner
+        if runner._deferred is not None and not self.is_draft_ahead:
+            runner._deferred()
+            runner._deferred = _do_nothing
+
+    @property
+    def is_draft_ahead(self) -> bool:
+        """Return whether the draft's device has done what its host has not read."""
+        assert self.draft is not None
+        return self.draft._runner._deferred is _do_nothing
+
+    def cancel(self, request: LocalRequest) -> None:
+        """Close a request, whatever is on the way for it."""
+        del self.requests[request.request_id]
+        self.direct_until.pop(request.request_id, None)
+        self.close_draft(request)
+        self.target.submit(
+            TargetClose(request_id=request.request_id, target_epoch=request.target_epoch)
+        )
 
     def tell_target(self, link: Link, message: Any) -> None:
         """Let the target's engine hear one message; of trees that it can await, later."""
@@ -81,10 +232,38 @@ class MailedPair(LinkedPair):
         else:
             super().tell_target(link, message)
 
+    def _on_target(self, message: Any) -> None:
+        if getattr(message, "request_id", None) in {*self.requests, None}:
+            super()._on_target(message)
 
-class PoisonedMailedPair(MailedPair, PoisonedLinkedPair):
-    """A mailed pair whose KV is NaN wherever nothing is committed, between any two steps."""
+    def _on_draft(self, message: Any) -> None:
+        if getattr(message, "request_id", None) in {*self.requests, None}:
+            super()._on_draft(message)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class PoisonedMailedPair(MailedPair):
+    """A mailed pair whose KV is poisoned wherever nothing is committed, between any two steps.
+
+    The draft's not with NaN: rows of a path that turns out to be shorter than the longest one see
+    slots that nobody wrote, with a weight of 0. What a device wrote of a step that its host has not
+    read yet is left alone.
+    """
+
+    def __init__(self, target: TargetEngine, draft: DraftEngine, **options: Any) -> None:
+        super().__init__(target, draft, **options)
+        poison(pool_of(target))
+        poison(pool_of(draft), _MUCH)
 
     def step(self) -> bool:
         """Step both engines once, then poison their scratch."""
-        return super().step()
+        is_busy = super().step()
+        if self.target._in_flight is None:
+            poison_scratch(self.target)
+        assert self.draft is not None
+        if self.draft._ahead is None or not self.is_draft_ahead:
+            poison_scratch(self.draft, _MUCH)
+        return is_busy

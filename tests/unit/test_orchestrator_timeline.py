@@ -13,7 +13,7 @@ from orchestrator import timeline
 from orchestrator.draft_link import DraftLink
 from orchestrator.reply import Reply
 from shared.generation import FinishInfo, RoundTimes
-from shared.types import AcceptedPath, TokenTree
+from shared.types import AcceptedPath, AnswerTimes, TokenTree
 from tests.fakes.in_memory import LATENCY_S, run_virtual
 from tests.unit.scene import Scene, finish_of, scripted
 
@@ -125,3 +125,20 @@ def test_the_next_tree_is_ordered_before_tokens_are_sent_on(
 def test_only_so_many_rounds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "MAX_TIMED_ROUNDS", 3)
     assert [times.round_idx for times in serve(round_times=True).round_times] == [1, 2, 3]
+
+
+def test_a_round_of_the_devices_ends_with_its_sampling() -> None:
+    """It has no commit of its own, and the way of its answer is no part of it either."""
+    stages = ["draft: link", "draft: extend", "draft: grow"]
+    stages += [f"target: {name}" for name in ("link", "forward", "sample", "answer", "hop back")]
+    rounds = timeline.Timeline()
+    for round_idx in (3, 4):
+        begin_ns = 100 * round_idx
+        times = AnswerTimes(clock_id=1, begin_ns=begin_ns)
+        for i, name in enumerate(stages, start=1):
+            times = times.then(name, begin_ns + 20 * i)
+        rounds.add(round_idx, tree=None, path=times, now_ns=begin_ns + 500)
+    assert [(times.round_idx, times.begin_ns) for times in rounds.rounds] == [(3, 300), (4, 400)]
+    for times in rounds.rounds:
+        assert names(times) == stages[:6]
+        assert times.stages[-1].end_ns == times.begin_ns + 120
