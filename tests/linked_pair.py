@@ -101,7 +101,7 @@ class LinkedPair(LocalPair):
             edited = [tree for tree in map(self.edit_tree, trees) if tree is not None]
             if not edited:
                 return
-            message = burst_of(*edited)
+            message = replace(burst_of(*edited), is_ahead=message.is_ahead)
         self.target.submit_linked(link, message)
 
     def tell_draft(self, link: Link, message: Any) -> None:
