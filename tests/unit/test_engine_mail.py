@@ -312,6 +312,10 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(make: Make) -
     check(requests, expected)
     assert not mailbox.trees.any() and pair.num_awaited > 5 and pair.num_ahead == 0
     assert sizes_of_awaited(pair) == {1}
+    awaited = set(pair.awaited)
+    assert not any((name, round_idx + 1) in awaited for name, round_idx in awaited), (
+        "the device waits for a draft that has just let it wait in vain"
+    )
 
 
 # --- paths that are no good ----------------------------------------------------------------------
