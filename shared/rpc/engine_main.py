@@ -115,6 +115,10 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         next_report = time.monotonic() + REPORT_DELAY_S
         pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
+    def hear_links() -> None:
+        for link, message in engine.links.receive():
+            engine.submit_linked(link, message)
+
     def submit(received: Sequence[Sequence[Any]]) -> None:
         nonlocal num_received
         for messages in received:
@@ -149,13 +153,15 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             if not has_message and not engine.has_work:
                 pipe.poll(begins_in_s, links)
         received = pipe.receive()
-        for link, message in engine.links.receive():  # this led to what the front says, or did not
-            engine.submit_linked(link, message)
+        hear_links()  # whatever led to what the front says has come by now, and goes first
         submit(received)
         engine.links.flush()
         if engine.has_work:
             outputs = engine.step()
-            submit(pipe.receive())  # who came meanwhile need not wait for what is launched now
+            received = pipe.receive()  # who came meanwhile need not wait for what is launched now
+            if received:
+                hear_links()
+                submit(received)
             engine.launch_ahead()
             engine.links.flush()
             if not outputs and time.monotonic() < next_report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -176,6 +176,46 @@ def test_what_is_launched_ahead_comes_after_new_messages_and_before_the_report(
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
     assert engine.seen[1:5] == ["go", "new", "launch ahead", "report"]
+
+
+class Linked(Eager):
+    """A draft says something in every step, and its front something that follows from it."""
+
+    said: tuple[str, ...] = ()
+
+    @property
+    def links(self) -> Any:
+        return self
+
+    events: ClassVar[dict[int, int]] = {}
+
+    def flush(self) -> None:
+        """Say nothing."""
+
+    def receive(self) -> list[tuple[Any, str]]:
+        said, self.said = self.said, ()
+        return [(self, message) for message in said]
+
+    def submit_linked(self, link: Any, message: Any) -> None:
+        self.seen.append(message)
+
+    def step(self) -> list[Any]:
+        self.said = ("open",)
+        return super().step()
+
+
+def test_what_a_link_says_comes_before_what_follows_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A target forgets leave to order trees of a draft that it has not heard of."""
+    clock = Clock()
+    engine = Linked(clock, [["a"]])
+    pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
+    receive = pipe.receive
+    monkeypatch.setattr(pipe, "receive", lambda: [["grant"]] if engine.said else receive())
+    with pytest.raises(EOFError):
+        run_engine(engine, pipe)  # type: ignore[arg-type]
+    assert engine.seen[:4] == ["go", "open", "grant", "launch ahead"]
 
 
 class Unchanging(Scripted):
