@@ -112,15 +112,19 @@ def open_mailbox(
     Args:
         width: Of the feature rows that the draft reads; 0: none.
     Raises: OSError if there is none, it is of another version or width, its target is on the same
-        GPU (neither may wait for the other there), or CUDA cannot register it.
+        GPU (neither may wait for the other there) or on a GPU that would wait for a CPU, or CUDA
+        cannot register it.
     """
     fd = MAILBOXES.open(directory, mailbox_name(link_name), is_writable=True)
     try:
         header = _read_header(fd)
         if header.width != width:
             raise OSError(f"its feature rows have width {header.width}, expected {width}")
-        if header.gpu and header.gpu == _gpu_of(device):
+        gpu = _gpu_of(device)
+        if header.gpu and header.gpu == gpu:
             raise OSError(f"its target is on the same GPU, {header.gpu}")
+        if header.gpu and not gpu:
+            raise OSError("its target is on a GPU, which would wait for a CPU")
         memory = mmap.mmap(fd, header.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(fd)

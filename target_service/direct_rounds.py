@@ -36,6 +36,8 @@ from target_service.commit import AcceptedNodes
 from target_service.request import Phase, QueuedRound, TargetRequest
 from target_service.runner import PathOutputs
 
+_MOST_LATE = 10  # times that count
+
 
 class DirectRounds:
     """Orders trees over links and queues what comes back.
@@ -77,6 +79,7 @@ class DirectRounds:
             request.link, request.draft_epoch = link, message.draft_epoch
             request.has_mailbox = message.has_mailbox and self._has_mailbox
             request.is_draft_ahead = False
+            request.num_late = request.mailed_from = 0
 
     def grant(self, request: TargetRequest, message: RoundGrant) -> None:
         """Take leave to order trees, and order one if the request waits for it."""
@@ -131,14 +134,10 @@ class DirectRounds:
         Whether a request ends with its path is found out while its tree is being grown; such a tree
         is grown for nothing.
         """
-
-        def is_late(path: AcceptedNodes) -> bool:
-            # Whoever let the device wait in vain is not trusted with it again: the host waits for
-            # the next tree, and the orchestrator sees that it does.
-            return trees.awaited is not None and path.num_nodes == 1
-
         rows_of: dict[tuple[Link, TreeShape, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
+            if trees.awaited is not None:
+                _note_wait(request, path)
             is_held = self._requests.get(request.request_id) is request
             if is_held and self._goes_on(request, path):
                 assert request.link is not None and request.grant is not None
@@ -161,7 +160,7 @@ class DirectRounds:
                     path.seq_len,
                     path.token_ids,
                     request.req_idx,
-                    0 if is_late(path) else self._number(request, shape),
+                    self._number(request, shape),
                 )
                 for request, path in members
             )
@@ -217,9 +216,12 @@ class DirectRounds:
     def _number(self, request: TargetRequest, shape: TreeShape) -> int:
         """Return the number that the round after the one in flight has in the mailbox.
 
-        Returns: 0 if it has none: the draft does not look there, or sampling must know the tree.
+        Returns: 0 if it has none: the draft does not look there, has been late, or sampling must
+            know the tree.
         """
         if not request.has_mailbox or shape.num_steps >= MAX_PATH:
+            return 0
+        if request.round_idx + 2 < request.mailed_from:
             return 0
         stopping = request.open.stopping
         is_masked = stopping.stop_token_ids and stopping.min_new_tokens
@@ -291,3 +293,16 @@ class DirectRounds:
     def _queue(self, request: TargetRequest, tree: LinkedTree | None) -> None:
         request.queued = QueuedRound(tree)
         request.queued_order = next(self._order)
+
+
+def _note_wait(request: TargetRequest, path: AcceptedNodes) -> None:
+    """Take note whether the device waited for a tree in vain, with all that it was to compute.
+
+    Whoever lets it is trusted with it less each time: after the first, the host waits for one tree,
+    where the orchestrator sees it; then for two, four, ..
+    """
+    if path.num_nodes > 1:
+        request.num_late = max(request.num_late - 1, 0)
+        return
+    request.num_late = min(request.num_late + 1, _MOST_LATE)
+    request.mailed_from = request.round_idx + 2 + (1 << (request.num_late - 1))

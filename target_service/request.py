@@ -69,6 +69,8 @@ class TargetRequest:
         has_mailbox: That draft posts trees to this target's mailbox.
         is_draft_ahead: That draft's device grew the newest tree before its order came.
         mail_base: Of the numbers of its rounds there (see mailbox.py); None: they have none.
+        num_late: Times that the device waited for that draft in vain, less those that it did not.
+        mailed_from: First round whose tree may be ordered by mail again.
         mailed: Shape of the tree of the next round, if that was ordered by mail.
         token_limit: Tokens, the prompt included, with which the request ends.
         num_in_flight: Rounds launched and not committed yet.
@@ -101,6 +103,8 @@ class TargetRequest:
     has_mailbox: bool = False
     is_draft_ahead: bool = False
     mail_base: int | None = None
+    num_late: int = 0
+    mailed_from: int = 0
     mailed: TreeShape | None = None
     token_limit: int = 0
     num_in_flight: int = 0

@@ -289,7 +289,7 @@ def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) 
     pair = PoisonedMailedPair(target, draft, edit_trees=edit)
     pair.run(requests)
     check(requests, expected)
-    assert num_spoiled[0] > 10
+    assert num_spoiled[0] > 5
     if spoil in LEAVES_NOTHING:
         assert sizes_of_awaited(pair) == {1}
 
@@ -316,6 +316,31 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(make: Make) -
     assert not any((name, round_idx + 1) in awaited for name, round_idx in awaited), (
         "the device waits for a draft that has just let it wait in vain"
     )
+
+
+def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(make: Make) -> None:
+    """Each time costs 30 ms, and those whose trees are there wait as well."""
+    target, draft, _ = make("standalone")
+    draft._runner._mail_trees = lambda requests: []  # type: ignore[method-assign]
+    pair = MailedPair(target, draft, edit_paths=lambda end, mail: end.paths.zero_())
+    pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
+    rounds = [round_idx for _, round_idx in pair.awaited]
+    gaps = [after - before for before, after in itertools.pairwise(rounds)]
+    assert len(gaps) > 2 and gaps == [(1 << i) + 1 for i in range(len(gaps))]
+
+
+def test_a_draft_that_was_late_once_in_a_while_is_waited_for_again(make: Make) -> None:
+    target, draft, _ = make("standalone")
+    num_seen = itertools.count()
+
+    def lose_some(awaited: AwaitedTrees) -> None:
+        if next(num_seen) % 4 == 0:
+            awaited.words.zero_()
+
+    pair = MailedPair(target, draft, edit_trees=lose_some)
+    request = replace(requests_of(1, 0)[0], max_new_tokens=100)
+    pair.run([request])
+    assert pair.num_awaited > num_rounds([request]) // 2
 
 
 # --- paths that are no good ----------------------------------------------------------------------

@@ -330,9 +330,15 @@ def test_a_draft_on_its_targets_gpu_is_refused(folder: Path, runtime: FakeRuntim
     target = make(folder, device=GPU)
     with pytest.raises(OSError, match="same GPU, GPU-0"):
         join(folder, device=GPU)
-    join(folder)
     runtime.uuid = "GPU-1"
     join(folder, device=GPU)
+    target.close()
+
+
+def test_a_draft_on_a_cpu_lets_no_gpu_wait(folder: Path, runtime: FakeRuntime) -> None:
+    target = make(folder, device=GPU)
+    with pytest.raises(OSError, match="wait for a CPU"):
+        join(folder)
     target.close()
 
 
@@ -362,9 +368,11 @@ def test_what_cuda_refuses_is_an_error_that_leaves_nothing(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-def test_a_gpu_reads_and_writes_it(folder: Path) -> None:
+def test_a_gpu_reads_and_writes_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make(folder, device=GPU)
-    draft = join(folder)
+    with monkeypatch.context() as patch:  # whoever is on a CPU has no business there
+        patch.setattr(mailbox_module, "_gpu_of", lambda device: "another")
+        draft = join(folder)
     assert target.trees.is_pinned() and not draft.trees.is_pinned()
     draft.trees[1] = torch.arange(64)
     on_gpu = target.trees.to(GPU)
