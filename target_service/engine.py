@@ -354,7 +354,7 @@ class TargetEngine:
                 chain.work.request.is_replaying = True
         for request in batch.trees.requests if batch.trees else ():
             request.is_tree_in_flight = request.next_num_rows > 1
-            request.queued = request.mailed = None
+            request.queued = request.mailed = request.draft_times = None
             if request.queued_times is not None:
                 order_times[request.request_id] = request.queued_times
                 request.queued_times = None
@@ -368,17 +368,21 @@ class TargetEngine:
     def _finish(self, launched: _Launched) -> None:
         """Wait for a launched step, commit and answer it."""
         trees = launched.batch.trees
-        if trees is not None and trees.awaited is not None:
-            # What drafts say of these trees is old by now, but for their times: hear it while the
-            # device works, and not after.
-            for link, message in self.links.receive():
-                self.submit_linked(link, message)
+        is_awaited = trees is not None and trees.awaited is not None
+        if is_awaited:  # what drafts say meanwhile is old by now: not after the device is done
+            self._hear_links()
         outputs = self._runner.finish_read(launched.batch, launched.read)
         launched.timer.host("read")
+        if is_awaited and launched.timer.is_on:  # but for the times of these trees
+            self._hear_links()
         self._commit_chains(launched.batch, outputs)
         if trees is not None:
             assert outputs.paths is not None
             self._commit_paths(launched, trees, outputs.paths)
+
+    def _hear_links(self) -> None:
+        for link, message in self.links.receive():
+            self.submit_linked(link, message)
 
     def _reserve_ahead(self) -> None:
         """Reserve for trees that are being grown, so that nothing is left to do once they come."""
@@ -702,7 +706,6 @@ def _device_times(
     begin_ns = launched.device_free_ns or launched.timer.begin_ns
     times = AnswerTimes(clock_id=clock_id(), begin_ns=begin_ns)
     times = times.including("draft", request.draft_times)
-    request.draft_times = None
     names = {"await": "link", "forward": "forward", "sample": "sample"}
     for stage in stages:
         if stage.name in names:

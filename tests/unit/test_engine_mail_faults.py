@@ -13,6 +13,7 @@ import pytest
 
 from draft_service.engine_factory import EXTRA_SLOTS
 from shared.types import FinishReason, VerifyRound
+from target_service.engine import TargetEngine
 from target_service.step_costs import StepCosts
 from tests.engines import SHAPES, Models, fresh, random_tokens, run_plain
 from tests.local_pair import LocalRequest
@@ -274,16 +275,40 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
 
 # --- times ---------------------------------------------------------------------------------------
 
+
+def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let messages of drafts come to a step only while it waits for its result."""
+    finish, finish_read, receive = target._finish, target._runner.finish_read, target.links.receive
+    is_deaf = False
+
+    def finish_deaf(launched: Any) -> None:
+        nonlocal is_deaf
+        is_deaf = True
+        finish(launched)
+
+    def read_and_listen(*args: Any) -> Any:
+        nonlocal is_deaf
+        is_deaf = False
+        return finish_read(*args)
+
+    monkeypatch.setattr(target, "_finish", finish_deaf)
+    monkeypatch.setattr(target._runner, "finish_read", read_and_listen)
+    monkeypatch.setattr(target.links, "receive", lambda: [] if is_deaf else receive())
+
+
 DRAFT_STAGES = ["draft: link", "draft: extend", "draft: grow"]
 
 
 @pytest.mark.parametrize("is_first_timed", [False, True])
+@pytest.mark.parametrize("is_heard_late", [False, True])
 def test_a_timed_round_of_the_devices_says_what_both_did(
-    make: Make, *, is_first_timed: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, *, is_first_timed: bool, is_heard_late: bool
 ) -> None:
-    """Of a round whose tree the target's host heard of before the result was read."""
+    """Of a round whose tree the target's host heard of before the step was committed."""
     target, draft, _ = make("eagle")
     pair = MailedPair(target, draft)
+    if is_heard_late:  # as on a GPU, where the host waits before the draft has grown the tree
+        hear_while_reading(target, monkeypatch)
     requests = [
         LocalRequest(prompt=[3, 1, 4 + i], max_new_tokens=40, shape=BUSHY, is_timed=i == 1)
         for i in range(2)
