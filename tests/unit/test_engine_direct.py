@@ -683,6 +683,7 @@ class Chaos:
                 if engine.has_work and self.rng.random() < 0.6:
                     for message in engine.step():
                         on_message(message)
+                    engine.links.flush()  # as their processes do: what is in one frame has no order
                     engine.check_integrity()
             for carry in (pair.to_draft, pair.to_target):
                 if self.rng.random() < 0.7:

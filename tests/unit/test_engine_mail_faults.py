@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from draft_service.engine_factory import EXTRA_SLOTS
+from shared.mailbox import MailboxEnd
 from shared.types import FinishReason, VerifyRound
 from target_service.engine import TargetEngine
+from target_service.phases import AwaitedTrees
 from target_service.step_costs import StepCosts
 from tests.engines import SHAPES, Models, fresh, random_tokens, run_plain
 from tests.local_pair import LocalRequest
@@ -29,6 +32,7 @@ from tests.mailed_pair import (
     requests_of,
 )
 from tests.unit.test_engine_direct import (
+    Chaos,
     close_late,
     cut_by_draft,
     cut_by_target,
@@ -37,6 +41,7 @@ from tests.unit.test_engine_direct import (
     order_again,
     retract,
 )
+from tests.unit.test_engine_mail import WRONG_PATHS, WRONG_TREES, EditWords, words_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -350,3 +355,82 @@ def test_a_timed_round_whose_tree_no_host_has_seen_says_what_the_target_did(make
         ends = [times.begin_ns, *(stage.end_ns for stage in times.stages)]
         assert [stage.name for stage in times.stages] == ["link", "forward", "sample"]
         assert ends == sorted(ends) and ends[0] > 0
+
+
+# --- everything at once --------------------------------------------------------------------------
+
+
+class MailedChaos(Chaos):
+    """Beside what goes wrong with links: wrong words, devices ahead of hosts, requests that go."""
+
+    pair: MailedPair
+
+    def __init__(self, pair: MailedPair, rng: random.Random) -> None:
+        super().__init__(pair, rng)
+        self.num_wrong = self.num_joined = 0
+        self._to_draft = pair.to_draft
+        pair.to_draft = self.go_on  # type: ignore[method-assign]
+        pair.edit_trees, pair.edit_paths = self.spoil_trees, self.spoil_paths
+
+    def go_on(self) -> bool:
+        """Let devices work and hosts hear of it in any order; carry what is on the links."""
+        if self.rng.random() < 0.5:
+            self.pair.run_draft_device()
+        if self.rng.random() < 0.3:
+            self.pair.target.launch_ahead()
+        if self.rng.random() < 0.5:
+            self.pair.hear_late()
+        return self._to_draft()
+
+    def spoil_trees(self, awaited: AwaitedTrees) -> None:
+        for words, seq in words_of(awaited):
+            self.spoil_words(WRONG_TREES, words, seq)
+
+    def spoil_paths(self, mailbox: MailboxEnd, mail: dict[str, torch.Tensor]) -> None:
+        for slot, seq in zip(mail["slot"].tolist(), mail["path_seq"].tolist(), strict=True):
+            self.spoil_words(WRONG_PATHS, mailbox.paths[slot], seq)
+        if mailbox.rows is not None and self.rng.random() < 0.1:
+            mailbox.rows.normal_()
+
+    def spoil_words(self, ways: Sequence[EditWords], words: torch.Tensor, seq: int) -> None:
+        if self.rng.random() < 0.2:
+            self.rng.choice(ways)(words, seq, self.rng)
+            self.num_wrong += 1
+
+    def disturb(self, request: LocalRequest) -> None:
+        fate = self.rng.choice(["nothing"] * 8 + ["link", "link", "join", "reopen", "cancel"])
+        if fate == "nothing":
+            return
+        is_running = request.target_epoch in {path.target_epoch for path in request.paths}
+        if fate == "join" and len(self.pair.requests) < 6:
+            self.num_joined += 1
+            self.pair.open(fresh(request, request_id=f"late {self.num_joined}"))
+        elif fate == "cancel" and len(self.pair.requests) > 3:
+            self.pair.cancel(request)
+        elif fate == "reopen" and request.has_draft and is_running:
+            reopen(self.pair, request)
+        else:
+            super().disturb(request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "standalone"])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
+def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
+    target, draft, _ = make(kind, (4, 16), num_pages=1 + 70, max_num_requests=8)
+    target._scheduler.runs_ahead = is_ahead
+    num_wrong = num_awaited = num_ahead = 0
+    for seed in range(3):
+        requests = [replace(request, max_new_tokens=80) for request in requests_of(3, seed)]
+        plain = {tuple(one.prompt): one for one in plain_of(target, requests)}
+        pair = MailedPair(target, draft, num_granted=5, margin=seed % 3)
+        for request in requests:
+            pair.open(request)
+        chaos = MailedChaos(pair, random.Random(seed))
+        chaos.run()
+        served = list(pair.requests.values())
+        check(served, [plain[tuple(one.prompt)] for one in served])
+        num_wrong += chaos.num_wrong
+        num_awaited += pair.num_awaited
+        num_ahead += pair.num_ahead
+    assert num_wrong > 20 and num_awaited > 60 and num_ahead > 20
