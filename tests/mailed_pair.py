@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from draft_service.engine import DraftEngine
+from draft_service.request import DraftRequest
 from draft_service.runner import DraftRunner
 from shared.mailbox import Mailbox, MailboxEnd
 from shared.rpc.link import Link
@@ -168,8 +169,9 @@ class MailedPair(LinkedPair):
             self.edit_paths(mailbox, mail)
             DraftRunner._launch_ahead(draft_runner, extend, grow, mail, mailbox, *rest)
 
-        def confirms(*args: Any) -> bool:
-            is_confirmed = type(draft)._confirms(draft, *args)
+        def confirms(request: DraftRequest, *args: Any) -> bool:
+            is_confirmed = type(draft)._confirms(draft, request, *args)
+            assert request.is_held or not is_confirmed, "its pages are another's"
             self.num_ahead += is_confirmed
             return is_confirmed
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.mailbox import MailboxEnd
+from shared.mailbox import MailboxEnd, is_seq
 from shared.rpc.link import Link
 from shared.types import RoundBurst, SamplingParams, TokenTree, TreeShape
 from target_service.phases import AwaitedTrees
@@ -360,6 +360,11 @@ def another_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
     )
 
 
+def now_and_then_another_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        another_path(words, seq, rng)
+
+
 def a_long_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
     words.copy_(torch.tensor([word(seq, rng.choice([9, 64, 255]), 1)] * len(words)))
 
@@ -408,15 +413,20 @@ def test_a_draft_guesses_the_same_ahead_or_when_told_or_once_more(make: Make, ki
     """What it did ahead leaves no trace if it was wrong, and is what it would do if it was not."""
     target, draft, _ = make(kind, (4, 16))
     found = []
-    for is_mailed, spoil in [(True, no_change), (False, no_change), (True, another_path)]:
+    for is_mailed, spoil, is_ahead in [
+        (True, no_change, True),
+        (False, no_change, False),
+        (True, another_path, False),
+        (True, now_and_then_another_path, True),
+    ]:
         target._direct._has_mailbox = is_mailed
         pair = PoisonedMailedPair(target, draft, edit_paths=spoiled(spoil))
         requests = requests_of(3, 1, SHAPES[3])
         pair.run(requests)
         found.append([path.token_ids for request in requests for path in request.paths])
         assert (pair.num_awaited > 10) is is_mailed
-        assert (pair.num_ahead > 10) is (is_mailed and spoil is no_change)
-    assert found[0] == found[1] == found[2]
+        assert (pair.num_ahead > 3) is is_ahead
+    assert found == found[:1] * 4
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
@@ -472,9 +482,31 @@ def test_an_order_for_another_place_costs_no_token(
             message = replace(message, parts=parts)
             num_orders += len(parts)
         tell(link, message)
+        if seq is not None and not is_seq(seq):
+            assert not any(request.mail_seq for request in draft._requests.values())
 
     pair.tell_draft = tell_draft  # type: ignore[method-assign]
     pair.run(requests)
     check(requests, expected)
     assert num_orders > 10 and pair.num_awaited > 5 and pair.num_ahead == 0
     assert sizes_of_awaited(pair) == {1}
+
+
+def test_a_draft_does_not_run_ahead_of_trees_that_are_too_deep(make: Make) -> None:
+    """No path of theirs fits into a mailbox, whatever an order says."""
+    target, draft, _ = make("eagle")
+    requests = requests_of(2, 0, TOO_DEEP)
+    expected = plain_of(target, requests)
+    pair = PoisonedMailedPair(target, draft)
+    tell, numbers = pair.tell_draft, itertools.count(2)
+
+    def tell_draft(link: Link, message: Any) -> None:
+        if isinstance(message, RoundBurst):
+            parts = tuple(part._replace(mail_seq=next(numbers)) for part in message.parts)
+            message = replace(message, parts=parts)
+        tell(link, message)
+
+    pair.tell_draft = tell_draft  # type: ignore[method-assign]
+    pair.run(requests)
+    check(requests, expected)
+    assert next(numbers) > 10

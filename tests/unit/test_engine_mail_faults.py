@@ -167,6 +167,28 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
     assert answered >= {0, 1, 2}
 
 
+@pytest.mark.parametrize("cut", [cut_by_draft, cut_by_target])
+def test_nobody_waits_for_the_device_behind_a_lost_link(
+    make: Make, cut: Callable[[Any, LocalRequest], None]
+) -> None:
+    target, draft, _ = make("eagle")
+    pair = MailedPair(target, draft)
+    request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY)
+    pair.open(request)
+    steps_by_mail(pair, 3)
+    while not (target._scheduler._can_await_mail() and draft._ahead is not None):
+        pair.step()
+    cut(pair, request)
+    before = pair.num_awaited
+    pair.pump()
+    pair.pump()
+    assert not target._scheduler._can_await_mail()
+    assert draft._ahead is None and draft._runner._deferred is None
+    pair.finish()
+    assert pair.num_awaited == before
+    check([request], plain_of(target, [request]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
@@ -230,7 +252,8 @@ def test_retraction_ends_mailed_rounds_and_they_come_back(
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
-    target, draft, _ = make("standalone", (page_size, page_size), max_context_len=60)
+    few = {"max_context_len": 60}
+    target, draft, _ = make("standalone", (page_size, page_size), draft=few, **few)
     pair = PoisonedMailedPair(target, draft)
     request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=100, shape=SHAPES[3])
     expected = plain_of(target, [request])
