@@ -355,6 +355,7 @@ class TargetEngine:
         for request in batch.trees.requests if batch.trees else ():
             request.is_tree_in_flight = request.next_num_rows > 1
             request.queued = request.mailed = request.draft_times = None
+            self._cohort.gave_up(request.request_id)  # if the device waits, no other tree does
             if request.queued_times is not None:
                 order_times[request.request_id] = request.queued_times
                 request.queued_times = None

@@ -20,7 +20,7 @@ from shared.kernels.mail_words import (
     is_word,
     mail_words,
     mail_words_ref,
-    seq_of_ref,
+    seq_bits_ref,
     word_small,
     word_token,
 )
@@ -190,7 +190,7 @@ def post_paths_ref(
     if features is not None:
         assert rows is not None
         request, step = torch.nonzero(on_path & is_posted[:, None], as_tuple=True)
-        half = seq_of_ref(seq)[request] & 1
+        half = seq_bits_ref(seq)[request] & 1
         rows[half, slot[request].long(), step] = features[path_rows[request, step]]
 
 
@@ -348,7 +348,7 @@ def take_paths_ref(
     word = torch.where(slot < 0, -1, paths[slot.squeeze(1).clamp(min=0).long()])  # [R, 8]
     step = torch.arange(MAX_PATH)
     token, length = word & 0xFFFFFFFF, (word[:, :1] >> 32) & 0xFF
-    is_good = (word >> 40 == seq_of_ref(seq)) & ((step >= length) | (token < vocab_size))
+    is_good = (word >> 40 == seq_bits_ref(seq)) & ((step >= length) | (token < vocab_size))
     is_path = is_good.all(dim=1, keepdim=True) & (length <= path_width)
     length = torch.where(is_path, length, 0)  # [R, 1]
     token = torch.where(step < length, token, 0)
@@ -448,7 +448,7 @@ def take_rows_ref(
 ) -> None:
     """Do what `take_rows` does in plain torch."""
     num_reqs = len(taken)
-    half = seq_of_ref(seq[:num_reqs]) & 1
+    half = seq_bits_ref(seq[:num_reqs]) & 1
     posted = rows[half, slot[:num_reqs].clamp(min=0).long(), :path_width]  # [R, P, W]
     is_taken = torch.arange(path_width) < taken[:, :1]  # [R, P]
     features[: num_reqs * path_width] = torch.where(is_taken[..., None], posted, 0).flatten(0, 1)

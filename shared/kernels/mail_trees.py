@@ -22,7 +22,7 @@ from shared.kernels.mail_words import (
     is_word,
     mail_words,
     mail_words_ref,
-    seq_of_ref,
+    seq_bits_ref,
     word_small,
     word_token,
 )
@@ -319,7 +319,7 @@ def take_trees_ref(
     is_row = node < (end - first)[:, None]
     word = torch.where(slot < 0, -1, trees[slot.squeeze(1).clamp(min=0).long()])
     token, parent = word & 0xFFFFFFFF, (word >> 32) & 0xFF
-    is_linked = (word >> 40 == seq_of_ref(seq)) & (token < vocab_size) & (parent < node)
+    is_linked = (word >> 40 == seq_bits_ref(seq)) & (token < vocab_size) & (parent < node)
     up = torch.where(is_linked & is_row & (node > 0), parent, node)
 
     ancestors = [node]

@@ -21,7 +21,7 @@ NO_NODE = 255
 
 
 @triton.jit
-def seq_of(seq):
+def seq_bits(seq):
     """Return the round as words hold it, i64."""
     return seq.to(tl.int64) & 0x7FFFFF
 
@@ -29,13 +29,13 @@ def seq_of(seq):
 @triton.jit
 def mail_words(seq, small, token):
     """Return words of a round, i64."""
-    return (seq_of(seq) << 40) | (small.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
+    return (seq_bits(seq) << 40) | (small.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def is_word(word, seq):
     """Return which words belong to the round; the others say nothing."""
-    return (word >> 40) == seq_of(seq)
+    return (word >> 40) == seq_bits(seq)
 
 
 @triton.jit
@@ -88,9 +88,9 @@ def await_words(
 
 def mail_words_ref(seq: torch.Tensor, small: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     """Do what `mail_words` does in plain torch."""
-    return (seq_of_ref(seq) << 40) | (small.long() << 32) | (token.long() & 0xFFFFFFFF)
+    return (seq_bits_ref(seq) << 40) | (small.long() << 32) | (token.long() & 0xFFFFFFFF)
 
 
-def seq_of_ref(seq: torch.Tensor) -> torch.Tensor:
-    """Do what `seq_of` does in plain torch."""
+def seq_bits_ref(seq: torch.Tensor) -> torch.Tensor:
+    """Do what `seq_bits` does in plain torch."""
     return seq.long() & 0x7FFFFF

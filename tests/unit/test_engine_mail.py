@@ -318,6 +318,23 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(make: Make) -
     )
 
 
+def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, _ = make("standalone")
+    pair = MailedPair(target, draft)
+    finish = target._finish
+
+    def finish_alone(launched: Any) -> None:
+        if launched.batch.trees is not None and launched.batch.trees.awaited is not None:
+            assert not target._cohort.is_awaited
+        finish(launched)
+
+    monkeypatch.setattr(target, "_finish", finish_alone)
+    pair.run(requests_of(2, 0))
+    assert pair.num_awaited > 10
+
+
 def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(make: Make) -> None:
     """Each time costs 30 ms, and those whose trees are there wait as well."""
     target, draft, _ = make("standalone")
