@@ -19,7 +19,8 @@ from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput, Mail
 from draft_service.request import DraftRequest, FeatureRows
 from shared.buckets import ROW_BUCKETS, bucket_of
 from shared.graphs import GraphCache
-from shared.kernels.mail_paths import advance_growth, take_paths, take_rows
+from shared.kernels.mail_growth import advance_growth
+from shared.kernels.mail_paths import take_paths, take_rows
 from shared.kernels.mail_trees import post_trees
 from shared.kernels.mail_words import MAX_PATH
 from shared.kernels.tree_beams import GrowingTrees

@@ -23,6 +23,7 @@ from shared.kernels import (
     linear,
     linear_swiglu,
     logprobs,
+    mail_growth,
     mail_paths,
     mail_trees,
     move_kv,
@@ -229,7 +230,7 @@ def mail_kernels(values: str):
         {"num_warps": 1},
     )
     yield (
-        mail_paths._advance_growth_kernel,
+        mail_growth._advance_growth_kernel,
         [counts, counts, ids, ids, *[counts] * 4, "i32"],
         lanes,
         {"num_warps": 1},

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.mail_paths import advance_growth, post_paths, take_paths, take_rows
+from shared.kernels.mail_growth import advance_growth
+from shared.kernels.mail_paths import post_paths, take_paths, take_rows
 from shared.kernels.mail_words import MAX_PATH, SEQ_BITS
 
 VOCAB_SIZE = 50
