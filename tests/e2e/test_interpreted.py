@@ -73,7 +73,8 @@ def test_every_kernel_runs_in_a_worker(server: Server) -> None:
 
 
 def kernels() -> set[str]:
-    """Return the name under which each Triton kernel of the package counts its launches.
+    """Return the name under which each Triton kernel of the package counts its launches, those of
+    mailboxes left out.
 
     Raises: AssertionError if a function launches a kernel without counting it, or if there is a
         kernel that nothing launches and no other kernel calls.
@@ -91,7 +92,8 @@ def kernels() -> set[str]:
             used |= launched
             own = counted_names(function)
             assert own, f"{path.name}: {function.name} launches {launched} uncounted"
-            counted |= own
+            if not path.name.startswith("mail_"):  # workers on a CPU have no mailbox
+                counted |= own
     assert defined <= used, f"nobody runs {sorted(defined - used)}"
     assert counted
     return counted
