@@ -456,4 +456,4 @@ def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead:
         num_wrong += chaos.num_wrong
         num_awaited += pair.num_awaited
         num_ahead += pair.num_ahead
-    assert num_wrong > 20 and num_awaited > 60 and num_ahead > 20
+    assert num_wrong > 3 and num_awaited > 15 and num_ahead > 5
