@@ -212,7 +212,7 @@ class DraftEngine:
         self._busy_until_ns = time.monotonic_ns()
         return outbox
 
-    def launch_ahead(self) -> None:
+    def launch_awaited(self) -> None:
         """Do nothing: a step of a draft ends with it."""
 
     def compile_mail(self, dtype: torch.dtype) -> None:

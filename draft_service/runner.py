@@ -367,7 +367,8 @@ class DraftRunner:
         features = None
         if mailbox.dtype is not None and mailbox.rows is not None and self.model.input_shift:
             width = mailbox.rows.shape[-1]
-            _, staged = staging.place(features=(mailbox.dtype, (bucket or num_live, width)))
+            fill, staged = staging.place(features=(mailbox.dtype, (bucket or num_live, width)))
+            fill["features"].fill(0)  # padding; the others come from the mailbox
             features = staged["features"]
         mail, on_device = staging.place_zeros(_ahead_fields, num_reqs)
         mail["slot"][:] = [request.mail_slot for request in requests]

@@ -285,7 +285,7 @@ class TargetEngine:
         self._busy_until_ns = time.monotonic_ns()
         return outbox
 
-    def launch_ahead(self) -> None:
+    def launch_awaited(self) -> None:
         """Launch the step of trees that are being grown, if the device is to wait for them."""
         if self._in_flight is None and self._scheduler.await_mail():
             self._in_flight = self._launch(self._scheduler.plan())

@@ -182,7 +182,7 @@ class MailedPair(LinkedPair):
         """Step both engines once; return whether anything is left to do."""
         self.pump()
         if self.target._scheduler.runs_ahead:
-            self.target.launch_ahead()
+            self.target.launch_awaited()
         self.step_target()
         if self.target._in_flight is not None:  # it waits for that before it looks for messages
             self.step_target()

@@ -53,9 +53,9 @@ class Engine(Protocol):
     def step(self) -> list[Any]:
         """Run one batch and return what it answers."""
 
-    def launch_ahead(self) -> None:
-        """Launch what needs no answer but that of another engine's device: before the answers of a
-        step leave, and after new messages have been taken.
+    def launch_awaited(self) -> None:
+        """Launch a step for whose inputs the device itself waits: before the answers of the step before
+        leave, and after new messages have been taken.
         """
 
     def check_integrity(self) -> None:

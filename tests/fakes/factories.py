@@ -89,7 +89,7 @@ class Echo(Unlinked):
         queue, self.queue = self.queue, []
         return [self._answer(message) for message in queue]
 
-    def launch_ahead(self) -> None:
+    def launch_awaited(self) -> None:
         """Do nothing."""
 
     def check_integrity(self) -> None:

@@ -136,7 +136,7 @@ class FakeTarget(Unlinked):
         runs_alone = any(request.can_run_alone for request in self.requests.values())
         return bool(self._outbox or self._queue or runs_alone)
 
-    def launch_ahead(self) -> None:
+    def launch_awaited(self) -> None:
         """Do nothing."""
 
     def check_integrity(self) -> None:

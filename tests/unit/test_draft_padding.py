@@ -33,7 +33,13 @@ def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine
     """Return an engine that pads its batches, or one that does not."""
     engine = make_draft(pairing, **options)
     runner = engine._runner
-    engine._runner = DraftRunner(runner.model, runner.pool, window=runner.window, pads_rows=pads)
+    engine._runner = DraftRunner(
+        runner.model,
+        runner.pool,
+        window=runner.window,
+        vocab_size=runner.vocab_size,
+        pads_rows=pads,
+    )
     return engine
 
 
@@ -145,7 +151,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     keeps[0] = False  # the sink's first slot
     committed = torch.zeros(num_slots, dtype=torch.bool)
     for request in growing:
-        own = request.kv_len + np.arange(runner.num_scratch_slots(request))
+        own = request.kv_len + np.arange(runner.num_scratch_slots(request.awaited.shape))
         keeps[torch.from_numpy(pool.slots(request.req_idx, own)).long()] = False
         rows = np.arange(request.kv_len)
         committed[torch.from_numpy(pool.slots(request.req_idx, rows)).long()] = True

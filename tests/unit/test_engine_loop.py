@@ -50,7 +50,7 @@ class Scripted(Unlinked):
         if message == "go":
             self._steps = self._todo
 
-    def launch_ahead(self) -> None:
+    def launch_awaited(self) -> None:
         pass
 
     def step(self) -> list[Any]:
@@ -150,8 +150,8 @@ class Eager(Scripted):
         self.seen.append(message)
         super().submit(message)
 
-    def launch_ahead(self) -> None:
-        self.seen.append("launch ahead")
+    def launch_awaited(self) -> None:
+        self.seen.append("launch awaited")
 
 
 def test_what_is_launched_ahead_comes_after_new_messages_and_before_the_report(
@@ -175,7 +175,7 @@ def test_what_is_launched_ahead_comes_after_new_messages_and_before_the_report(
     monkeypatch.setattr(pipe, "send", note_and_send)
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
-    assert engine.seen[1:5] == ["go", "new", "launch ahead", "report"]
+    assert engine.seen[1:5] == ["go", "new", "launch awaited", "report"]
 
 
 class Linked(Eager):
@@ -215,7 +215,7 @@ def test_what_a_link_says_comes_before_what_follows_from_it(
     monkeypatch.setattr(pipe, "receive", lambda: [["grant"]] if engine.said else receive())
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
-    assert engine.seen[:4] == ["go", "open", "grant", "launch ahead"]
+    assert engine.seen[:4] == ["go", "open", "grant", "launch awaited"]
 
 
 class Unchanging(Scripted):

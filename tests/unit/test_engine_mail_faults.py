@@ -101,7 +101,7 @@ def moments_of(pair: MailedPair, *, is_ahead: bool) -> list[Callable[[], object]
             pair._on_target(message)
 
     return [
-        *[pair.target.launch_ahead] * is_ahead,
+        *[pair.target.launch_awaited] * is_ahead,
         verify,
         pair.run_draft_device,
         pair.to_target,
@@ -400,7 +400,7 @@ class MailedChaos(Chaos):
         if self.rng.random() < 0.5:
             self.pair.run_draft_device()
         if self.rng.random() < 0.3:
-            self.pair.target.launch_ahead()
+            self.pair.target.launch_awaited()
         if self.rng.random() < 0.5:
             self.pair.hear_late()
         return self._to_draft()
