@@ -280,7 +280,8 @@ class TargetEngine:
         if self._ring is not None:
             self._ring.start_burst()
         self._forget_rows()
-        self._reserve_ahead()
+        if not self._scheduler.can_await_mail:  # else their step is launched right away
+            self._reserve_ahead()
         outbox, self._outbox = self._outbox, []
         self._busy_until_ns = time.monotonic_ns()
         return outbox

@@ -102,7 +102,7 @@ class Scheduler:
         return (
             any(self._has_round(r) or _has_chain(r) for r in self._held.values())
             or self._can_admit()
-            or self._can_await_mail()
+            or self.can_await_mail
         )
 
     @property
@@ -127,13 +127,15 @@ class Scheduler:
 
         Returns: Whether it did; they must be in the next step, and nobody else.
         """
-        if not self._can_await_mail():
+        if not self.can_await_mail:
             return False
         for request in self._held.values():
             request.queued = QueuedRound(None, awaited=request.mailed)
         return True
 
-    def _can_await_mail(self) -> bool:
+    @property
+    def can_await_mail(self) -> bool:
+        """Return whether all that is to be done is to await trees that come by mail."""
         held = self._held.values()
         if not held or not all([request.can_await_mail for request in held]):
             return False

@@ -229,7 +229,7 @@ class MailedPair(LinkedPair):
 
     def tell_target(self, link: Link, message: Any) -> None:
         """Let the target's engine hear one message; of trees that it can await, later."""
-        if isinstance(message, TreeBurst) and self.target._scheduler._can_await_mail():
+        if isinstance(message, TreeBurst) and self.target._scheduler.can_await_mail:
             self.late.append((link, message))
         else:
             super().tell_target(link, message)

@@ -54,9 +54,7 @@ class Engine(Protocol):
         """Run one batch and return what it answers."""
 
     def launch_awaited(self) -> None:
-        """Launch a step for whose inputs the device itself waits: before the answers of the step before
-        leave, and after new messages have been taken.
-        """
+        """Launch a step whose inputs the device awaits, before the last one's answers leave."""
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""

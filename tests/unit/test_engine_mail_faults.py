@@ -146,7 +146,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
         served = fresh(request)
         pair.open(served)
         steps_by_mail(pair, 2)
-        while not (target._scheduler._can_await_mail() and draft._ahead is not None):
+        while not (target._scheduler.can_await_mail and draft._ahead is not None):
             pair.step()
         pair.is_deaf = True
         ways = moments_of(pair, is_ahead=is_ahead)
@@ -176,13 +176,13 @@ def test_nobody_waits_for_the_device_behind_a_lost_link(
     request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY)
     pair.open(request)
     steps_by_mail(pair, 3)
-    while not (target._scheduler._can_await_mail() and draft._ahead is not None):
+    while not (target._scheduler.can_await_mail and draft._ahead is not None):
         pair.step()
     cut(pair, request)
     before = pair.num_awaited
     pair.pump()
     pair.pump()
-    assert not target._scheduler._can_await_mail()
+    assert not target._scheduler.can_await_mail
     assert draft._ahead is None and draft._runner._deferred is None
     pair.finish()
     assert pair.num_awaited == before
@@ -285,7 +285,7 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
     for request in requests[:2]:
         pair.open(request)
     steps_by_mail(pair, 4)
-    while not target._scheduler._can_await_mail():
+    while not target._scheduler.can_await_mail:
         pair.step()
     target._cohort._mean_s = 10.0
     before = pair.num_awaited
