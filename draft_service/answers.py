@@ -27,7 +27,7 @@ def tree_burst(
         timer: Of the step.
         is_ahead: It began before the orders came.
     """
-    orders = [request.awaited for request in requests]
+    orders = [request.pending_order for request in requests]
     counts = output.num_nodes.tolist()
     tokens, parents = output.token_ids.tolist(), output.parent_index.tolist()
     token_ids: list[int] = []
@@ -58,7 +58,7 @@ def tree_burst(
 
 def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: StepTimer) -> TokenTree:
     """Answer the pending round of a request, to the orchestrator."""
-    order, times = request.awaited, request.pending_times
+    order, times = request.pending_order, request.pending_times
     count = output.num_nodes[row]
     return TokenTree(
         request_id=order.request_id,

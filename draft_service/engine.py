@@ -569,7 +569,7 @@ class DraftEngine:
         """Reserve slots for every tree that can grow; whoever was retracted meanwhile is out."""
         growing = []
         for request in [request for request in self._requests.values() if request.can_grow]:
-            num_slots = self._runner.num_scratch_slots(request.awaited.shape)
+            num_slots = self._runner.num_scratch_slots(request.pending_order.shape)
             if request.is_held and self._reserve(request, num_slots):
                 growing.append(request)
         return [request for request in growing if request.is_held]
@@ -585,7 +585,7 @@ class DraftEngine:
             if request.is_held:
                 self._drop_unseen(request)
         for request in growing:
-            self._reserve_ahead(request, request.awaited.shape)
+            self._reserve_ahead(request, request.pending_order.shape)
         self._runner.bring_page_table()
 
     def _drop_unseen(self, request: DraftRequest) -> None:

@@ -133,7 +133,7 @@ class DraftRequest:
         return max(end - self.base - self.kv_len, 0)
 
     @property
-    def awaited(self) -> DraftRound:
+    def pending_order(self) -> DraftRound:
         """Return the pending order, where there is one."""
         assert self.pending is not None
         return self.pending

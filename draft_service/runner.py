@@ -111,7 +111,7 @@ class DraftRunner:
             growing: Requests all of whose committed rows were extended; kv_len counts them.
         Mutates: Scratch KV slots past kv_len.
         """
-        inputs = self._build_grow(growing, [request.awaited.shape for request in growing])
+        inputs = self._build_grow(growing, [request.pending_order.shape for request in growing])
         packed = self._grow(replace(inputs, mail=self._mail_trees(growing)))
         timer.device("grow")
         self._results.start(packed)

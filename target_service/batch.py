@@ -198,7 +198,7 @@ def _await_trees(
     host, device = staging.place_zeros(_mail_fields, len(requests))
     host["slot"][:] = [request.req_idx for request in requests]
     host["seq"][:] = [request.next_mail_seq for request in requests]
-    shapes = [request.queued.awaited for request in requests if request.queued is not None]
+    shapes = [request.queued.awaited_shape for request in requests if request.queued is not None]
     return AwaitedTrees(
         words=mailbox.trees,
         **device,
@@ -222,13 +222,13 @@ def _gather_trees(plan: StepPlan) -> SampledTrees | None:
     layouts = []
     for request in plan.verifies:
         sent = request.queued.tree if request.queued else None
-        awaited = request.queued.awaited if request.queued else None
+        shape = request.queued.awaited_shape if request.queued else None
         parents, layout = _ROOT_ONLY, None
-        if awaited is not None:
-            num_drafts = awaited.num_draft_tokens - 1
+        if shape is not None:
+            num_drafts = shape.num_draft_tokens - 1
             token_ids += [request.tokens[-1], *[0] * num_drafts]
             parents = (-1, *[0] * num_drafts)  # made up
-            layout = _unknown_tree(awaited.num_draft_tokens)
+            layout = _unknown_tree(shape.num_draft_tokens)
         elif sent is not None:
             token_ids += sent.token_ids
             parents = sent.parent_index

@@ -35,12 +35,12 @@ class QueuedRound(NamedTuple):
     """A round to run.
 
     Args:
-        tree: None: the root alone, unless `awaited` says otherwise.
-        awaited: Shape of a tree that the device takes from the mailbox.
+        tree: None: the root alone, unless `awaited_shape` says otherwise.
+        awaited_shape: Of a tree that the device takes from the mailbox.
     """
 
     tree: TokenTree | LinkedTree | None
-    awaited: TreeShape | None = None
+    awaited_shape: TreeShape | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -126,8 +126,8 @@ class TargetRequest:
         """Return the rows of the next round."""
         if self.queued is None:
             return 1
-        if self.queued.awaited is not None:
-            return self.queued.awaited.num_draft_tokens
+        if self.queued.awaited_shape is not None:
+            return self.queued.awaited_shape.num_draft_tokens
         return len(self.queued.tree.token_ids) if self.queued.tree else 1
 
     @property

@@ -54,7 +54,9 @@ class StepPlan:
     @property
     def awaits_mail(self) -> bool:
         """Return whether the device waits for the trees; if so, for all of them."""
-        return any(r.queued is not None and r.queued.awaited is not None for r in self.verifies)
+        return any(
+            r.queued is not None and r.queued.awaited_shape is not None for r in self.verifies
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -130,7 +132,7 @@ class Scheduler:
         if not self.can_await_mail:
             return False
         for request in self._held.values():
-            request.queued = QueuedRound(None, awaited=request.mailed)
+            request.queued = QueuedRound(None, awaited_shape=request.mailed)
         return True
 
     @property

@@ -151,7 +151,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     keeps[0] = False  # the sink's first slot
     committed = torch.zeros(num_slots, dtype=torch.bool)
     for request in growing:
-        own = request.kv_len + np.arange(runner.num_scratch_slots(request.awaited.shape))
+        own = request.kv_len + np.arange(runner.num_scratch_slots(request.pending_order.shape))
         keeps[torch.from_numpy(pool.slots(request.req_idx, own)).long()] = False
         rows = np.arange(request.kv_len)
         committed[torch.from_numpy(pool.slots(request.req_idx, rows)).long()] = True
