@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draft_service.ahead import AheadTrees
 from draft_service.answers import token_tree, tree_burst
 from draft_service.phases import DraftOutput
 from draft_service.request import DraftRequest, FeatureRows
 from draft_service.runner import DraftRunner, ExtendWork
-from shared.buckets import ROW_BUCKETS
 from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.feature_ring import RingReader
 from shared.kernels.dispatch import launch_counts
-from shared.kernels.mail_words import MAX_PATH
 from shared.kv.allocator import OutOfPagesError
-from shared.mailbox import MailboxEnd, is_seq, open_mailbox
+from shared.mailbox import is_seq
 from shared.rpc.link import Link, LinkLost, LinkSet, connect
 from shared.step_timer import StepTimer
 from shared.tree import check_shape
@@ -60,21 +59,6 @@ ACK_ROWS = 64
 """Feature rows between acknowledgements: each wakes both workers, in the middle of a round."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """What the device does by itself as soon as the target's device says what it accepted.
-
-    Args:
-        shape: Of the trees that it will grow.
-        num_tokens: That each request had before.
-    """
-
-    requests: Sequence[DraftRequest]
-    shape: TreeShape
-    num_tokens: Mapping[DraftRequest, int]
-    timer: StepTimer
-
-
 class DraftEngine:
     """Requests, their draft state, and the step that advances them. Single-threaded.
 
@@ -100,8 +84,7 @@ class DraftEngine:
         self._rings = RingReader()
         self.links = LinkSet()
         self._links_by_name: dict[str, Link] = {}
-        self._mailboxes: dict[Link, MailboxEnd] = {}
-        self._ahead: _Ahead | None = None
+        self._ahead = AheadTrees(runner, width=info.features.width)
         self._order = 0
         self._outbox: list[Any] = []
         self._has_rows: bool | None = None  # None: not known
@@ -191,7 +174,7 @@ class DraftEngine:
 
         Returns: TokenTree, RequestFailure, RequestRetracted and FeatureCommand messages.
         """
-        self._finish_ahead()
+        self._commit_ahead()
         timer = StepTimer(
             self._pool.device, is_on=any(r.pending_times for r in self._requests.values())
         )
@@ -222,66 +205,6 @@ class DraftEngine:
             dtype: Of the features that will come.
         """
         self._runner.compile_mail(dtype)
-
-    def _finish_ahead(self) -> None:
-        """Commit and answer what the device did by itself, if there is anything to do at all.
-
-        It is the same as what would be done now: if the target's host says otherwise, or did not
-        say it yet, it is not committed, and done again.
-        """
-        ahead = self._ahead
-        if ahead is None or not self._has_compute:
-            return
-        self._ahead = None
-        taken, output = self._runner.read_ahead(ahead.timer)
-        rows = []
-        for row, (request, path) in enumerate(zip(ahead.requests, taken.tolist(), strict=True)):
-            if self._confirms(request, ahead, path[1 : 1 + path[0]]):
-                request.kv_len += path[0]
-                if request.input_shift:
-                    request.take_features(path[0])
-                rows.append(row)
-        done = [ahead.requests[row] for row in rows]
-        if not done:
-            return
-        self._answer(done, rows, output, ahead.timer, is_ahead=True)
-        self._num_steps += 1
-        self._num_rows += sum(taken[rows, 0].tolist())
-        self._num_request_steps += len(done)
-        for request in done:
-            self._drop_unseen(request)
-
-    def _confirms(self, request: DraftRequest, ahead: _Ahead, path: Sequence[int]) -> bool:
-        """Return whether the target's host has said and ordered what its device said."""
-        if not path or not request.is_held or request.pending is None:
-            return False
-        return (
-            request.pending.shape == ahead.shape
-            and request.tokens[ahead.num_tokens[request] :] == list(path)
-            and request.num_ready_rows == len(path)
-        )
-
-    def _run_ahead(self) -> None:
-        """Let the device wait for what the target accepts of the newest trees, and go on from it.
-
-        Only if all requests are at that point: whoever else needed the device would have to wait.
-        """
-        requests = list(self._requests.values())
-        if self._ahead is not None or not requests:
-            return
-        mailbox, shape = requests[0].mailbox, requests[0].shape
-        if mailbox is None or shape is None or shape.num_steps >= MAX_PATH:
-            return
-        if not all([r.can_run_ahead(mailbox, shape) for r in requests]):
-            return
-        if len(requests) * (shape.num_steps + 1) > ROW_BUCKETS[-1]:
-            return
-        if not all([self._reserve_ahead(request, shape) for request in requests]):
-            return
-        timer = StepTimer(self._pool.device, is_on=any(r.open.is_timed for r in requests))
-        self._runner.run_ahead(requests, shape, mailbox, timer)
-        num_tokens = {request: len(request.tokens) for request in requests}
-        self._ahead = _Ahead(requests, shape, num_tokens, timer)
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
@@ -323,7 +246,7 @@ class DraftEngine:
         self._requests[message.request_id] = request
         request.link = self._link_to(message.target_link)
         if request.link is not None:
-            request.mailbox = self._mailboxes.get(request.link)
+            request.mailbox = self._ahead.mailbox_of(request.link)
             request.link.put(
                 LinkOpen(
                     request_id=message.request_id,
@@ -375,27 +298,14 @@ class DraftEngine:
             logger.info("linked to %s: rounds and features go from engine to engine", name)
             self._links_by_name[name] = link
             self.links.add(link)
-            self._open_mailbox(name, link)
+            self._ahead.open_mailbox(name, link)
         return link
-
-    def _open_mailbox(self, name: str, link: Link) -> None:
-        try:
-            self._mailboxes[link] = open_mailbox(
-                name, width=self.info.features.width, device=self._pool.device
-            )
-        except OSError as error:
-            logger.info("trees go to the target's host only: no mailbox: %s", error)
-        else:
-            logger.info("trees go straight to the target's device, and paths come from there")
 
     def _lose_link(self, link: Link) -> None:
         """Go on without a link: orders come from the orchestrator, features through the front."""
         for name in [name for name, known in self._links_by_name.items() if known is link]:
             del self._links_by_name[name]
-        if self._ahead is not None:  # it may be about to read the mailbox
-            self._runner.read_ahead(self._ahead.timer)
-            self._ahead = None
-        self._mailboxes.pop(link, None)
+        self._ahead.lose_link(link)
         for request in self._requests.values():
             if request.link is link:
                 request.link = request.answer_link = request.mailbox = None
@@ -547,6 +457,28 @@ class DraftEngine:
             )
 
     # --- a step ----------------------------------------------------------------------------------
+
+    def _commit_ahead(self) -> None:
+        """Commit and answer what the device did ahead, if there is anything to do at all."""
+        done = self._ahead.finish() if self._has_compute else None
+        if done is None:
+            return
+        for request, num_tokens in zip(done.requests, done.num_tokens, strict=True):
+            request.kv_len += num_tokens
+            if request.input_shift:
+                request.take_features(num_tokens)
+        self._answer(done.requests, done.rows, done.output, done.timer, is_ahead=True)
+        self._num_steps += 1
+        self._num_rows += sum(done.num_tokens)
+        self._num_request_steps += len(done.requests)
+        for request in done.requests:
+            self._drop_unseen(request)
+
+    def _run_ahead(self) -> None:
+        requests = list(self._requests.values())
+        shape = self._ahead.next_shape(requests)
+        if shape is not None and all([self._reserve_ahead(r, shape) for r in requests]):
+            self._ahead.launch(requests, shape)
 
     def _plan_extend(self) -> list[ExtendWork]:
         """Choose rows: requests whose tree is awaited first, oldest first."""

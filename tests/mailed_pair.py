@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from draft_service.ahead import AheadTrees, ConfirmedTrees
 from draft_service.engine import DraftEngine
-from draft_service.request import DraftRequest
 from draft_service.runner import DraftRunner
 from shared.mailbox import Mailbox, MailboxEnd
 from shared.rpc.link import Link
@@ -169,14 +169,15 @@ class MailedPair(LinkedPair):
             self.edit_paths(mailbox, mail)
             DraftRunner._launch_ahead(draft_runner, extend, grow, mail, mailbox, *rest)
 
-        def confirms(request: DraftRequest, *args: Any) -> bool:
-            is_confirmed = type(draft)._confirms(draft, request, *args)
-            assert request.is_held or not is_confirmed, "its pages are another's"
-            self.num_ahead += is_confirmed
-            return is_confirmed
+        def finish_ahead() -> ConfirmedTrees | None:
+            done = AheadTrees.finish(draft._ahead)
+            if done is not None:
+                assert all(r.is_held for r in done.requests), "its pages are another's"
+                self.num_ahead += len(done.requests)
+            return done
 
         draft_runner._launch_ahead = launch_ahead  # type: ignore[method-assign]
-        draft._confirms = confirms  # type: ignore[method-assign]
+        draft._ahead.finish = finish_ahead  # type: ignore[method-assign]
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
@@ -266,6 +267,6 @@ class PoisonedMailedPair(MailedPair):
         if self.target._in_flight is None:
             poison_scratch(self.target)
         assert self.draft is not None
-        if self.draft._ahead is None or not self.is_draft_ahead:
+        if not (self.draft._ahead.is_running and self.is_draft_ahead):
             poison_scratch(self.draft, _MUCH)
         return is_busy

@@ -32,15 +32,19 @@ UNTIMED = StepTimer(torch.device("cpu"), is_on=False)
 def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine:
     """Return an engine that pads its batches, or one that does not."""
     engine = make_draft(pairing, **options)
-    runner = engine._runner
-    engine._runner = DraftRunner(
-        runner.model,
-        runner.pool,
-        window=runner.window,
-        vocab_size=runner.vocab_size,
+    runner = DraftRunner(
+        engine._runner.model,
+        engine._runner.pool,
+        window=engine._runner.window,
+        vocab_size=engine._runner.vocab_size,
         pads_rows=pads,
     )
-    return engine
+    return DraftEngine(
+        runner,
+        engine.info,
+        max_batch_rows=engine._max_batch_rows,
+        max_context_len=engine._max_context_len,
+    )
 
 
 def trees_of(request: LocalRequest) -> list[TokenTree]:
