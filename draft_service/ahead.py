@@ -90,7 +90,7 @@ class AheadTrees:
         return self._mailboxes.get(link)
 
     def lose_link(self, link: Link) -> None:
-        """Close the mailbox of a target that is gone, when the device does not read it."""
+        """Leave the mailbox of a target that is gone, which the device may be about to read."""
         if self._launched is not None:
             self._runner.read_ahead(self._launched.timer)
             self._launched = None

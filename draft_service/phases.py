@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kernels.tree_children import ChildNoise
+from shared.mailbox import MailboxEnd
 from shared.packing import PackedRows
 from shared.types import TreeShape
 
@@ -59,6 +60,24 @@ class MailedTrees:
     words: torch.Tensor
     slot: torch.Tensor
     seq: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailedPaths:
+    """Where paths come from, and where the trees go that grow from their ends.
+
+    Args:
+        mailbox: Of all of them.
+        slot, seq: [R] i32, place and number of each.
+        path_width: Tokens of the longest that may come.
+        trees: As many.
+    """
+
+    mailbox: MailboxEnd
+    slot: torch.Tensor
+    seq: torch.Tensor
+    path_width: int
+    trees: MailedTrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,27 +15,24 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.growth import TreeGrower
-from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput, MailedTrees
+from draft_service.mail import compile_mail, place_paths, stage_trees, take_mail
+from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput, MailedPaths
 from draft_service.request import DraftRequest, FeatureRows
 from shared.buckets import ROW_BUCKETS, bucket_of
 from shared.graphs import GraphCache
-from shared.kernels.mail_growth import advance_growth
-from shared.kernels.mail_paths import take_paths, take_rows
 from shared.kernels.mail_trees import post_trees
 from shared.kernels.mail_words import MAX_PATH
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
-from shared.mailbox import MailboxEnd, next_seq
+from shared.mailbox import MailboxEnd
 from shared.models.draft import DraftModel
 from shared.packing import RowBlocks, pack_rows
-from shared.staging import Fields, Staging, Tensors
+from shared.staging import Fields, Staging
 from shared.step_timer import StepTimer
 from shared.types import MAX_TREE_NODES, TreeShape
 
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
-# Longer than any step of a target; the host ends a wait when it knows better.
-PATH_PATIENCE_US = 100_000
 
 
 class ExtendWork(NamedTuple):
@@ -112,7 +109,7 @@ class DraftRunner:
         Mutates: Scratch KV slots past kv_len.
         """
         inputs = self._build_grow(growing, [request.pending_order.shape for request in growing])
-        packed = self._grow(replace(inputs, mail=self._mail_trees(growing)))
+        packed = self._grow(replace(inputs, mail=stage_trees(growing, self._mail_staging)))
         timer.device("grow")
         self._results.start(packed)
 
@@ -134,13 +131,14 @@ class DraftRunner:
         Mutates: KV slots past kv_len of each request.
         """
         path_width = shape.num_steps + 1
-        extend, mail = self._build_ahead(requests, path_width, mailbox)
+        extend, paths = self._build_ahead(requests, path_width, mailbox)
         grow = self._build_grow(requests, [shape] * len(requests))
+        grow = replace(grow, mail=(paths.trees,))
         self._stop.zero_()
         timer.host("pack")
 
         def launch() -> None:
-            self._launch_ahead(extend, grow, mail, mailbox, path_width, timer)
+            self._launch_ahead(paths, extend, grow, timer)
 
         if self.pool.device.type == "cuda":
             launch()
@@ -168,85 +166,13 @@ class DraftRunner:
         Args:
             dtype: Of the features that will come.
         """
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.pool.device)
-
-        nowhere, count = zeros(1) - 1, zeros(1)
-        index = [zeros(1, dtype=torch.int64) for _ in range(2)]
-        words = zeros(1, MAX_TREE_NODES, dtype=torch.int64)
-        post_trees(words, zeros(1, 4), nowhere, nowhere)
-        taken = take_paths(
-            words[:, :MAX_PATH].contiguous(),
-            nowhere,
-            nowhere,
+        compile_mail(
             self._stop,
-            index[0],
-            count,
-            *index,
-            num_reqs=1,
-            path_width=1,
-            spare_idx=0,
+            width=self.model.feature_spec.width,
             vocab_size=self.vocab_size,
-            timeout_us=0,
+            dtype=dtype,
+            device=self.pool.device,
         )
-        width = self.model.feature_spec.width
-        if width:
-            rows = zeros(2, 1, MAX_PATH, width, dtype=dtype)
-            take_rows(rows, nowhere, nowhere, taken, zeros(1, width, dtype=dtype), path_width=1)
-        advance_growth(taken, count, *index, *[zeros(1) for _ in range(4)])
-
-    def _launch_ahead(
-        self,
-        extend: DraftExtendInput,
-        grow: DraftInput,
-        mail: Tensors,
-        mailbox: MailboxEnd,
-        path_width: int,
-        timer: StepTimer,
-    ) -> None:
-        taken = take_paths(
-            mailbox.paths,
-            mail["slot"],
-            mail["path_seq"],
-            self._stop,
-            extend.token_ids,
-            extend.rows.slot_mapping,
-            extend.last_rows,
-            extend.hidden_idx,
-            num_reqs=len(mail["slot"]),
-            path_width=path_width,
-            spare_idx=self.pool.max_num_requests,
-            vocab_size=self.vocab_size,
-            timeout_us=PATH_PATIENCE_US,
-        )
-        if extend.features is not None:
-            assert mailbox.rows is not None
-            take_rows(
-                mailbox.rows,
-                mail["slot"],
-                mail["path_seq"],
-                taken,
-                extend.features,
-                path_width=path_width,
-            )
-        advance_growth(
-            taken,
-            grow.trees.kv_len,
-            grow.trees.node_position,
-            grow.child_position,
-            grow.trees.req_idx,
-            grow.trees.topk,
-            grow.trees.num_steps,
-            grow.num_nodes,
-        )
-        timer.device("await")
-        self._extend(extend)
-        timer.device("extend")
-        trees = MailedTrees(words=mailbox.trees, slot=mail["slot"], seq=mail["tree_seq"])
-        packed = self._grow(replace(grow, mail=(trees,)))
-        timer.device("grow")
-        self._results.start(packed, taken)
 
     def read(self, timer: StepTimer) -> DraftOutput:
         """Return what was grown last, valid until the next growth; waits for the device."""
@@ -265,6 +191,24 @@ class DraftRunner:
     def num_scratch_slots(shape: TreeShape) -> int:
         """Return how many slots past kv_len a tree needs."""
         return (shape.num_steps - 1) * shape.topk
+
+    def _launch_ahead(
+        self, paths: MailedPaths, extend: DraftExtendInput, grow: DraftInput, timer: StepTimer
+    ) -> None:
+        taken = take_mail(
+            paths,
+            extend,
+            grow,
+            self._stop,
+            spare_idx=self.pool.max_num_requests,
+            vocab_size=self.vocab_size,
+        )
+        timer.device("await")
+        self._extend(extend)
+        timer.device("extend")
+        packed = self._grow(grow)
+        timer.device("grow")
+        self._results.start(packed, taken)
 
     def _extend(self, inputs: DraftExtendInput) -> None:
         if inputs.bucket is None:
@@ -343,11 +287,8 @@ class DraftRunner:
 
     def _build_ahead(
         self, requests: Sequence[DraftRequest], path_width: int, mailbox: MailboxEnd
-    ) -> tuple[DraftExtendInput, Tensors]:
-        """Stage rows for the longest path of each request, and where its path and its tree are.
-
-        Returns: slot, path_seq and tree_seq, [R] i32, beside the rows.
-        """
+    ) -> tuple[DraftExtendInput, MailedPaths]:
+        """Stage rows for the longest path of each request, and where its path and its tree are."""
         staging, pool = self._staging, self.pool
         num_reqs = len(requests)
         num_live = num_reqs * path_width
@@ -370,33 +311,10 @@ class DraftRunner:
             fill, staged = staging.place(features=(mailbox.dtype, (bucket or num_live, width)))
             fill["features"].fill(0)  # padding; the others come from the mailbox
             features = staged["features"]
-        mail, on_device = staging.place_zeros(_ahead_fields, num_reqs)
-        mail["slot"][:] = [request.mail_slot for request in requests]
-        mail["path_seq"][:] = [request.mail_seq for request in requests]
-        mail["tree_seq"][:] = [next_seq(request.mail_seq) for request in requests]
+        paths = place_paths(requests, mailbox, path_width, staging)
         staging.flush()
         inputs = DraftExtendInput(**device, rows=rows, features=features, bucket=bucket)
-        return inputs, on_device
-
-    def _mail_trees(self, requests: Sequence[DraftRequest]) -> list[MailedTrees]:
-        """Stage where the trees go that targets' devices wait for, a mailbox after the other."""
-        staging = self._mail_staging
-        mailboxes = [r.mailbox if r.mail_seq else None for r in requests]
-        distinct = {id(mailbox): mailbox for mailbox in mailboxes if mailbox is not None}
-        if not distinct:
-            return []
-        staging.begin()
-        mail = []
-        for mailbox in distinct.values():
-            host, device = staging.place_zeros(_mail_fields, len(requests))
-            host["seq"][:] = [request.mail_seq for request in requests]
-            host["slot"][:] = [
-                request.mail_slot if own is mailbox else -1
-                for request, own in zip(requests, mailboxes, strict=True)
-            ]
-            mail.append(MailedTrees(words=mailbox.trees, **device))
-        staging.flush()
-        return mail
+        return inputs, paths
 
     def _build_grow(
         self, requests: Sequence[DraftRequest], shapes: Sequence[TreeShape]
@@ -473,14 +391,6 @@ def _growth_fields(num_reqs: int) -> Fields:
     """Return what a growth reads of each of its requests."""
     dtypes = {**_GROWTH_NUMBERS, "temperature": torch.float32, "seed": torch.int64}
     return {name: (dtype, (num_reqs,)) for name, dtype in dtypes.items()}
-
-
-def _mail_fields(num_reqs: int) -> Fields:
-    return {"slot": (torch.int32, (num_reqs,)), "seq": (torch.int32, (num_reqs,))}
-
-
-def _ahead_fields(num_reqs: int) -> Fields:
-    return dict.fromkeys(("slot", "path_seq", "tree_seq"), (torch.int32, (num_reqs,)))
 
 
 def _extend_fields(num_rows: int, num_reqs: int) -> Fields:

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from draft_service.ahead import AheadTrees, ConfirmedTrees
 from draft_service.engine import DraftEngine
+from draft_service.phases import MailedPaths
 from draft_service.runner import DraftRunner
-from shared.mailbox import Mailbox, MailboxEnd
+from shared.mailbox import Mailbox
 from shared.rpc.link import Link
 from shared.types import SamplingParams, TargetClose, TreeBurst, TreeShape
 from target_service.engine import TargetEngine
@@ -40,7 +39,7 @@ BUSHY = SHAPES[2]
 _MUCH = 1e4
 
 EditTrees = Callable[[AwaitedTrees], object]
-EditPaths = Callable[[MailboxEnd, dict[str, torch.Tensor]], object]
+EditPaths = Callable[[MailedPaths], object]
 
 
 def give_mailbox(target: TargetEngine) -> Mailbox:
@@ -140,7 +139,7 @@ class MailedPair(LinkedPair):
         self,
         *args: Any,
         edit_trees: EditTrees = lambda awaited: None,
-        edit_paths: EditPaths = lambda mailbox, mail: None,
+        edit_paths: EditPaths = lambda paths: None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
@@ -165,9 +164,9 @@ class MailedPair(LinkedPair):
             return
         draft, draft_runner = self.draft, self.draft._runner
 
-        def launch_ahead(extend: Any, grow: Any, mail: Any, mailbox: Any, *rest: Any) -> None:
-            self.edit_paths(mailbox, mail)
-            DraftRunner._launch_ahead(draft_runner, extend, grow, mail, mailbox, *rest)
+        def launch_ahead(paths: MailedPaths, *rest: Any) -> None:
+            self.edit_paths(paths)
+            DraftRunner._launch_ahead(draft_runner, paths, *rest)
 
         def finish_ahead() -> ConfirmedTrees | None:
             done = AheadTrees.finish(draft._ahead)

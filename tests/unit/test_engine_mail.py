@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared.mailbox import MailboxEnd, is_seq
+import draft_service.runner
+from draft_service.phases import MailedPaths
+from shared.mailbox import is_seq
 from shared.rpc.link import Link
 from shared.types import RoundBurst, SamplingParams, TokenTree, TreeShape
 from target_service.phases import AwaitedTrees
@@ -302,12 +304,14 @@ def sizes_of_awaited(pair: MailedPair) -> set[int]:
     }
 
 
-def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(make: Make) -> None:
+def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft, mailbox = make("standalone")
-    draft._runner._mail_trees = lambda requests: []  # type: ignore[method-assign]
+    monkeypatch.setattr(draft_service.runner, "stage_trees", lambda *_: [])
     requests = requests_of(2, 0)
     expected = plain_of(target, requests)
-    pair = PoisonedMailedPair(target, draft, edit_paths=lambda end, mail: end.paths.zero_())
+    pair = PoisonedMailedPair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
     pair.run(requests)
     check(requests, expected)
     assert not mailbox.trees.any() and pair.num_awaited > 5 and pair.num_ahead == 0
@@ -335,11 +339,13 @@ def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
     assert pair.num_awaited > 10
 
 
-def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(make: Make) -> None:
+def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each time costs 30 ms, and those whose trees are there wait as well."""
     target, draft, _ = make("standalone")
-    draft._runner._mail_trees = lambda requests: []  # type: ignore[method-assign]
-    pair = MailedPair(target, draft, edit_paths=lambda end, mail: end.paths.zero_())
+    monkeypatch.setattr(draft_service.runner, "stage_trees", lambda *_: [])
+    pair = MailedPair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
     pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
     rounds = [round_idx for _, round_idx in pair.awaited]
     gaps = [after - before for before, after in itertools.pairwise(rounds)]
@@ -407,9 +413,9 @@ WRONG_PATHS: list[EditPath] = [
 def spoiled(spoil: EditPath) -> EditPaths:
     rng = random.Random(1)
 
-    def edit(mailbox: MailboxEnd, mail: dict[str, torch.Tensor]) -> None:
-        for slot, seq in zip(mail["slot"].tolist(), mail["path_seq"].tolist(), strict=True):
-            spoil(mailbox.paths[slot], seq, rng)
+    def edit(paths: MailedPaths) -> None:
+        for slot, seq in zip(paths.slot.tolist(), paths.seq.tolist(), strict=True):
+            spoil(paths.mailbox.paths[slot], seq, rng)
 
     return edit
 
@@ -454,12 +460,12 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
     expected = plain_of(target, requests)
     num_left = 3
 
-    def edit(mailbox: MailboxEnd, mail: dict[str, torch.Tensor]) -> None:
+    def edit(paths: MailedPaths) -> None:
         nonlocal num_left
-        assert mailbox.rows is not None
+        assert paths.mailbox.rows is not None
         num_left -= 1
         if num_left >= 0:
-            mailbox.rows.fill_(value)
+            paths.mailbox.rows.fill_(value)
 
     pair = MailedPair(target, draft, edit_paths=edit)
     pair.run(requests)

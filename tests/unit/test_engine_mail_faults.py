@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draft_service.engine_factory import EXTRA_SLOTS
-from shared.mailbox import MailboxEnd
+from draft_service.phases import MailedPaths
 from shared.types import FinishReason, VerifyRound
 from target_service.engine import TargetEngine
 from target_service.phases import AwaitedTrees
@@ -409,11 +409,11 @@ class MailedChaos(Chaos):
         for words, seq in words_of(awaited):
             self.spoil_words(WRONG_TREES, words, seq)
 
-    def spoil_paths(self, mailbox: MailboxEnd, mail: dict[str, torch.Tensor]) -> None:
-        for slot, seq in zip(mail["slot"].tolist(), mail["path_seq"].tolist(), strict=True):
-            self.spoil_words(WRONG_PATHS, mailbox.paths[slot], seq)
-        if mailbox.rows is not None and self.rng.random() < 0.1:
-            mailbox.rows.normal_()
+    def spoil_paths(self, paths: MailedPaths) -> None:
+        for slot, seq in zip(paths.slot.tolist(), paths.seq.tolist(), strict=True):
+            self.spoil_words(WRONG_PATHS, paths.mailbox.paths[slot], seq)
+        if paths.mailbox.rows is not None and self.rng.random() < 0.1:
+            paths.mailbox.rows.normal_()
 
     def spoil_words(self, ways: Sequence[EditWords], words: torch.Tensor, seq: int) -> None:
         if self.rng.random() < 0.2:
