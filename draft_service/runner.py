@@ -309,7 +309,7 @@ class DraftRunner:
         if mailbox.dtype is not None and mailbox.rows is not None and self.model.input_shift:
             width = mailbox.rows.shape[-1]
             fill, staged = staging.place(features=(mailbox.dtype, (bucket or num_live, width)))
-            fill["features"].fill(0)  # padding; the others come from the mailbox
+            fill["features"][num_live:] = 0  # the others come from the mailbox
             features = staged["features"]
         paths = place_paths(requests, mailbox, path_width, staging)
         staging.flush()
