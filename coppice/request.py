@@ -8,7 +8,6 @@ from typing import TypedDict
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
 
-
 DEFAULT_MAX_NEW_TOKENS = 256
 
 

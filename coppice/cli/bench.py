@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coppice.cli.options import add_server_option
+from coppice.cli.options import add_server_option, require_server
 from coppice.stack.config import split_list
 from shared.config_check import parse_shape
 from shared.errors import ConfigError
@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             "ignore_eos": True,
         },
     }
+    require_server(arguments.server)
     if arguments.timeline is not None:
         timelines = asyncio.run(measure_timelines(arguments.server, **what))
         for timeline in timelines:

@@ -35,6 +35,8 @@ SERVICE = textwrap.dedent(
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
+    if mode != "impostor":
+        servicer.set(f"process/{os.getpid()}", health_pb2.HealthCheckResponse.SERVING)
     if mode != "never":
         servicer.set("some.Service", health_pb2.HealthCheckResponse.SERVING)
     ended = threading.Event()
