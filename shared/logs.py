@@ -19,3 +19,5 @@ def configure_logging(level: int | str) -> None:
         level=level.upper() if isinstance(level, str) else level, format=FORMAT, stream=sys.stderr
     )
     logging.captureWarnings(capture=True)
+    logging.getLogger("grpc").setLevel(logging.WARNING)  # below, it tells of every call's steps
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
