@@ -39,9 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Stream the completion to stdout."""
     from coppice.client import Client
 
+    keywords = request_keywords(arguments)
     require_server(arguments.server)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    keywords = request_keywords(arguments)
     printer = TokenPrinter(sys.stdout, shows_tree=arguments.show_tree)
     if arguments.show_tree:
         sys.stderr.write(printer.legend(sys.stderr) + "\n")
