@@ -388,6 +388,7 @@ async def test_every_request_leaves_one_line_in_the_log(
         await client.generate(token_ids=PROMPT, max_new_tokens=4, request_id="finished")
         with pytest.raises(DeadlineExceededError, match="timeout_s is 0.3"):
             await client.generate(**long, timeout_s=0.3, request_id="late")  # type: ignore[arg-type]
+        await freed(target, draft)
         task = asyncio.create_task(client.generate(**long, request_id="cancelled"))  # type: ignore[arg-type]
         await eventually(lambda: bool(draft.engine.requests))
         task.cancel()

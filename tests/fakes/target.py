@@ -78,8 +78,6 @@ class FakeTarget(Unlinked):
         has_features: Whether requests keep features at all.
         ring: Carries rows to subscribers that can read it.
         link: Name that drafts link to; the messages in `linked` are to be carried there.
-        prefill_ns: How long ago it says to have begun with a prompt when it is done with it; 0: it
-            does not say.
     """
 
     incarnation: str = "fake-target"
@@ -90,7 +88,6 @@ class FakeTarget(Unlinked):
     eos_token_ids: tuple[int, ...] = ()
     ring: FeatureRing | None = None
     link: str = ""
-    prefill_ns: int = 0
     linked: list[Any] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)  # every message, in order
@@ -360,14 +357,11 @@ class FakeTarget(Unlinked):
         self._queue.append((request, message))
 
     def _prefill(self, request: _Request) -> None:
-        began_ns = time.monotonic_ns() - self.prefill_ns
         self._outbox.append(
             TargetAdmitted(
                 request_id=request.open.request_id,
                 target_epoch=request.open.target_epoch,
-                times=AnswerTimes(clock_id=clock_id(), begin_ns=began_ns)
-                if self.prefill_ns
-                else None,
+                times=AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns()),
             )
         )
         self._num_rows += len(request.tokens)

@@ -85,17 +85,17 @@ def drawn(results: list[TimelineResult]) -> ElementTree.Element:
 def test_a_stage_has_one_color_in_all_pictures_that_every_renderer_knows() -> None:
     """hsl() and styles are for browsers: others draw black."""
     first, other = summarize("x", 1, ROUNDS), summarize("y", 1, [round_times(0, draft_grow=5)])
-    colors: dict[str, set[str]] = {}
+    known = stage_colors()
     for root in (drawn([first, other]), drawn([other]), drawn([other, first])):
         assert not root.findall(".//{*}style")
+        colors: dict[str, set[str]] = {}
         for rect in root.findall("{*}rect"):
             fill, title = rect.get("fill", ""), rect.findtext("{*}title")
             assert re.fullmatch("#[0-9a-f]{6}", fill) and not rect.get("style")
             if title:
                 colors.setdefault(re.sub(r": [\d.]+ us at .*", "", title), set()).add(fill)
-    assert {len(found) for found in colors.values()} == {1}
-    assert colors["draft: grow"] == {stage_colors()["draft: grow"]}
-    known = stage_colors()
+        assert {len(found) for found in colors.values()} == {1}
+        assert colors["draft: grow"] == {known["draft: grow"]}
     assert len(set(known.values())) == len(known)
 
 
