@@ -413,9 +413,8 @@ class DraftLink:
             self._on_let_down()
 
     def _fail(self, reason: str) -> None:
-        self._loss = (
-            reason  # no news if the request is over: its end may overtake what the draft asks
-        )
+        # News only if the request goes on: one that ends may be gone before its draft asks for it.
+        self._loss = reason
         if self._worker is not None:
             self._avoid = frozenset({self._worker.address})
         self._leave()
