@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.buckets import ROW_BUCKETS
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FinishReason,
     RoundGrant,
@@ -20,6 +19,7 @@ from shared.types import (
     TokenTree,
     VerifyRound,
 )
+from shared.step.buckets import ROW_BUCKETS
 from target_service.engine import TargetEngine
 
 _SAMPLINGS = (

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draft_service.engine import DraftEngine
-from shared.feature_ring import read_nonce
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     DraftClose,
     DraftOpen,
@@ -35,6 +34,7 @@ from shared.types import (
     TreeShape,
     VerifyRound,
 )
+from shared.peer.ring import read_nonce
 from target_service.engine import TargetEngine
 
 
@@ -103,7 +103,7 @@ class LocalPair:
         num_granted: int = 0,
     ) -> None:
         self.target = target
-        self.target_link = ""
+        self.target_socket = ""
         self.draft = draft
         self.edit_tree = edit_tree
         self.edit_chunk = edit_chunk
@@ -148,7 +148,7 @@ class LocalPair:
                 target_epoch=request.target_epoch,
                 draft_epoch=request.draft_epoch,
                 target_address="local",
-                target_link=self.target_link,
+                target_socket=self.target_socket,
                 token_ids=tuple(request.tokens),
                 sampling=request.sampling,
                 is_timed=request.is_timed,

@@ -21,20 +21,20 @@ class TargetServiceSessionRequest(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[RoundGrant, _Mapping]]] = ...) -> None: ...
 
 class TargetServiceSessionResponse(_message.Message):
-    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "unlinked")
+    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "detached")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PATHS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     RETRACTED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    UNLINKED_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
     admitted: _containers.RepeatedCompositeFieldContainer[TargetAdmitted]
     accepted_paths: _containers.RepeatedCompositeFieldContainer[_tree_pb2.AcceptedPath]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
     retracted: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestRetracted]
     load: _tree_pb2.WorkerLoad
-    unlinked: _containers.RepeatedCompositeFieldContainer[DraftUnlinked]
-    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., unlinked: _Optional[_Iterable[_Union[DraftUnlinked, _Mapping]]] = ...) -> None: ...
+    detached: _containers.RepeatedCompositeFieldContainer[DraftDetached]
+    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., detached: _Optional[_Iterable[_Union[DraftDetached, _Mapping]]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
     __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed")
@@ -108,7 +108,7 @@ class RoundGrant(_message.Message):
     num_draft_tokens: int
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., until_round_idx: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
-class DraftUnlinked(_message.Message):
+class DraftDetached(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]

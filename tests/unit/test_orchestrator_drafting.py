@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from shared.errors import StatusCode
-from shared.generation import TokenDelta
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     DraftOpen,
     DraftRound,
@@ -22,6 +21,7 @@ from shared.types import (
     TokenTree,
     VerifyRound,
 )
+from shared.messages.generation import TokenDelta
 from tests.fakes import generate
 from tests.fakes.in_memory import Unreadable, pass_on, run_virtual
 from tests.unit.scene import (
