@@ -25,7 +25,6 @@ from tenacity import RetryCallState, wait_exponential_jitter
 
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
-from orchestrator.target_handle import GrantedTrees
 from orchestrator.workers import Garbled, Worker, WorkerLost
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidTreeError
@@ -33,6 +32,7 @@ from shared.messages import (
     DraftClose,
     DraftOpen,
     DraftRound,
+    PeerTrees,
     RequestFailure,
     RequestRetracted,
     SamplingParams,
@@ -192,7 +192,7 @@ class DraftHandle:
         self._heard_at = min(self._heard_at, now)
         self._worker.send(order)
 
-    def granted(self) -> GrantedTrees | None:
+    def granted(self) -> PeerTrees | None:
         """Return what the target may order by itself from now on; None: `order` every tree.
 
         Rounds run directly from the first tree of a draft on that is attached to the target, until
@@ -206,14 +206,14 @@ class DraftHandle:
             self._watch_peer()
         return trees
 
-    def grantable(self) -> GrantedTrees | None:
+    def grantable(self) -> PeerTrees | None:
         """Return what `granted` would, and change nothing: rounds are not direct yet."""
         is_trusted = self._has_peer and self._num_misses < _MAX_MISSES
         is_peer = self.state is DraftState.DIRECT
         if not is_peer and not (self.state is DraftState.LIVE and is_trusted):
             return None
         assert self._shape is not None
-        return GrantedTrees(
+        return PeerTrees(
             draft_epoch=self._draft_epoch, token_offset=self._num_tokens_sent, shape=self._shape
         )
 

@@ -32,6 +32,7 @@ from shared.errors import (
 from shared.messages import (
     AcceptedPath,
     FinishReason,
+    RootOnly,
     StoppingParams,
     TargetAdmitted,
     TargetOpen,
@@ -171,10 +172,10 @@ class Generation:
         """Wait for a round that the target runs by itself, with its draft if one is attached."""
         assert self._target is not None
         if self._draft.is_off:
-            self._target.grant(self._round_idx)
+            self._target.extend_credit(self._round_idx, RootOnly())
         with self._reply.meter.verify:
             try:
-                path = await self._target.granted_path(self._round_idx)
+                path = await self._target.credited_path(self._round_idx)
             except InvalidArgumentError as error:
                 if self._draft.is_off:
                     raise
@@ -222,7 +223,7 @@ class Generation:
         trees = self._draft.granted()
         if trees is not None:
             assert self._target is not None
-            self._target.grant(self._round_idx + 1, trees)
+            self._target.extend_credit(self._round_idx + 1, trees)
         else:
             self._draft.order(
                 round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.workers import Garbled, Worker, WorkerLost
 from shared.errors import CoppiceError, StatusCode
 from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     DraftDetached,
+    PeerTrees,
     RequestFailure,
     RequestRetracted,
-    RoundGrant,
+    RootOnly,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
-    TreeShape,
     VerifyRound,
 )
 from shared.rpc.status import error_of
@@ -51,21 +53,8 @@ class TargetGone(Exception):
         self.is_kill = is_kill
 
 
-GRANTED_ROUNDS = 32
+CREDIT_ROUNDS = 32
 """Rounds that a target may be ahead of the orchestrator."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrantedTrees:
-    """Trees that a target may order of a draft itself.
-
-    Args:
-        token_offset: The draft has the tokens before this index.
-    """
-
-    draft_epoch: int
-    token_offset: int
-    shape: TreeShape
 
 
 class TargetHandle:
@@ -101,7 +90,7 @@ class TargetHandle:
         self._counts_progress = False
         self._watch: asyncio.TimerHandle | None = None
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
-        self._granted_until = 0
+        self._credit_until = 0
         self._ahead_until = 0  # last round of any grant: one that ended may have run that far
         self._ordered_round = -1
         self._early: dict[int, AcceptedPath] = {}  # of granted rounds that nobody awaits yet
@@ -116,48 +105,45 @@ class TargetHandle:
         """
         return await self._ask(message, round_idx=0, counts_progress=True)
 
-    async def verify(self, message: VerifyRound, trees: GrantedTrees | None = None) -> AcceptedPath:
-        """Have a tree (or the root alone) verified and committed; ends a grant.
+    async def verify(self, message: VerifyRound, trees: PeerTrees | None = None) -> AcceptedPath:
+        """Have a tree (or the root alone) verified and committed; ends a credit of trees.
 
         Args:
-            trees: Granted for the rounds after it, so that the next tree is ordered without a hop.
+            trees: Credit for the rounds after it, so that the next tree is ordered without a hop.
         """
-        self._granted_until = min(self._granted_until, message.round_idx - 1)
+        self._credit_until = min(self._credit_until, message.round_idx - 1)
         self._ordered_round = message.round_idx
-        return await self._ask(
-            message, round_idx=message.round_idx, counts_progress=False, trees=trees
-        )
+        if trees is not None and self._gone is None:
+            message = replace(message, credit=self._new_credit(message.round_idx + 1, trees))
+        return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
 
-    def grant(self, round_idx: int, trees: GrantedTrees | None = None) -> None:
+    def extend_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> None:
         """Let the target run this round and some more by itself, without a hop each.
 
         Args:
-            trees: What it orders for them of the draft; None: they are of the root alone.
+            trees: Where the trees of these rounds come from.
         """
-        if round_idx + GRANTED_ROUNDS // 2 <= self._granted_until or self._gone is not None:
+        if round_idx + CREDIT_ROUNDS // 2 <= self._credit_until or self._gone is not None:
             return
-        self._granted_until = self._ahead_until = round_idx + GRANTED_ROUNDS
-        message = RoundGrant(
-            request_id=self._request_id,
-            target_epoch=self.target_epoch,
-            until_round_idx=self._granted_until,
-        )
-        if trees is not None:
-            message = replace(
-                message,
-                draft_epoch=trees.draft_epoch,
-                token_offset=trees.token_offset,
-                shape=trees.shape,
+        self.worker.send(
+            CreditUpdate(
+                request_id=self._request_id,
+                target_epoch=self.target_epoch,
+                credit=self._new_credit(round_idx, trees),
             )
-        self.worker.send(message)
+        )
 
-    async def granted_path(self, round_idx: int) -> AcceptedPath:
-        """Return a granted round."""
+    def _new_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> Credit:
+        self._credit_until = self._ahead_until = round_idx + CREDIT_ROUNDS
+        return Credit(until_round_idx=self._credit_until, trees=trees)
+
+    async def credited_path(self, round_idx: int) -> AcceptedPath:
+        """Return a round that the target runs by its credit."""
         return await self._ask(None, round_idx=round_idx, counts_progress=False)
 
     def revoke(self, order: VerifyRound) -> None:
-        """End a grant; the round that is awaited is ordered instead, unless it is done there."""
-        self._granted_until = order.round_idx - 1
+        """End a credit; the round that is awaited is ordered instead, unless it is done there."""
+        self._credit_until = order.round_idx - 1
         is_awaited = self._reply is not None and not self._reply.done()
         if is_awaited and self._gone is None:
             self._asked_at = asyncio.get_running_loop().time()
@@ -214,7 +200,6 @@ class TargetHandle:
         *,
         round_idx: int,
         counts_progress: bool,
-        trees: GrantedTrees | None = None,
     ) -> AcceptedPath:
         """Send a message, if there is one, and wait for the path of a round."""
         loop = asyncio.get_running_loop()
@@ -224,8 +209,6 @@ class TargetHandle:
             return early
         if message is not None and self._gone is None:
             self.worker.send(message)
-        if trees is not None:
-            self.grant(round_idx + 1, trees)
         if self._gone is not None:
             raise self._gone
         self._awaited_round = round_idx
@@ -272,7 +255,7 @@ class TargetHandle:
         It says that it has admitted a request only after the first step with it.
         """
         is_asked = self._reply is not None and not self._reply.done()
-        is_granted = self._granted_until > self._awaited_round
+        is_granted = self._credit_until > self._awaited_round
         return (is_asked or is_granted) and (self._is_admitted or not self.worker.load.num_waiting)
 
     def _settle(self, reply: AcceptedPath | Exception) -> None:

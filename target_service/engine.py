@@ -26,6 +26,8 @@ from shared.errors import (
 from shared.kernels.dispatch import launch_counts
 from shared.messages import (
     AnswerTimes,
+    Credit,
+    CreditUpdate,
     DraftDetached,
     FeatureAck,
     FeatureChunk,
@@ -37,7 +39,7 @@ from shared.messages import (
     PeerDetach,
     RequestFailure,
     RequestRetracted,
-    RoundGrant,
+    RootOnly,
     StageTime,
     TargetAdmitted,
     TargetClose,
@@ -206,8 +208,10 @@ class TargetEngine:
                     self._open(message)
                 case VerifyRound():
                     self._queue_round(message)
-                case RoundGrant():
-                    self._grant(message)
+                    if message.credit is not None:
+                        self._extend_credit(message, message.credit)
+                case CreditUpdate():
+                    self._extend_credit(message, message.credit)
                 case TargetClose():
                     self._close(message)
                 case FeatureSubscribe():
@@ -482,13 +486,13 @@ class TargetEngine:
             request.queued_times = take(message.received_ns, busy_until_ns=self._busy_until_ns)
         request.queued_order = next(self._order)
 
-    def _grant(self, message: RoundGrant) -> None:
+    def _extend_credit(self, message: VerifyRound | CreditUpdate, credit: Credit) -> None:
         request = self._find(message.request_id, message.target_epoch)
-        if message.shape is None:
-            request.granted_until = max(request.granted_until, message.until_round_idx)
+        if isinstance(credit.trees, RootOnly):
+            request.granted_until = max(request.granted_until, credit.until_round_idx)
             request.queued_order = next(self._order)
         else:
-            self._direct.grant(request, message)
+            self._direct.grant(request, credit.until_round_idx, credit.trees)
 
     def _detach(self, request: TargetRequest, channel: PeerChannel) -> None:
         """Forget a draft's channel; who wants the features asks again through the front."""

@@ -19,8 +19,8 @@ from shared.messages import (
     PathEntry,
     PeerAttach,
     PeerTree,
+    PeerTrees,
     RingRows,
-    RoundGrant,
     TreeBatch,
     TreeShape,
     WorkerInfo,
@@ -81,13 +81,13 @@ class PeerRounds:
             request.is_draft_ahead = False
             request.num_late = request.mailed_from = 0
 
-    def grant(self, request: TargetRequest, message: RoundGrant) -> None:
+    def grant(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
         """Take leave to order trees, and order one if the request waits for it."""
-        if request.channel is None or request.draft_epoch != message.draft_epoch:
+        if request.channel is None or request.draft_epoch != trees.draft_epoch:
             return  # it broke meanwhile; the orchestrator orders what it does not hear of
         if request.grant is None:
-            request.num_tokens_sent = message.token_offset
-        request.grant = message
+            request.num_tokens_sent = trees.token_offset
+        request.grant, request.grant_until = trees, until_round_idx
         is_between_rounds = request.queued is None and not request.num_in_flight
         if request.phase is Phase.RUNNING and is_between_rounds:
             self.order(request)
@@ -103,9 +103,9 @@ class PeerRounds:
         """Order the tree of the next round of the draft, if that is granted and not done yet."""
         round_idx = request.round_idx + 1
         grant = request.grant
-        if grant is None or not request.ordered_round < round_idx <= grant.until_round_idx:
+        if grant is None or not request.ordered_round < round_idx <= request.grant_until:
             return
-        assert request.channel is not None and grant.shape is not None
+        assert request.channel is not None
         request.ordered_round = round_idx
         shape = grant.shape.within(self._max_context_len - request.seq_len)
         if shape is None:
@@ -141,7 +141,6 @@ class PeerRounds:
             is_held = self._requests.get(request.request_id) is request
             if is_held and self._goes_on(request, path):
                 assert request.channel is not None and request.grant is not None
-                assert request.grant.shape is not None
                 key = (request.channel, request.grant.shape, request.features is not None)
                 rows_of.setdefault(key, []).append(row)
         for (channel, shape, has_features), rows in rows_of.items():
@@ -236,9 +235,9 @@ class PeerRounds:
     def _goes_on(self, request: TargetRequest, path: AcceptedNodes) -> bool:
         """Return whether the round after a path, not committed yet, can be ordered in a batch."""
         grant, log, num_tokens = request.grant, request.features, len(path.token_ids)
-        if grant is None or grant.shape is None or request.num_in_flight > 1:
+        if grant is None or request.num_in_flight > 1:
             return False
-        if not request.ordered_round < request.round_idx + 2 <= grant.until_round_idx:
+        if not request.ordered_round < request.round_idx + 2 <= request.grant_until:
             return False
         if log is not None:
             is_next = (
@@ -282,7 +281,7 @@ class PeerRounds:
             raise InvalidTreeError(
                 f"seq_len is {tree.seq_len}, expected {request.seq_len}", field="seq_len"
             )
-        assert request.grant is not None and request.grant.shape is not None
+        assert request.grant is not None
         root_token_id, most = request.tokens[-1], request.grant.shape.num_draft_tokens
         if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
             return

@@ -10,7 +10,7 @@ from shared.messages import (
     AcceptedPath,
     AnswerTimes,
     PeerTree,
-    RoundGrant,
+    PeerTrees,
     TargetOpen,
     TokenTree,
     TreeShape,
@@ -60,7 +60,7 @@ class TargetRequest:
         draft_times: Of the tree that the device awaits, if the request is timed.
         queued_order: Order in which it came; rounds that have waited longest run first.
         granted_until: Last round of the root alone that needs no order.
-        grant: Leave to order trees over `channel`.
+        grant: Leave to order trees over `channel`, up to round `grant_until`.
         channel: To the draft's engine, if that is on this host; opened with `draft_epoch`.
         feature_channel: Where features go; None: to the front, or nowhere.
         feature_epoch: Newest draft_epoch that has asked for them.
@@ -92,7 +92,8 @@ class TargetRequest:
     draft_times: AnswerTimes | None = None
     queued_order: int = 0
     granted_until: int = 0
-    grant: RoundGrant | None = None
+    grant: PeerTrees | None = None
+    grant_until: int = 0
     channel: PeerChannel | None = None
     draft_epoch: int = 0
     feature_channel: PeerChannel | None = None

@@ -10,8 +10,9 @@ from typing import Any
 
 from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     FinishReason,
-    RoundGrant,
     SamplingParams,
     StoppingParams,
     TargetClose,
@@ -106,5 +107,7 @@ def _next(path: AcceptedPath) -> Any:
             tree=tree,
         )
     if path.round_idx < 3:
-        return RoundGrant(request_id=path.request_id, target_epoch=0, until_round_idx=3)
+        return CreditUpdate(
+            request_id=path.request_id, target_epoch=0, credit=Credit(until_round_idx=3)
+        )
     return TargetClose(request_id=path.request_id, target_epoch=0)

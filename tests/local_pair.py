@@ -14,6 +14,8 @@ from typing import Any
 from draft_service.engine import DraftEngine
 from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     DraftClose,
     DraftOpen,
     DraftRound,
@@ -24,7 +26,6 @@ from shared.messages import (
     FinishReason,
     RequestFailure,
     RequestRetracted,
-    RoundGrant,
     SamplingParams,
     StoppingParams,
     TargetAdmitted,
@@ -265,10 +266,10 @@ class LocalPair:
         done = request.paths[-1].round_idx
         if done % self.num_granted == 0:
             self.target.submit(
-                RoundGrant(
+                CreditUpdate(
                     request_id=request.request_id,
                     target_epoch=request.target_epoch,
-                    until_round_idx=done + self.num_granted,
+                    credit=Credit(until_round_idx=done + self.num_granted),
                 )
             )
 

@@ -12,12 +12,14 @@ from typing import Any
 from draft_service.engine import DraftEngine
 from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     DraftDetached,
     DraftRound,
     FeatureChunk,
     PathBatch,
     PeerTree,
-    RoundGrant,
+    PeerTrees,
     TokenTree,
     TreeBatch,
 )
@@ -157,13 +159,17 @@ class PeerPair(LocalPair):
         elif path.round_idx + self._margin >= until:
             until = self.peer_until[request.request_id] = path.round_idx + self._num_direct
             self.target.submit(
-                RoundGrant(
+                CreditUpdate(
                     request_id=request.request_id,
                     target_epoch=request.target_epoch,
-                    until_round_idx=until,
-                    draft_epoch=request.draft_epoch,
-                    token_offset=told,
-                    shape=request.shape,
+                    credit=Credit(
+                        until_round_idx=until,
+                        trees=PeerTrees(
+                            draft_epoch=request.draft_epoch,
+                            token_offset=told,
+                            shape=request.shape,
+                        ),
+                    ),
                 )
             )
 

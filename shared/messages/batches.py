@@ -19,7 +19,7 @@ from shared.messages.convert import from_proto, to_proto
 from shared.messages.convert_tree import load_from_proto, load_to_proto
 from shared.rpc.status import failure_of
 
-TargetRequest = types.TargetOpen | types.VerifyRound | types.RoundGrant | types.TargetClose
+TargetRequest = types.TargetOpen | types.VerifyRound | types.CreditUpdate | types.TargetClose
 TargetReply = (
     types.TargetAdmitted
     | types.AcceptedPath
@@ -65,7 +65,7 @@ def pack_target_request(
     fields = {
         types.TargetOpen: batch.opens,
         types.VerifyRound: batch.verifies,
-        types.RoundGrant: batch.grants,
+        types.CreditUpdate: batch.credits,
         types.TargetClose: batch.closes,
     }
     _pack(messages, fields)
@@ -75,8 +75,8 @@ def pack_target_request(
 def unpack_target_request(
     batch: target_pb2.TargetServiceSessionRequest,
 ) -> Batch[TargetRequest]:
-    """Unpack what an orchestrator told a target: opens, verifies, grants, closes."""
-    return _unpack(batch.opens, batch.verifies, batch.grants, batch.closes)
+    """Unpack what an orchestrator told a target: opens, verifies, credits, closes."""
+    return _unpack(batch.opens, batch.verifies, batch.credits, batch.closes)
 
 
 def pack_target_response(

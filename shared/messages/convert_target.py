@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coppice.v1 import peer_pb2, target_pb2
+from shared.errors import InvalidArgumentError
 from shared.messages import types
 from shared.messages.convert_params import (
     sampling_from_proto,
@@ -85,6 +86,7 @@ def verify_round_to_proto(value: types.VerifyRound) -> target_pb2.VerifyRound:
         seq_len=value.seq_len,
         root_token_id=value.root_token_id,
         tree=None if value.tree is None else tree_to_proto(value.tree),
+        credit=None if value.credit is None else credit_to_proto(value.credit),
     )
 
 
@@ -95,6 +97,10 @@ def verify_round_from_proto(message: target_pb2.VerifyRound) -> types.VerifyRoun
     if message.HasField("tree"):
         with Within("tree"):
             tree = tree_from_proto(message.tree)
+    credit = None
+    if message.HasField("credit"):
+        with Within("credit"):
+            credit = credit_from_proto(message.credit)
     return types.VerifyRound(
         request_id=request_id,
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
@@ -102,32 +108,69 @@ def verify_round_from_proto(message: target_pb2.VerifyRound) -> types.VerifyRoun
         seq_len=require_range(message.seq_len, "seq_len", 0),
         root_token_id=require_range(message.root_token_id, "root_token_id", 0),
         tree=tree,
+        credit=credit,
     )
 
 
-def round_grant_to_proto(value: types.RoundGrant) -> target_pb2.RoundGrant:
-    """Convert a grant of rounds."""
-    return target_pb2.RoundGrant(
+def credit_to_proto(value: types.Credit) -> target_pb2.Credit:
+    """Convert a credit."""
+    trees = value.trees
+    if isinstance(trees, types.RootOnly):
+        return target_pb2.Credit(
+            until_round_idx=value.until_round_idx, root_only=target_pb2.RootOnly()
+        )
+    return target_pb2.Credit(
+        until_round_idx=value.until_round_idx,
+        peer=target_pb2.PeerTrees(
+            draft_epoch=trees.draft_epoch,
+            token_offset=trees.token_offset,
+            num_steps=trees.shape.num_steps,
+            topk=trees.shape.topk,
+            num_draft_tokens=trees.shape.num_draft_tokens,
+        ),
+    )
+
+
+def credit_from_proto(message: target_pb2.Credit) -> types.Credit:
+    """Convert a credit."""
+    trees: types.RootOnly | types.PeerTrees
+    match message.WhichOneof("trees"):
+        case "root_only":
+            trees = types.RootOnly()
+        case "peer":
+            with Within("peer"):
+                trees = types.PeerTrees(
+                    draft_epoch=require_range(message.peer.draft_epoch, "draft_epoch", 0),
+                    token_offset=require_range(message.peer.token_offset, "token_offset", 0),
+                    shape=shape_from_proto(message.peer),
+                )
+        case _:
+            raise InvalidArgumentError(
+                "trees is absent or unknown, must be root_only or peer", field="trees"
+            )
+    return types.Credit(
+        until_round_idx=require_range(message.until_round_idx, "until_round_idx", 1), trees=trees
+    )
+
+
+def credit_update_to_proto(value: types.CreditUpdate) -> target_pb2.CreditUpdate:
+    """Convert the renewal of a credit."""
+    return target_pb2.CreditUpdate(
         request_id=value.request_id,
         target_epoch=value.target_epoch,
-        until_round_idx=value.until_round_idx,
-        draft_epoch=value.draft_epoch,
-        token_offset=value.token_offset,
-        num_steps=value.shape.num_steps if value.shape else 0,
-        topk=value.shape.topk if value.shape else 0,
-        num_draft_tokens=value.shape.num_draft_tokens if value.shape else 0,
+        credit=credit_to_proto(value.credit),
     )
 
 
-def round_grant_from_proto(message: target_pb2.RoundGrant) -> types.RoundGrant:
-    """Convert a grant of rounds."""
-    return types.RoundGrant(
-        request_id=require_request_id(message.request_id),
+def credit_update_from_proto(message: target_pb2.CreditUpdate) -> types.CreditUpdate:
+    """Convert the renewal of a credit."""
+    request_id = require_request_id(message.request_id)
+    with Within("credit"):
+        credit = credit_from_proto(message.credit)
+    return types.CreditUpdate(
+        request_id=request_id,
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
-        until_round_idx=require_range(message.until_round_idx, "until_round_idx", 1),
-        draft_epoch=require_range(message.draft_epoch, "draft_epoch", 0),
-        token_offset=require_range(message.token_offset, "token_offset", 0),
-        shape=shape_from_proto(message) if message.num_draft_tokens else None,
+        credit=credit,
     )
 
 

@@ -41,7 +41,7 @@ def times_from_proto(message: tree_pb2.AnswerTimes) -> types.AnswerTimes:
 
 
 def shape_from_proto(
-    message: draft_pb2.DraftRound | target_pb2.RoundGrant | peer_pb2.PathBatch,
+    message: draft_pb2.DraftRound | target_pb2.PeerTrees | peer_pb2.PathBatch,
 ) -> types.TreeShape:
     """Return the tree shape of an order."""
     shape = types.TreeShape(

@@ -348,10 +348,42 @@ class TargetOpen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RootOnly:
+    """Rounds of the root alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTrees:
+    """Trees that the target orders of an attached draft.
+
+    Args:
+        token_offset: The draft has the tokens before this index.
+        shape: The largest.
+    """
+
+    draft_epoch: int
+    token_offset: int
+    shape: TreeShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Rounds up to and including `until_round_idx` need no order; see proto Credit.
+
+    Args:
+        trees: Where the trees of these rounds come from.
+    """
+
+    until_round_idx: int
+    trees: RootOnly | PeerTrees = RootOnly()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRound:
     """Verify a tree (None: a root-only round) at `seq_len`.
 
     Args:
+        credit: For the rounds after this one; None: each needs an order.
         received_ns: When it reached the worker of a timed request; stays there.
     """
 
@@ -361,25 +393,17 @@ class VerifyRound:
     seq_len: int
     root_token_id: int
     tree: TokenTree | None = None
+    credit: Credit | None = None
     received_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundGrant:
-    """Leave to run rounds without orders, up to and including `until_round_idx`.
-
-    Args:
-        draft_epoch: Of the draft whose trees are meant.
-        token_offset: The draft has the tokens before this index.
-        shape: Of the trees that the target orders itself; None: rounds of the root alone.
-    """
+class CreditUpdate:
+    """Renew a request's credit between orders."""
 
     request_id: str
     target_epoch: int
-    until_round_idx: int
-    draft_epoch: int = 0
-    token_offset: int = 0
-    shape: TreeShape | None = None
+    credit: Credit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,6 +244,12 @@ failures = st.builds(
 retractions = st.builds(
     types.RequestRetracted, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs
 )
+credits_ = st.builds(
+    types.Credit,
+    until_round_idx=st.integers(1, 2**31 - 1),
+    trees=st.just(types.RootOnly())
+    | st.builds(types.PeerTrees, draft_epoch=epochs, token_offset=counts, shape=shapes()),
+)
 verify_rounds = st.builds(
     types.VerifyRound,
     request_id=request_ids,
@@ -252,15 +258,10 @@ verify_rounds = st.builds(
     seq_len=counts,
     root_token_id=token_ids,
     tree=st.none() | trees(),
+    credit=st.none() | credits_,
 )
-round_grants = st.builds(
-    types.RoundGrant,
-    request_id=request_ids,
-    target_epoch=epochs,
-    until_round_idx=st.integers(1, 2**31 - 1),
-    draft_epoch=epochs,
-    token_offset=counts,
-    shape=st.none() | shapes(),
+credit_updates = st.builds(
+    types.CreditUpdate, request_id=request_ids, target_epoch=epochs, credit=credits_
 )
 peer_attaches = st.builds(
     types.PeerAttach,
@@ -326,7 +327,8 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.TargetOpen: target_opens(),
     types.TargetAdmitted: admissions,
     types.VerifyRound: verify_rounds,
-    types.RoundGrant: round_grants,
+    types.Credit: credits_,
+    types.CreditUpdate: credit_updates,
     types.TargetClose: target_closes,
     types.FeatureSpec: feature_specs,
     types.FeatureChunk: chunks(),

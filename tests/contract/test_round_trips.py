@@ -25,6 +25,8 @@ RING = "coppice-features-" + "0" * 32
 # Parts and wrappers: they have no message of their own.
 NO_MESSAGE = {
     types.TreeShape,
+    types.RootOnly,
+    types.PeerTrees,
     types.RingRows,
     types.RingSpan,
     types.FeatureCommand,
@@ -77,7 +79,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
     "target_request": (
         batches.pack_target_request,
         batches.unpack_target_request,
-        (types.TargetOpen, types.VerifyRound, types.RoundGrant, types.TargetClose),
+        (types.TargetOpen, types.VerifyRound, types.CreditUpdate, types.TargetClose),
     ),
     "target_response": (
         batches.pack_target_response,

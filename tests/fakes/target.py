@@ -13,6 +13,8 @@ from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, Sta
 from shared.messages import (
     AcceptedPath,
     AnswerTimes,
+    Credit,
+    CreditUpdate,
     DraftDetached,
     DraftRound,
     FeatureAck,
@@ -24,9 +26,10 @@ from shared.messages import (
     FinishReason,
     PeerAttach,
     PeerDetach,
+    PeerTrees,
     RequestRetracted,
     RingSpan,
-    RoundGrant,
+    RootOnly,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -59,7 +62,8 @@ class _Request:
     acknowledged: int = 0
     granted_until: int = 0
     draft_epoch: int = 0  # of the draft that is attached; 0: none
-    grant: RoundGrant | None = None  # to order trees of it
+    grant: PeerTrees | None = None  # to order trees of it
+    grant_until: int = 0
     num_tokens_sent: int = 0
     ordered_round: int = 0
 
@@ -163,7 +167,7 @@ class FakeTarget(WithoutPeer):
                     self._take_tree(request, message)
 
     def _take_tree(self, request: _Request, tree: TokenTree) -> None:
-        assert request.grant is not None and request.grant.shape is not None
+        assert request.grant is not None
         try:
             check_tree(
                 tree.token_ids,
@@ -196,9 +200,8 @@ class FakeTarget(WithoutPeer):
     def _order_tree(self, request: _Request) -> None:
         """Order the tree of the next round over the channel, if that is granted."""
         grant, round_idx = request.grant, request.round_idx + 1
-        if grant is None or not request.ordered_round < round_idx <= grant.until_round_idx:
+        if grant is None or not request.ordered_round < round_idx <= request.grant_until:
             return
-        assert grant.shape is not None
         request.ordered_round = round_idx
         shape = grant.shape.within(self.max_context_len - request.seq_len)
         if shape is None:
@@ -225,8 +228,10 @@ class FakeTarget(WithoutPeer):
                     self._open(message)
                 case VerifyRound():
                     self._queue_round(message)
-                case RoundGrant():
-                    self._grant(message)
+                    if message.credit is not None:
+                        self._extend_credit(message, message.credit)
+                case CreditUpdate():
+                    self._extend_credit(message, message.credit)
                 case TargetClose():
                     held = self.requests.get(message.request_id)
                     if held is not None and held.open.target_epoch <= message.target_epoch:
@@ -314,18 +319,19 @@ class FakeTarget(WithoutPeer):
         if early is not None:
             self._handle(early)
 
-    def _grant(self, message: RoundGrant) -> None:
+    def _extend_credit(self, message: VerifyRound | CreditUpdate, credit: Credit) -> None:
         request = self.requests.get(message.request_id)
         if request is None:
             raise NotFoundError("no such request", field="request_id")
         if request.open.target_epoch != message.target_epoch:
             raise StaleStateError("another epoch", field="target_epoch")
-        if message.shape is None:
-            request.granted_until = max(request.granted_until, message.until_round_idx)
-        elif request.draft_epoch == message.draft_epoch:
+        trees = credit.trees
+        if isinstance(trees, RootOnly):
+            request.granted_until = max(request.granted_until, credit.until_round_idx)
+        elif request.draft_epoch == trees.draft_epoch:
             if request.grant is None:
-                request.num_tokens_sent = message.token_offset
-            request.grant = message
+                request.num_tokens_sent = trees.token_offset
+            request.grant, request.grant_until = trees, credit.until_round_idx
             self._order_tree(request)
 
     def _queue_round(self, message: VerifyRound) -> None:

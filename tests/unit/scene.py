@@ -57,7 +57,7 @@ class Scene:
             FakeTarget(
                 incarnation=f"target-{index}",
                 has_features=False,
-                peer_socket=f"channel-{index}" if self.has_peer else "",
+                channel=f"channel-{index}" if self.has_peer else "",
             ),
             self.pool,
             address=f"t:{index}",

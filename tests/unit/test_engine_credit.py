@@ -12,9 +12,10 @@ import pytest
 from shared.errors import StatusCode
 from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     FinishReason,
     RequestFailure,
-    RoundGrant,
     SamplingParams,
     StoppingParams,
     TargetClose,
@@ -162,8 +163,12 @@ def open_message(**changes: Any) -> TargetOpen:
     )  # fmt: skip
 
 
-def grant(until_round_idx: int, *, target_epoch: int = 3) -> RoundGrant:
-    return RoundGrant(request_id="r", target_epoch=target_epoch, until_round_idx=until_round_idx)
+def grant(until_round_idx: int, *, target_epoch: int = 3) -> CreditUpdate:
+    return CreditUpdate(
+        request_id="r",
+        target_epoch=target_epoch,
+        credit=Credit(until_round_idx=until_round_idx),
+    )
 
 
 def answers(target: TargetEngine, *messages: Any) -> list[Any]:

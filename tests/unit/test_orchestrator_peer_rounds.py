@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from orchestrator.target_handle import GRANTED_ROUNDS
+from orchestrator.target_handle import CREDIT_ROUNDS
 from shared.errors import StatusCode
 from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     DraftDetached,
     DraftOpen,
     DraftRound,
     FinishReason,
-    RoundGrant,
+    PeerTrees,
     TokenTree,
     VerifyRound,
 )
@@ -54,6 +56,16 @@ async def serve(scene: Scene, count: int = NUM_TOKENS, **fields: Any) -> FinishI
     return finish
 
 
+def credits_of(target: Any) -> list[Credit]:
+    """Return the credits that a target was given, in orders and between them."""
+    messages = [*target.engine.received]
+    return [
+        message.credit
+        for message in messages
+        if isinstance(message, VerifyRound | CreditUpdate) and message.credit is not None
+    ]
+
+
 def nothing(message: Any) -> list[tuple[float, Any]]:
     return []
 
@@ -66,18 +78,18 @@ def test_rounds_are_direct_from_the_first_linked_tree_on() -> None:
         left = []
 
         def note(message: Any) -> list[tuple[float, Any]]:
-            if isinstance(message, RoundGrant) and received(target, RoundGrant):
+            if isinstance(message, CreditUpdate) and credits_of(target):
                 (request,) = target.engine.requests.values()
-                left.append(received(target, RoundGrant)[-1].until_round_idx - request.round_idx)
+                left.append(credits_of(target)[-1].until_round_idx - request.round_idx)
             return pass_on(message)
 
         target, draft = scene.add_target(on_request=note), scene.add_draft()
         stats = (await serve(scene)).speculation
         assert stats.num_root_only_rounds == 0 and stats.accept_length > 2
         assert len(received(target, VerifyRound)) == len(received(draft, DraftRound)) == 1
-        grants = [grant.until_round_idx for grant in received(target, RoundGrant)]
+        grants = [credit.until_round_idx for credit in credits_of(target)]
         assert grants == [
-            2 + GRANTED_ROUNDS + i * (GRANTED_ROUNDS // 2 + 1) for i in range(len(grants))
+            2 + CREDIT_ROUNDS + i * (CREDIT_ROUNDS // 2 + 1) for i in range(len(grants))
         ]
         assert len(grants) > 4 and min(left) > 5
 
@@ -89,18 +101,11 @@ def test_the_first_direct_round_follows_without_a_hop() -> None:
 
     async def main() -> None:
         scene = Scene(has_peer=True)
-        loop = asyncio.get_running_loop()
-        ordered_at, granted_at = [], []
-
-        def note(message: Any) -> list[tuple[float, Any]]:
-            times = {VerifyRound: ordered_at, RoundGrant: granted_at}.get(type(message), [])
-            times.append(loop.time())
-            return pass_on(message)
-
-        scene.add_target(on_request=note, on_reply=delayed(0.01))
+        target = scene.add_target(on_reply=delayed(0.01))
         scene.add_draft()
         await serve(scene)
-        assert granted_at[0] < ordered_at[0] + 0.005
+        [order] = received(target, VerifyRound)
+        assert order.credit is not None and isinstance(order.credit.trees, PeerTrees)
 
     run_virtual(main())
 
@@ -110,7 +115,7 @@ def test_workers_that_are_not_linked_are_driven() -> None:
         scene = Scene()
         target, draft = scene.add_target(), scene.add_draft()
         num_rounds = (await serve(scene)).speculation.num_rounds
-        assert received(target, RoundGrant) == []
+        assert credits_of(target) == []
         assert len(received(target, VerifyRound)) == num_rounds
         assert len(received(draft, DraftRound)) == num_rounds
 
@@ -163,7 +168,7 @@ def test_a_draft_that_lets_rounds_down_again_and_again_is_driven() -> None:
         target = scene.add_target()
         scene.add_draft(on_channel=scripted(iter([nothing] * 999), only=TokenTree))
         finish = await serve(scene)
-        assert len(received(target, RoundGrant)) == 3
+        assert len(credits_of(target)) == 3
         assert finish.retries == 0
         assert finish.speculation.num_root_only_rounds <= 12
         assert finish.speculation.accept_length > 2
@@ -180,7 +185,7 @@ def test_a_wrong_tree_over_the_link_replaces_the_draft(wrong: str) -> None:
         finish = await serve(scene)
         assert finish.retries == 1
         assert [m.draft_epoch for m in received(draft, DraftOpen)] == [1, 2]
-        assert received(target, RoundGrant)[-1].draft_epoch == 2, "it is direct again"
+        assert credits_of(target)[-1].trees.draft_epoch == 2, "it is direct again"
         assert finish.speculation.num_root_only_rounds < 60
 
     run_virtual(main())
@@ -231,7 +236,7 @@ def test_a_draft_that_goes_away_is_replaced(
         miss(scene, used)
         finish = await serving
         assert finish.retries == 1
-        assert received(target, RoundGrant)[-1].draft_epoch == 2
+        assert credits_of(target)[-1].trees.draft_epoch == 2
         assert finish.speculation.num_accepted_drafts > 100
 
     run_virtual(main())
@@ -254,14 +259,14 @@ def test_a_lost_link_costs_no_wait(*, draft_knows: bool, delay: float) -> None:
         target, draft = scene.add_target(), scene.add_draft()
         serving = asyncio.create_task(serve(scene))
         await asyncio.sleep(delay)
-        assert received(target, RoundGrant) and len(received(target, VerifyRound)) == 1
+        assert credits_of(target) and len(received(target, VerifyRound)) == 1
         unlink(target, *([draft] if draft_knows else []))
         await asyncio.sleep(2.5 * LATENCY_S)
         assert len(received(target, VerifyRound)) > 1
-        num_grants = len(received(target, RoundGrant))
+        num_grants = len(credits_of(target))
         finish = await serving
         assert finish.retries == 0 and len(received(draft, DraftOpen)) == 1
-        assert len(received(target, RoundGrant)) == num_grants, "no rounds are direct any more"
+        assert len(credits_of(target)) == num_grants, "no rounds are direct any more"
         assert finish.speculation.num_root_only_rounds <= 4
         assert finish.speculation.accept_length > 2
 
@@ -318,7 +323,7 @@ def test_a_link_that_is_lost_while_rounds_are_driven_grants_none() -> None:
         target = scene.add_target()
         scene.add_draft(on_reply=scripted(iter([cut]), only=TokenTree))
         stats = (await serve(scene)).speculation
-        assert received(target, RoundGrant) == []
+        assert credits_of(target) == []
         assert len(received(target, VerifyRound)) == stats.num_rounds
         assert stats.num_root_only_rounds == 0
 
@@ -383,7 +388,7 @@ def test_a_lost_target_is_rebuilt_and_direct_again(*, delay: float, is_clean: bo
         assert (await serving).retries == 1
         (other,) = [target for target in targets if target is not used]
         assert len(received(other, VerifyRound)) <= 3, "a draft that joins is not waited for"
-        assert {m.target_epoch for m in received(other, RoundGrant)} == {2}
+        assert {m.target_epoch for m in received(other, CreditUpdate)} == {2}
 
     run_virtual(main())
 
@@ -405,7 +410,7 @@ def test_answers_that_come_all_at_once_are_not_lost(stall_s: float) -> None:
         finish = await serve(scene)
         assert finish.retries == 0
         assert finish.timings.total_ms < 1000
-        assert {m.target_epoch for m in received(target, RoundGrant)} == {1}
+        assert {m.target_epoch for m in received(target, CreditUpdate)} == {1}
         assert finish.speculation.num_root_only_rounds == 0, "the draft was never late"
         assert len(received(target, VerifyRound)) == 2
 
