@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from shared.generation import SpeculationStats, Timings
+from shared.messages import AcceptedPath, AnswerTimes
+from shared.messages.generation import SpeculationStats, Timings
 from shared.times import seen_from
-from shared.types import AcceptedPath, AnswerTimes
 
 
 class Stopwatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.types import WorkerInfo
+from shared.messages import WorkerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

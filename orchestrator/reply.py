@@ -10,8 +10,8 @@ from orchestrator.output import Output
 from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
-from shared.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
-from shared.types import AcceptedPath, AnswerTimes, FinishReason
+from shared.messages import AcceptedPath, AnswerTimes, FinishReason
+from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
 
 
 class Reply:

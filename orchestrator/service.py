@@ -19,7 +19,7 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError, UnavailableError
-from shared.rpc.convert_generation import event_to_proto
+from shared.messages.convert_generation import event_to_proto
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from coppice import __version__
-from shared.config_loader import suggestion
+from shared.config.loader import suggestion
 from shared.errors import ConfigError, CoppiceError
 
 EXIT_FAILURE = 1

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from coppice.request import DEFAULT_MAX_NEW_TOKENS
-from shared.config_check import check_tree_shape
+from shared.config.check import check_tree_shape
 from shared.errors import ConfigError
 
 # Flag, type, help; the name is the keyword of Client.

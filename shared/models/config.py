@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError, ConfigError
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import (
     DEMO,
     model_hash,
@@ -28,7 +29,6 @@ from shared.models.decoder_config import (
     refuse_fields,
     require_int,
 )
-from shared.types import FeatureSpec
 
 __all__ = [
     "DraftKind",

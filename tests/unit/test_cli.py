@@ -23,10 +23,10 @@ from coppice.request import RequestOptions, build_request
 from coppice.stack import StackConfig
 from coppice.stack.stack import _free_ports
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_check import parse_shape
+from shared.config.check import parse_shape
 from shared.errors import ConfigError
-from shared.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
-from shared.types import FinishReason, TreeShape
+from shared.messages import FinishReason, TreeShape
+from shared.messages.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
 
 
 @pytest.fixture(autouse=True)
