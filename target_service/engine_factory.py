@@ -21,7 +21,14 @@ from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec, WorkerInfo
-from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
+from shared.models.checkpoint import (
+    model_hash,
+    report_reads,
+    resolve_model,
+    stored_bytes,
+    tokenizer_hash,
+    weight_bytes,
+)
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
@@ -40,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # Steps whose rows a feature ring holds, if it may be as large as that.
 RING_STEPS = 4
+# Share of the start that is over when the weights are loaded.
+LOADED = 0.8
 
 
 def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEngine:
@@ -62,10 +71,13 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     require_room(
         num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
     )
-    progress("loading weights", 0.1)
-    model = CausalLM.from_checkpoint(
-        directory, device, dtype, num_positions=longest + MAX_TREE_NODES
-    )
+    progress("loading weights")
+    with report_reads(
+        lambda text, share: progress(text, LOADED * share), num_bytes=stored_bytes(directory)
+    ):
+        model = CausalLM.from_checkpoint(
+            directory, device, dtype, num_positions=longest + MAX_TREE_NODES
+        )
     projection = None
     if features.projection:
         projection = FeatureProjection.from_checkpoint(
@@ -74,7 +86,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             device=device,
             dtype=dtype,
         )
-    progress("allocating the KV pool", 0.8)
+    progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
         bytes_per_page=KVPool.bytes_per_page(
