@@ -90,7 +90,8 @@ class Generation:
             log=self._log,
             on_let_down=self._let_down,
         )
-        self._identity: ModelIdentity | None = None
+        # Tokens that were resumed bind the request to what computed them, as its own do later.
+        self._identity = ModelIdentity.of(model) if request.resume_fingerprint else None
         self._num_rebuilds = self._num_fruitless = self._num_kills = 0
         self._last_loss: Loss | None = None
         self._avoid: frozenset[str] = frozenset()
@@ -147,7 +148,7 @@ class Generation:
                 stop_token_ids=self._stop_token_ids, max_new_tokens=self._max_new_tokens
             )
             if self._reply.is_finished:
-                self._reply.admitted(self._model.model, 0)
+                self._reply.admitted(self._model, 0)
 
     def _start_round(self) -> None:
         self._round_idx += 1
@@ -210,7 +211,6 @@ class Generation:
             )
         self._tokens.extend(path.token_ids)
         self._num_fruitless = 0
-        self._reply.meter.count(path)
 
     async def _order_next_tree(self, path: AcceptedPath) -> None:
         """Order a tree before the tokens are sent on: if a stop string ends them, it is in vain.
@@ -272,7 +272,7 @@ class Generation:
 
     def _admitted(self, worker: Worker, admitted: TargetAdmitted) -> None:
         """Tell the client once, and let a draft read along while the target prefills."""
-        self._reply.admitted(self._model.model, admitted.num_cached_tokens)
+        self._reply.admitted(self._model, admitted.num_cached_tokens)
         self._draft.open(worker, self._target_epoch, self._tokens)
 
     def _lose_target(self, gone: TargetGone) -> None:

@@ -11,14 +11,16 @@ import grpc.aio
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admission import Admission
+from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
 from orchestrator.rounds import Generation
 from orchestrator.shape import default_shape
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
-from shared.errors import InvalidArgumentError, UnavailableError
+from shared.errors import InvalidArgumentError, StaleStateError, UnavailableError
 from shared.rpc.convert_generation import event_to_proto
+from shared.types import WorkerInfo
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -59,6 +61,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
         parsed = parse_request(request, limits)
         self._check_services(parsed)
+        _check_resumable(parsed, model)
         with self._admission.admit(parsed.request_id):
             prompt_ids = await self._tokenize(parsed)
             generation = Generation(
@@ -98,6 +101,19 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             return request.prompt_ids
         assert self._tokenizer is not None
         return await self._tokenizer.encode(request.text)
+
+
+def _check_resumable(request: GenerationRequest, model: WorkerInfo) -> None:
+    """Refuse to go on after tokens that something else has computed."""
+    fingerprint = ModelIdentity.of(model).fingerprint
+    if request.resume_fingerprint not in ("", fingerprint):
+        raise StaleStateError(
+            f"resume_fingerprint is {request.resume_fingerprint!r}, what serves now is "
+            f"{fingerprint!r}: weights, dtype, machine or versions have changed, and the output "
+            "could not go on exactly; send the request anew, without resume_token_ids",
+            reason="MODEL_CHANGED",
+            field="resume_fingerprint",
+        )
 
 
 async def _stream(

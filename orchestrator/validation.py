@@ -48,6 +48,7 @@ class GenerationRequest:
         max_new_tokens: None = up to the context length.
         shape: Tree shape, or None when speculation is off.
         requires_draft: Speculation is ON: a draft worker must be configured.
+        resume_fingerprint: What `resume_ids` were computed by; "" if the client does not say.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class GenerationRequest:
     priority: int = 0
     session_id: str = ""
     resume_ids: tuple[int, ...] = ()
+    resume_fingerprint: str = ""
 
 
 def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> GenerationRequest:
@@ -119,6 +121,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         priority=message.priority,
         session_id=_short(message.session_id, "session_id"),
         resume_ids=resume_ids,
+        resume_fingerprint=_short(message.resume_fingerprint, "resume_fingerprint"),
     )
 
 

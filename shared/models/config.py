@@ -14,7 +14,6 @@ from typing import Any
 from shared.errors import CheckpointError, ConfigError
 from shared.models.checkpoint import (
     DEMO,
-    model_hash,
     read_tensor_infos,
     resolve_model,
     tokenizer_hash,
@@ -28,6 +27,7 @@ from shared.models.decoder_config import (
     refuse_fields,
     require_int,
 )
+from shared.models.digest import model_hash
 from shared.types import FeatureSpec
 
 __all__ = [

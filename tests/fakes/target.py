@@ -77,6 +77,7 @@ class FakeTarget(Unlinked):
         rows_per_chunk: Feature rows per FeatureChunk.
         has_features: Whether requests keep features at all.
         ring: Carries rows to subscribers that can read it.
+        logits_hash: What tells it from targets that compute otherwise.
         link: Name that drafts link to; the messages in `linked` are to be carried there.
     """
 
@@ -87,6 +88,7 @@ class FakeTarget(Unlinked):
     width: int = WIDTH
     eos_token_ids: tuple[int, ...] = ()
     ring: FeatureRing | None = None
+    logits_hash: str = "a" * 64
     link: str = ""
     linked: list[Any] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class FakeTarget(Unlinked):
             load=self.load,
             feature_ring=self.ring.name if self.ring is not None else "",
             link=self.link,
+            logits_hash=self.logits_hash,
         )
 
     @property
