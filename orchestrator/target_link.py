@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.workers import Garbled, Worker, WorkerLost
-from shared.errors import CoppiceError, StatusCode
+from shared.errors import CoppiceError, InternalError, NonFiniteError, StatusCode
 from shared.rpc.status import error_of
 from shared.times import seen_from
 from shared.types import (
@@ -280,7 +280,8 @@ class TargetLink:
             self._reply.set_result(reply)
 
     def _fail(self, error: Exception) -> None:
-        if isinstance(error, TargetGone):
+        # The target has dropped the request: who asks later, for a granted round, hears of it too.
+        if isinstance(error, TargetGone | InternalError):
             self._gone = error
             self._on_gone()
         self._settle(error)
@@ -294,6 +295,8 @@ class TargetLink:
             case StatusCode.UNAVAILABLE:
                 return TargetGone(Loss.MOVED, detail=error.message)
             case StatusCode.INVALID_ARGUMENT | StatusCode.RESOURCE_EXHAUSTED:
+                return error
+            case StatusCode.INTERNAL if error.reason == NonFiniteError.default_reason:
                 return error
             case _:
                 return TargetGone(Loss.FAILED, is_kill=True, detail=error.message)
