@@ -193,7 +193,10 @@ class TargetLink:
                 self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
             case WorkerLost():
                 loss = Loss.MOVED if message.is_clean else Loss.LOST
-                self._fail(TargetGone(loss, is_kill=self._is_in_engine and not message.is_clean))
+                is_kill = self._is_in_engine and not message.is_clean
+                if is_kill:  # at once: whoever is told next may be judged by it
+                    self.worker.suspects.add(self._request_id)
+                self._fail(TargetGone(loss, is_kill=is_kill))
 
     def _timed(self, path: AcceptedPath) -> AcceptedPath:
         """Return a timed path with its times from order to arrival, as this process sees them."""
@@ -252,6 +255,7 @@ class TargetLink:
             since = max(since, self.worker.last_progress)
         deadline = since + self._step_timeout_s
         if deadline <= loop.time():
+            self.worker.suspect_all()
             self._settle(TargetGone(Loss.SILENT, is_kill=True))
         else:
             self._watch = loop.call_at(deadline, self._watch_silence)
