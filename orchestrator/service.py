@@ -11,6 +11,7 @@ import grpc.aio
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admission import Admission
+from orchestrator.encoding import PromptEncoder
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
 from orchestrator.rounds import Generation
@@ -42,6 +43,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._pool = pool
         self._admission = admission
         self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer) if tokenizer is not None else None
         self._incarnation = secrets.token_hex(4)
         self._serial = itertools.count()
 
@@ -63,7 +65,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._check_services(parsed)
         _check_resumable(parsed, model)
         with self._admission.admit(parsed.request_id):
-            prompt_ids = await self._tokenize(parsed)
+            prompt_ids = await self._tokenize(parsed, limits)
             generation = Generation(
                 with_prompt(parsed, prompt_ids, limits),
                 worker_request_id=f"{self._incarnation}.{next(self._serial)}.{parsed.request_id}",
@@ -96,11 +98,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 field="text" if request.text is not None else "stopping.stop_strings",
             )
 
-    async def _tokenize(self, request: GenerationRequest) -> tuple[int, ...]:
+    async def _tokenize(self, request: GenerationRequest, limits: ModelLimits) -> tuple[int, ...]:
         if request.text is None:
             return request.prompt_ids
-        assert self._tokenizer is not None
-        return await self._tokenizer.encode(request.text)
+        assert self._encoder is not None
+        return await self._encoder.encode(request.text, max_num_tokens=limits.max_context_len)
 
 
 def _check_resumable(request: GenerationRequest, model: WorkerInfo) -> None:

@@ -134,13 +134,7 @@ def with_prompt(
     if not prompt_ids:
         raise InvalidArgumentError(f"{field} gives no token at all; send at least one", field=field)
     _check_vocabulary(prompt_ids, limits, field=field)
-    if len(prompt_ids) >= limits.max_context_len:
-        raise InvalidArgumentError(
-            f"the prompt has {len(prompt_ids)} tokens, the context {limits.max_context_len}; "
-            "shorten it so that at least one token can follow",
-            reason="PROMPT_TOO_LONG",
-            field=field,
-        )
+    _check_fits(len(prompt_ids), limits, field=field)
     if len(prompt_ids) + len(request.resume_ids) > limits.max_context_len:
         raise InvalidArgumentError(
             f"prompt and resume_token_ids have {len(prompt_ids) + len(request.resume_ids)} tokens,"
@@ -158,12 +152,23 @@ def _prompt(message: pb.GenerateRequest, limits: ModelLimits) -> tuple[str | Non
                 raise InvalidArgumentError("text is empty; send a prompt", field="text")
             return message.text, ()
         case "token_ids":
+            _check_fits(len(message.token_ids.ids), limits, field="token_ids")
             ids = require_ids(message.token_ids.ids, "token_ids", at_least=1)
             return None, _check_vocabulary(ids, limits, field="token_ids")
         case _:
             raise InvalidArgumentError(
                 "there is no prompt; set either text or token_ids", field="prompt"
             )
+
+
+def _check_fits(num_tokens: int, limits: ModelLimits, *, field: str) -> None:
+    if num_tokens >= limits.max_context_len:
+        raise InvalidArgumentError(
+            f"the prompt has {num_tokens} tokens, the context {limits.max_context_len}; "
+            "shorten it so that at least one token can follow",
+            reason="PROMPT_TOO_LONG",
+            field=field,
+        )
 
 
 def _request_id(request_id: str) -> str:
