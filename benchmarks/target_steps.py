@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.rows import tree_of
 from benchmarks.timing import synchronize
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     SamplingParams,
     StoppingParams,

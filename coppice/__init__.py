@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         ResourceExhaustedError,
         UnavailableError,
     )
-    from shared.generation import (
+    from shared.messages import FinishReason, TokenLogprob
+    from shared.messages.generation import (
         FinishInfo,
         GenerateEvent,
         PromptInfo,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         TokenDelta,
         Usage,
     )
-    from shared.types import FinishReason, TokenLogprob
 
 _MODULE_OF = {
     "AsyncClient": "coppice.client",
@@ -50,15 +50,15 @@ _MODULE_OF = {
     "InvalidArgumentError": "shared.errors",
     "ResourceExhaustedError": "shared.errors",
     "UnavailableError": "shared.errors",
-    "FinishInfo": "shared.generation",
-    "GenerateEvent": "shared.generation",
-    "PromptInfo": "shared.generation",
-    "SpeculationStats": "shared.generation",
-    "Timings": "shared.generation",
-    "TokenDelta": "shared.generation",
-    "Usage": "shared.generation",
-    "FinishReason": "shared.types",
-    "TokenLogprob": "shared.types",
+    "FinishInfo": "shared.messages.generation",
+    "GenerateEvent": "shared.messages.generation",
+    "PromptInfo": "shared.messages.generation",
+    "SpeculationStats": "shared.messages.generation",
+    "Timings": "shared.messages.generation",
+    "TokenDelta": "shared.messages.generation",
+    "Usage": "shared.messages.generation",
+    "FinishReason": "shared.messages",
+    "TokenLogprob": "shared.messages",
 }
 
 __all__ = [

@@ -27,7 +27,9 @@ from coppice.request import RequestOptions, build_request
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.errors import CoppiceError, InternalError, StaleStateError, UnavailableError
-from shared.generation import (
+from shared.messages import FinishReason, TokenLogprob
+from shared.messages.convert_generation import event_from_proto
+from shared.messages.generation import (
     FinishInfo,
     GenerateEvent,
     PromptInfo,
@@ -37,9 +39,7 @@ from shared.generation import (
     Usage,
 )
 from shared.rpc.channel import channel_options, open_channel
-from shared.rpc.convert_generation import event_from_proto
 from shared.rpc.status import from_rpc_error
-from shared.types import FinishReason, TokenLogprob
 
 DEFAULT_ADDRESS = "localhost:50051"
 _MAX_RETRIES = 5

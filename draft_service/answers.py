@@ -1,4 +1,4 @@
-"""Answer orders with the trees that a step grew: those of a link in one message."""
+"""Answer orders with the trees that a step grew: those of a channel in one message."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import replace
 
 from draft_service.phases import DraftOutput
 from draft_service.request import DraftRequest
-from shared.step_timer import StepTimer
-from shared.types import AnswerTimes, TokenTree, TreeBurst
+from shared.messages import AnswerTimes, TokenTree, TreeBatch
+from shared.step.step_timer import StepTimer
 
 
-def tree_burst(
+def tree_batch(
     requests: Sequence[DraftRequest],
     rows: Sequence[int],
     output: DraftOutput,
     timer: StepTimer,
     *,
     is_ahead: bool,
-) -> TreeBurst:
-    """Answer the pending rounds of some requests, over a link.
+) -> TreeBatch:
+    """Answer the pending rounds of some requests, over a channel.
 
     Args:
         rows: Of the requests in `output`.
@@ -38,7 +38,7 @@ def tree_burst(
         token_ids += tokens[row][:count]
         parent_index.append(-1)
         parent_index += parents[row][:count]
-    return TreeBurst(
+    return TreeBatch(
         request_ids=[order.request_id for order in orders],
         target_epochs=[order.target_epoch for order in orders],
         draft_epochs=[order.draft_epoch for order in orders],
@@ -70,7 +70,7 @@ def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: Step
         parent_index=(-1, *output.parent_index[row, :count].tolist()),
         cumulative_logprobs=(0.0, *output.cumulative_logprobs[row, :count].tolist()),
         times=None if times is None else _times(times, request, timer),
-        is_linked=request.link is not None,
+        has_peer=request.channel is not None,
     )
 
 

@@ -16,22 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draft_service.ahead import AheadTrees
-from draft_service.answers import token_tree, tree_burst
+from draft_service.answers import token_tree, tree_batch
+from draft_service.overlap import AheadTrees
 from draft_service.phases import DraftOutput
 from draft_service.request import DraftRequest, FeatureRows
 from draft_service.runner import DraftRunner, ExtendWork
 from shared.device import DTYPES
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
-from shared.feature_ring import RingReader
 from shared.kernels.dispatch import launch_counts
 from shared.kv.allocator import OutOfPagesError
-from shared.mailbox import is_seq
-from shared.rpc.link import Link, LinkLost, LinkSet, connect
-from shared.step_timer import StepTimer
-from shared.tree import check_shape
-from shared.types import (
-    BurstPart,
+from shared.messages import (
     DraftClose,
     DraftOpen,
     DraftRound,
@@ -40,17 +34,23 @@ from shared.types import (
     FeatureCommand,
     FeatureSubscribe,
     FeatureUnsubscribe,
-    LinkClose,
-    LinkOpen,
+    PathBatch,
+    PathEntry,
+    PeerAttach,
+    PeerDetach,
     RequestFailure,
     RequestRetracted,
     RingRows,
     RingSpan,
-    RoundBurst,
     TreeShape,
     WorkerInfo,
     WorkerLoad,
 )
+from shared.peer.channel import PeerChannel, PeerChannels, PeerLost, connect
+from shared.peer.mailbox import is_tag
+from shared.peer.ring import RingReader
+from shared.step.step_timer import StepTimer
+from shared.tree import check_shape
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class DraftEngine:
         self._max_context_len = max_context_len
         self._requests: dict[str, DraftRequest] = {}
         self._rings = RingReader()
-        self.links = LinkSet()
-        self._links_by_name: dict[str, Link] = {}
+        self.channels = PeerChannels()
+        self._channels_by_name: dict[str, PeerChannel] = {}
         self._ahead = AheadTrees(runner, width=info.features.width)
         self._order = 0
         self._outbox: list[Any] = []
@@ -144,25 +144,25 @@ class DraftEngine:
         except CoppiceError as error:
             self._fail(message, error)
 
-    def submit_linked(self, link: Link, message: Any) -> None:
+    def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         """Take what a target's engine says."""
         self._has_rows = None
         try:
             match message:
                 case DraftRound():
-                    self._order_round(message, link)
-                case RoundBurst():
-                    self._take_burst(link, message)
+                    self._order_round(message, channel)
+                case PathBatch():
+                    self._take_paths(channel, message)
                 case FeatureChunk():
                     self._take_features(message)
                 case RequestFailure():
                     self._lose_features(message)
-                case LinkLost():
-                    self._lose_link(link)
+                case PeerLost():
+                    self._lose_channel(channel)
                 case _:
                     raise TypeError(f"a draft engine is told no {type(message).__name__}")
         except CoppiceError as error:
-            if not isinstance(message, RoundBurst):
+            if not isinstance(message, PathBatch):
                 self._fail(message, error)
                 return
             for part in message.parts:
@@ -198,13 +198,13 @@ class DraftEngine:
     def launch_awaited(self) -> None:
         """Do nothing: a step of a draft ends with it."""
 
-    def compile_mail(self, dtype: torch.dtype) -> None:
+    def compile_mailbox(self, dtype: torch.dtype) -> None:
         """Compile what talks to targets' devices.
 
         Args:
             dtype: Of the features that will come.
         """
-        self._runner.compile_mail(dtype)
+        self._runner.compile_mailbox(dtype)
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
@@ -244,11 +244,11 @@ class DraftEngine:
         )
         self._order += 1
         self._requests[message.request_id] = request
-        request.link = self._link_to(message.target_link)
-        if request.link is not None:
-            request.mailbox = self._ahead.mailbox_of(request.link)
-            request.link.put(
-                LinkOpen(
+        request.channel = self._channel_to(message.target_socket)
+        if request.channel is not None:
+            request.mailbox = self._ahead.mailbox_of(request.channel)
+            request.channel.put(
+                PeerAttach(
                     request_id=message.request_id,
                     target_epoch=message.target_epoch,
                     draft_epoch=message.draft_epoch,
@@ -258,19 +258,19 @@ class DraftEngine:
         if shift:
             self._subscribe(request)
 
-    def _order_round(self, message: DraftRound, link: Link | None) -> None:
+    def _order_round(self, message: DraftRound, channel: PeerChannel | None) -> None:
         request = self._requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return  # closed, retracted or re-opened meanwhile; the orchestrator was told
         check_shape(message.shape, prefix="shape.")
         self._check_tokens(message.token_ids)
-        self._accept_order(request, message, link)
+        self._accept_order(request, message, channel)
 
     def _accept_order(
         self,
         request: DraftRequest,
         order: DraftRound,
-        link: Link | None,
+        channel: PeerChannel | None,
         mail: tuple[int, int] = (0, 0),
     ) -> None:
         if order.seq_len + 1 > self._max_context_len:
@@ -279,37 +279,41 @@ class DraftEngine:
             )
         if not self._can_mail(request, mail):
             mail = (0, 0)
-        request.accept_round(order, answer_link=link, mail=mail, busy_until_ns=self._busy_until_ns)
+        request.accept_round(
+            order, answer_channel=channel, mail=mail, busy_until_ns=self._busy_until_ns
+        )
 
     def _can_mail(self, request: DraftRequest, mail: tuple[int, int]) -> bool:
         slot, seq = mail
         has_slot = request.mailbox is not None and slot < request.mailbox.num_slots
-        return has_slot and is_seq(seq)
+        return has_slot and is_tag(seq)
 
-    def _link_to(self, name: str) -> Link | None:
-        """Return the link to a target's engine; None if that is on another host."""
-        link = self._links_by_name.get(name)
-        if link is None and name:
+    def _channel_to(self, name: str) -> PeerChannel | None:
+        """Return the channel to a target's engine; None if that is on another host."""
+        channel = self._channels_by_name.get(name)
+        if channel is None and name:
             try:
-                link = connect(name)
+                channel = connect(name)
             except OSError as error:
-                logger.info("rounds go through the orchestrator: no link to the target: %s", error)
+                logger.info(
+                    "rounds go through the orchestrator: no channel to the target: %s", error
+                )
                 return None
-            logger.info("linked to %s: rounds and features go from engine to engine", name)
-            self._links_by_name[name] = link
-            self.links.add(link)
-            self._ahead.open_mailbox(name, link)
-        return link
+            logger.info("attached to %s: rounds and features go from engine to engine", name)
+            self._channels_by_name[name] = channel
+            self.channels.add(channel)
+            self._ahead.open_mailbox(name, channel)
+        return channel
 
-    def _lose_link(self, link: Link) -> None:
-        """Go on without a link: orders come from the orchestrator, features through the front."""
-        for name in [name for name, known in self._links_by_name.items() if known is link]:
-            del self._links_by_name[name]
-        self._ahead.lose_link(link)
+    def _lose_channel(self, channel: PeerChannel) -> None:
+        """Go on without a channel: the orchestrator orders, features come through the front."""
+        for name in [name for name, known in self._channels_by_name.items() if known is channel]:
+            del self._channels_by_name[name]
+        self._ahead.lose_channel(channel)
         for request in self._requests.values():
-            if request.link is link:
-                request.link = request.answer_link = request.mailbox = None
-                if request.has_linked_features:
+            if request.channel is channel:
+                request.channel = request.answer_channel = request.mailbox = None
+                if request.has_peer_features:
                     self._subscribe(request)
 
     def _answer(
@@ -321,25 +325,25 @@ class DraftEngine:
         *,
         is_ahead: bool = False,
     ) -> None:
-        """Answer with the grown trees; targets that are linked hear of theirs at once.
+        """Answer with the grown trees; targets that are attached hear of theirs at once.
 
         Args:
             rows: Of the requests in `output`.
             is_ahead: They were grown before the orders came.
         """
-        linked: dict[Link, list[int]] = {}
+        attached: dict[PeerChannel, list[int]] = {}
         for i, request in enumerate(growing):
-            if request.answer_link is not None:
-                linked.setdefault(request.answer_link, []).append(i)
+            if request.answer_channel is not None:
+                attached.setdefault(request.answer_channel, []).append(i)
             else:
                 self._outbox.append(token_tree(request, rows[i], output, timer))
-        for link, places in linked.items():
+        for channel, places in attached.items():
             requests = [growing[i] for i in places]
             own_rows = [rows[i] for i in places]
-            link.put(tree_burst(requests, own_rows, output, timer, is_ahead=is_ahead))
-            link.flush()
+            channel.put(tree_batch(requests, own_rows, output, timer, is_ahead=is_ahead))
+            channel.flush()
         for request in growing:
-            request.pending = request.pending_times = request.answer_link = None
+            request.pending = request.pending_times = request.answer_channel = None
 
     def _take_features(self, chunk: FeatureChunk) -> None:
         request = self._expecting(chunk.request_id, chunk.target_epoch)
@@ -358,35 +362,35 @@ class DraftEngine:
             data = chunk.data
         self._add_features(request, chunk.start, FeatureRows.read(data, chunk.dtype, chunk.shape))
 
-    def _take_burst(self, link: Link, burst: RoundBurst) -> None:
+    def _take_paths(self, channel: PeerChannel, batch: PathBatch) -> None:
         """Take what a step of the target accepted of several requests, and its orders."""
         rows = None
-        if burst.rows is not None:
-            self._check_features(burst.rows)
-            data = self._rings.read(burst.rows.data)
+        if batch.rows is not None:
+            self._check_features(batch.rows)
+            data = self._rings.read(batch.rows.data)
             if data is not None:
-                rows = FeatureRows.read(data, burst.rows.dtype, burst.rows.shape)
+                rows = FeatureRows.read(data, batch.rows.dtype, batch.rows.shape)
         first = 0
-        for part in burst.parts:
+        for part in batch.parts:
             stop = first + len(part.token_ids)
             request = self._ordered(part)
             if request is not None:
                 try:
                     self._check_tokens(part.token_ids)
-                    mail = (part.mail_slot, part.mail_seq)
-                    self._accept_order(request, _order_of(part, burst.shape), link, mail)
+                    mail = (part.mailbox_slot, part.round_tag)
+                    self._accept_order(request, _order_of(part, batch.shape), channel, mail)
                 except CoppiceError as error:
                     self._fail(part, error)
                 else:
-                    if burst.rows is not None and not self._misses_rows(request, part.seq_len):
+                    if batch.rows is not None and not self._misses_rows(request, part.seq_len):
                         if rows is None:
                             self._avoid_ring(request)
                         else:
                             self._add_features(request, part.seq_len, rows.part(first, stop))
             first = stop
 
-    def _ordered(self, part: BurstPart) -> DraftRequest | None:
-        """Return the request that a part of a burst is about, unless it was opened anew."""
+    def _ordered(self, part: PathEntry) -> DraftRequest | None:
+        """Return the request that a part of a batch is about, unless it was opened anew."""
         request = self._expecting(part.request_id, part.target_epoch)
         if request is None or request.open.draft_epoch != part.draft_epoch:
             return None
@@ -566,15 +570,15 @@ class DraftEngine:
         del self._requests[request.request_id]
         request.is_held = False
         self._pool.release(request.req_idx)
-        if request.link is not None:
-            request.link.put(
-                LinkClose(
+        if request.channel is not None:
+            request.channel.put(
+                PeerDetach(
                     request_id=request.request_id,
                     target_epoch=request.open.target_epoch,
                     draft_epoch=request.open.draft_epoch,
                 )
             )
-        if request.input_shift and not request.has_linked_features:
+        if request.input_shift and not request.has_peer_features:
             self._tell_target(
                 request,
                 FeatureUnsubscribe(
@@ -585,7 +589,7 @@ class DraftEngine:
     def _subscribe(self, request: DraftRequest, *, avoids_ring: bool = False) -> None:
         """Ask for the rows from features_end on; as bytes they come through the front."""
         request.is_awaiting = True
-        request.has_linked_features = request.link is not None and not avoids_ring
+        request.has_peer_features = request.channel is not None and not avoids_ring
         command = FeatureSubscribe(
             request_id=request.request_id,
             target_epoch=request.open.target_epoch,
@@ -601,9 +605,9 @@ class DraftEngine:
         *,
         avoids_ring: bool = False,
     ) -> None:
-        if request.has_linked_features:
-            assert request.link is not None
-            request.link.put(command)
+        if request.has_peer_features:
+            assert request.channel is not None
+            request.channel.put(command)
             return
         self._outbox.append(
             FeatureCommand(
@@ -631,7 +635,7 @@ class DraftEngine:
         )
 
 
-def _order_of(part: BurstPart, shape: TreeShape) -> DraftRound:
+def _order_of(part: PathEntry, shape: TreeShape) -> DraftRound:
     return DraftRound(
         request_id=part.request_id,
         target_epoch=part.target_epoch,

@@ -9,17 +9,17 @@ from draft_service.engine import CHUNK_ROWS, DraftEngine
 from draft_service.runner import DraftRunner
 from draft_service.warm_up import warm_up
 from shared.config import DraftConfig
-from shared.config_check import parse_shapes
+from shared.config.check import parse_shapes
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
+from shared.messages import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
 from shared.models.checkpoint import resolve_model, tokenizer_hash, weight_bytes
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import start_model_hash
 from shared.models.draft import load_draft
 from shared.rpc.engine import ProgressCallback
-from shared.types import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -23,12 +23,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_r
 
 from coppice.v1 import target_pb2, target_pb2_grpc
 from shared.errors import CoppiceError, InvalidArgumentError, UnavailableError
-from shared.feature_ring import RING_DIR, read_nonce
-from shared.rpc.batches import FeatureRequest, pack_feature_requests, unpack_feature_response
-from shared.rpc.channel import open_channel
-from shared.rpc.outbox import Outbox
-from shared.rpc.status import failure_of, from_rpc_error
-from shared.types import (
+from shared.messages import (
     FeatureAck,
     FeatureChunk,
     FeatureCommand,
@@ -36,6 +31,11 @@ from shared.types import (
     FeatureUnsubscribe,
     RequestFailure,
 )
+from shared.messages.batches import FeatureRequest, pack_feature_requests, unpack_feature_response
+from shared.peer.ring import RING_DIR, read_nonce
+from shared.rpc.channel import open_channel
+from shared.rpc.outbox import Outbox
+from shared.rpc.status import failure_of, from_rpc_error
 
 logger = logging.getLogger(__name__)
 

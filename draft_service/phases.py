@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kernels.tree_children import ChildNoise
-from shared.mailbox import MailboxEnd
-from shared.packing import PackedRows
-from shared.types import TreeShape
+from shared.messages import TreeShape
+from shared.peer.mailbox import MailboxEnd
+from shared.step.packing import PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from shared.device import DTYPES
 from shared.errors import StaleStateError
-from shared.mailbox import MailboxEnd
-from shared.rpc.link import Link
+from shared.messages import AnswerTimes, DraftOpen, DraftRound, TreeShape
+from shared.peer.channel import PeerChannel
+from shared.peer.mailbox import MailboxEnd
 from shared.times import clock_id, take
-from shared.types import AnswerTimes, DraftOpen, DraftRound, TreeShape
 
 _NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}
 
@@ -82,13 +82,13 @@ class DraftRequest:
         pending: Latest order for a tree, unanswered.
         pending_times: Of that order, if the request is timed.
         features_ns: When the last rows came, if the request is timed.
-        mail_slot, mail_seq: Place of the newest tree in the target's mailbox, and its number there;
-            number 0: it has none.
+        mailbox_slot, round_tag: Place of the newest tree in the target's mailbox, and its tag;
+            tag 0: it has none.
         shape: Of the newest tree ordered.
-        mailbox: Of the target, as the link is; None: its device is not told of trees.
-        link: To the target's engine, if that is on this host.
-        answer_link: Where the pending tree goes; None: to the orchestrator.
-        has_linked_features: Features come over the link.
+        mailbox: Of the target, as the channel is; None: its device is not told of trees.
+        channel: To the target's engine, if that is on this host.
+        answer_channel: Where the pending tree goes; None: to the orchestrator.
+        has_peer_features: Features come over the channel.
         is_held: The engine has not dropped it.
     """
 
@@ -106,13 +106,13 @@ class DraftRequest:
     pending: DraftRound | None = None
     pending_times: AnswerTimes | None = None
     features_ns: int = 0
-    mail_slot: int = 0
-    mail_seq: int = 0
+    mailbox_slot: int = 0
+    round_tag: int = 0
     shape: TreeShape | None = None
     mailbox: MailboxEnd | None = None
-    link: Link | None = None
-    answer_link: Link | None = None
-    has_linked_features: bool = False
+    channel: PeerChannel | None = None
+    answer_channel: PeerChannel | None = None
+    has_peer_features: bool = False
     is_held: bool = True
 
     @property
@@ -151,14 +151,14 @@ class DraftRequest:
         """
         is_caught_up = self.pending is None and not self.num_ready_rows
         return (
-            is_caught_up and self.mail_seq > 0 and self.mailbox is mailbox and self.shape == shape
+            is_caught_up and self.round_tag > 0 and self.mailbox is mailbox and self.shape == shape
         )
 
     def accept_round(
         self,
         order: DraftRound,
         *,
-        answer_link: Link | None = None,
+        answer_channel: PeerChannel | None = None,
         mail: tuple[int, int] = (0, 0),
         busy_until_ns: int = 0,
     ) -> None:
@@ -167,7 +167,7 @@ class DraftRequest:
         An order that is older than what is held came late, and changes nothing.
 
         Args:
-            answer_link: Where the order came from, and the tree goes; None: the front.
+            answer_channel: Where the order came from, and the tree goes; None: the front.
             mail: Slot and number of the tree in the target's mailbox; number 0: it has none.
             busy_until_ns: When the engine's last step ended.
         Raises: StaleStateError if tokens are missing in between or differ from those held.
@@ -191,13 +191,13 @@ class DraftRequest:
             raise StaleStateError(
                 f"seq_len is {order.seq_len}, have {len(self.tokens)} tokens", field="seq_len"
             )
-        self.pending, self.answer_link, self.shape = order, answer_link, order.shape
-        self.mail_slot, self.mail_seq = mail
+        self.pending, self.answer_channel, self.shape = order, answer_channel, order.shape
+        self.mailbox_slot, self.round_tag = mail
         if self.open.is_timed:
             now_ns = time.monotonic_ns()
             self.pending_times = (
                 AnswerTimes(clock_id=clock_id(), begin_ns=now_ns)
-                if answer_link is not None
+                if answer_channel is not None
                 else take(order.received_ns, busy_until_ns=busy_until_ns)
             )
 

@@ -15,21 +15,21 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.growth import TreeGrower
-from draft_service.mail import compile_mail, place_paths, stage_trees, take_mail
+from draft_service.mailbox_io import compile_mailbox, place_paths, stage_trees, take_from_mailbox
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput, MailedPaths
 from draft_service.request import DraftRequest, FeatureRows
-from shared.buckets import ROW_BUCKETS, bucket_of
-from shared.graphs import GraphCache
-from shared.kernels.mail_trees import post_trees
-from shared.kernels.mail_words import MAX_PATH
+from shared.kernels.mailbox_trees import post_trees
+from shared.kernels.mailbox_words import MAX_PATH
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kv.pool import KVPool
-from shared.mailbox import MailboxEnd
+from shared.messages import MAX_TREE_NODES, TreeShape
 from shared.models.draft import DraftModel
-from shared.packing import RowBlocks, pack_rows
-from shared.staging import Fields, Staging
-from shared.step_timer import StepTimer
-from shared.types import MAX_TREE_NODES, TreeShape
+from shared.peer.mailbox import MailboxEnd
+from shared.step.buckets import ROW_BUCKETS, bucket_of
+from shared.step.graphs import GraphCache
+from shared.step.packing import RowBlocks, pack_rows
+from shared.step.staging import Fields, Staging
+from shared.step.step_timer import StepTimer
 
 # Beside features: a few numbers per row and request.
 _STAGED_BYTES = 1 << 20
@@ -72,7 +72,7 @@ class DraftRunner:
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
         self._staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + _STAGED_BYTES)
         self._growth_staging = Staging(device, _STAGED_BYTES)
-        self._mail_staging = Staging(device, _STAGED_BYTES)
+        self._mailbox_staging = Staging(device, _STAGED_BYTES)
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
@@ -109,7 +109,7 @@ class DraftRunner:
         Mutates: Scratch KV slots past kv_len.
         """
         inputs = self._build_grow(growing, [request.pending_order.shape for request in growing])
-        packed = self._grow(replace(inputs, mail=stage_trees(growing, self._mail_staging)))
+        packed = self._grow(replace(inputs, mail=stage_trees(growing, self._mailbox_staging)))
         timer.device("grow")
         self._results.start(packed)
 
@@ -160,13 +160,13 @@ class DraftRunner:
         timer.host("read")
         return taken, DraftOutput.unpack(result)
 
-    def compile_mail(self, dtype: torch.dtype) -> None:
+    def compile_mailbox(self, dtype: torch.dtype) -> None:
         """Compile what reads and writes mailboxes; nothing comes and nothing is posted.
 
         Args:
             dtype: Of the features that will come.
         """
-        compile_mail(
+        compile_mailbox(
             self._stop,
             width=self.model.feature_spec.width,
             vocab_size=self.vocab_size,
@@ -195,7 +195,7 @@ class DraftRunner:
     def _launch_ahead(
         self, paths: MailedPaths, extend: DraftExtendInput, grow: DraftInput, timer: StepTimer
     ) -> None:
-        taken = take_mail(
+        taken = take_from_mailbox(
             paths,
             extend,
             grow,
@@ -476,7 +476,7 @@ def _stage_features(
 
 
 def _joined(parts: Sequence[FeatureRows]) -> Iterator[NDArray[Any]]:
-    """Yield the rows of all parts; those of a burst, which follow each other, at once."""
+    """Yield the rows of all parts; those of a batch, which follow each other, at once."""
     _, data, first, stop = parts[0]
     for part in parts[1:]:
         if part.data is not data or part.first != stop:

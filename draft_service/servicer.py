@@ -9,12 +9,7 @@ import grpc.aio
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc
 from draft_service.feature_client import FeatureClient
-from shared.rpc.batches import pack_draft_response, unpack_draft_request
-from shared.rpc.convert_tree import info_to_proto
-from shared.rpc.engine import EngineReport
-from shared.rpc.identity import WorkerIdentity
-from shared.rpc.sessions import SessionHub, SessionProtocol
-from shared.types import (
+from shared.messages import (
     DraftClose,
     DraftOpen,
     FeatureCommand,
@@ -22,6 +17,11 @@ from shared.types import (
     RequestRetracted,
     WorkerInfo,
 )
+from shared.messages.batches import pack_draft_response, unpack_draft_request
+from shared.messages.convert_tree import info_to_proto
+from shared.rpc.engine import EngineReport
+from shared.rpc.identity import WorkerIdentity
+from shared.rpc.sessions import SessionHub, SessionProtocol
 
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from draft_service.engine import CHUNK_ROWS, DraftEngine
-from shared.buckets import ROW_BUCKETS
 from shared.device import dtype_name
-from shared.types import (
+from shared.messages import (
     DraftClose,
     DraftOpen,
     DraftRound,
@@ -23,6 +22,7 @@ from shared.types import (
     SamplingParams,
     TreeShape,
 )
+from shared.step.buckets import ROW_BUCKETS
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def warm_up(
         parts = [min(CHUNK_ROWS, bucket - done) for done in range(0, bucket, CHUNK_ROWS)]
         if len(parts) <= max_num_requests:
             _extend(engine, parts, dtype)
-    engine.compile_mail(dtype)
+    engine.compile_mailbox(dtype)
     costs = {shape: _grow(engine, 1, shape, 0.0, dtype) for shape in shapes}
     logger.info(
         "ms of a draft round by its tree: %s",

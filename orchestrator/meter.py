@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from shared.generation import SpeculationStats, Timings
-from shared.types import AcceptedPath
+from shared.messages import AcceptedPath
+from shared.messages.generation import SpeculationStats, Timings
 
 
 class Stopwatch:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import Detokenizer
-from shared.generation import TokenDelta
-from shared.types import AcceptedPath, FinishReason, TokenLogprob
+from shared.messages import AcceptedPath, FinishReason, TokenLogprob
+from shared.messages.generation import TokenDelta
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 
-from shared.types import WorkerInfo
+from shared.messages import WorkerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from orchestrator.pairing import ModelIdentity, draft_problem, pair_problem, target_problem
 from orchestrator.workers import Worker
 from shared.errors import UnavailableError
-from shared.types import WorkerInfo
+from shared.messages import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

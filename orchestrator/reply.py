@@ -11,8 +11,8 @@ from orchestrator.pairing import ModelIdentity
 from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
-from shared.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
-from shared.types import AcceptedPath, FinishReason, WorkerInfo
+from shared.messages import AcceptedPath, FinishReason, WorkerInfo
+from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
 
 
 class Reply:

@@ -12,13 +12,13 @@ import logging
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
-from orchestrator.draft_link import DraftLink
+from orchestrator.draft_handle import DraftHandle
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import Need, WorkerPool
 from orchestrator.reply import Reply
 from orchestrator.request_log import RequestLog
 from orchestrator.suspicion import Suspicion
-from orchestrator.target_link import Loss, TargetGone, TargetLink
+from orchestrator.target_handle import Loss, TargetGone, TargetHandle
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
 from orchestrator.workers import Worker
@@ -30,10 +30,10 @@ from shared.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from shared.generation import GenerateEvent
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FinishReason,
+    RootOnly,
     StoppingParams,
     TargetAdmitted,
     TargetOpen,
@@ -41,6 +41,7 @@ from shared.types import (
     VerifyRound,
     WorkerInfo,
 )
+from shared.messages.generation import GenerateEvent
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,8 @@ class Generation:
         self._tokens = [*request.prompt_ids, *request.resume_ids]
         self._round_idx = 0
         self._target_epoch = 0
-        self._target: TargetLink | None = None
-        self._draft = DraftLink(
+        self._target: TargetHandle | None = None
+        self._draft = DraftHandle(
             request_id=worker_request_id,
             shape=request.shape if config.drafts else None,
             sampling=request.sampling,
@@ -87,7 +88,7 @@ class Generation:
             pool=pool,
             config=config,
             log=self._log,
-            on_let_down=self._let_down,
+            on_miss=self._miss,
         )
         # Tokens that were resumed bind the request to what computed them, as its own do later.
         self._identity = ModelIdentity.of(model) if request.resume_fingerprint else None
@@ -123,7 +124,7 @@ class Generation:
     async def _round(self) -> None:
         """Run one round: tree -> verify -> commit -> order the next tree -> emit."""
         self._start_round()
-        if self._draft.is_off or self._draft.is_direct:
+        if self._draft.is_off or self._draft.is_peer:
             tree, path = None, await self._granted_round()
         else:
             with self._reply.meter.draft_wait:
@@ -157,7 +158,7 @@ class Generation:
     async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
         """Have the target verify the tree, or only the root if it finds the tree wrong."""
         assert self._target is not None
-        # A tree of a linked draft: the target orders the next one as soon as it has a path.
+        # A tree of a attached draft: the target orders the next one as soon as it has a path.
         trees = self._draft.grantable() if tree is not None else None
         try:
             return await self._target.verify(self._verify_order(tree), trees)
@@ -169,22 +170,22 @@ class Generation:
             return await self._target.verify(self._verify_order(None))
 
     async def _granted_round(self) -> AcceptedPath:
-        """Wait for a round that the target runs by itself, with a linked draft if there is one."""
+        """Wait for a round that the target runs by itself, with its draft if one is attached."""
         assert self._target is not None
         if self._draft.is_off:
-            self._target.grant(self._round_idx)
+            self._target.extend_credit(self._round_idx, RootOnly())
         with self._reply.meter.verify:
             try:
-                path = await self._target.granted_path(self._round_idx)
+                path = await self._target.credited_path(self._round_idx)
             except InvalidArgumentError as error:
                 if self._draft.is_off:
                     raise
                 self._draft.refuse(error.message)
                 path = await self._target.verify(self._verify_order(None))
-        self._draft.note_direct_round(had_tree=path.num_draft_tokens > 1)
+        self._draft.note_peer_round(had_tree=path.num_draft_tokens > 1)
         return path
 
-    def _let_down(self) -> None:
+    def _miss(self) -> None:
         """Have the target run the awaited round without the draft that was to bring its tree."""
         if self._target is not None:
             self._target.revoke(self._verify_order(None))
@@ -217,14 +218,14 @@ class Generation:
     async def _order_next_tree(self, path: AcceptedPath) -> None:
         """Order a tree before the tokens are sent on: if a stop string ends them, it is in vain.
 
-        A target that is linked to the draft orders it itself.
+        A target that is attached to the draft orders it itself.
         """
         if path.finish_reason is not FinishReason.NONE or self._draft.is_off:
             return
         trees = self._draft.granted()
         if trees is not None:
             assert self._target is not None
-            self._target.grant(self._round_idx + 1, trees)
+            self._target.extend_credit(self._round_idx + 1, trees)
         else:
             self._draft.order(
                 round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
@@ -256,13 +257,13 @@ class Generation:
             self._model = worker.info
         self._target_epoch += 1
         self._round_idx = self._log.round_idx = 0
-        self._target = TargetLink(
+        self._target = TargetHandle(
             worker,
             self._worker_request_id,
             self._target_epoch,
             step_timeout_s=self._config.step_timeout_s,
             on_admitted=lambda admitted: self._admitted(worker, admitted),
-            on_unlinked=self._draft.lose_link,
+            on_detached=self._draft.lose_channel,
             on_gone=self._draft.close,  # its features came from there: no round waits for it
         )
         try:

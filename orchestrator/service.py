@@ -20,8 +20,8 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError, StaleStateError, UnavailableError
-from shared.rpc.convert_generation import event_to_proto
-from shared.types import WorkerInfo
+from shared.messages import WorkerInfo
+from shared.messages.convert_generation import event_to_proto
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):

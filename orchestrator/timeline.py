@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.generation import RoundTimes
-from shared.types import AnswerTimes
+from shared.messages import AnswerTimes
+from shared.messages.generation import RoundTimes
 
 MAX_TIMED_ROUNDS = 4096
 

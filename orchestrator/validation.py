@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.rpc.convert_params import sampling_from_proto
-from shared.rpc.fields import Within, require_ids, require_range
+from shared.messages import SamplingParams, TreeShape
+from shared.messages.convert_params import sampling_from_proto
+from shared.messages.fields import Within, require_ids, require_range
 from shared.tree import check_shape
-from shared.types import SamplingParams, TreeShape
 
 MAX_REQUEST_ID_LEN = 128
 MAX_STOP_STRINGS = 16

@@ -17,15 +17,14 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from shared.rpc import batches
-from shared.rpc.convert import from_proto
+from shared.messages import RequestFailure, TargetAdmitted, WorkerInfo, WorkerLoad, batches
+from shared.messages.convert import from_proto
 from shared.rpc.status import from_rpc_error
-from shared.types import RequestFailure, TargetAdmitted, WorkerInfo, WorkerLoad
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
-# Token ids per message; keeps a burst of long prompts below the message limit.
+# Token ids per message; keeps a batch of long prompts below the message limit.
 _MAX_MESSAGE_TOKENS = 1_000_000
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import InvalidArgumentError, InvalidTreeError
-from shared.types import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES, TreeShape
+from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES, TreeShape
 
 _NODES = [bytes([node]) for node in range(MAX_TREE_NODES)]
 

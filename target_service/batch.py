@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.buckets import bucket_of
-from shared.kernels.mail_trees import TakenTrees
-from shared.kernels.mail_words import MAX_PATH
+from shared.kernels.mailbox_trees import TakenTrees
+from shared.kernels.mailbox_words import MAX_PATH
 from shared.kv.pool import KVPool
-from shared.mailbox import Mailbox
-from shared.packing import RowBlocks, pack_rows
-from shared.staging import Fields, Staging
+from shared.peer.mailbox import Mailbox
+from shared.step.buckets import bucket_of
+from shared.step.packing import RowBlocks, pack_rows
+from shared.step.staging import Fields, Staging
 from shared.tree import TreeLayout, depths_of, lay_out_tree, paths_of
 from target_service.phases import AwaitedTrees, ExtendInput, MailedPaths, VerifyInput
 from target_service.request import TargetRequest
@@ -195,9 +195,9 @@ def build_batch(
 def _await_trees(
     requests: Sequence[TargetRequest], mailbox: Mailbox, staging: Staging
 ) -> AwaitedTrees:
-    host, device = staging.place_zeros(_mail_fields, len(requests))
+    host, device = staging.place_zeros(_mailbox_fields, len(requests))
     host["slot"][:] = [request.req_idx for request in requests]
-    host["seq"][:] = [request.next_mail_seq for request in requests]
+    host["seq"][:] = [request.next_round_tag for request in requests]
     shapes = [request.queued.awaited_shape for request in requests if request.queued is not None]
     return AwaitedTrees(
         words=mailbox.trees,
@@ -207,7 +207,7 @@ def _await_trees(
     )
 
 
-def _mail_fields(num_trees: int) -> Fields:
+def _mailbox_fields(num_trees: int) -> Fields:
     return {"slot": (torch.int32, (num_trees,)), "seq": (torch.int32, (num_trees,))}
 
 
@@ -319,10 +319,10 @@ def _mail_paths(
     requests: Sequence[TargetRequest], max_depth: int, mailbox: Mailbox | None, staging: Staging
 ) -> MailedPaths | None:
     """Return where the paths go of requests whose rounds have numbers; None if none has any."""
-    seqs = [request.next_mail_seq for request in requests]
+    seqs = [request.next_round_tag for request in requests]
     if mailbox is None or not any(seqs) or max_depth >= MAX_PATH:
         return None
-    host, device = staging.place_zeros(_mail_fields, len(requests))
+    host, device = staging.place_zeros(_mailbox_fields, len(requests))
     host["seq"][:] = seqs
     host["slot"][:] = [
         request.req_idx if seq else -1 for request, seq in zip(requests, seqs, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shared.types import AcceptedPath, FinishReason, TokenLogprob
+from shared.messages import AcceptedPath, FinishReason, TokenLogprob
 from target_service.batch import SampledTrees
 from target_service.request import Phase, TargetRequest
 from target_service.runner import PathOutputs

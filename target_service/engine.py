@@ -24,42 +24,44 @@ from shared.errors import (
     NotFoundError,
     StaleStateError,
 )
-from shared.feature_ring import FeatureRing
 from shared.kernels.dispatch import launch_counts
-from shared.mailbox import Mailbox
-from shared.rpc.link import Link, LinkLost, LinkSet
-from shared.step_timer import StepTimer
-from shared.times import clock_id, take
-from shared.tree import check_tree
-from shared.types import (
+from shared.messages import (
     AnswerTimes,
-    DraftUnlinked,
+    Credit,
+    CreditUpdate,
+    DraftDetached,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
     FeatureSubscribe,
     FeatureUnsubscribe,
     FinishReason,
-    LinkClose,
-    LinkOpen,
+    PeerAttach,
+    PeerDetach,
     RequestFailure,
     RequestRetracted,
-    RoundGrant,
+    RootOnly,
     StageTime,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
-    TreeBurst,
+    TreeBatch,
     VerifyRound,
     WorkerInfo,
     WorkerLoad,
 )
+from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
+from shared.peer.mailbox import Mailbox
+from shared.peer.ring import FeatureRing
+from shared.step.read_back import PendingRead
+from shared.step.step_timer import StepTimer
+from shared.times import clock_id, take
+from shared.tree import check_tree
 from target_service.batch import SampledTrees, StepBatch, build_batch, build_verify
-from target_service.cohort import Cohort
+from target_service.batch_window import BatchWindow
 from target_service.commit import accepted_nodes, commit_path
-from target_service.direct_rounds import DirectRounds
 from target_service.features import MAX_CHUNK_BYTES, FeatureLog
-from target_service.read_back import PendingRead
+from target_service.peer_rounds import PeerRounds
 from target_service.request import Phase, QueuedRound, TargetRequest
 from target_service.runner import PathOutputs, StepOutputs, TargetRunner
 from target_service.scheduler import PrefillWork, Scheduler, StepPlan
@@ -94,7 +96,7 @@ class TargetEngine:
 
     Args:
         runs_ahead: Launch a step before the result of the one before is read.
-        links: To drafts on this host; None: there are none.
+        channels: To drafts on this host; None: there are none.
         costs: Of forwards; None: trees never wait for others.
         window: Sliding window of the target's attention, tokens; 0 = none.
         max_context_len: Longest sequence, prompt and output.
@@ -117,11 +119,11 @@ class TargetEngine:
         window: int = 0,
         ring: FeatureRing | None = None,
         mailbox: Mailbox | None = None,
-        links: LinkSet | None = None,
+        channels: PeerChannels | None = None,
         costs: StepCosts | None = None,
     ) -> None:
         self.info = info
-        self.links = links or LinkSet()
+        self.channels = channels or PeerChannels()
         self._in_flight: _Launched | None = None
         self._runner = runner
         self._pool = runner.pool
@@ -138,13 +140,13 @@ class TargetEngine:
         )
         self._requests: dict[str, TargetRequest] = {}
         self._early_subscriptions: dict[str, FeatureSubscribe] = {}
-        self._cohort = Cohort(costs)
+        self._batch_window = BatchWindow(costs)
         self._has_rows: bool | None = None  # None: not known
         self._num_tree_rows: int | None = None
         self._order = itertools.count()
-        self._direct = DirectRounds(
+        self._direct = PeerRounds(
             self._requests,
-            self._cohort,
+            self._batch_window,
             info,
             order=self._order,
             ring=ring,
@@ -163,21 +165,21 @@ class TargetEngine:
             return True
         if self._has_rows is None:
             self._has_rows = self._scheduler.has_work
-        return self._has_rows and not self._cohort_wait_s
+        return self._has_rows and not self._window_wait_s
 
     @property
     def has_work_in_s(self) -> float | None:
         """Return how long trees that are here wait for others at most; None = none waits."""
-        return self._cohort_wait_s or None
+        return self._window_wait_s or None
 
     @property
-    def _cohort_wait_s(self) -> float:
+    def _window_wait_s(self) -> float:
         """Return how long to wait for trees that are being grown; with other work, not at all."""
-        if not self._cohort.is_awaited:
+        if not self._batch_window.is_awaited:
             return 0.0
         if self._num_tree_rows is None:
             self._num_tree_rows = self._scheduler.num_tree_rows
-        return self._cohort.wait_s(self._num_tree_rows) if self._num_tree_rows else 0.0
+        return self._batch_window.wait_s(self._num_tree_rows) if self._num_tree_rows else 0.0
 
     def _forget_rows(self) -> None:
         """Look anew at what could be computed: something has changed."""
@@ -207,8 +209,10 @@ class TargetEngine:
                     self._open(message)
                 case VerifyRound():
                     self._queue_round(message)
-                case RoundGrant():
-                    self._grant(message)
+                    if message.credit is not None:
+                        self._extend_credit(message, message.credit)
+                case CreditUpdate():
+                    self._extend_credit(message, message.credit)
                 case TargetClose():
                     self._close(message)
                 case FeatureSubscribe():
@@ -224,33 +228,33 @@ class TargetEngine:
             is_feature = isinstance(message, FeatureSubscribe)
             self._outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
 
-    def submit_linked(self, link: Link, message: Any) -> None:
+    def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         """Take what a draft's engine says; a wrong tree is the orchestrator's to hear of."""
         self._forget_rows()
         try:
             match message:
-                case TreeBurst():
-                    for tree, error in self._direct.take(link, message):
+                case TreeBatch():
+                    for tree, error in self._direct.take(channel, message):
                         self._outbox.append(_failure(tree, error))
                 case FeatureSubscribe():
-                    self._subscribe(message, link)
+                    self._subscribe(message, channel)
                 case FeatureAck():
-                    self._acknowledge(message, link)
-                case LinkOpen():
-                    self._direct.open(message, link)
-                case LinkClose():
+                    self._acknowledge(message, channel)
+                case PeerAttach():
+                    self._direct.open(message, channel)
+                case PeerDetach():
                     request = self._requests.get(message.request_id)
                     if request is not None and request.draft_epoch == message.draft_epoch:
-                        self._unlink(request, link)
-                case LinkLost():
+                        self._detach(request, channel)
+                case PeerLost():
                     for request in self._requests.values():
-                        self._unlink(request, link)
+                        self._detach(request, channel)
                 case _:
                     raise TypeError(f"a target engine is told no {type(message).__name__}")
         except CoppiceError as error:
             failure = _failure(message, error)
             if isinstance(message, FeatureSubscribe):
-                link.put(failure)
+                channel.put(failure)
             else:
                 self._outbox.append(failure)
 
@@ -258,13 +262,13 @@ class TargetEngine:
         """Launch one forward over whatever is queued, commit and answer what is computed.
 
         Returns: TargetAdmitted, AcceptedPath, FeatureChunk, RequestFailure, RequestRetracted,
-            DraftUnlinked.
+            DraftDetached.
         """
         if self._in_flight is not None and self._in_flight.read.is_done:
             launched = None  # what is computed is answered at once; the next step launches
         else:
             awaits_mail = self._in_flight is None and self._scheduler.await_mail()
-            waits = not awaits_mail and self._cohort_wait_s
+            waits = not awaits_mail and self._window_wait_s
             plan = StepPlan() if waits else self._scheduler.plan()
             launched = self._launch(plan)
         if self._in_flight is not None:
@@ -279,7 +283,7 @@ class TargetEngine:
             if request.features is not None and not request.is_replaying:
                 request.features.trim()
         if self._ring is not None:
-            self._ring.start_burst()
+            self._ring.start_step()
         self._forget_rows()
         if not self._scheduler.can_await_mail:  # else their step is launched right away
             self._reserve_ahead()
@@ -357,7 +361,9 @@ class TargetEngine:
         for request in batch.trees.requests if batch.trees else ():
             request.is_tree_in_flight = request.next_num_rows > 1
             request.queued = request.mailed = request.draft_times = None
-            self._cohort.gave_up(request.request_id)  # if the device waits, no other tree does
+            self._batch_window.gave_up(
+                request.request_id
+            )  # if the device waits, no other tree does
             if request.queued_times is not None:
                 order_times[request.request_id] = request.queued_times
                 request.queued_times = None
@@ -373,24 +379,24 @@ class TargetEngine:
         trees = launched.batch.trees
         is_awaited = trees is not None and trees.awaited is not None
         if is_awaited:  # what drafts say meanwhile is old by now: not after the device is done
-            self._hear_links()
+            self._hear_peers()
         outputs = self._runner.finish_read(launched.batch, launched.read)
         launched.timer.host("read")
         if is_awaited and launched.timer.is_on:  # but for the times of these trees
-            self._hear_links()
+            self._hear_peers()
         self._commit_chains(launched.batch, outputs)
         if trees is not None:
             assert outputs.paths is not None
             self._commit_paths(launched, trees, outputs.paths)
 
-    def _hear_links(self) -> None:
-        for link, message in self.links.receive():
-            self.submit_linked(link, message)
+    def _hear_peers(self) -> None:
+        for channel, message in self.channels.receive():
+            self.submit_peer(channel, message)
 
     def _reserve_ahead(self) -> None:
         """Reserve for trees that are being grown, so that nothing is left to do once they come."""
-        if self._cohort.is_awaited:
-            for request_id, num_rows in self._cohort.coming:
+        if self._batch_window.is_awaited:
+            for request_id, num_rows in self._batch_window.coming:
                 self._scheduler.reserve_ahead(request_id, num_rows)
             self._runner.bring_page_table()
 
@@ -453,7 +459,7 @@ class TargetEngine:
         if 0 < message.round_idx <= request.ordered_round and (
             message.round_idx <= request.round_idx or request.queued is not None
         ):
-            return  # so is that of a round whose tree came over the link
+            return  # so is that of a round whose tree came over the channel
         if request.phase is not Phase.RUNNING or message.round_idx != request.round_idx + 1:
             raise StaleStateError(
                 f"round {message.round_idx} cannot follow round {request.round_idx}",
@@ -481,39 +487,39 @@ class TargetEngine:
             request.queued_times = take(message.received_ns, busy_until_ns=self._busy_until_ns)
         request.queued_order = next(self._order)
 
-    def _grant(self, message: RoundGrant) -> None:
+    def _extend_credit(self, message: VerifyRound | CreditUpdate, credit: Credit) -> None:
         request = self._find(message.request_id, message.target_epoch)
-        if message.shape is None:
-            request.granted_until = max(request.granted_until, message.until_round_idx)
+        if isinstance(credit.trees, RootOnly):
+            request.granted_until = max(request.granted_until, credit.until_round_idx)
             request.queued_order = next(self._order)
         else:
-            self._direct.grant(request, message)
+            self._direct.grant(request, credit.until_round_idx, credit.trees)
 
-    def _unlink(self, request: TargetRequest, link: Link) -> None:
-        """Forget a draft's link; who wants the features asks again through the front."""
-        if request.link is link:
+    def _detach(self, request: TargetRequest, channel: PeerChannel) -> None:
+        """Forget a draft's channel; who wants the features asks again through the front."""
+        if request.channel is channel:
             self._direct.end(request)
-            request.link = None
+            request.channel = None
             self._outbox.append(
-                DraftUnlinked(
+                DraftDetached(
                     request_id=request.request_id,
                     target_epoch=request.open.target_epoch,
                     draft_epoch=request.draft_epoch,
                 )
             )
-        if request.feature_link is link:
+        if request.feature_channel is channel:
             assert request.features is not None
-            request.feature_link = request.features.next = None
+            request.feature_channel = request.features.next = None
 
     def _close(self, message: TargetClose) -> None:
         request = self._requests.get(message.request_id)
         if request is not None and request.open.target_epoch <= message.target_epoch:
             self._drop(request)
 
-    def _subscribe(self, message: FeatureSubscribe, link: Link | None) -> None:
+    def _subscribe(self, message: FeatureSubscribe, channel: PeerChannel | None) -> None:
         request = self._requests.get(message.request_id)
         if request is None or request.open.target_epoch < message.target_epoch:
-            if link is not None:
+            if channel is not None:
                 raise NotFoundError(f"no request {message.request_id!r} here", field="request_id")
             # The draft's open may overtake the target's: keep the subscription for it.
             if len(self._early_subscriptions) >= MAX_PENDING_SUBSCRIPTIONS:
@@ -526,7 +532,7 @@ class TargetEngine:
             )
         newest_epoch = max(request.draft_epoch, request.feature_epoch)
         is_older = 0 < message.draft_epoch < newest_epoch
-        if is_older or (link is not None and request.link is not link):
+        if is_older or (channel is not None and request.channel is not channel):
             raise StaleStateError(
                 "a newer draft takes this request's features", reason="SUBSCRIPTION_REPLACED"
             )
@@ -544,9 +550,9 @@ class TargetEngine:
         reads_ring = self._ring is not None and message.ring_nonce == self._ring.nonce
         if message.ring_nonce and not reads_ring:
             logger.warning("a draft read another feature ring than this target's; it gets bytes")
-        request.feature_link = link
+        request.feature_channel = channel
         request.feature_epoch = max(request.feature_epoch, message.draft_epoch)
-        request.features.subscribe(message.from_position, reads_ring=reads_ring or bool(link))
+        request.features.subscribe(message.from_position, reads_ring=reads_ring or bool(channel))
         self._send_features(request)
 
     def _unsubscribe(self, message: FeatureUnsubscribe) -> None:
@@ -557,19 +563,19 @@ class TargetEngine:
         if log is not None:
             log.next = None
 
-    def _acknowledge(self, message: FeatureAck, link: Link | None) -> None:
-        log = self._feature_log(message, link)
+    def _acknowledge(self, message: FeatureAck, channel: PeerChannel | None) -> None:
+        log = self._feature_log(message, channel)
         if log is not None:
             log.acknowledge(message.position)
 
     def _feature_log(
-        self, message: FeatureAck | FeatureUnsubscribe, link: Link | None
+        self, message: FeatureAck | FeatureUnsubscribe, channel: PeerChannel | None
     ) -> FeatureLog | None:
         """Return the rows that a message is about, if they go where it came from."""
         request = self._requests.get(message.request_id)
         if request is None or request.open.target_epoch != message.target_epoch:
             return None
-        return request.features if request.feature_link is link else None
+        return request.features if request.feature_channel is channel else None
 
     def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.info.vocab_size:
@@ -615,7 +621,7 @@ class TargetEngine:
                 request.features.next = work.stop
 
     def _commit_paths(self, launched: _Launched, trees: SampledTrees, paths: PathOutputs) -> None:
-        """Advance every request by its path; drafts that are linked hear of it first."""
+        """Advance every request by its path; drafts that are attached hear of it first."""
         nodes = list(accepted_nodes(trees, paths))
         self._direct.order_next(trees, nodes, paths)
         launched.device_free_ns = self._device_free_ns
@@ -644,7 +650,7 @@ class TargetEngine:
                 rows = paths.features[row, : len(reply.token_ids)]
                 request.features.append(path.seq_len, rows.copy())
         if trees.awaited is None:  # else the next step is launched first
-            self.links.flush()
+            self.channels.flush()
         self._runner.sampler.count(advanced)
 
     def _fail_numerically(self, request: TargetRequest) -> None:
@@ -678,8 +684,8 @@ class TargetEngine:
                 dtype=self.info.features.dtype,
                 data=part.tobytes() if span is None else span,
             )
-            if request.feature_link is not None:
-                request.feature_link.put(chunk)
+            if request.feature_channel is not None:
+                request.feature_channel.put(chunk)
             else:
                 self._outbox.append(chunk)
 
@@ -722,7 +728,7 @@ def _device_times(
     begin_ns = launched.device_free_ns or launched.timer.begin_ns
     times = AnswerTimes(clock_id=clock_id(), begin_ns=begin_ns)
     times = times.including("draft", request.draft_times)
-    names = {"await": "link", "forward": "forward", "sample": "sample"}
+    names = {"await": "channel", "forward": "forward", "sample": "sample"}
     for stage in stages:
         if stage.name in names:
             times = times.then(names[stage.name], stage.end_ns)

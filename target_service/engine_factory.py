@@ -18,19 +18,19 @@ from shared.device import (
     resolve_dtype,
 )
 from shared.errors import ConfigError
-from shared.feature_ring import FeatureRing
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
-from shared.mailbox import Mailbox
+from shared.messages import MAX_TREE_NODES, FeatureSpec, WorkerInfo
 from shared.models.checkpoint import resolve_model, tokenizer_hash, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import start_model_hash
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
+from shared.peer.channel import PeerChannels, PeerListener, remove_stale_sockets
+from shared.peer.mailbox import Mailbox
+from shared.peer.ring import FeatureRing
+from shared.peer.shared_files import MAILBOXES, RINGS
 from shared.rpc.engine import ProgressCallback
-from shared.rpc.link import LinkListener, LinkSet, remove_stale_links
-from shared.shared_files import MAILBOXES, RINGS
-from shared.types import MAX_TREE_NODES, FeatureSpec, WorkerInfo
 from target_service.engine import TargetEngine
 from target_service.fingerprint import take_fingerprint
 from target_service.runner import TargetRunner
@@ -139,10 +139,10 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     )
     prove_exactness(config, runner, model_config, context_len)
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
-    links = LinkSet(open_listener(config))
-    mailbox = make_mailbox(config, links.name, spec, pool, dtype)
+    channels = PeerChannels(open_listener(config))
+    mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
     costs = None
-    if links.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
+    if channels.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
         progress("timing forwards", 0.92)
         costs = runner.measure_costs(window=model_config.sliding_window)
         logger.info("ms of a forward by its rows: %s", costs)
@@ -160,7 +160,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
         feature_ring=ring.name if ring is not None else "",
-        link=links.name,
+        peer_socket=channels.name,
         device_model=fingerprint.device_model,
         versions=fingerprint.versions,
         cpu_threads=fingerprint.cpu_threads,
@@ -177,11 +177,11 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         window=model_config.sliding_window,
         ring=ring,
         mailbox=mailbox,
-        links=links,
+        channels=channels,
         costs=costs,
     )
     if mailbox is not None:
-        runner.compile_mail(mailbox)
+        runner.compile_mailbox(mailbox)
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
         warm_up(engine)
@@ -230,14 +230,14 @@ def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
 
 
 def make_mailbox(
-    config: TargetConfig, link: str, features: FeatureSpec, pool: KVPool, dtype: torch.dtype
+    config: TargetConfig, channel: str, features: FeatureSpec, pool: KVPool, dtype: torch.dtype
 ) -> Mailbox | None:
-    """Create what the devices of linked drafts and this one talk through; None if they cannot."""
-    if not (config.mailbox and link and pool.device.type == "cuda"):
+    """Create what the devices of attached drafts and this one talk through; None if they cannot."""
+    if not (config.mailbox and channel and pool.device.type == "cuda"):
         return None
     try:
         return Mailbox(
-            link,
+            channel,
             num_slots=pool.max_num_requests,
             width=features.width,
             dtype=dtype if features.width else None,
@@ -248,16 +248,16 @@ def make_mailbox(
         return None
 
 
-def open_listener(config: TargetConfig) -> LinkListener | None:
-    """Create the socket to which drafts on this host link; None if there is nothing to share."""
-    if not config.direct_rounds or config.algorithm == "none" or config.draft_model == "none":
+def open_listener(config: TargetConfig) -> PeerListener | None:
+    """Create the socket to which drafts on this host channel; None if there is nothing to share."""
+    if not config.peer_rounds or config.algorithm == "none" or config.draft_model == "none":
         return None
     try:
-        remove_stale_links()
+        remove_stale_sockets()
         MAILBOXES.remove_stale()
-        return LinkListener()
+        return PeerListener()
     except OSError as error:
-        logger.warning("rounds go through the orchestrator: no socket for links: %s", error)
+        logger.warning("rounds go through the orchestrator: no socket for channels: %s", error)
         return None
 
 

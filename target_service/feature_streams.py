@@ -12,11 +12,7 @@ import grpc.aio
 
 from coppice.v1 import target_pb2
 from shared.errors import StaleStateError
-from shared.rpc.batches import pack_feature_response, unpack_feature_request
-from shared.rpc.convert_features import MAX_CHUNK_BYTES
-from shared.rpc.outbox import Outbox
-from shared.rpc.status import failure_of
-from shared.types import (
+from shared.messages import (
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -24,6 +20,10 @@ from shared.types import (
     FeatureUnsubscribe,
     RequestFailure,
 )
+from shared.messages.batches import pack_feature_response, unpack_feature_request
+from shared.messages.convert_features import MAX_CHUNK_BYTES
+from shared.rpc.outbox import Outbox
+from shared.rpc.status import failure_of
 
 Epochs = tuple[int, int]
 """target_epoch, draft_epoch"""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from shared.kernels.accept_walk import AcceptWalk
-from shared.packing import PackedRows
-from target_service.read_back import ReadBack
+from shared.step.packing import PackedRows
+from shared.step.read_back import ReadBack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

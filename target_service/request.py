@@ -6,17 +6,17 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.mailbox import seq_of
-from shared.rpc.link import Link
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     AnswerTimes,
-    LinkedTree,
-    RoundGrant,
+    PeerTree,
+    PeerTrees,
     TargetOpen,
     TokenTree,
     TreeShape,
 )
+from shared.peer.channel import PeerChannel
+from shared.peer.mailbox import tag_of
 from target_service.features import FeatureLog
 
 
@@ -39,7 +39,7 @@ class QueuedRound(NamedTuple):
         awaited_shape: Of a tree that the device takes from the mailbox.
     """
 
-    tree: TokenTree | LinkedTree | None
+    tree: TokenTree | PeerTree | None
     awaited_shape: TreeShape | None = None
 
 
@@ -60,15 +60,15 @@ class TargetRequest:
         draft_times: Of the tree that the device awaits, if the request is timed.
         queued_order: Order in which it came; rounds that have waited longest run first.
         granted_until: Last round of the root alone that needs no order.
-        grant: Leave to order trees over `link`.
-        link: To the draft's engine, if that is on this host; opened with `draft_epoch`.
-        feature_link: Where features go; None: to the front, or nowhere.
+        grant: Leave to order trees over `channel`, up to round `grant_until`.
+        channel: To the draft's engine, if that is on this host; opened with `draft_epoch`.
+        feature_channel: Where features go; None: to the front, or nowhere.
         feature_epoch: Newest draft_epoch that has asked for them.
-        num_tokens_told: Tokens that the draft has, under `grant`.
+        num_tokens_sent: Tokens that the draft has, under `grant`.
         ordered_round: Round whose tree was ordered last, at `ordered_ns`.
         has_mailbox: That draft posts trees to this target's mailbox.
         is_draft_ahead: That draft's device grew the newest tree before its order came.
-        mail_base: Of the numbers of its rounds there (see mailbox.py); None: they have none.
+        tag_base: Of the numbers of its rounds there (see mailbox.py); None: they have none.
         num_late: Times that the device waited for that draft in vain, less those that it did not.
         mailed_from: First round whose tree may be ordered by mail again.
         mailed: Shape of the tree of the next round, if that was ordered by mail.
@@ -92,17 +92,18 @@ class TargetRequest:
     draft_times: AnswerTimes | None = None
     queued_order: int = 0
     granted_until: int = 0
-    grant: RoundGrant | None = None
-    link: Link | None = None
+    grant: PeerTrees | None = None
+    grant_until: int = 0
+    channel: PeerChannel | None = None
     draft_epoch: int = 0
-    feature_link: Link | None = None
+    feature_channel: PeerChannel | None = None
     feature_epoch: int = 0
-    num_tokens_told: int = 0
+    num_tokens_sent: int = 0
     ordered_round: int = 0
     ordered_ns: int = 0
     has_mailbox: bool = False
     is_draft_ahead: bool = False
-    mail_base: int | None = None
+    tag_base: int | None = None
     num_late: int = 0
     mailed_from: int = 0
     mailed: TreeShape | None = None
@@ -131,11 +132,11 @@ class TargetRequest:
         return len(self.queued.tree.token_ids) if self.queued.tree else 1
 
     @property
-    def next_mail_seq(self) -> int:
+    def next_round_tag(self) -> int:
         """Return the number of the next round in the mailbox; 0: it has none."""
-        if self.mail_base is None:
+        if self.tag_base is None:
             return 0
-        return seq_of(self.mail_base, self.round_idx + self.num_in_flight + 1)
+        return tag_of(self.tag_base, self.round_idx + self.num_in_flight + 1)
 
     @property
     def can_await_mail(self) -> bool:

@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.buckets import ROW_BUCKETS
-from shared.graphs import GraphCache
 from shared.kernels.accept_walk import accept_walk
 from shared.kernels.logprobs import chosen_logprobs
-from shared.kernels.mail_paths import post_paths
-from shared.kernels.mail_trees import TakenTrees, take_trees
+from shared.kernels.mailbox_paths import post_paths
+from shared.kernels.mailbox_trees import TakenTrees, take_trees
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
-from shared.mailbox import Mailbox
+from shared.messages import MAX_TREE_NODES, FeatureSpec
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
-from shared.packing import NO_BLOCKS, pack_rows
-from shared.staging import Staging
-from shared.types import MAX_TREE_NODES, FeatureSpec
+from shared.peer.mailbox import Mailbox
+from shared.step.buckets import ROW_BUCKETS
+from shared.step.graphs import GraphCache
+from shared.step.packing import NO_BLOCKS, pack_rows
+from shared.step.read_back import PendingRead, ReadBack
+from shared.step.staging import Staging
 from target_service.batch import StepBatch
 from target_service.phases import (
     ExtendInput,
@@ -32,7 +33,6 @@ from target_service.phases import (
     VerifyInput,
     VerifyOutput,
 )
-from target_service.read_back import PendingRead, ReadBack
 from target_service.sampler import Sampler
 from target_service.step_costs import StepCosts
 
@@ -41,7 +41,7 @@ EXTEND_BYTES = 8 << 20
 VERIFY_BYTES = 1 << 20
 _NUM_TIMED = 3
 # A tree takes a millisecond or two; one that has to wait for a prompt, ten.
-MAIL_PATIENCE_US = 30_000
+MAILBOX_PATIENCE_US = 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class TargetRunner:
             max_depth=awaited.max_depth,
             num_rows=batch.num_rows,
             vocab_size=self.sampler.vocab_size,
-            timeout_us=MAIL_PATIENCE_US,
+            timeout_us=MAILBOX_PATIENCE_US,
         )
 
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
@@ -175,7 +175,7 @@ class TargetRunner:
             if features is not None:
                 self._project(features)  # compiles it; no graph has it
 
-    def compile_mail(self, mailbox: Mailbox) -> None:
+    def compile_mailbox(self, mailbox: Mailbox) -> None:
         """Compile what reads and writes the mailbox; nothing comes and nothing is posted."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

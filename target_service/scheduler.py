@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
-from shared.types import MAX_TREE_NODES
+from shared.messages import MAX_TREE_NODES
 from target_service.request import Phase, QueuedRound, TargetRequest
 
 # Trees leave one row in so many to prefills and replays, if there are any.

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.buckets import bucket_of
 from shared.kernels.move_kv import move_kv
-from shared.packing import RowBlocks, pack_rows, to_device
+from shared.step.buckets import bucket_of
+from shared.step.packing import RowBlocks, pack_rows, to_device
 from shared.tree import TreeLayout, depths_of, lay_out_tree
 from target_service.phases import ExtendInput
 from target_service.runner import TargetRunner

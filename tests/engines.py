@@ -16,9 +16,9 @@ from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine as create_draft_engine
 from shared.config import DraftConfig, TargetConfig
 from shared.kv.pool import KVPool
-from shared.packing import RowBlocks
+from shared.messages import TokenTree, TreeShape
+from shared.step.packing import RowBlocks
 from shared.tree import TreeLayout, depths_of, lay_out_tree
-from shared.types import TokenTree, TreeShape
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
 from tests import checkpoints

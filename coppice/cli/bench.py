@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coppice.cli.options import add_server_option
 from coppice.stack.config import split_list
-from shared.config_check import parse_shape
+from shared.config.check import parse_shape
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:

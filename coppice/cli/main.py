@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shared.config_loader import suggestion
+from shared.config.loader import suggestion
 from shared.errors import ConfigError, CoppiceError
 
 EXIT_FAILURE = 1

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from coppice.stack.config import UpConfig
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_loader import ENV_PREFIX, load_config, read_config_file, variables_of
+from shared.config.loader import ENV_PREFIX, load_config, read_config_file, variables_of
 
 Config = TypeVar("Config")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shared.config_check import check_tree_shape
+from shared.config.check import check_tree_shape
 from shared.errors import ConfigError
 
 # Flag, type, help; the name is the keyword of Client.

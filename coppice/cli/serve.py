@@ -13,7 +13,7 @@ from typing import Any
 
 from coppice.cli.options import add_config_option, load_service_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_loader import add_config_flags
+from shared.config.loader import add_config_flags
 
 # role -> (configuration, module whose main(config) serves until SIGTERM)
 ROLES: dict[str, tuple[type, str]] = {

@@ -14,7 +14,7 @@ from coppice.cli.options import add_config_option, known_variables, read_section
 from coppice.stack import ServiceFailedError, Stack, StackConfig
 from coppice.stack.config import UpConfig, stack_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_loader import add_config_flags, explicit_values, load_config
+from shared.config.loader import add_config_flags, explicit_values, load_config
 
 Config = TypeVar("Config")
 

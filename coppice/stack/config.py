@@ -14,9 +14,9 @@ from shared.config import (
     TargetConfig,
     option,
 )
-from shared.config_check import check_config
+from shared.config.check import check_config
 from shared.errors import ConfigError
-from shared.types import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
+from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
 LOOPBACK = "127.0.0.1"
 

@@ -27,8 +27,8 @@ from coppice.health import (
 from coppice.stack.config import LOOPBACK, StackConfig
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
 from shared.config import DraftConfig, TargetConfig
-from shared.config_check import check_config
-from shared.config_loader import ENV_PREFIX, to_arguments
+from shared.config.check import check_config
+from shared.config.loader import ENV_PREFIX, to_arguments
 from shared.gpu_lease import list_machine_gpus
 
 PAIRING_TIMEOUT_S = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shared.errors import CoppiceError, StatusCode
-from shared.types import PageId
+from shared.messages import PageId
 
 SINK_PAGE = PageId(0)
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from shared.kernels.move_kv import cache_addresses
 from shared.kv.allocator import SINK_PAGE, PageAllocator
-from shared.staging import Staging
-from shared.types import PageId
+from shared.messages import PageId
+from shared.step.staging import Staging
 
 
 class KVPool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError, ConfigError
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import (
     DEMO,
     read_tensor_infos,
@@ -28,7 +29,6 @@ from shared.models.decoder_config import (
     require_int,
 )
 from shared.models.digest import model_hash
-from shared.types import FeatureSpec
 
 __all__ = [
     "DraftKind",

@@ -16,6 +16,7 @@ import torch
 
 from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
 from shared.models.decoder import DecoderLayer, KVCaches, Product, add
@@ -25,7 +26,6 @@ from shared.models.head import (
     read_target_head,
     without_model_prefix,
 )
-from shared.types import FeatureSpec
 
 # Copies of the target's, which is used instead.
 _KNOWN_EXTRAS = ("embed_tokens.weight", "lm_head.weight", "layers.*.self_attn.rotary_emb.inv_freq")

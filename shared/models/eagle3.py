@@ -18,6 +18,7 @@ from shared.kernels.head_input import head_input
 from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
 from shared.models.decoder import MLP, Attention, KVCaches, add, add_and_norm
@@ -27,7 +28,6 @@ from shared.models.head import (
     read_target_head,
     without_model_prefix,
 )
-from shared.types import FeatureSpec
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"

@@ -20,9 +20,9 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.garbage import settle_garbage
+from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import Engine, EngineFactory, EngineReport
 from shared.rpc.pipe import BlockingPipe
-from shared.types import WorkerInfo, WorkerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +112,9 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         next_report = time.monotonic() + REPORT_DELAY_S
         pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
-    def hear_links() -> None:
-        for link, message in engine.links.receive():
-            engine.submit_linked(link, message)
+    def hear_peers() -> None:
+        for channel, message in engine.channels.receive():
+            engine.submit_peer(channel, message)
 
     def submit(received: Sequence[Sequence[Any]]) -> None:
         nonlocal num_received
@@ -125,7 +125,7 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
 
     while True:
         if not engine.has_work:
-            links = engine.links.events
+            channels = engine.channels.events
             load = engine.load
             is_empty = not (load.num_running or load.num_waiting)
             if is_empty or time.monotonic() >= next_check:
@@ -140,29 +140,29 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             has_message = False
             if busy_poll_s and load.num_running:
                 spin_s = min(busy_poll_s, engine.has_work_in_s or busy_poll_s)
-                has_message = pipe.spin(spin_s, links)
+                has_message = pipe.spin(spin_s, channels)
             if reported != news and not has_message:
                 wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
-                has_message = pipe.poll(wait_s, links)
+                has_message = pipe.poll(wait_s, channels)
                 if not has_message:
                     report_idle(load)
             begins_in_s = engine.has_work_in_s  # asked first: once it is over, there is work
             if not has_message and not engine.has_work:
-                pipe.poll(begins_in_s, links)
+                pipe.poll(begins_in_s, channels)
         received = pipe.receive()
-        hear_links()  # whatever led to what the front says has come by now, and goes first
+        hear_peers()  # whatever led to what the front says has come by now, and goes first
         submit(received)
-        engine.links.flush()
+        engine.channels.flush()
         if engine.has_work:
             outputs = engine.step()
             received = pipe.receive()  # who came meanwhile need not wait for what is launched now
             if received:
-                hear_links()
+                hear_peers()
                 submit(received)
             engine.launch_awaited()
-            engine.links.flush()
+            engine.channels.flush()
             if not outputs and time.monotonic() < next_report:
-                continue  # a step that was only launched, or answered over a link
+                continue  # a step that was only launched, or answered over a channel
             next_report = time.monotonic() + REPORT_DELAY_S
             load = engine.load
             reported = (load, num_received, engine.has_work)

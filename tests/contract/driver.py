@@ -12,10 +12,7 @@ import grpc.aio
 
 from coppice.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from draft_service.feature_client import FeatureClient
-from shared.feature_ring import RING_DIR, RingReader
-from shared.rpc import batches
-from shared.rpc.channel import open_channel
-from shared.types import (
+from shared.messages import (
     DraftOpen,
     FeatureAck,
     FeatureChunk,
@@ -29,7 +26,10 @@ from shared.types import (
     TargetOpen,
     TokenTree,
     VerifyRound,
+    batches,
 )
+from shared.peer.ring import RING_DIR, RingReader
+from shared.rpc.channel import open_channel
 from tests.fakes import WIDTH
 
 REPLY_TIMEOUT_S = 10.0

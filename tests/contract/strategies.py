@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shared import types
-from shared.rpc.convert_params import MIN_TEMPERATURE
+from shared.messages import types
+from shared.messages.convert_params import MIN_TEMPERATURE
 
 request_ids = st.text(min_size=1, max_size=40)
 epochs = st.integers(0, 2**31 - 1)
@@ -77,16 +77,16 @@ def trees(draw: st.DrawFn) -> types.TokenTree:
             | st.lists(floats(-1000, 0), min_size=num_nodes, max_size=num_nodes).map(tuple)
         ),
         times=draw(st.none() | answer_times),
-        is_linked=draw(st.booleans()),
+        has_peer=draw(st.booleans()),
     )
 
 
 @st.composite
-def tree_bursts(draw: st.DrawFn) -> types.TreeBurst:
+def tree_batches(draw: st.DrawFn) -> types.TreeBatch:
     num_nodes = draw(st.lists(st.integers(1, types.MAX_TREE_NODES), min_size=1, max_size=4))
     count, total = len(num_nodes), sum(num_nodes)
     column = st.lists(counts, min_size=count, max_size=count)
-    return types.TreeBurst(
+    return types.TreeBatch(
         request_ids=draw(st.lists(request_ids, min_size=count, max_size=count)),
         target_epochs=draw(column),
         draft_epochs=draw(column),
@@ -150,17 +150,17 @@ def shapes(draw: st.DrawFn) -> types.TreeShape:
 
 
 @st.composite
-def bursts(draw: st.DrawFn) -> types.RoundBurst:
+def path_batches(draw: st.DrawFn) -> types.PathBatch:
     part = st.builds(
-        types.BurstPart,
+        types.PathEntry,
         request_id=request_ids,
         target_epoch=epochs,
         draft_epoch=epochs,
         round_idx=counts,
         seq_len=counts,
         token_ids=ids(min_size=1, max_size=8),
-        mail_slot=counts,
-        mail_seq=counts,
+        mailbox_slot=counts,
+        round_tag=counts,
     )
     parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
     shape = (sum(len(part.token_ids) for part in parts), draw(st.integers(1, 8)))
@@ -170,7 +170,7 @@ def bursts(draw: st.DrawFn) -> types.RoundBurst:
         num_bytes=4 * shape[0] * shape[1],
     )
     rows = types.RingRows(shape=shape, dtype="float32", data=data)
-    return types.RoundBurst(parts=parts, shape=draw(shapes()), rows=draw(st.none() | st.just(rows)))
+    return types.PathBatch(parts=parts, shape=draw(shapes()), rows=draw(st.none() | st.just(rows)))
 
 
 @st.composite
@@ -229,7 +229,7 @@ infos = st.builds(
     eos_token_ids=ids(max_size=3),
     draft_window=counts,
     feature_ring=st.text(max_size=20),
-    link=st.text(max_size=20),
+    peer_socket=st.text(max_size=20),
     device_model=st.text(max_size=20),
     versions=st.text(max_size=20),
     cpu_threads=counts,
@@ -249,6 +249,12 @@ failures = st.builds(
 retractions = st.builds(
     types.RequestRetracted, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs
 )
+credits_ = st.builds(
+    types.Credit,
+    until_round_idx=st.integers(1, 2**31 - 1),
+    trees=st.just(types.RootOnly())
+    | st.builds(types.PeerTrees, draft_epoch=epochs, token_offset=counts, shape=shapes()),
+)
 verify_rounds = st.builds(
     types.VerifyRound,
     request_id=request_ids,
@@ -257,26 +263,21 @@ verify_rounds = st.builds(
     seq_len=counts,
     root_token_id=token_ids,
     tree=st.none() | trees(),
+    credit=st.none() | credits_,
 )
-round_grants = st.builds(
-    types.RoundGrant,
-    request_id=request_ids,
-    target_epoch=epochs,
-    until_round_idx=st.integers(1, 2**31 - 1),
-    draft_epoch=epochs,
-    token_offset=counts,
-    shape=st.none() | shapes(),
+credit_updates = st.builds(
+    types.CreditUpdate, request_id=request_ids, target_epoch=epochs, credit=credits_
 )
-link_opens = st.builds(
-    types.LinkOpen,
+peer_attaches = st.builds(
+    types.PeerAttach,
     request_id=request_ids,
     target_epoch=epochs,
     draft_epoch=epochs,
     has_mailbox=st.booleans(),
 )
-link_closes, unlinked = (
+peer_detaches, detached = (
     st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
-    for kind in (types.LinkClose, types.DraftUnlinked)
+    for kind in (types.PeerDetach, types.DraftDetached)
 )
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
@@ -301,7 +302,7 @@ draft_opens = st.builds(
     token_ids=ids(min_size=1),
     sampling=sampling,
     is_timed=st.booleans(),
-    target_link=st.text(max_size=20),
+    target_socket=st.text(max_size=20),
 )
 draft_rounds = st.builds(
     types.DraftRound,
@@ -322,7 +323,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.TokenLogprob: logprob,
     types.AnswerTimes: answer_times,
     types.TokenTree: trees(),
-    types.TreeBurst: tree_bursts(),
+    types.TreeBatch: tree_batches(),
     types.AcceptedPath: accepted_paths(),
     types.RequestFailure: failures,
     types.RequestRetracted: retractions,
@@ -331,17 +332,18 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.TargetOpen: target_opens(),
     types.TargetAdmitted: admissions,
     types.VerifyRound: verify_rounds,
-    types.RoundGrant: round_grants,
+    types.Credit: credits_,
+    types.CreditUpdate: credit_updates,
     types.TargetClose: target_closes,
     types.FeatureSpec: feature_specs,
     types.FeatureChunk: chunks(),
     types.FeatureSubscribe: subscribes,
     types.FeatureAck: acks,
     types.FeatureUnsubscribe: unsubscribes,
-    types.RoundBurst: bursts(),
-    types.DraftUnlinked: unlinked,
-    types.LinkOpen: link_opens,
-    types.LinkClose: link_closes,
+    types.PathBatch: path_batches(),
+    types.DraftDetached: detached,
+    types.PeerAttach: peer_attaches,
+    types.PeerDetach: peer_detaches,
     types.DraftOpen: draft_opens,
     types.DraftRound: draft_rounds,
     types.DraftClose: draft_closes,

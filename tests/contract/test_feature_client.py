@@ -13,10 +13,7 @@ import pytest_asyncio
 
 from coppice.v1 import target_pb2_grpc
 from shared.errors import StaleStateError, StatusCode
-from shared.rpc.batches import pack_feature_response, unpack_feature_request
-from shared.rpc.channel import server_options
-from shared.rpc.status import failure_of
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FeatureAck,
     FeatureChunk,
@@ -24,6 +21,9 @@ from shared.types import (
     FeatureUnsubscribe,
     RequestFailure,
 )
+from shared.messages.batches import pack_feature_response, unpack_feature_request
+from shared.rpc.channel import server_options
+from shared.rpc.status import failure_of
 from tests.contract.driver import Listener, Peer, subscribe, target_open, verify_after
 from tests.fakes import WIDTH, eventually, fake_target, feature_rows
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from draft_service.feature_client import FeatureClient
-from shared.feature_ring import RING_DIR, FeatureRing, RingReader
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FeatureAck,
     FeatureChunk,
@@ -18,6 +17,7 @@ from shared.types import (
     FeatureSubscribe,
     RingSpan,
 )
+from shared.peer.ring import RING_DIR, FeatureRing, RingReader
 from tests.contract.driver import Listener, Peer, target_open, verify_after
 from tests.fakes import FakeTarget, eventually, fake_target, feature_rows
 

@@ -6,8 +6,7 @@ import pytest
 
 from coppice.v1 import target_pb2
 from shared.errors import StatusCode
-from shared.rpc.convert_features import MAX_CHUNK_BYTES
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FeatureAck,
     FeatureChunk,
@@ -15,6 +14,7 @@ from shared.types import (
     TargetAdmitted,
     TargetClose,
 )
+from shared.messages.convert_features import MAX_CHUNK_BYTES
 from target_service.feature_streams import split_chunk
 from tests.contract.driver import (
     Peer,

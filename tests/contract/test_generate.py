@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from coppice import AsyncClient, Client, FinishInfo, FinishReason, PromptInfo, TokenDelta
 from coppice.v1 import generation_pb2 as pb
 from orchestrator.server import SERVICE, SPECULATION
-from shared.rpc.convert_generation import event_from_proto, event_to_proto
-from shared.types import DraftRound, FeatureSpec, VerifyRound
+from shared.messages import DraftRound, FeatureSpec, VerifyRound
+from shared.messages.convert_generation import event_from_proto, event_to_proto
 from tests.contract.serving import freed, serving, write_model
 from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate
 from tests.fakes.target import FORWARD_NS

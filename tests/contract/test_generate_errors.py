@@ -29,7 +29,7 @@ from coppice import (
 )
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
-from shared.types import AcceptedPath
+from shared.messages import AcceptedPath
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,

@@ -12,8 +12,8 @@ import pytest
 from coppice import AsyncClient, Client, Completion, TokenDelta
 from coppice.client import _Transcript
 from shared.errors import StaleStateError, UnavailableError
-from shared.generation import GenerateEvent, PromptInfo
-from shared.types import TargetOpen
+from shared.messages import TargetOpen
+from shared.messages.generation import GenerateEvent, PromptInfo
 from tests.contract.serving import closed, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,

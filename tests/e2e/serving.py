@@ -22,7 +22,7 @@ from coppice.stack import ServiceState, Stack, StackConfig
 from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_loader import to_arguments
+from shared.config.loader import to_arguments
 
 READY_TIMEOUT_S = 180.0
 # What a worker still holds a moment after its last request has ended is a leak.

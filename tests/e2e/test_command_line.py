@@ -131,9 +131,9 @@ def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     assert plain["num_rounds"] > tree["num_rounds"] > 0
     names = [stage["name"] for stage in tree["stages"]]
     assert [name for name in names if "busy" not in name] == [
-        "draft: link", "draft: features", "draft: queue", "draft: pack", "draft: extend",
+        "draft: channel", "draft: features", "draft: queue", "draft: pack", "draft: extend",
         "draft: grow", "draft: read", "draft: tree",
-        "target: link", "target: queue", "target: pack", "target: forward", "target: sample",
+        "target: channel", "target: queue", "target: pack", "target: forward", "target: sample",
         "target: read", "target: commit",
     ]  # fmt: skip
     assert 0 < tree["outside_us"] < tree["round_us"]

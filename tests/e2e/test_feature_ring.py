@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coppice import Completion
-from shared.feature_ring import RING_DIR
+from shared.peer.ring import RING_DIR
 from tests.e2e.serving import Server, eventually, generate_all, running, stack_config
 from tests.e2e.streaming import streams
 
@@ -45,7 +45,7 @@ def speculated(completions: list[Completion]) -> list[object]:
 def by_bytes() -> list[object]:
     """What comes of raw features as bytes, one request after the other."""
     plain_ways = {"project_features": False}
-    target = {**plain_ways, "feature_ring_mb": 0, "direct_rounds": False}
+    target = {**plain_ways, "feature_ring_mb": 0, "peer_rounds": False}
     config = stack_config(target=target, draft=plain_ways)
     with running(config) as server:
         server.wait_paired()
@@ -64,7 +64,7 @@ def alone(server: Server) -> list[Completion]:
 def test_speculation_is_the_same_by_ring_and_by_bytes(
     by_bytes: list[object], ways: dict[str, bool]
 ) -> None:
-    with running(stack_config(target={**ways, "direct_rounds": False}, draft=ways)) as server:
+    with running(stack_config(target={**ways, "peer_rounds": False}, draft=ways)) as server:
         server.wait_paired()
         ring = server.info("target-0").feature_ring
         assert is_there(ring)

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.errors import CoppiceError, InvalidArgumentError
-from shared.rpc.status import failure_of
-from shared.times import take
-from shared.types import (
+from shared.messages import (
     DraftClose,
     DraftOpen,
     DraftRound,
@@ -19,16 +17,18 @@ from shared.types import (
     FeatureSpec,
     FeatureSubscribe,
     FeatureUnsubscribe,
-    LinkClose,
-    LinkOpen,
+    PeerAttach,
+    PeerDetach,
     RequestFailure,
     RequestRetracted,
     TokenTree,
     WorkerInfo,
     WorkerLoad,
 )
+from shared.rpc.status import failure_of
+from shared.times import take
 from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
-from tests.fakes.unlinked import Unlinked
+from tests.fakes.without_peer import WithoutPeer
 
 NUM_PAGES = 1000
 
@@ -39,17 +39,17 @@ class _Request:
     tokens: list[int]
     features_end: int = 0
     pending: DraftRound | None = None
-    is_pending_linked: bool = False  # whether it was ordered over the link
+    is_pending_attached: bool = False  # whether it was ordered over the channel
 
 
 @dataclass(eq=False)
-class FakeDraft(Unlinked):
+class FakeDraft(WithoutPeer):
     """Grow a comb: one path of guesses, a wrong sibling BEFORE each of them, so that KV must move.
 
     Args:
         wrong_every: Every so many-th guess (by a hash) is wrong; 0 = never.
         needs_features: Wait for the target's rows, and check every value of them.
-        linked: What is to be carried to the target that a request is linked to.
+        attached: What is to be carried to the target that a request is attached to.
     """
 
     incarnation: str = "fake-draft"
@@ -57,7 +57,7 @@ class FakeDraft(Unlinked):
     needs_features: bool = True
     width: int = WIDTH
     max_context_len: int = 4096
-    linked: list[Any] = field(default_factory=list)
+    attached: list[Any] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)  # every message, in order
 
@@ -109,7 +109,7 @@ class FakeDraft(Unlinked):
                 case DraftOpen():
                     self._open(message)
                 case DraftRound():
-                    self._order(message, is_linked=False)
+                    self._order(message, has_peer=False)
                 case DraftClose():
                     held = self.requests.get(message.request_id)
                     if held is not None and held.open.draft_epoch <= message.draft_epoch:
@@ -134,20 +134,20 @@ class FakeDraft(Unlinked):
             )
 
     def hear(self, message: DraftRound) -> None:
-        """Take a linked target's order."""
+        """Take a attached target's order."""
         request = self.requests.get(message.request_id)
-        if request is not None and request.open.target_link:
-            self._order(replace(message, received_ns=time.monotonic_ns()), is_linked=True)
+        if request is not None and request.open.target_socket:
+            self._order(replace(message, received_ns=time.monotonic_ns()), has_peer=True)
 
     def step(self) -> list[Any]:
         for request in self.requests.values():
             if self._can_grow(request):
                 tree = self._grow(request)
-                if request.is_pending_linked:
-                    self.linked.append(tree)
+                if request.is_pending_attached:
+                    self.attached.append(tree)
                 else:
-                    is_linked = bool(request.open.target_link)
-                    self._outbox.append(replace(tree, is_linked=is_linked))
+                    has_peer = bool(request.open.target_socket)
+                    self._outbox.append(replace(tree, has_peer=has_peer))
                 request.pending = None
                 self._num_steps += 1
         outbox, self._outbox = self._outbox, []
@@ -166,10 +166,10 @@ class FakeDraft(Unlinked):
         )
 
     def unlink(self, request_id: str) -> None:
-        """Lose the link to a request's target."""
+        """Lose the channel to a request's target."""
         request = self.requests[request_id]
-        request.open = replace(request.open, target_link="")
-        request.is_pending_linked = False
+        request.open = replace(request.open, target_socket="")
+        request.is_pending_attached = False
 
     def _open(self, message: DraftOpen) -> None:
         known = self.requests.get(message.request_id)
@@ -179,11 +179,11 @@ class FakeDraft(Unlinked):
             raise InvalidArgumentError("ids out of the vocabulary", field="token_ids")
         request = _Request(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
-        self._tell_link(request, LinkOpen)
+        self._tell_channel(request, PeerAttach)
         if self.needs_features:
             self._subscribe(request)
 
-    def _order(self, message: DraftRound, *, is_linked: bool) -> None:
+    def _order(self, message: DraftRound, *, has_peer: bool) -> None:
         request = self.requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return
@@ -193,7 +193,7 @@ class FakeDraft(Unlinked):
             raise InvalidArgumentError("tokens are missing", field="token_offset")
         request.tokens[message.token_offset :] = message.token_ids
         assert len(request.tokens) == message.seq_len + 1
-        request.pending, request.is_pending_linked = message, is_linked
+        request.pending, request.is_pending_attached = message, has_peer
 
     def _take(self, chunk: FeatureChunk) -> None:
         request = self.requests.get(chunk.request_id)
@@ -250,7 +250,7 @@ class FakeDraft(Unlinked):
 
     def _drop(self, request: _Request) -> None:
         del self.requests[request.open.request_id]
-        self._tell_link(request, LinkClose)
+        self._tell_channel(request, PeerDetach)
         if self.needs_features:
             self._tell(
                 request,
@@ -270,9 +270,9 @@ class FakeDraft(Unlinked):
             ),
         )
 
-    def _tell_link(self, request: _Request, kind: type[LinkOpen] | type[LinkClose]) -> None:
-        if request.open.target_link:
-            self.linked.append(
+    def _tell_channel(self, request: _Request, kind: type[PeerAttach] | type[PeerDetach]) -> None:
+        if request.open.target_socket:
+            self.attached.append(
                 kind(
                     request_id=request.open.request_id,
                     target_epoch=request.open.target_epoch,

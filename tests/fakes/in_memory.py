@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from orchestrator.pool import WorkerPool
 from orchestrator.workers import Worker
-from shared.rpc.batches import Batch
-from shared.types import RequestFailure
+from shared.messages import RequestFailure
+from shared.messages.batches import Batch
 from tests.fakes.draft import FakeDraft
 from tests.fakes.target import FakeTarget
 
@@ -71,8 +71,8 @@ class InMemoryWorker:
     Args:
         on_request: Fault on what the orchestrator sends.
         on_reply: Fault on what the engine answers.
-        on_link: Fault on what the engine tells those that it is linked to.
-        linked: Who that may be; it is for them to see whom a message is for.
+        on_channel: Fault on what the engine tells those that it is attached to.
+        attached: Who that may be; it is for them to see whom a message is for.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class InMemoryWorker:
         address: str,
         on_request: Fault = pass_on,
         on_reply: Fault = pass_on,
-        on_link: Fault = pass_on,
-        linked: Sequence[InMemoryWorker] = (),
+        on_channel: Fault = pass_on,
+        attached: Sequence[InMemoryWorker] = (),
     ) -> None:
         self.engine = engine
         self.on_request = on_request
         self.on_reply = on_reply
-        self.on_link = on_link
-        self._linked = linked
+        self.on_channel = on_channel
+        self._attached = attached
         self._pool = pool
         self._num_sent = 0
         info = engine.info
@@ -105,10 +105,10 @@ class InMemoryWorker:
             for reply in self.engine.step():
                 for delay, message in self.on_reply(reply):
                     self._after(LATENCY_S + delay, self._deliver, message)
-        told, self.engine.linked = self.engine.linked, []
+        told, self.engine.attached = self.engine.attached, []
         for said in told:
-            for delay, message in self.on_link(said):
-                for other in self._linked:
+            for delay, message in self.on_channel(said):
+                for other in self._attached:
                     self._after(LINK_S + delay, other.hear, message)
 
     def lose(self, *, is_clean: bool = False) -> None:
@@ -120,7 +120,7 @@ class InMemoryWorker:
             self._pool.lose(self.worker)
 
     def hear(self, message: Any) -> None:
-        """Take what came over a link."""
+        """Take what came over a channel."""
         if not self.worker.is_lost:
             self.engine.hear(message)
             self.step()

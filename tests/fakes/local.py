@@ -10,9 +10,9 @@ from typing import Any
 
 from draft_service.server import create_worker as create_draft_worker
 from shared.config import DraftConfig, TargetConfig
+from shared.messages import WorkerInfo
 from shared.rpc.engine import Engine, EngineDiedError, EngineReport, ProgressCallback
 from shared.rpc.worker import Worker
-from shared.types import WorkerInfo
 from target_service.server import create_worker as create_target_worker
 from tests.fakes.draft import FakeDraft
 from tests.fakes.target import FakeTarget

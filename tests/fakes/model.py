@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from shared.types import SamplingParams
+from shared.messages import SamplingParams
 
 VOCAB_SIZE = 512
 WIDTH = 6

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 
 from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
-from shared.feature_ring import FeatureRing
-from shared.rpc.status import failure_of
-from shared.times import clock_id, take
-from shared.tree import check_tree
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     AnswerTimes,
+    Credit,
+    CreditUpdate,
+    DraftDetached,
     DraftRound,
-    DraftUnlinked,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -26,11 +24,12 @@ from shared.types import (
     FeatureSubscribe,
     FeatureUnsubscribe,
     FinishReason,
-    LinkClose,
-    LinkOpen,
+    PeerAttach,
+    PeerDetach,
+    PeerTrees,
     RequestRetracted,
     RingSpan,
-    RoundGrant,
+    RootOnly,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -40,8 +39,12 @@ from shared.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from shared.peer.ring import FeatureRing
+from shared.rpc.status import failure_of
+from shared.times import clock_id, take
+from shared.tree import check_tree
 from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
-from tests.fakes.unlinked import Unlinked
+from tests.fakes.without_peer import WithoutPeer
 
 NUM_PAGES = 1000
 FORWARD_NS = 1000  # of a timed round
@@ -58,9 +61,10 @@ class _Request:
     reads_ring: bool = False
     acknowledged: int = 0
     granted_until: int = 0
-    draft_epoch: int = 0  # of the draft that is linked; 0: none
-    grant: RoundGrant | None = None  # to order trees of it
-    num_tokens_told: int = 0
+    draft_epoch: int = 0  # of the draft that is attached; 0: none
+    grant: PeerTrees | None = None  # to order trees of it
+    grant_until: int = 0
+    num_tokens_sent: int = 0
     ordered_round: int = 0
 
     @property
@@ -70,15 +74,15 @@ class _Request:
 
 
 @dataclass(eq=False)
-class FakeTarget(Unlinked):
+class FakeTarget(WithoutPeer):
     """Verify trees against the hash of the tokens so far.
 
     Args:
         rows_per_chunk: Feature rows per FeatureChunk.
         has_features: Whether requests keep features at all.
         ring: Carries rows to subscribers that can read it.
+        channel: Name that drafts channel to; the messages in `attached` are to be carried there.
         logits_hash: What tells it from targets that compute otherwise.
-        link: Name that drafts link to; the messages in `linked` are to be carried there.
     """
 
     incarnation: str = "fake-target"
@@ -89,8 +93,8 @@ class FakeTarget(Unlinked):
     eos_token_ids: tuple[int, ...] = ()
     ring: FeatureRing | None = None
     logits_hash: str = "a" * 64
-    link: str = ""
-    linked: list[Any] = field(default_factory=list)
+    channel: str = ""
+    attached: list[Any] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
     received: list[Any] = field(default_factory=list)  # every message, in order
 
@@ -118,7 +122,7 @@ class FakeTarget(Unlinked):
             eos_token_ids=self.eos_token_ids,
             load=self.load,
             feature_ring=self.ring.name if self.ring is not None else "",
-            link=self.link,
+            peer_socket=self.channel,
             logits_hash=self.logits_hash,
         )
 
@@ -150,15 +154,15 @@ class FakeTarget(Unlinked):
         self._handle(message)
 
     def hear(self, message: Any) -> None:
-        """Take what a linked draft says."""
+        """Take what a attached draft says."""
         request = self.requests.get(message.request_id)
         if request is None or request.open.target_epoch != message.target_epoch:
             return
         match message:
-            case LinkOpen():
+            case PeerAttach():
                 request.draft_epoch, request.grant = message.draft_epoch, None
                 request.ordered_round = min(request.ordered_round, request.round_idx)
-            case LinkClose() if request.draft_epoch == message.draft_epoch:
+            case PeerDetach() if request.draft_epoch == message.draft_epoch:
                 self.unlink(message.request_id)
             case TokenTree() if request.grant is not None:
                 current = (request.draft_epoch, request.round_idx + 1)
@@ -166,7 +170,7 @@ class FakeTarget(Unlinked):
                     self._take_tree(request, message)
 
     def _take_tree(self, request: _Request, tree: TokenTree) -> None:
-        assert request.grant is not None and request.grant.shape is not None
+        assert request.grant is not None
         try:
             check_tree(
                 tree.token_ids,
@@ -197,29 +201,28 @@ class FakeTarget(Unlinked):
         self._commit(request, tree, times)
 
     def _order_tree(self, request: _Request) -> None:
-        """Order the tree of the next round over the link, if that is granted."""
+        """Order the tree of the next round over the channel, if that is granted."""
         grant, round_idx = request.grant, request.round_idx + 1
-        if grant is None or not request.ordered_round < round_idx <= grant.until_round_idx:
+        if grant is None or not request.ordered_round < round_idx <= request.grant_until:
             return
-        assert grant.shape is not None
         request.ordered_round = round_idx
         shape = grant.shape.within(self.max_context_len - request.seq_len)
         if shape is None:
             self._commit(request, None)
             return
-        self.linked.append(
+        self.attached.append(
             DraftRound(
                 request_id=request.open.request_id,
                 target_epoch=request.open.target_epoch,
                 draft_epoch=grant.draft_epoch,
                 round_idx=round_idx,
                 seq_len=request.seq_len,
-                token_offset=request.num_tokens_told,
-                token_ids=tuple(request.tokens[request.num_tokens_told :]),
+                token_offset=request.num_tokens_sent,
+                token_ids=tuple(request.tokens[request.num_tokens_sent :]),
                 shape=shape,
             )
         )
-        request.num_tokens_told = len(request.tokens)
+        request.num_tokens_sent = len(request.tokens)
 
     def _handle(self, message: Any) -> None:
         try:
@@ -228,8 +231,10 @@ class FakeTarget(Unlinked):
                     self._open(message)
                 case VerifyRound():
                     self._queue_round(message)
-                case RoundGrant():
-                    self._grant(message)
+                    if message.credit is not None:
+                        self._extend_credit(message, message.credit)
+                case CreditUpdate():
+                    self._extend_credit(message, message.credit)
                 case TargetClose():
                     held = self.requests.get(message.request_id)
                     if held is not None and held.open.target_epoch <= message.target_epoch:
@@ -288,10 +293,10 @@ class FakeTarget(Unlinked):
         )
 
     def unlink(self, request_id: str) -> None:
-        """Lose the link to a request's draft."""
+        """Lose the channel to a request's draft."""
         request = self.requests[request_id]
         self._outbox.append(
-            DraftUnlinked(
+            DraftDetached(
                 request_id=request_id,
                 target_epoch=request.open.target_epoch,
                 draft_epoch=request.draft_epoch,
@@ -317,18 +322,19 @@ class FakeTarget(Unlinked):
         if early is not None:
             self._handle(early)
 
-    def _grant(self, message: RoundGrant) -> None:
+    def _extend_credit(self, message: VerifyRound | CreditUpdate, credit: Credit) -> None:
         request = self.requests.get(message.request_id)
         if request is None:
             raise NotFoundError("no such request", field="request_id")
         if request.open.target_epoch != message.target_epoch:
             raise StaleStateError("another epoch", field="target_epoch")
-        if message.shape is None:
-            request.granted_until = max(request.granted_until, message.until_round_idx)
-        elif request.draft_epoch == message.draft_epoch:
+        trees = credit.trees
+        if isinstance(trees, RootOnly):
+            request.granted_until = max(request.granted_until, credit.until_round_idx)
+        elif request.draft_epoch == trees.draft_epoch:
             if request.grant is None:
-                request.num_tokens_told = message.token_offset
-            request.grant = message
+                request.num_tokens_sent = trees.token_offset
+            request.grant, request.grant_until = trees, credit.until_round_idx
             self._order_tree(request)
 
     def _queue_round(self, message: VerifyRound) -> None:
@@ -467,7 +473,7 @@ class FakeTarget(Unlinked):
 
     def _to_ring(self, data: bytes) -> RingSpan:
         assert self.ring is not None
-        self.ring.start_burst()
+        self.ring.start_step()
         span = self.ring.write(np.frombuffer(data, np.uint8).reshape(1, -1))
         assert span is not None
         return span

@@ -16,12 +16,12 @@ from orchestrator.rounds import Generation
 from orchestrator.validation import GenerationRequest
 from shared.config import OrchestratorConfig
 from shared.errors import StatusCode
-from shared.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
-from shared.types import (
+from shared.messages import (
     RequestFailure,
     TokenTree,
     TreeShape,
 )
+from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
 from tests.fakes import VOCAB_SIZE, FakeDraft, FakeTarget
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on
 
@@ -40,12 +40,12 @@ class Scene:
     """Workers around one pool, and requests served by them.
 
     Args:
-        is_linked: Targets and drafts are on one host.
+        has_peer: Targets and drafts are on one host.
     """
 
-    def __init__(self, config: OrchestratorConfig = CONFIG, *, is_linked: bool = False) -> None:
+    def __init__(self, config: OrchestratorConfig = CONFIG, *, has_peer: bool = False) -> None:
         self.config = config
-        self.is_linked = is_linked
+        self.has_peer = has_peer
         self.pool = WorkerPool()
         self.targets: list[InMemoryWorker] = []
         self.drafts: list[InMemoryWorker] = []
@@ -57,11 +57,11 @@ class Scene:
             FakeTarget(
                 incarnation=f"target-{index}",
                 has_features=False,
-                link=f"link-{index}" if self.is_linked else "",
+                channel=f"channel-{index}" if self.has_peer else "",
             ),
             self.pool,
             address=f"t:{index}",
-            linked=self.drafts,
+            attached=self.drafts,
             **options,
         )
         self.targets.append(target)
@@ -74,7 +74,7 @@ class Scene:
             FakeDraft(incarnation=f"draft-{index}", needs_features=False),
             self.pool,
             address=f"d:{index}",
-            linked=self.targets,
+            attached=self.targets,
             **options,
         )
         self.drafts.append(draft)

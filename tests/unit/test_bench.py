@@ -13,8 +13,8 @@ import pytest
 from coppice.bench import CellResult, RequestResult, percentile, run_cell, summarize
 from coppice.bench_plot import draw_plot
 from shared.errors import UnavailableError
-from shared.generation import FinishInfo, SpeculationStats
-from shared.types import FinishReason
+from shared.messages import FinishReason
+from shared.messages.generation import FinishInfo, SpeculationStats
 
 
 def request(tokens: tuple[int, ...], *, rounds: int, accepted: int) -> RequestResult:

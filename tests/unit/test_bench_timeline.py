@@ -8,8 +8,8 @@ import pytest
 
 from coppice.svg import draw_charts
 from coppice.timeline import chart, summarize
-from shared.generation import RoundTimes
-from shared.types import StageTime
+from shared.messages import StageTime
+from shared.messages.generation import RoundTimes
 
 
 def round_times(begin_us: int, **took_us: int) -> RoundTimes:

@@ -20,10 +20,10 @@ from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
 from coppice.request import RequestOptions
 from coppice.stack import StackConfig
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_check import parse_shape
+from shared.config.check import parse_shape
 from shared.errors import ConfigError
-from shared.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
-from shared.types import FinishReason, TreeShape
+from shared.messages import FinishReason, TreeShape
+from shared.messages.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
 
 
 @pytest.fixture(autouse=True)

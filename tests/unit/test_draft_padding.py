@@ -17,10 +17,17 @@ from draft_service.request import DraftRequest, FeatureRows
 from draft_service.runner import DraftRunner, ExtendWork, _joined, _stage_features
 from shared.config import DraftConfig
 from shared.device import DTYPES
-from shared.graphs import GraphCache
-from shared.staging import Staging
-from shared.step_timer import StepTimer
-from shared.types import DraftOpen, DraftRound, FeatureChunk, SamplingParams, TokenTree, TreeShape
+from shared.messages import (
+    DraftOpen,
+    DraftRound,
+    FeatureChunk,
+    SamplingParams,
+    TokenTree,
+    TreeShape,
+)
+from shared.step.graphs import GraphCache
+from shared.step.staging import Staging
+from shared.step.step_timer import StepTimer
 from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
 from tests.engines import random_tokens as tokens_of
 from tests.local_pair import LocalRequest
@@ -204,14 +211,14 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_features_are_staged_row_by_row_whatever_they_came_in(dtype: torch.dtype) -> None:
-    """Rows of one burst that follow each other are one copy; padding is 0."""
-    burst = FeatureRows.of(torch.arange(32.0).view(8, 4))
+    """Rows of one batch that follow each other are one copy; padding is 0."""
+    batch = FeatureRows.of(torch.arange(32.0).view(8, 4))
     other = FeatureRows.of(torch.arange(50.0, 70.0).view(5, 4).to(dtype))
-    parts = [burst.part(0, 2), burst.part(2, 3), burst.part(4, 6), other.part(1, 4)]
-    parts += [other.part(4, 5), burst.part(6, 8).part(1, 2), burst.part(3, 4)]
+    parts = [batch.part(0, 2), batch.part(2, 3), batch.part(4, 6), other.part(1, 4)]
+    parts += [other.part(4, 5), batch.part(6, 8).part(1, 2), batch.part(3, 4)]
     expected = [0, 1, 2, 4, 5], [1, 2, 3, 4], [7], [3]
-    values = [*burst.tensor[expected[0]], *other.tensor[expected[1]].float()]
-    values += [*burst.tensor[expected[2]], *burst.tensor[expected[3]]]
+    values = [*batch.tensor[expected[0]], *other.tensor[expected[1]].float()]
+    values += [*batch.tensor[expected[2]], *batch.tensor[expected[3]]]
     assert [len(rows) for rows in _joined(parts)] == [3, 2, 4, 1, 1]
 
     staging = Staging(torch.device("cpu"), 1 << 12)

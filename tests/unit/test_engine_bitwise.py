@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared.packing import pack_rows
-from shared.types import FeatureSpec
+from shared.messages import FeatureSpec
+from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import ExtendInput
 from tests import checkpoints

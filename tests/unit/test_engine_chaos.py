@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draft_service.engine_factory import EXTRA_SLOTS
-from shared.types import FeatureChunk, FeatureSubscribe, SamplingParams, TargetClose, TokenTree
+from shared.messages import FeatureChunk, FeatureSubscribe, SamplingParams, TargetClose, TokenTree
 from tests.engines import (
     KINDS,
     SHAPES,

@@ -15,7 +15,7 @@ from orchestrator.pool import WorkerPool
 from orchestrator.workers import Worker
 from shared.errors import CheckpointError, ConfigError
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
-from shared.types import WorkerInfo
+from shared.messages import WorkerInfo
 from tests import checkpoints
 from tests.checkpoints import Tensors, edit_checkpoint
 from tests.engines import Pairing, make_target

@@ -11,7 +11,7 @@ import torch
 
 from draft_service.engine import DraftEngine
 from shared.device import DTYPES
-from shared.types import DraftOpen, FeatureChunk, FeatureSubscribe, SamplingParams, TokenTree
+from shared.messages import DraftOpen, FeatureChunk, FeatureSubscribe, SamplingParams, TokenTree
 from target_service.engine import TargetEngine
 from tests.engines import (
     KINDS,

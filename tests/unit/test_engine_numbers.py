@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from shared.errors import StatusCode
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     RequestFailure,
-    RoundGrant,
     SamplingParams,
     StoppingParams,
     TargetOpen,
@@ -55,7 +56,7 @@ def opened(request_id: str, *token_ids: int, **fields: Any) -> TargetOpen:
 
 
 def run(target: TargetEngine, *opens: TargetOpen) -> list[Any]:
-    """Serve requests by granted rounds of the root alone; return every answer."""
+    """Serve requests by rounds on credit of the root alone; return every answer."""
     for message in opens:
         target.submit(message)
     answers = []
@@ -64,8 +65,10 @@ def run(target: TargetEngine, *opens: TargetOpen) -> list[Any]:
             answers.append(answer)
             if isinstance(answer, AcceptedPath) and answer.round_idx == 0:
                 target.submit(
-                    RoundGrant(
-                        request_id=answer.request_id, target_epoch=1, until_round_idx=NUM_TOKENS
+                    CreditUpdate(
+                        request_id=answer.request_id,
+                        target_epoch=1,
+                        credit=Credit(until_round_idx=NUM_TOKENS),
                     )
                 )
     target.check_integrity()

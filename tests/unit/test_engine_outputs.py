@@ -14,9 +14,9 @@ import torch
 from shared.kernels.linear import linear_addends
 from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
-from shared.types import AcceptedPath, FeatureChunk, TokenTree
+from shared.messages import AcceptedPath, FeatureChunk, TokenTree
+from shared.step.read_back import ReadBack
 from target_service.phases import NodeOutputs
-from target_service.read_back import ReadBack
 from target_service.self_test import NUM_SLOTS, _spread, run_self_test
 from tests import checkpoints
 from tests.engines import (

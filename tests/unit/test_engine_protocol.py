@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.errors import StatusCode
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     DraftClose,
     RequestFailure,

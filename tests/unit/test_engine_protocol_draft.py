@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.errors import StatusCode
-from shared.types import (
+from shared.messages import (
     DraftClose,
     DraftOpen,
     DraftRound,

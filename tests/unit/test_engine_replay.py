@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.types import FeatureChunk, SamplingParams, TokenTree
+from shared.messages import FeatureChunk, SamplingParams, TokenTree
 from tests.engines import (
     KINDS,
     SHAPES,

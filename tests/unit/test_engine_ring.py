@@ -12,10 +12,10 @@ import torch
 
 from draft_service.engine import DraftEngine
 from shared.device import DTYPES
-from shared.feature_ring import RING_DIR, RingReader
+from shared.messages import FeatureChunk, FeatureSpec, RingSpan, SamplingParams
 from shared.models.digest import model_hash
-from shared.shared_files import RINGS
-from shared.types import FeatureChunk, FeatureSpec, RingSpan, SamplingParams
+from shared.peer.ring import RING_DIR, RingReader
+from shared.peer.shared_files import RINGS
 from target_service.engine import TargetEngine
 from target_service.runner import StepOutputs
 from tests import checkpoints
@@ -113,9 +113,9 @@ def overwrite(target: TargetEngine) -> None:
     ring = target._ring
     assert ring is not None
     for _ in range(9):
-        ring.start_burst()
+        ring.start_step()
         ring.write(torch.full((1, ring.capacity // 8), 0xFF, dtype=torch.uint8).numpy())
-    ring.start_burst()
+    ring.start_step()
 
 
 def test_trees_by_the_ring_are_those_by_bytes(
@@ -242,7 +242,7 @@ def test_without_room_features_go_as_bytes(
     def refuse(*_: object) -> None:
         raise OSError("/dev/shm has 3 MiB left")
 
-    monkeypatch.setattr("shared.shared_files._require_room", refuse)
+    monkeypatch.setattr("shared.peer.shared_files._require_room", refuse)
     engine = make_target(pairing, feature_ring_mb=1)
     assert engine.info.feature_ring == "" and engine._ring is None
     assert "features go as bytes: /dev/shm has 3 MiB left" in caplog.text

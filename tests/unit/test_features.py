@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.types import (
+from shared.messages import (
     FeatureAck,
     FeatureChunk,
     FeatureFailure,

@@ -22,11 +22,11 @@ from benchmarks.inflation import (
     unused_row,
 )
 from benchmarks.models import open_pair
+from shared.messages import SamplingParams, TreeShape
 from shared.models.checkpoint import CheckpointReader, resolve_model
 from shared.models.config import ModelConfig, feature_spec
 from shared.models.digest import model_hash
 from shared.models.llama import CausalLM
-from shared.types import SamplingParams, TreeShape
 from tests.engines import Pairing, make_draft, make_target
 from tests.local_pair import LocalPair, LocalRequest
 from tests.paged import PagedKV

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from shared.errors import StatusCode
-from shared.generation import TokenDelta
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
+    CreditUpdate,
     DraftOpen,
     DraftRound,
     FinishReason,
-    RoundGrant,
     SamplingParams,
     TargetOpen,
     TokenTree,
     VerifyRound,
 )
+from shared.messages.generation import TokenDelta
 from tests.fakes import generate
 from tests.fakes.in_memory import Unreadable, pass_on, run_virtual
 from tests.unit.scene import (
@@ -110,7 +110,7 @@ def test_plain_decoding_needs_no_order_per_round() -> None:
         check_stream(await scene.serve(shape=None), generate(PROMPT, 40))
         received = target.engine.received
         assert not any(isinstance(message, VerifyRound) for message in received)
-        grants = [m.until_round_idx for m in received if isinstance(m, RoundGrant)]
+        grants = [m.credit.until_round_idx for m in received if isinstance(m, CreditUpdate)]
         assert grants == [33, 50], "39 rounds, and never less than half of a grant ahead"
         await scene.check_free()
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from orchestrator.output import Output
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import _ByteLevelDetokenizer
-from shared.generation import TokenDelta
-from shared.types import AcceptedPath, FinishReason, TokenLogprob
+from shared.messages import AcceptedPath, FinishReason, TokenLogprob
+from shared.messages.generation import TokenDelta
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,7 +13,7 @@ from orchestrator.pairing import ModelIdentity, pair_problem
 from orchestrator.pool import Need, WorkerPool
 from orchestrator.workers import TARGET, Worker
 from shared.errors import ConfigError, UnavailableError
-from shared.types import FeatureSpec, WorkerInfo, WorkerLoad
+from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
 from tests.fakes.in_memory import run_virtual
 
 pytestmark = pytest.mark.timeout(30)

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import InternalError, ResourceExhaustedError, StatusCode, UnavailableError
-from shared.generation import TokenDelta
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     DraftOpen,
     FinishReason,
@@ -25,6 +24,7 @@ from shared.types import (
     TreeShape,
     VerifyRound,
 )
+from shared.messages.generation import TokenDelta
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import (
@@ -163,14 +163,14 @@ def test_a_request_that_kills_two_workers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPE, None])
-@pytest.mark.parametrize("is_linked", [False, True])
+@pytest.mark.parametrize("has_peer", [False, True])
 def test_logits_that_are_no_numbers_end_the_request(
-    shape: TreeShape | None, *, is_linked: bool
+    shape: TreeShape | None, *, has_peer: bool
 ) -> None:
     """At once, in any kind of round, and on no other worker: the same would happen there."""
 
     async def main() -> None:
-        scene = Scene(is_linked=is_linked)
+        scene = Scene(has_peer=has_peer)
         broken = failed(StatusCode.INTERNAL, "NON_FINITE_LOGITS")
         for _ in range(2):
             scene.add_target(on_reply=scripted(iter([pass_on] * 5 + [broken]), only=AcceptedPath))
@@ -452,7 +452,7 @@ KILLS = st.none() | st.tuples(
     num_drafts=st.integers(0, 2),
     num_plain=st.integers(0, 3),
     temperature=st.sampled_from([0.0, 1.0]),
-    is_linked=st.booleans(),
+    has_peer=st.booleans(),
     stall=st.none() | st.tuples(st.integers(5, 60), st.sampled_from([10, 30, 100, 700])),
 )
 @settings(max_examples=150, deadline=None)
@@ -464,13 +464,13 @@ def test_no_fault_changes_the_output(
     num_drafts: int,
     num_plain: int,
     temperature: float,
-    is_linked: bool,  # noqa: FBT001
+    has_peer: bool,  # noqa: FBT001
     stall: tuple[int, int] | None,
 ) -> None:
     """Three requests at once under any mix of faults stream exactly their fault-free outputs."""
 
     async def main() -> None:
-        scene = Scene(is_linked=is_linked)
+        scene = Scene(has_peer=has_peer)
         draft_script = iter([DRAFT_FAULTS.get(name, pass_on) for name in draft_faults])
         target_script = iter([TARGET_FAULTS.get(name, pass_on) for name in target_faults])
         num_replies: Counter[str] = Counter()
@@ -512,7 +512,7 @@ def test_no_fault_changes_the_output(
             scene.add_target(on_reply=on_target_reply)
         for _ in range(num_drafts):
             fault = scripted(draft_script, only=TokenTree)
-            scene.add_draft(on_reply=fault, on_link=fault)
+            scene.add_draft(on_reply=fault, on_channel=fault)
         sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
         streams = await asyncio.gather(
             *(

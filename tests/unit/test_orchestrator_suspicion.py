@@ -10,7 +10,7 @@ import pytest
 from orchestrator.suspicion import Suspicion
 from orchestrator.workers import Worker
 from shared.errors import InternalError
-from shared.types import AcceptedPath, RoundGrant, TargetOpen, VerifyRound
+from shared.messages import AcceptedPath, CreditUpdate, TargetOpen, VerifyRound
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import PROMPT, Scene, check_stream, delayed
@@ -105,7 +105,7 @@ def test_the_poisonous_one_is_refused_and_the_others_are_served(
     num_targets: int, deadly: type[Any]
 ) -> None:
     """Whatever died with it again and again, at most a few workers go down."""
-    deadly_types = (deadly, RoundGrant) if deadly is VerifyRound else (deadly,)
+    deadly_types = (deadly, CreditUpdate) if deadly is VerifyRound else (deadly,)
     num_deaths = 0
 
     async def main() -> None:

@@ -12,7 +12,7 @@ from orchestrator.shape import default_shape
 from orchestrator.validation import ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError
-from shared.types import TreeShape
+from shared.messages import TreeShape
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from shared.buckets import ROW_BUCKETS, bucket_of
-from shared.packing import pack_rows
-from shared.types import SamplingParams
+from shared.messages import SamplingParams
+from shared.step.buckets import ROW_BUCKETS, bucket_of
+from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import ExtendInput, ExtendOutput
 from tests.engines import (

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from draft_service.engine import DraftEngine
-from shared.graphs import GraphCache
 from shared.kernels import tree_attention
 from shared.kernels.tree_attention_ref import tree_attention_ref
-from shared.staging import Staging
-from shared.types import SamplingParams, TreeShape
+from shared.messages import SamplingParams, TreeShape
+from shared.step.graphs import GraphCache
+from shared.step.staging import Staging
 from target_service.engine import TargetEngine
 from tests.engines import (
     KINDS,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.kv.pool import KVPool
-from shared.types import (
+from shared.messages import (
     MAX_TREE_NODES,
     SamplingParams,
     StoppingParams,

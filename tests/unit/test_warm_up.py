@@ -13,9 +13,9 @@ import target_service.warm_up
 from draft_service.engine import CHUNK_ROWS
 from draft_service.phases import DraftOutput
 from draft_service.warm_up import batch_sizes
-from shared.buckets import ROW_BUCKETS
-from shared.config_check import parse_shapes
-from shared.step_timer import StepTimer
+from shared.config.check import parse_shapes
+from shared.step.buckets import ROW_BUCKETS
+from shared.step.step_timer import StepTimer
 from target_service.batch import StepBatch
 from tests.engines import KINDS, Models, make_draft, make_target, run_plain
 from tests.local_pair import LocalPair, LocalRequest
