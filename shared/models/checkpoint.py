@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 DEMO = "demo"
 BUNDLED_ROLES = ("target", "eagle3", "standalone")
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_HASHED_BYTES = 1024  # of each end of a tensor
 
 
 REPORT_INTERVAL_S = 1.0
@@ -106,25 +105,6 @@ def resolve_model(name: str, role: str) -> Path:
             f"{directory} holds no config.json; pass a Hugging Face checkpoint directory or 'demo'"
         )
     return directory
-
-
-def model_hash(directory: Path) -> str:
-    """Return a fingerprint of a model: SHA-256 over its config and its tensors.
-
-    Covers config.json and each tensor's name, shape, dtype, first and last kilobyte, in order of
-    names: the same for any sharding, and quick for any size.
-    """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    infos = read_tensor_infos(directory)
-    for name in sorted(infos):
-        info = infos[name]
-        digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
-        with info.file.open("rb") as file:
-            file.seek(info.start)
-            digest.update(file.read(min(_HASHED_BYTES, info.end - info.start)))
-            file.seek(max(info.start, info.end - _HASHED_BYTES))
-            digest.update(file.read(info.end - file.tell()))
-    return digest.hexdigest()
 
 
 def tokenizer_hash(directory: Path) -> str:
