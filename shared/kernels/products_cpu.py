@@ -31,6 +31,8 @@ BATCH_ITEMS = 8
 ALIGNED_BYTES = 64
 ALIGNED_VALUES = 16
 _MIN_WIDTH = 64
+# Query heads of one item of attention's batches: a library treats narrow products otherwise.
+GROUP_MULTIPLE = 4
 
 
 def padded(count: int, multiple: int) -> int:

@@ -11,14 +11,18 @@ from functools import cache
 
 import torch
 
-from shared.kernels.products_cpu import ALIGNED_VALUES, BATCH_ITEMS, BatchLibrary, padded
+from shared.kernels.products_cpu import (
+    ALIGNED_VALUES,
+    BATCH_ITEMS,
+    GROUP_MULTIPLE,
+    BatchLibrary,
+    padded,
+)
 from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice
 
 # Below torch's grain size: no thread boundary may fall inside of a vector (see exp2 in the
 # reference).
 _ELEMENTWISE_CHUNK = 1 << 14
-# Rows of an item are whole multiples of this: a library treats narrow products otherwise.
-_GROUP_MULTIPLE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ def make_workspaces(
         shape: (Hkv, group, d).
     """
     num_kv_heads, group, head_dim = shape
-    group, head_dim = padded(group, _GROUP_MULTIPLE), padded(head_dim, ALIGNED_VALUES)
+    group, head_dim = padded(group, GROUP_MULTIPLE), padded(head_dim, ALIGNED_VALUES)
     row = num_kv_heads * group * head_dim  # values of a row's queries
     tile = CPU_KV_TILE * head_dim
     # A slice of fewer items than a batch has computes with what lies behind them, too.
