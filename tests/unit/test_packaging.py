@@ -94,7 +94,7 @@ def test_ci_runs_make_test() -> None:
     assert "make test" in script.read_text()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "format", "protos"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "check", "format", "protos"])
 def test_every_make_target_sets_up_the_environment(target: str, tmp_path: Path) -> None:
     """In a folder without .venv, make would install before anything else."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
