@@ -20,8 +20,6 @@ from tests.reference.causal_lm import ReferenceLM
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
-
 VOCAB_SIZE = 9
 PROMPT = [3, 1, 4]
 NUM_SAMPLES = 2000

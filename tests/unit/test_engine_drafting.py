@@ -34,8 +34,6 @@ from tests.reference.drafts import (
 )
 from tests.reference.trees import draft_tree
 
-pytestmark = pytest.mark.slow
-
 # Scores closer than this may change places with another order of summation.
 SAFE_MARGIN = 2e-5
 

@@ -28,8 +28,6 @@ from tests.engines import (
 )
 from tests.local_pair import LocalRequest
 
-pytestmark = pytest.mark.slow
-
 PAGE_SIZES = {1: 16, 2: 64, 4: 1, 16: 2, 64: 4}  # the target's: the draft's
 BIASES = ((3, 8.0), (17, -100.0), (40, 7.5), (41, 7.0))
 

@@ -29,8 +29,6 @@ from tests.local_pair import LocalPair, LocalRequest
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
-
 WINDOW = 24
 
 
