@@ -206,6 +206,32 @@ def generate_alone(address: str, requests: list[dict[str, Any]]) -> list[Complet
         return [client.generate(**{**request, "speculation": False}) for request in requests]
 
 
+class PlainOutputs:
+    """Solo plain runs, each made once: a target's output depends on nothing but the request."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], Completion] = {}
+
+    def of(self, server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
+        """Return what the server's target says without speculation; ask it what is not known."""
+        keys = [self._key(server, request) for request in requests]
+        missing = {
+            key: request
+            for key, request in zip(keys, requests, strict=True)
+            if key not in self._known
+        }
+        made = generate_alone(server.address, list(missing.values()))
+        self._known.update(zip(missing, made, strict=True))
+        return [self._known[key] for key in keys]
+
+    def _key(self, server: Server, request: dict[str, Any]) -> tuple[str, ...]:
+        """Name model, prompt, sampling and stops; not the tree, which must not matter."""
+        target = server.config.target
+        tree = {"num_steps", "topk", "num_draft_tokens", "round_times"}
+        asked = sorted((name, repr(value)) for name, value in request.items() if name not in tree)
+        return (target.model, target.dtype, *(f"{name}={value}" for name, value in asked))
+
+
 def eventually(
     condition: Callable[[], bool],
     timeout_s: float = 60.0,

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NUM_REPLICAS = 2
 READY_TIMEOUT_S = 120.0
+PROFILES = ("cpu", "gpu")
 PROMPT = "def read_lines(path):"
 
 
@@ -94,9 +95,10 @@ class Container:
 
 
 def addresses(profile: str) -> Iterator[str]:
-    """Yield loopback addresses; another net per profile, so that nothing lingers between them."""
-    net = {"cpu": 31, "gpu": 32}[profile]
-    yield from (f"127.0.{net}.{host}" for host in range(1, 255))
+    """Yield loopback addresses of a net of this process and profile: no other run has them."""
+    high, low = divmod(os.getpid() % (1 << 14), 1 << 8)
+    net = f"127.{64 * (1 + PROFILES.index(profile)) + high}.{low}"
+    yield from (f"{net}.{host}" for host in range(1, 255))
 
 
 @contextlib.contextmanager
@@ -138,7 +140,7 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
         yield containers
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_every_service_runs_by_its_command(profile: str, tmp_path: Path) -> None:
     assert shutil.which("coppice", path=str(Path(sys.executable).parent)), "run `make install`"
     with compose_up(profile, tmp_path) as containers:

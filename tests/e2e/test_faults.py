@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coppice import Client, Completion, DeadlineExceededError, FinishInfo, TokenLogprob
-from tests.e2e.serving import Server, eventually, generate_plain, running, stack_config
+from tests.e2e.serving import PlainOutputs, Server, eventually, running, stack_config
 from tests.e2e.streaming import Stream, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -36,9 +36,9 @@ TAIL = 100
 
 
 @pytest.fixture(scope="module")
-def plain(pair: Server) -> list[Completion]:
+def plain(pair: Server, plain_outputs: PlainOutputs) -> list[Completion]:
     """Return the outputs without speculation."""
-    return generate_plain(pair.address, REQUESTS)
+    return plain_outputs.of(pair, REQUESTS)
 
 
 @pytest.fixture(scope="module")

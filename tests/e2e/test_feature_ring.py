@@ -10,7 +10,14 @@ import pytest
 
 from coppice import Completion
 from shared.feature_ring import RING_DIR
-from tests.e2e.serving import Server, eventually, generate_all, running, stack_config
+from tests.e2e.serving import (
+    PlainOutputs,
+    Server,
+    eventually,
+    generate_all,
+    running,
+    stack_config,
+)
 from tests.e2e.streaming import streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -77,29 +84,33 @@ def test_speculation_is_the_same_by_ring_and_by_bytes(
 
 
 @pytest.mark.parametrize("killed", ["engine", "target-0", "draft-0"])
-def test_a_worker_that_is_killed_comes_back_to_the_ring(killed: str) -> None:
+def test_a_worker_that_is_killed_comes_back_to_the_ring(
+    pair: Server, plain_outputs: PlainOutputs, killed: str
+) -> None:
     """Nothing changes for clients; rings of dead targets are swept by their successors."""
-    with running(stack_config()) as server:
-        server.wait_paired()
-        undisturbed = [c.token_ids for c in alone(server)]
-        first = server.info("target-0").feature_ring
-        with streams(server.address, REQUESTS) as running_streams:
-            for stream in running_streams:
-                stream.reaches(20)
-            if killed == "engine":
-                os.kill(server.engine("target-0"), signal.SIGKILL)
-            else:
-                server.kill(killed)
-            for stream, token_ids in zip(running_streams, undisturbed, strict=True):
-                stream.result()
-                assert stream.token_ids == token_ids
-        name = "target-0" if killed == "engine" else killed
-        eventually(lambda: server.services[name].num_restarts == 1)
-        server.wait_paired()
-        assert [c.token_ids for c in alone(server)] == undisturbed
-        ring = server.info("target-0").feature_ring
-        assert (ring == first) == (killed == "draft-0")
-        assert is_there(ring)
-        assert is_there(first) == (killed == "draft-0")
-        assert server.logged(LINKED, service="draft-0") >= 2
-    assert not is_there(ring)
+    pair.wait_paired()
+    expected = [c.token_ids for c in plain_outputs.of(pair, REQUESTS)]
+    name = "target-0" if killed == "engine" else killed
+    num_restarts = pair.services[name].num_restarts
+    num_linked = pair.logged(LINKED, service="draft-0")
+    first = pair.info("target-0").feature_ring
+    with streams(pair.address, REQUESTS) as running_streams:
+        for stream in running_streams:
+            stream.reaches(20)
+        if killed == "engine":
+            os.kill(pair.engine("target-0"), signal.SIGKILL)
+        else:
+            pair.kill(killed)
+        for stream, token_ids in zip(running_streams, expected, strict=True):
+            stream.result()
+            assert stream.token_ids == token_ids
+    eventually(lambda: pair.services[name].num_restarts == num_restarts + 1)
+    pair.wait_paired()
+    again = alone(pair)
+    assert [c.token_ids for c in again] == expected
+    assert all(c.speculation.accept_length > 1 for c in again)
+    ring = pair.info("target-0").feature_ring
+    assert (ring == first) == (killed == "draft-0")
+    assert is_there(ring)
+    assert is_there(first) == (killed == "draft-0")
+    assert pair.logged(LINKED, service="draft-0") > num_linked
