@@ -23,6 +23,7 @@ from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config_loader import to_arguments
+from shared.feature_ring import RING_DIR
 
 READY_TIMEOUT_S = 180.0
 # What a worker still holds a moment after its last request has ended is a leak.
@@ -81,6 +82,16 @@ class Server(Stack):
 
             eventually(is_free, FREE_TIMEOUT_S, lambda name=name: f"{name}: {self.info(name)}")
 
+    def shared_files(self) -> set[Path]:
+        """Return the files in shared memory that its targets have now."""
+        targets = [name for name in self.workers if name.startswith("target")]
+        infos = [
+            self.info(name) for name in targets if self.services[name].state is ServiceState.READY
+        ]
+        return {
+            RING_DIR / name for info in infos for name in (info.feature_ring, info.link) if name
+        }
+
     def processes(self) -> set[int]:
         """Return every process of the services, engines included."""
         groups = {service.pid for service in self.services.values()} - {None}
@@ -109,16 +120,18 @@ class Server(Stack):
 
 @contextlib.contextmanager
 def running(config: StackConfig) -> Iterator[Server]:
-    """Run a stack for the length of the block; not one process outlives it."""
+    """Run a stack for the length of the block; no process outlives it, and no file of its."""
     server = Server(config)
     with server:
         STARTED.append(server)
         try:
             yield server
+            files = server.shared_files()
         finally:
             STARTED.remove(server)
             processes = server.processes()
     eventually(lambda: not any(is_alive(pid) for pid in processes), 10.0)
+    assert not any(file.exists() for file in files), files
 
 
 @contextlib.contextmanager

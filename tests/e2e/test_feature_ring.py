@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.e2e.serving import (
     running,
     stack_config,
 )
-from tests.e2e.streaming import streams
+from tests.e2e.streaming import share_of_direct_rounds, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -67,20 +68,31 @@ def alone(server: Server) -> list[Completion]:
     return [generate_all(server.address, [request])[0] for request in REQUESTS]
 
 
-@pytest.mark.parametrize("ways", [{"project_features": False}, {}], ids=["raw", "projected"])
-def test_speculation_is_the_same_by_ring_and_by_bytes(
-    by_bytes: list[object], ways: dict[str, bool]
-) -> None:
+@pytest.fixture(scope="module", params=[False, True], ids=["raw", "projected"])
+def relayed(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Serve with the orchestrator between the engines, and features that are projected or not."""
+    ways = {"project_features": request.param}
     with running(stack_config(target={**ways, "direct_rounds": False}, draft=ways)) as server:
         server.wait_paired()
-        ring = server.info("target-0").feature_ring
-        assert is_there(ring)
-        assert speculated(alone(server)) == by_bytes
-        assert server.logged(BY_RING, service="draft-0") == 1
-        projection = server.info("target-0").features.projection
-        assert bool(projection) == (ways == {})
-        assert projection == server.info("draft-0").features.projection
-    assert not is_there(ring)
+        yield server
+
+
+def test_speculation_is_the_same_by_ring_and_by_bytes(
+    by_bytes: list[object], relayed: Server
+) -> None:
+    assert is_there(relayed.info("target-0").feature_ring)
+    assert speculated(alone(relayed)) == by_bytes
+    assert relayed.logged(BY_RING, service="draft-0") == 1
+    projection = relayed.info("target-0").features.projection
+    assert bool(projection) == relayed.config.draft.project_features
+    assert projection == relayed.info("draft-0").features.projection
+
+
+def test_without_direct_rounds_the_orchestrator_drives_them(
+    relayed: Server, plain_outputs: PlainOutputs
+) -> None:
+    assert relayed.info("target-0").link == ""
+    assert share_of_direct_rounds(relayed, REQUESTS, plain_outputs) == 0.0
 
 
 @pytest.mark.parametrize("killed", ["engine", "target-0", "draft-0"])
