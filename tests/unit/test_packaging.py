@@ -88,6 +88,13 @@ def test_bundled_models_are_package_data_and_small() -> None:
     assert size < MAX_BUNDLED_BYTES
 
 
+def test_the_map_of_the_tests_names_what_there_is() -> None:
+    tests = ROOT / "tests"
+    names = re.findall(r"`([\w/*]+\.py|\w+/)`", (tests / "README.md").read_text())
+    assert len(names) > 40
+    assert [name for name in names if not list(tests.glob(name))] == []
+
+
 def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
