@@ -68,7 +68,13 @@ def alone(server: Server) -> list[Completion]:
     return [generate_all(server.address, [request])[0] for request in REQUESTS]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["raw", "projected"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="raw", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="projected"),
+    ],
+)
 def relayed(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Serve with the orchestrator between the engines, and features that are projected or not."""
     ways = {"project_features": request.param}

@@ -12,7 +12,7 @@ import pytest
 
 from coppice import Client, PromptInfo, TokenDelta
 from coppice.stack import ServiceFailedError, ServiceState, Stack, StackConfig
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import OrchestratorConfig, TargetConfig
 from tests.e2e.serving import PlainOutputs, Server
 from tests.processes import is_alive, members_of, wait_for
 
@@ -22,13 +22,12 @@ PROMPT = "def read_config(path):"
 NUM_TOKENS = 96
 
 
-def demo_config(*, num_targets: int = 1, num_drafts: int = 1) -> StackConfig:
+def plain_config() -> StackConfig:
+    """Return a configuration without a draft."""
     return StackConfig(
         orchestrator=OrchestratorConfig(host="127.0.0.1", port=0),
         target=TargetConfig(device="cpu", cpu_threads=1),
-        draft=DraftConfig(device="cpu", cpu_threads=1),
-        num_targets=num_targets,
-        num_drafts=num_drafts,
+        num_drafts=0,
         start_timeout_s=120.0,
     )
 
@@ -84,7 +83,7 @@ def test_a_stopped_draft_leaves_plain_decoding(pair: Server, expected: tuple[int
 
 
 def test_stop_leaves_no_process() -> None:
-    stack = Stack(demo_config(num_drafts=0)).start()
+    stack = Stack(plain_config()).start()
     assert stack.draft_addresses == []
     running = processes_of(stack)
     assert len(running) >= 3  # orchestrator, front and engine of the target
@@ -94,14 +93,14 @@ def test_stop_leaves_no_process() -> None:
 
 
 def test_a_stack_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    config = demo_config()
+    config = plain_config()
     config = replace(config, target=replace(config.target, model=str(tmp_path / "none")))
     stack = Stack(config)
     with pytest.raises(ServiceFailedError) as caught:
         stack.start()
     assert "target-0 ended before it was ready" in str(caught.value)
     assert str(tmp_path / "none") in str(caught.value)
-    assert [service.pid for service in stack.services.values()] == [None] * 3
+    assert [service.pid for service in stack.services.values()] == [None] * 2
 
 
 def test_a_dead_parent_takes_its_services_along(tmp_path: Path) -> None:
