@@ -99,13 +99,13 @@ def test_a_hung_draft_costs_one_wait_and_catches_up(
             stream.reaches(30)
         pair.kill("draft-0", signal.SIGSTOP)
         for stream in running:
-            stream.goes_on(20)
+            stream.goes_on(12)  # few: after 5 s without an answer its connection is lost
         pair.kill("draft-0", signal.SIGCONT)
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
     for finish in finishes:
         assert finish.retries == 0
-        assert 10 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
+        assert 5 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
 
 
 def test_a_draft_that_comes_late_catches_up(
