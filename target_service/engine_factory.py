@@ -32,7 +32,7 @@ from shared.peer.ring import FeatureRing
 from shared.peer.shared_files import MAILBOXES, RINGS
 from shared.rpc.engine import ProgressCallback
 from target_service.engine import TargetEngine
-from target_service.fingerprint import take_fingerprint
+from target_service.fingerprint import require_finite_logits, take_fingerprint
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
 from target_service.self_test import NUM_SLOTS, run_self_test
@@ -130,14 +130,9 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             progress=lambda done: progress("capturing graphs", 0.8 + 0.1 * done),
         )
     progress("proving exactness", 0.9)
-    fingerprint = take_fingerprint(
-        runner,
-        directory,
-        vocab_size=model_config.vocab_size,
-        window=model_config.sliding_window,
-        max_num_tokens=context_len,
-    )
-    prove_exactness(config, runner, model_config, context_len)
+    require_finite_logits(runner, directory, max_num_tokens=context_len)
+    prove_exactness(config, runner, context_len)
+    fingerprint = take_fingerprint(runner, max_num_tokens=context_len)
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     channels = PeerChannels(open_listener(config))
     mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
@@ -188,9 +183,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     return engine
 
 
-def prove_exactness(
-    config: TargetConfig, runner: TargetRunner, model: ModelConfig, context_len: int
-) -> None:
+def prove_exactness(config: TargetConfig, runner: TargetRunner, context_len: int) -> None:
     """Run the self-test if it is asked for.
 
     Raises: ConfigError if it fails, unless the configuration allows that.
@@ -200,6 +193,7 @@ def prove_exactness(
     if context_len < NUM_SLOTS:
         logger.warning("the context is too short for the self-test; exactness is unproven")
         return
+    model = runner.model.config
     result = run_self_test(runner, model.vocab_size, model.sliding_window)
     if not result.is_exact and not config.allow_inexact:
         raise ConfigError(

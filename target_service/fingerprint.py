@@ -33,23 +33,34 @@ class Fingerprint:
     logits_hash: str
 
 
-def take_fingerprint(
-    runner: TargetRunner, directory: Path, *, vocab_size: int, window: int, max_num_tokens: int
-) -> Fingerprint:
-    """Compute the logits of a fixed prompt and say what computed them.
+def require_finite_logits(runner: TargetRunner, directory: Path, *, max_num_tokens: int) -> None:
+    """Raise if the model computes no numbers for a fixed prompt.
+
+    Call it before the self-test, which could not tell broken weights from an inexact machine.
 
     Args:
         directory: The checkpoint, to name what is wrong with it.
         max_num_tokens: Longest prompt that fits.
-    Raises: CheckpointError if a logit is NaN or infinite; it names the tensors to blame.
+    Raises: CheckpointError naming the tensors to blame.
     """
-    logits = fixed_prompt_logits(runner, vocab_size, window, max_num_tokens=max_num_tokens)
+    logits = fixed_prompt_logits(runner, max_num_tokens=max_num_tokens)
     num_broken = int((~logits.isfinite()).sum())
     if num_broken:
         raise CheckpointError(
             f"{directory}: {num_broken} of {logits.numel()} logits of a fixed prompt are NaN or "
             f"infinite; {_cause(directory, runner.model.dtype)}"
         )
+
+
+def take_fingerprint(runner: TargetRunner, *, max_num_tokens: int) -> Fingerprint:
+    """Compute the logits of a fixed prompt and say what computed them.
+
+    Call it after the self-test, which may decide how this machine multiplies.
+
+    Args:
+        max_num_tokens: Longest prompt that fits.
+    """
+    logits = fixed_prompt_logits(runner, max_num_tokens=max_num_tokens)
     device = runner.pool.device
     data = logits.float().contiguous().cpu().view(torch.uint8)
     return Fingerprint(
