@@ -224,7 +224,7 @@ class _Transcript:
 
     def __init__(self, prompt: str | None, options: RequestOptions) -> None:
         self._request = build_request(prompt, options)
-        timeout_s = options.get("timeout_s")
+        self._timeout_s = timeout_s = options.get("timeout_s")
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_resumed = len(self._request.resume_token_ids.ids)
         self._num_attempts = 0
@@ -290,7 +290,10 @@ class _Transcript:
         known = from_rpc_error(call)
         match call.code():
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return DeadlineExceededError(known.message)
+                took = "" if self._timeout_s is None else f"; timeout_s is {self._timeout_s:g}"
+                return DeadlineExceededError(
+                    f"the deadline passed after {len(self._token_ids)} new tokens{took}"
+                )
             case grpc.StatusCode.CANCELLED:
                 return CancelledError(known.message)
         if known.reason == "DUPLICATE_REQUEST_ID" and self._num_attempts > 1:

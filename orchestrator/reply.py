@@ -11,7 +11,7 @@ from orchestrator.pairing import ModelIdentity
 from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
-from shared.messages import AcceptedPath, FinishReason, WorkerInfo
+from shared.messages import AcceptedPath, AnswerTimes, FinishReason, WorkerInfo
 from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
 
 
@@ -51,9 +51,15 @@ class Reply:
         if not self.is_finished and self._num_output >= max_new_tokens:
             self._output.end(self._reason_of_length())  # its last text was sent with its last token
 
-    def admitted(self, model: WorkerInfo, num_cached_tokens: int) -> None:
-        """Say that the request is being served; said once, whatever happens to it later."""
-        self.meter.admitted()
+    def admitted(
+        self, model: WorkerInfo, num_cached_tokens: int, times: AnswerTimes | None = None
+    ) -> None:
+        """Say that the request is being served; said once, whatever happens to it later.
+
+        Args:
+            times: Of the target's answer, if it says them; they begin where queueing ended.
+        """
+        self.meter.admitted(times)
         if self._num_cached_tokens is not None:
             return
         self._num_cached_tokens = num_cached_tokens

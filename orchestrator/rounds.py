@@ -57,6 +57,7 @@ class Generation:
         worker_request_id: Its id on the workers, unique in the world.
         model: What is served, as far as validation needed to know.
         tokenizer: None if the model has none: then there is no text.
+        log: Where the request's records go; None = to this module's logger.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class Generation:
         pool: WorkerPool,
         config: OrchestratorConfig,
         tokenizer: Tokenizer | None,
+        log: RequestLog | None = None,
     ) -> None:
         self._request = request
         self._worker_request_id = worker_request_id
         self._model = model
         self._pool = pool
         self._config = config
-        self._log = RequestLog(logger, request.request_id)
+        self._log = log or RequestLog(logger, request.request_id)
         self._reply = Reply(request, tokenizer)
         self._tokens = [*request.prompt_ids, *request.resume_ids]
         self._round_idx = 0
@@ -275,7 +277,7 @@ class Generation:
 
     def _admitted(self, worker: Worker, admitted: TargetAdmitted) -> None:
         """Tell the client once, and let a draft read along while the target prefills."""
-        self._reply.admitted(self._model, admitted.num_cached_tokens)
+        self._reply.admitted(self._model, admitted.num_cached_tokens, admitted.times)
         self._draft.open(worker, self._target_epoch, self._tokens)
 
     def _lose_target(self, gone: TargetGone) -> None:

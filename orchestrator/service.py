@@ -14,6 +14,7 @@ from orchestrator.admission import Admission
 from orchestrator.encoding import PromptEncoder
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
+from orchestrator.request_log import RequestLog, logged_end
 from orchestrator.rounds import Generation
 from orchestrator.shape import default_shape
 from orchestrator.tokenizer import Tokenizer
@@ -53,6 +54,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
         """Stream the completion of one prompt."""
+        with logged_end(request.request_id, context.time_remaining) as log:
+            await self._generate(request, context, log)
+
+    async def _generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+        log: RequestLog,
+    ) -> None:
         model = self._pool.model
         if model is None:
             raise UnavailableError("no target worker is ready; try again later", reason="NO_TARGET")
@@ -62,6 +72,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             default_shape=default_shape(self._config, model.device),
         )
         parsed = parse_request(request, limits)
+        log.request_id = parsed.request_id  # which may be made up
         self._check_services(parsed)
         _check_resumable(parsed, model)
         with self._admission.admit(parsed.request_id):
@@ -73,6 +84,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 pool=self._pool,
                 config=self._config,
                 tokenizer=self._tokenizer,
+                log=log,
             )
             await _stream(generation, context)
 

@@ -267,7 +267,7 @@ class TargetHandle:
             self._reply.set_result(reply)
 
     def _fail(self, error: Exception) -> None:
-        # The target has dropped the request: a later question about a round on credit fails too.
+        # The target has dropped the request: a later question about it gets the same answer.
         if isinstance(error, TargetGone | InternalError):
             self._gone = error
             self._on_gone()

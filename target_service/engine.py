@@ -315,7 +315,9 @@ class TargetEngine:
             self._runner.sampler.start(request)
             self._outbox.append(
                 TargetAdmitted(
-                    request_id=request.request_id, target_epoch=request.open.target_epoch
+                    request_id=request.request_id,
+                    target_epoch=request.open.target_epoch,
+                    times=AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns()),
                 )
             )
         if plan.is_empty:

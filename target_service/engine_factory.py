@@ -21,7 +21,13 @@ from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec, WorkerInfo
-from shared.models.checkpoint import resolve_model, tokenizer_hash, weight_bytes
+from shared.models.checkpoint import (
+    report_reads,
+    resolve_model,
+    stored_bytes,
+    tokenizer_hash,
+    weight_bytes,
+)
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import start_model_hash
 from shared.models.eagle3 import FeatureProjection
@@ -32,7 +38,7 @@ from shared.peer.ring import FeatureRing
 from shared.peer.shared_files import MAILBOXES, RINGS
 from shared.rpc.engine import ProgressCallback
 from target_service.engine import TargetEngine
-from target_service.fingerprint import require_finite_logits, take_fingerprint
+from target_service.fingerprint import finite_logits, take_fingerprint
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
 from target_service.self_test import NUM_SLOTS, run_self_test
@@ -42,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # Steps whose rows a feature ring holds, if it may be as large as that.
 RING_STEPS = 4
+# Share of the start that is over when the weights are loaded.
+LOADED = 0.8
 
 
 def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEngine:
@@ -65,10 +73,13 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     require_room(
         num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
     )
-    progress("loading weights", 0.1)
-    model = CausalLM.from_checkpoint(
-        directory, device, dtype, num_positions=longest + MAX_TREE_NODES
-    )
+    progress("loading weights")
+    with report_reads(
+        lambda text, share: progress(text, LOADED * share), num_bytes=stored_bytes(directory)
+    ):
+        model = CausalLM.from_checkpoint(
+            directory, device, dtype, num_positions=longest + MAX_TREE_NODES
+        )
     projection = None
     if features.projection:
         projection = FeatureProjection.from_checkpoint(
@@ -77,7 +88,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             device=device,
             dtype=dtype,
         )
-    progress("allocating the KV pool", 0.8)
+    progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
         bytes_per_page=KVPool.bytes_per_page(
@@ -130,9 +141,14 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             progress=lambda done: progress("capturing graphs", 0.8 + 0.1 * done),
         )
     progress("proving exactness", 0.9)
-    require_finite_logits(runner, directory, max_num_tokens=context_len)
-    prove_exactness(config, runner, context_len)
-    fingerprint = take_fingerprint(runner, max_num_tokens=context_len)
+    prompt = {
+        "vocab_size": model_config.vocab_size,
+        "window": model_config.sliding_window,
+        "max_num_tokens": context_len,
+    }
+    finite_logits(runner, directory, **prompt)  # first: NaN differs from itself in the self-test
+    prove_exactness(config, runner, model_config, context_len)
+    fingerprint = take_fingerprint(runner, directory, **prompt)  # of the products that it settled
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     channels = PeerChannels(open_listener(config))
     mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
@@ -183,7 +199,9 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     return engine
 
 
-def prove_exactness(config: TargetConfig, runner: TargetRunner, context_len: int) -> None:
+def prove_exactness(
+    config: TargetConfig, runner: TargetRunner, model: ModelConfig, context_len: int
+) -> None:
     """Run the self-test if it is asked for.
 
     Raises: ConfigError if it fails, unless the configuration allows that.
@@ -193,7 +211,6 @@ def prove_exactness(config: TargetConfig, runner: TargetRunner, context_len: int
     if context_len < NUM_SLOTS:
         logger.warning("the context is too short for the self-test; exactness is unproven")
         return
-    model = runner.model.config
     result = run_self_test(runner, model.vocab_size, model.sliding_window)
     if not result.is_exact and not config.allow_inexact:
         raise ConfigError(

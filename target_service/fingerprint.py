@@ -33,34 +33,18 @@ class Fingerprint:
     logits_hash: str
 
 
-def require_finite_logits(runner: TargetRunner, directory: Path, *, max_num_tokens: int) -> None:
-    """Raise if the model computes no numbers for a fixed prompt.
-
-    Call it before the self-test, which could not tell broken weights from an inexact machine.
-
-    Args:
-        directory: The checkpoint, to name what is wrong with it.
-        max_num_tokens: Longest prompt that fits.
-    Raises: CheckpointError naming the tensors to blame.
-    """
-    logits = fixed_prompt_logits(runner, max_num_tokens=max_num_tokens)
-    num_broken = int((~logits.isfinite()).sum())
-    if num_broken:
-        raise CheckpointError(
-            f"{directory}: {num_broken} of {logits.numel()} logits of a fixed prompt are NaN or "
-            f"infinite; {_cause(directory, runner.model.dtype)}"
-        )
-
-
-def take_fingerprint(runner: TargetRunner, *, max_num_tokens: int) -> Fingerprint:
+def take_fingerprint(
+    runner: TargetRunner, directory: Path, *, vocab_size: int, window: int, max_num_tokens: int
+) -> Fingerprint:
     """Compute the logits of a fixed prompt and say what computed them.
 
-    Call it after the self-test, which may decide how this machine multiplies.
-
     Args:
-        max_num_tokens: Longest prompt that fits.
+        directory, max_num_tokens: As of `finite_logits`.
+    Raises: CheckpointError if a logit is NaN or infinite.
     """
-    logits = fixed_prompt_logits(runner, max_num_tokens=max_num_tokens)
+    logits = finite_logits(
+        runner, directory, vocab_size=vocab_size, window=window, max_num_tokens=max_num_tokens
+    )
     device = runner.pool.device
     data = logits.float().contiguous().cpu().view(torch.uint8)
     return Fingerprint(
@@ -69,6 +53,26 @@ def take_fingerprint(runner: TargetRunner, *, max_num_tokens: int) -> Fingerprin
         cpu_threads=torch.get_num_threads() if device.type == "cpu" else 0,
         logits_hash=hashlib.sha256(data.numpy().tobytes()).hexdigest(),
     )
+
+
+def finite_logits(
+    runner: TargetRunner, directory: Path, *, vocab_size: int, window: int, max_num_tokens: int
+) -> torch.Tensor:
+    """Return the logits of a fixed prompt, [n, vocab_size].
+
+    Args:
+        directory: The checkpoint, to name what is wrong with it.
+        max_num_tokens: Longest prompt that fits.
+    Raises: CheckpointError if a logit is NaN or infinite; it names the tensors to blame.
+    """
+    logits = fixed_prompt_logits(runner, vocab_size, window, max_num_tokens=max_num_tokens)
+    num_broken = int((~logits.isfinite()).sum())
+    if num_broken:
+        raise CheckpointError(
+            f"{directory}: {num_broken} of {logits.numel()} logits of a fixed prompt are NaN or "
+            f"infinite; {_cause(directory, runner.model.dtype)}"
+        )
+    return logits
 
 
 def device_model(device: torch.device) -> str:

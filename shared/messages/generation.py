@@ -26,6 +26,11 @@ class PromptInfo:
     seed: int
     model_fingerprint: str = ""
 
+    @property
+    def text(self) -> str:
+        """Return "": every event has a text, which is the output when put together."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
@@ -119,6 +124,11 @@ class FinishInfo:
     timings: Timings = field(default_factory=Timings)
     retries: int = 0
     round_times: tuple[RoundTimes, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Return "": every event has a text, which is the output when put together."""
+        return ""
 
 
 GenerateEvent = PromptInfo | TokenDelta | FinishInfo

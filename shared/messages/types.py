@@ -430,11 +430,16 @@ class TargetClose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAdmitted:
-    """The request holds pages and is being prefilled."""
+    """The request holds pages and is being prefilled.
+
+    Args:
+        times: From the reservation of its pages to this answer; None = not known.
+    """
 
     request_id: str
     target_epoch: int
     num_cached_tokens: int = 0
+    times: AnswerTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.logs import configure_logging
 from shared.memory import settle_garbage
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import Engine, EngineFactory, EngineReport
@@ -84,7 +85,7 @@ def engine_main(
     # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the front decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(log_level)
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)

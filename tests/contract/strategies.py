@@ -281,7 +281,11 @@ peer_detaches, detached = (
 )
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
-    types.TargetAdmitted, request_id=request_ids, target_epoch=epochs, num_cached_tokens=counts
+    types.TargetAdmitted,
+    request_id=request_ids,
+    target_epoch=epochs,
+    num_cached_tokens=counts,
+    times=st.none() | answer_times,
 )
 subscribes = st.builds(
     types.FeatureSubscribe,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
@@ -373,3 +374,52 @@ async def test_the_client_refuses_what_no_message_can_hold() -> None:
                 await client.generate(**keywords)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="temprature"):
             await client.generate("x", temprature=1.0)  # type: ignore[call-arg]
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, request_id: str) -> list[str]:
+    """Return what the orchestrator logged about a request."""
+    texts = [r.getMessage() for r in caplog.records if r.name.startswith("orchestrator.")]
+    return [text for text in texts if text.startswith(f"[{request_id} ")]
+
+
+async def test_every_request_leaves_one_line_in_the_log(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with (
+        fake_target(step_s=0.005) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address, max_retries=0) as client,
+    ):
+        long = {"token_ids": PROMPT, "max_new_tokens": 4000}
+        await client.generate(token_ids=PROMPT, max_new_tokens=4, request_id="finished")
+        with pytest.raises(DeadlineExceededError, match="timeout_s is 0.3"):
+            await client.generate(**long, timeout_s=0.3, request_id="late")  # type: ignore[arg-type]
+        await freed(target, draft)
+        task = asyncio.create_task(client.generate(**long, request_id="cancelled"))  # type: ignore[arg-type]
+        await eventually(lambda: bool(draft.engine.requests))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(InvalidArgumentError):
+            await client.generate(token_ids=PROMPT, temperature=-1.0, request_id="refused")
+        with pytest.raises(UnavailableError):
+            async with serving(model, ["127.0.0.1:1"], waits=False) as alone:
+                async with AsyncClient(alone.address, max_retries=0) as other:
+                    await other.generate(token_ids=PROMPT, request_id="failed")
+        with pytest.raises(InvalidArgumentError):
+            await client.generate(token_ids=PROMPT, request_id="two\nlines")
+        await freed(target, draft)
+    said = {
+        "finished": "finished by LENGTH: 4 tokens",
+        "late": "its deadline passed after 0.",
+        "cancelled": "cancelled after ",
+        "refused": "ended by INVALID_ARGUMENT (sampling.temperature): temperature is -1",
+        "failed": "ended by NO_TARGET: no target worker is ready",
+        r"'two\nlines'": "ended by INVALID_ARGUMENT (request_id): ",
+    }
+    for request_id, text in said.items():
+        lines = lines_of(caplog, request_id)
+        assert len(lines) == 1 and text in lines[0], (request_id, lines)
+        assert "\n" not in lines[0]
+    assert not lines_of(caplog, "late")[0].startswith("[late round 0]"), "it says how far it came"

@@ -368,7 +368,9 @@ class FakeTarget(WithoutPeer):
     def _prefill(self, request: _Request) -> None:
         self._outbox.append(
             TargetAdmitted(
-                request_id=request.open.request_id, target_epoch=request.open.target_epoch
+                request_id=request.open.request_id,
+                target_epoch=request.open.target_epoch,
+                times=AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns()),
             )
         )
         self._num_rows += len(request.tokens)

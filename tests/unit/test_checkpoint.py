@@ -16,7 +16,9 @@ from shared.errors import CheckpointError
 from shared.models.checkpoint import (
     CheckpointReader,
     read_tensor_infos,
+    report_reads,
     resolve_model,
+    stored_bytes,
     tokenizer_hash,
 )
 from shared.models.digest import HashCache, default_cache_dir, model_hash, start_model_hash
@@ -489,3 +491,24 @@ def test_single_file_of_another_name_is_read(tmp_path: Path) -> None:
     (directory / "model.safetensors").unlink()
     save_file(tensors, directory / "weights.safetensors")
     load(directory)
+
+
+def test_loading_is_reported_by_bytes(tmp_path: Path) -> None:
+    directory = checkpoints.write_qwen2(tmp_path, is_tied=False)
+    num_bytes = stored_bytes(directory)
+    assert 0 < num_bytes < (directory / "model.safetensors").stat().st_size
+    said: list[tuple[str, float]] = []
+
+    def note(text: str, share: float) -> None:
+        said.append((text, share))
+
+    with report_reads(note, num_bytes=num_bytes, interval_s=0.0):
+        load(directory)
+    shares = [share for _, share in said]
+    assert len(said) == len(read_tensor_infos(directory))
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] == 1.0
+    assert said[-1][0] == f"loading weights, {num_bytes / 1e9:.1f} of {num_bytes / 1e9:.1f} GB"
+    with report_reads(note, num_bytes=num_bytes):
+        load(directory)
+    load(directory)
+    assert len(said) == len(shares), "not in its first second, and not outside of the block"
