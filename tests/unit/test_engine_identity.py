@@ -117,9 +117,10 @@ def test_a_failed_self_test_ends_the_start_unless_that_is_allowed(
         k: torch.Tensor,
         v: torch.Tensor,
         metadata: TreeAttentionMetadata,
-        scale: float,
+        *args: Any,
+        **options: Any,
     ) -> torch.Tensor:
-        out = tree_attention(q, k, v, metadata, scale)
+        out = tree_attention(q, k, v, metadata, *args, **options)
         return out if metadata.is_chain.all() else out * 3 / 3
 
     directory = checkpoints.write_llama(tmp_path)
