@@ -15,7 +15,7 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
 from shared.config import OrchestratorConfig
 from shared.errors import ConfigError
-from shared.garbage import settle_garbage
+from shared.memory import return_large_buffers, settle_garbage
 from shared.models.checkpoint import resolve_model, tokenizer_hash
 from shared.rpc.server import RpcServer
 
@@ -129,6 +129,7 @@ async def serve(config: OrchestratorConfig) -> None:
 
     Raises: ConfigError if the configuration cannot work.
     """
+    return_large_buffers()
     orchestrator = Orchestrator(config)
     await orchestrator.start()
     settle_garbage()

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.garbage import settle_garbage
 from shared.logs import configure_logging
+from shared.memory import settle_garbage
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import Engine, EngineFactory, EngineReport
 from shared.rpc.pipe import BlockingPipe

@@ -11,6 +11,7 @@ import pytest
 
 from coppice import AsyncClient, Client, Completion, TokenDelta
 from coppice.client import _Transcript
+from coppice.v1 import generation_pb2 as pb
 from shared.errors import StaleStateError, UnavailableError
 from shared.messages import TargetOpen
 from shared.messages.generation import GenerateEvent, PromptInfo
@@ -379,3 +380,24 @@ async def test_a_draining_target_keeps_what_it_has_and_gets_nothing_new(model: P
         done = await request.check()
         assert done.retries == 0
         await server.sees(targets=0, drafts=0)
+
+
+async def test_the_client_itself_compares_what_goes_on_with_what_began() -> None:
+    """A server that ignores resume_fingerprint must not mix the output of two models."""
+
+    def info(fingerprint: str) -> pb.GenerateResponse:
+        return pb.GenerateResponse(prompt_info=pb.PromptInfo(model_fingerprint=fingerprint))
+
+    for num_tokens, after in ((0, "b"), (2, "a"), (2, "b")):
+        transcript = _Transcript(None, {"token_ids": PROMPT})
+        list(transcript.take(info("a")))
+        delta = pb.GenerateResponse(delta=pb.TokenDelta(token_ids=[7] * num_tokens))
+        list(transcript.take(delta))
+        request, _ = transcript.next_attempt()
+        assert request.resume_fingerprint == ("a" if num_tokens else "")
+        if num_tokens and after != "a":
+            with pytest.raises(StaleStateError) as caught:
+                list(transcript.take(info(after)))
+            assert caught.value.reason == "MODEL_CHANGED"
+        else:
+            assert list(transcript.take(info(after))) == []
