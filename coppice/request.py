@@ -34,6 +34,8 @@ class RequestOptions(TypedDict, total=False):
         session_id: Requests with one session_id prefer the same target worker.
         request_id: Name of the request, in logs too; made up by the server when absent.
         resume_token_ids: Output that is there already; goes on exactly after it.
+        resume_fingerprint: `model_fingerprint` of the PromptInfo under which that output came: a
+            server that computes with anything else refuses.
         timeout_s: Deadline of the whole request, seconds.
     """
 
@@ -65,6 +67,7 @@ class RequestOptions(TypedDict, total=False):
     session_id: str
     request_id: str
     resume_token_ids: Sequence[int]
+    resume_fingerprint: str
     timeout_s: float | None
 
 
@@ -89,7 +92,7 @@ _STOPPING = (
 )
 _SHAPE = ("num_steps", "topk", "num_draft_tokens")
 _OUTPUT = ("logprobs", "top_logprobs", "omit_text", "round_times")
-_REQUEST = ("priority", "session_id", "request_id")
+_REQUEST = ("priority", "session_id", "request_id", "resume_fingerprint")
 _MODES = {
     None: pb.SPECULATION_MODE_AUTO,
     False: pb.SPECULATION_MODE_OFF,

@@ -16,7 +16,6 @@ from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
 from shared.models.checkpoint import (
-    model_hash,
     report_reads,
     resolve_model,
     stored_bytes,
@@ -24,6 +23,7 @@ from shared.models.checkpoint import (
     weight_bytes,
 )
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
+from shared.models.digest import start_model_hash
 from shared.models.draft import load_draft
 from shared.rpc.engine import ProgressCallback
 
@@ -46,6 +46,7 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
     device = resolve_device(config.device)
     target = resolve_model(config.target_model, "target")
     directory = resolve_draft(config.model, config.algorithm, target)
+    model_hash = start_model_hash(directory)
     target_config = ModelConfig.from_checkpoint(target)
     kind, spec = feature_spec(
         directory, target, config.algorithm, is_projected=config.project_features
@@ -104,7 +105,7 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
-        model_hash=model_hash(directory),
+        model_hash=model_hash(),
         tokenizer_hash=tokenizer_hash(directory if kind is DraftKind.STANDALONE else target),
         vocab_size=target_config.vocab_size,
         max_context_len=longest,

@@ -62,11 +62,16 @@ class Meter:
         """Note that output left; later calls change nothing."""
         self._first_token = self._first_token or self._loop.time()
 
-    def count(self, path: AcceptedPath) -> None:
-        """Count a verify round; prefills (round 0) are not counted."""
+    def count(self, path: AcceptedPath, *, num_tokens: int) -> None:
+        """Count a verify round; prefills (round 0) are not counted.
+
+        Args:
+            num_tokens: Tokens of the path up to the one that ends the output. The last of them
+                stands for the bonus token, so that drafts that a stop cut off do not count.
+        """
         if path.round_idx == 0:
             return
-        self._accepted[path.num_accepted_drafts] += 1
+        self._accepted[min(path.num_accepted_drafts, num_tokens - 1)] += 1
         self._num_draft_tokens += path.num_draft_tokens - 1
         self._num_root_only += path.num_draft_tokens == 1
         self._num_moved += path.accept_index != tuple(range(len(path.accept_index)))

@@ -96,6 +96,10 @@ class UpConfig:
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("auto", "dtype of the target", choices=DTYPES)
     draft_dtype: str = option("auto", "dtype of the draft", choices=DTYPES)
+    allow_inexact: bool = option(
+        default=False,
+        help="serve even if the target's self-test finds that speculation may change the output",
+    )
     target_gpus: str = option("", "GPU of each target in turn, e.g. 0,1; empty = the first")
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
     num_targets: int = option(1, "target processes", minimum=1)
@@ -145,6 +149,7 @@ def stack_config(
             page_size="page_size",
             device="device",
             dtype="dtype",
+            allow_inexact="allow_inexact",
         ),
     )
     if num_drafts == 0:

@@ -26,10 +26,11 @@ from shared.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+    from shared.kernels.products_cpu import CpuProducts, Weight
+
 DEMO = "demo"
 BUNDLED_ROLES = ("target", "eagle3", "standalone")
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_HASHED_BYTES = 1024  # of each end of a tensor
 
 
 REPORT_INTERVAL_S = 1.0
@@ -106,25 +107,6 @@ def resolve_model(name: str, role: str) -> Path:
             f"{directory} holds no config.json; pass a Hugging Face checkpoint directory or 'demo'"
         )
     return directory
-
-
-def model_hash(directory: Path) -> str:
-    """Return a fingerprint of a model: SHA-256 over its config and its tensors.
-
-    Covers config.json and each tensor's name, shape, dtype, first and last kilobyte, in order of
-    names: the same for any sharding, and quick for any size.
-    """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    infos = read_tensor_infos(directory)
-    for name in sorted(infos):
-        info = infos[name]
-        digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
-        with info.file.open("rb") as file:
-            file.seek(info.start)
-            digest.update(file.read(min(_HASHED_BYTES, info.end - info.start)))
-            file.seek(max(info.start, info.end - _HASHED_BYTES))
-            digest.update(file.read(info.end - file.tell()))
-    return digest.hexdigest()
 
 
 def tokenizer_hash(directory: Path) -> str:
@@ -236,6 +218,7 @@ class CheckpointReader:
         device: Where tensors go.
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
+        products: How a CPU multiplies by the weights; None: by a library.
     """
 
     def __init__(
@@ -245,7 +228,11 @@ class CheckpointReader:
         device: torch.device,
         dtype: torch.dtype,
         rename: Callable[[str], str] | None = None,
+        products: CpuProducts | None = None,
     ) -> None:
+        from shared.kernels.products_cpu import CpuProducts
+
+        self.products = products or CpuProducts()
         self.directory = directory
         self._device = device
         self._dtype = dtype
@@ -296,6 +283,10 @@ class CheckpointReader:
                 f"not supported, only {', '.join(sorted(FLOAT_DTYPES))}"
             )
         return self._read(info, self._dtype)
+
+    def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
+        """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
+        return self.products.weight(self.load(name, shape))
 
     def load_int64(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return an integer tensor on the device, as int64.

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from coppice import (
 )
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
+from shared.messages import AcceptedPath
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,
@@ -328,27 +330,33 @@ async def test_cancelling_frees_both_workers(model: Path) -> None:
 
 async def test_a_request_that_kills_two_targets_is_refused(model: Path) -> None:
     """INTERNAL, not UNAVAILABLE: a client must not send it again."""
+
+    @dataclass(eq=False)
+    class Mortal(FakeTarget):
+        """Dies of the first round after a prompt."""
+
+        die: Callable[[], None] = lambda: None
+
+        def step(self) -> list[Any]:
+            answers = super().step()
+            if any(isinstance(answer, AcceptedPath) and answer.round_idx for answer in answers):
+                self.die()
+                return []
+            return answers
+
     async with contextlib.AsyncExitStack() as stack:
-        targets = [
-            await stack.enter_async_context(
-                fake_target(FakeTarget(incarnation=f"t{index}"), step_s=0.005)
-            )
-            for index in range(3)
-        ]
+        targets = []
+        for index in range(3):
+            engine = Mortal(incarnation=f"t{index}")
+            targets.append(await stack.enter_async_context(fake_target(engine, step_s=0.005)))
+            engine.die = targets[index].handle.kill
         server = await stack.enter_async_context(serving(model, targets))
         client = await stack.enter_async_context(AsyncClient(server.address))
-        poison = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4000))
-        for _ in range(2):
-            await eventually(lambda: any(target.engine.requests for target in targets))
-            (victim,) = [target for target in targets if target.engine.requests]
-            await asyncio.sleep(0.05)
-            victim.handle.kill()
-            await asyncio.gather(victim.running, return_exceptions=True)
-            targets.remove(victim)
         with pytest.raises(CoppiceError) as caught:
-            await poison
+            await client.generate(token_ids=PROMPT, max_new_tokens=4000)
         assert caught.value.reason == "REQUEST_KILLED_WORKERS"
-        assert targets[0].engine.received == []
+        (spared,) = [target for target in targets if not target.engine.received]
+        spared.engine.die = lambda: None
         await check_serves(server)
 
 
