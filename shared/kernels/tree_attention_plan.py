@@ -223,10 +223,8 @@ def _plan_singles(step: _Step, requests: Sequence[int]) -> RowSlice:
         logical = np.where(is_path, prefix + offset, seen)
     req_idx = np.array([step.req_idx[request] for request in requests])[:, None]
     pages = step.page_table[req_idx, logical // step.page_size]
-    by_tile = [
-        part.reshape(len(rows), -1, CPU_KV_TILE).swapaxes(0, 1).reshape(-1)
-        for part in (pages, logical)
-    ]
+    by_tile = (len(rows), -1, CPU_KV_TILE)
+    pages, logical = (part.reshape(by_tile).swapaxes(0, 1).reshape(-1) for part in (pages, logical))
     masked_tile = 0 if step.window else int(row_end.min()) // CPU_KV_TILE
     masked = slice(masked_tile * CPU_KV_TILE, None)
     is_run = bool((np.diff(rows) == 1).all())
@@ -238,7 +236,7 @@ def _plan_singles(step: _Step, requests: Sequence[int]) -> RowSlice:
         num_padded=len(rows),
         num_shared=0,
         num_own=num_tiles,
-        index=torch.from_numpy(step.cache_rows(*by_tile, len(rows))).to(step.device),
+        index=torch.from_numpy(step.cache_rows(pages, logical, len(rows))).to(step.device),
         masked_tile=masked_tile,
         mask=step.mask(seen[:, masked] == index[:, masked]),
     )
