@@ -33,11 +33,20 @@ IN_ENGINES = frozenset(
 _HUES = {"target": (195.0, 275.0), "draft": (75.0, 165.0), "orchestrator": (15.0, 45.0)}
 _STAGES = {
     "target": (
-        *("hop to it", "link", "front", "busy engine", "queue", "pack", "busy device", "forward"),
+        *(
+            "hop to it",
+            "channel",
+            "front",
+            "busy engine",
+            "queue",
+            "pack",
+            "busy device",
+            "forward",
+        ),
         *("sample", "read", "commit", "answer", "hop back"),
     ),
     "draft": (
-        *("hop to it", "link", "front", "busy engine", "features", "queue", "pack", "extend"),
+        *("hop to it", "channel", "front", "busy engine", "features", "queue", "pack", "extend"),
         *("grow", "read", "tree", "answer", "hop back"),
     ),
     "orchestrator": ("commit", "order"),
