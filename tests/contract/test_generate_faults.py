@@ -211,7 +211,9 @@ async def test_two_targets_and_two_drafts_share_the_load(model: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         targets = [await stack.enter_async_context(target(name)) for name in ("t0", "t1")]
         drafts = [await stack.enter_async_context(draft(name)) for name in ("d0", "d1")]
-        server = await stack.enter_async_context(serving(model, targets, drafts))
+        server = await stack.enter_async_context(
+            serving(model, targets, drafts, draft_timeout_ms=5000.0)
+        )
         client = await stack.enter_async_context(AsyncClient(server.address))
         completions = await asyncio.gather(
             *(client.generate(token_ids=[i, 7], max_new_tokens=60) for i in range(8))
