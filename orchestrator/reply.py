@@ -10,8 +10,7 @@ from orchestrator.output import Output
 from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
-from shared.messages import AcceptedPath, FinishReason
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
+from shared.messages import AcceptedPath, FinishInfo, FinishReason, GenerateEvent, PromptInfo, Usage
 
 
 class Reply:

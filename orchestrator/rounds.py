@@ -32,6 +32,7 @@ from shared.errors import (
 from shared.messages import (
     AcceptedPath,
     FinishReason,
+    GenerateEvent,
     RootOnly,
     StoppingParams,
     TargetAdmitted,
@@ -40,7 +41,6 @@ from shared.messages import (
     VerifyRound,
     WorkerInfo,
 )
-from shared.messages.generation import GenerateEvent
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError, UnavailableError
-from shared.messages.convert_generation import event_to_proto
+from shared.messages.batches import pack_event
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -108,7 +108,7 @@ async def _stream(
     task = asyncio.create_task(generation.run())
     try:
         while (event := await generation.events.get()) is not None:
-            await context.write(event_to_proto(event))
+            await context.write(pack_event(event))
         await task
     finally:
         task.cancel()

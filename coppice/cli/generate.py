@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from coppice.cli.options import add_server_option
 from coppice.cli.render import TokenPrinter, print_stats, stats_rows
 from coppice.cli.request_options import add_request_options, request_keywords
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
+from shared.messages import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from coppice import AsyncClient, Client, Completion, TokenDelta
 from coppice.client import _Transcript
-from shared.messages import TargetOpen
-from shared.messages.generation import GenerateEvent
+from shared.messages import GenerateEvent, TargetOpen
 from tests.contract.serving import closed, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,

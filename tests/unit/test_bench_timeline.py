@@ -8,8 +8,7 @@ import pytest
 
 from coppice.svg import draw_charts
 from coppice.timeline import chart, summarize
-from shared.messages import StageTime
-from shared.messages.generation import RoundTimes
+from shared.messages import RoundTimes, StageTime
 
 
 def round_times(begin_us: int, **took_us: int) -> RoundTimes:

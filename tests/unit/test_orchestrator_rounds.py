@@ -20,10 +20,10 @@ from shared.messages import (
     SamplingParams,
     TargetClose,
     TargetOpen,
+    TokenDelta,
     TokenTree,
     VerifyRound,
 )
-from shared.messages.generation import TokenDelta
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import (

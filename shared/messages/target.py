@@ -1,0 +1,132 @@
+"""Messages of the session of an orchestrator with a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from coppice.v1 import target_pb2
+from shared.messages.codec import Mark, message
+from shared.messages.fields import Count, RequestId, SomeIds, require_range
+from shared.messages.params import SamplingParams, StoppingParams
+from shared.messages.tree import FlatShape, TokenTree
+
+MAX_TOP_LOGPROBS = 20
+
+RoundIdx = Annotated[int, partial(require_range, low=1)]  # 0 is the prefill
+
+
+def _check_open(value: TargetOpen) -> None:
+    require_range(value.num_prompt_tokens, "num_prompt_tokens", 1, len(value.token_ids))
+
+
+@message(target_pb2.TargetOpen, check=_check_open)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOpen:
+    """Rebuild a request from its tokens and prefill it; answered by AcceptedPath of round 0."""
+
+    request_id: RequestId
+    target_epoch: Count
+    token_ids: SomeIds
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stopping: StoppingParams
+    logprobs: bool = False
+    top_logprobs: Annotated[int, partial(require_range, low=0, high=MAX_TOP_LOGPROBS)] = 0
+    wants_features: bool = False
+    priority: int = 0
+    is_timed: bool = False
+
+
+@message(target_pb2.TargetAdmitted)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetAdmitted:
+    """The request holds pages and is being prefilled."""
+
+    request_id: RequestId
+    target_epoch: Count
+    num_cached_tokens: Count = 0
+
+
+@message(target_pb2.RootOnly)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootOnly:
+    """Rounds of the root alone."""
+
+
+@message(target_pb2.PeerTrees)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTrees:
+    """Trees that the target orders of an attached draft.
+
+    Args:
+        token_offset: The draft has the tokens before this index.
+        shape: The largest.
+    """
+
+    draft_epoch: Count
+    token_offset: Count
+    shape: FlatShape
+
+
+@message(target_pb2.Credit)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Rounds up to and including `until_round_idx` need no order; see proto Credit.
+
+    Args:
+        trees: Where the trees of these rounds come from.
+    """
+
+    until_round_idx: RoundIdx
+    trees: RootOnly | PeerTrees = RootOnly()
+
+
+@message(target_pb2.VerifyRound)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRound:
+    """Verify a tree (None: a root-only round) at `seq_len`.
+
+    Args:
+        credit: For the rounds after this one; None: each needs an order.
+        received_ns: When it reached the worker of a timed request; stays there.
+    """
+
+    request_id: RequestId
+    target_epoch: Count
+    round_idx: RoundIdx
+    seq_len: Count
+    root_token_id: Count
+    tree: TokenTree | None = None
+    credit: Credit | None = None
+    received_ns: Annotated[int, Mark.OFF_WIRE] = 0
+
+
+@message(target_pb2.CreditUpdate)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditUpdate:
+    """Renew a request's credit between orders."""
+
+    request_id: RequestId
+    target_epoch: Count
+    credit: Credit
+
+
+@message(target_pb2.DraftDetached)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftDetached:
+    """The channel to a draft is gone: no round of this draft is direct any more."""
+
+    request_id: RequestId
+    target_epoch: Count
+    draft_epoch: Count
+
+
+@message(target_pb2.TargetClose)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetClose:
+    """Free whatever the request holds."""
+
+    request_id: RequestId
+    target_epoch: Count
