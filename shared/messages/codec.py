@@ -27,21 +27,21 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from shared.messages.fields import NOT_NEGATIVE
-from shared.messages.links import (
+from shared.messages.field_codec import (
     CODEC_OF_MESSAGE,
     CODEC_OF_VALUE,
     Codec,
     Decode,
     Encode,
     Field,
-    Link,
+    FieldCodec,
     Mark,
     Via,
     apply,
+    field_codec,
     fields_of,
-    link_field,
 )
+from shared.messages.fields import NOT_NEGATIVE
 
 T = TypeVar("T")
 
@@ -65,15 +65,15 @@ def message(
     """
 
     def declare(value_type: type[T]) -> type[T]:
-        links = _links(value_type, message_type.DESCRIPTOR)
-        taken = {name for link in links for name in link.taken} | {*derived, *ignored}
+        codecs = _field_codecs(value_type, message_type.DESCRIPTOR)
+        taken = {name for codec in codecs for name in codec.taken} | {*derived, *ignored}
         unknown = taken ^ {proto.name for proto in message_type.DESCRIPTOR.fields}
         if unknown:
             raise TypeError(
                 f"{value_type.__name__} does not map to {message_type.DESCRIPTOR.full_name}: only "
                 f"one of them has {sorted(unknown)}; add the field, or declare it as ignored"
             )
-        encode, decode = _encoder(links, derived), _decoder(value_type, links, check)
+        encode, decode = _encoder(codecs, derived), _decoder(value_type, codecs, check)
         register(value_type, Codec(message_type, encode, decode))
         return value_type
 
@@ -104,38 +104,40 @@ def from_proto(message: Any) -> Any:
     return CODEC_OF_MESSAGE[type(message)].decode(message)
 
 
-def _links(value_type: Any, descriptor: Any) -> list[Link]:
-    links = []
+def _field_codecs(value_type: Any, descriptor: Any) -> list[FieldCodec]:
+    codecs = []
     for field in fields_of(value_type):
         is_flat = field.note(Mark) is Mark.FLAT
         try:
-            links.append((_flat if is_flat else link_field)(field, descriptor))
+            codecs.append((_flat if is_flat else field_codec)(field, descriptor))
         except (KeyError, TypeError, ValueError) as error:
             raise TypeError(
                 f"{value_type.__name__}.{field.name} does not map to a field of "
                 f"{descriptor.full_name}: {error}"
             ) from error
-    return links
+    return codecs
 
 
-def _flat(field: Field, descriptor: Any) -> Link:
-    links = _links(field.type, descriptor)
-    taken = tuple(name for link in links for name in link.taken)
-    decode, rules = _decoder(field.type, links, None), field.rules
-    return Link(
+def _flat(field: Field, descriptor: Any) -> FieldCodec:
+    codecs = _field_codecs(field.type, descriptor)
+    taken = tuple(name for codec in codecs for name in codec.taken)
+    decode, rules = _decoder(field.type, codecs, None), field.rules
+    return FieldCodec(
         field.name,
         taken,
         read=lambda message: apply(rules, decode(message), field.name),
-        spread=_encoder(links, ()),
+        spread=_encoder(codecs, ()),
     )
 
 
-def _encoder(links: list[Link], derived: tuple[str, ...]) -> Encode:
-    single = [link for link in links if link.spread is None]
-    get = _get_all([*(link.name for link in single), *derived])
-    names = [*(link.taken[0] for link in single), *derived]
-    conversions = [(link.taken[0], link.to_wire) for link in single if link.to_wire is not None]
-    spreads = [(attrgetter(link.name), link.spread) for link in links if link.spread is not None]
+def _encoder(codecs: list[FieldCodec], derived: tuple[str, ...]) -> Encode:
+    single = [codec for codec in codecs if codec.spread is None]
+    get = _get_all([*(codec.name for codec in single), *derived])
+    names = [*(codec.taken[0] for codec in single), *derived]
+    conversions = [(codec.taken[0], codec.to_wire) for codec in single if codec.to_wire is not None]
+    spreads = [
+        (attrgetter(codec.name), codec.spread) for codec in codecs if codec.spread is not None
+    ]
 
     def encode(value: Any) -> dict[str, Any]:
         arguments = dict(zip(names, get(value), strict=False))
@@ -148,20 +150,22 @@ def _encoder(links: list[Link], derived: tuple[str, ...]) -> Encode:
     return encode
 
 
-def _decoder(value_type: Any, links: list[Link], check: Callable[[Any], None] | None) -> Decode:
-    single = [link for link in links if link.read is None]
-    single.sort(key=lambda link: link.from_wire != (NOT_NEGATIVE,))  # counts are checked at once
-    get = _get_all([link.taken[0] for link in single])
-    counts = [link.name for link in single if link.from_wire == (NOT_NEGATIVE,)]
+def _decoder(
+    value_type: Any, codecs: list[FieldCodec], check: Callable[[Any], None] | None
+) -> Decode:
+    single = [codec for codec in codecs if codec.read is None]
+    single.sort(key=lambda codec: codec.from_wire != (NOT_NEGATIVE,))  # counts are checked at once
+    get = _get_all([codec.taken[0] for codec in single])
+    counts = [codec.name for codec in single if codec.from_wire == (NOT_NEGATIVE,)]
     num_counts = len(counts)
     steps = [
-        (i, link.name, step)
-        for i, link in enumerate(single[num_counts:], num_counts)
-        for step in link.from_wire
+        (i, codec.name, step)
+        for i, codec in enumerate(single[num_counts:], num_counts)
+        for step in codec.from_wire
     ]
-    reads = [link.read for link in links if link.read is not None]
-    others = [link.name for link in links if link.read is not None]
-    build = _builder(value_type, [*(link.name for link in single), *others])
+    reads = [codec.read for codec in codecs if codec.read is not None]
+    others = [codec.name for codec in codecs if codec.read is not None]
+    build = _builder(value_type, [*(codec.name for codec in single), *others])
 
     def decode(message: Any) -> Any:
         values = [*get(message)]

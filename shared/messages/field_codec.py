@@ -98,7 +98,7 @@ def _bare(hint: Any) -> tuple[Any, bool, list[Any]]:
 # --- how one field travels ------------------------------------------------------------------------
 
 
-class Link(NamedTuple):
+class FieldCodec(NamedTuple):
     """How one field travels; None everywhere: as it is.
 
     Args:
@@ -116,7 +116,7 @@ class Link(NamedTuple):
     spread: Encode | None = None
 
 
-def link_field(field: Field, descriptor: Any) -> Link:
+def field_codec(field: Field, descriptor: Any) -> FieldCodec:
     """Return how a field travels in the message of a descriptor.
 
     Raises: KeyError, TypeError or ValueError if it cannot.
@@ -130,8 +130,8 @@ def link_field(field: Field, descriptor: Any) -> Link:
     steps += field.rules
     if field.is_optional or (proto.has_presence and proto.message_type is None):
         read = _presence(field, name, steps)
-        return Link(field.name, (name,), to_wire=to_wire and _unless_none(to_wire), read=read)
-    return Link(field.name, (name,), tuple(steps), to_wire)
+        return FieldCodec(field.name, (name,), to_wire=to_wire and _unless_none(to_wire), read=read)
+    return FieldCodec(field.name, (name,), tuple(steps), to_wire)
 
 
 def _rules(field: Field) -> list[FromWire]:
@@ -176,7 +176,7 @@ def _tuple_codec(part: Any, names: list[str]) -> tuple[Encode, Decode]:
     return lambda value: dict(zip(names, value, strict=True)), lambda message: make(get(message))
 
 
-def _oneof(field: Field, oneof: OneofDescriptor) -> Link:
+def _oneof(field: Field, oneof: OneofDescriptor) -> FieldCodec:
     name, taken = field.name, tuple(proto.name for proto in oneof.fields)
     encodes: dict[type[Any], tuple[str, ToWire]] = {}
     decodes: dict[str, FromWire] = {}
@@ -206,7 +206,7 @@ def _oneof(field: Field, oneof: OneofDescriptor) -> Link:
         expected = " or ".join(taken)
         raise InvalidArgumentError(f"{name} is absent or unknown, must be {expected}", field=name)
 
-    return Link(name, taken, read=read, spread=spread)
+    return FieldCodec(name, taken, read=read, spread=spread)
 
 
 def _presence(field: Field, name: str, steps: list[FromWire]) -> Decode:
