@@ -38,7 +38,7 @@ class DraftRound:
 
     Args:
         token_offset: Index of token_ids[0] in prompt + output.
-        received_ns: When it reached the worker of a timed request; stays there.
+        received_ns: When the order of a timed request reached the worker; never sent.
     """
 
     request_id: RequestId

@@ -66,9 +66,9 @@ class FeatureSubscribe:
     """Ask for every feature row from `from_position` on.
 
     Args:
-        draft_epoch: Of the draft that asks: a newer one's rows go to no older one. 0: not said.
-        ring_nonce: What the subscriber read from the target's feature ring; empty: rows must come
-            in the messages.
+        draft_epoch: The subscriber's; an older one than the current is refused. 0: unknown.
+        ring_nonce: The nonce that the subscriber read from the target's feature ring; empty: rows
+            must come in the messages.
     """
 
     request_id: RequestId
@@ -91,7 +91,7 @@ class FeatureAck:
 @message(target_pb2.FeatureUnsubscribe)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureUnsubscribe:
-    """No more rows, please."""
+    """End a subscription."""
 
     request_id: RequestId
     target_epoch: Count
@@ -99,10 +99,11 @@ class FeatureUnsubscribe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureCommand:
-    """What a draft engine asks its front to tell a target's feature stream.
+    """A command of a draft's engine that its front sends on the target's feature stream.
 
     Args:
-        avoids_ring: A subscription whose rows were overwritten in the ring: send them as bytes.
+        avoids_ring: The rows of this subscription were overwritten in the ring: they must come as
+            bytes.
     """
 
     target_address: str
@@ -112,10 +113,10 @@ class FeatureCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureFailure:
-    """What a target engine answers to a subscription that it cannot serve.
+    """A target engine's answer to a subscription that it cannot serve.
 
-    Told apart from a failure of the request itself, whose RequestFailure goes to the orchestrator;
-    on the feature stream it travels as the RequestFailure that it holds.
+    A failure of the request itself is a RequestFailure and goes to the orchestrator; this one goes
+    to the feature stream, as the RequestFailure that it holds.
     """
 
     failure: RequestFailure

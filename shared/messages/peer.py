@@ -16,10 +16,10 @@ from shared.messages.tree import TreeShape
 @message(peer_pb2.PeerAttach)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAttach:
-    """This draft holds the request: the target may order its trees over the channel.
+    """The draft holds the request: the target may order its trees over this channel.
 
     Args:
-        has_mailbox: The draft posts them to the target's mailbox as well.
+        has_mailbox: The draft's device posts its trees to the target's mailbox as well.
     """
 
     request_id: RequestId
@@ -31,7 +31,7 @@ class PeerAttach:
 @message(peer_pb2.PeerDetach)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerDetach:
-    """The draft holds the request no more, and wants no more of its features."""
+    """The draft has dropped the request and wants no more of its features."""
 
     request_id: RequestId
     target_epoch: Count
@@ -45,8 +45,8 @@ class PathEntry(NamedTuple):
         round_idx: The round that the tree is for.
         seq_len: Index of the root that was verified, in prompt + output; position of the first row.
         token_ids: Accepted drafts and bonus token, which come after that root.
-        mailbox_slot, round_tag: Where in the target's mailbox the tree goes as well, and its number
-            there; number 0: nowhere.
+        mailbox_slot: Slot of the target's mailbox where the draft's device posts the next tree.
+        round_tag: Number of that round in the mailbox; 0: the tree is not posted.
     """
 
     request_id: str
@@ -64,8 +64,8 @@ class PathBatch:
     """What one step accepted of several requests of one draft, and the order of their next trees.
 
     Args:
-        shape: Of every tree.
-        rows: A row for every token, in the order of the parts; None if the draft takes none.
+        shape: Shape of every tree.
+        rows: One row per token, in the order of the parts; None if the draft takes none.
     """
 
     parts: tuple[PathEntry, ...]

@@ -58,11 +58,11 @@ class RootOnly:
 @message(target_pb2.PeerTrees)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTrees:
-    """Trees that the target orders of an attached draft.
+    """Trees that the target orders from the draft that is attached to it.
 
     Args:
         token_offset: The draft has the tokens before this index.
-        shape: The largest.
+        shape: The largest shape that the target may order.
     """
 
     draft_epoch: Count
@@ -89,8 +89,8 @@ class VerifyRound:
     """Verify a tree (None: a root-only round) at `seq_len`.
 
     Args:
-        credit: For the rounds after this one; None: each needs an order.
-        received_ns: When it reached the worker of a timed request; stays there.
+        credit: Credit for the rounds after this one; None: each later round needs an order.
+        received_ns: When the order of a timed request reached the worker; never sent.
     """
 
     request_id: RequestId
@@ -116,7 +116,7 @@ class CreditUpdate:
 @message(target_pb2.DraftDetached)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftDetached:
-    """The channel to a draft is gone: no round of this draft is direct any more."""
+    """The peer channel to the request's draft has closed, which ends the credit for its trees."""
 
     request_id: RequestId
     target_epoch: Count

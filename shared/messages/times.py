@@ -10,10 +10,10 @@ from shared.messages.codec import message
 
 
 class StageTime(NamedTuple):
-    """What was done or waited for up to a moment, from the end of the stage before on.
+    """What was done or waited for between the end of the previous stage and `end_ns`.
 
     Args:
-        end_ns: Monotonic clock, as everywhere in times.
+        end_ns: Monotonic clock.
     """
 
     name: str
@@ -35,14 +35,14 @@ class AnswerTimes:
         return self.stages[-1].end_ns if self.stages else self.begin_ns
 
     def then(self, name: str, end_ns: int) -> AnswerTimes:
-        """Return these times and one more stage; a stage never takes less than nothing."""
+        """Return these times and one more stage, which ends no earlier than the last one."""
         stage = StageTime(name=name, end_ns=max(end_ns, self.end_ns))
         return AnswerTimes(
             clock_id=self.clock_id, begin_ns=self.begin_ns, stages=(*self.stages, stage)
         )
 
     def including(self, kind: str, other: AnswerTimes | None) -> AnswerTimes:
-        """Return these times and those of what was asked of a `kind` of worker on this machine."""
+        """Return these times and then the stages of a worker of this `kind` on the same machine."""
         if other is None:
             return self
         times = self.then(f"{kind}: channel", other.begin_ns)

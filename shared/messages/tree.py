@@ -97,7 +97,7 @@ FlatShape = Annotated[TreeShape, Mark.FLAT, _require_shape]
 
 
 def _check_nodes(tree: TokenTree) -> None:
-    """Check the sizes; the topology is checked by whoever uses the tree."""
+    """Check the sizes; the user of the tree checks its topology."""
     num_nodes = len(tree.token_ids)
     if not 1 <= num_nodes <= MAX_TREE_NODES:
         raise InvalidTreeError(
@@ -120,7 +120,7 @@ class TokenTree:
         token_ids: [N] N = num_draft_tokens, root included.
         parent_index: [N] topological, root = -1.
         cumulative_logprobs: [N] sum of draft log-probabilities from the root.
-        times: Of a timed request.
+        times: Only of a request that is timed.
         has_peer: The draft is attached to the request's target.
     """
 
@@ -154,12 +154,12 @@ class TreeBatch:
     """The trees that a step grew for B requests of one target, L nodes in all.
 
     Args:
-        request_ids: [B], as is what follows.
-        num_nodes: Of each tree, root included, 1..MAX_TREE_NODES.
+        request_ids: [B], like the other columns up to num_nodes.
+        num_nodes: Nodes of each tree, root included, 1..MAX_TREE_NODES.
         token_ids: [L] tree by tree, roots included.
-        parent_index: [L] within the own tree, root = -1.
-        times: Of timed requests, by their place.
-        is_overlapped: The draft's device grew them before the orders came.
+        parent_index: [L] within the node's own tree, root = -1.
+        times: Times of the requests that are timed, by index.
+        is_overlapped: The draft's device grew the trees before the draft's host had the orders.
     """
 
     request_ids: Sequence[str]
