@@ -12,9 +12,16 @@ from shared.messages.fields import Count, Ids, require_float, require_range
 
 MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
+MIN_TEMPERATURE = 9.999999747378752e-06  # 1e-5 as the float32 of the wire
+"""Below it a token is greedy: logits divided by less overflow float32 without choosing better."""
 
 Positive = Annotated[float, partial(require_float, low=0.0, low_open=True)]
 Penalty = Annotated[float, partial(require_float, low=-MAX_PENALTY, high=MAX_PENALTY)]
+
+
+def _require_temperature(value: float, field: str) -> float:
+    temperature = require_float(value, field, 0.0)
+    return temperature if temperature >= MIN_TEMPERATURE else 0.0
 
 
 def _require_bias(
@@ -38,7 +45,7 @@ class SamplingParams:
         logit_bias: (token id, value) pairs, ascending ids.
     """
 
-    temperature: Annotated[float, partial(require_float, low=0.0)] = 0.0
+    temperature: Annotated[float, _require_temperature] = 0.0
     top_p: Annotated[float, partial(require_float, low=0.0, high=1.0, low_open=True)] = 1.0
     min_p: Annotated[float, partial(require_float, low=0.0, high=1.0)] = 0.0
     top_k: Count = 0

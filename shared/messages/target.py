@@ -10,6 +10,7 @@ from coppice.v1 import target_pb2
 from shared.messages.codec import Mark, message
 from shared.messages.fields import Count, RequestId, SomeIds, require_range
 from shared.messages.params import SamplingParams, StoppingParams
+from shared.messages.times import AnswerTimes
 from shared.messages.tree import FlatShape, TokenTree
 
 MAX_TOP_LOGPROBS = 20
@@ -42,11 +43,16 @@ class TargetOpen:
 @message(target_pb2.TargetAdmitted)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAdmitted:
-    """The request holds pages and is being prefilled."""
+    """The request holds pages and is being prefilled.
+
+    Args:
+        times: From the reservation of its pages to this answer; None: unknown.
+    """
 
     request_id: RequestId
     target_epoch: Count
     num_cached_tokens: Count = 0
+    times: AnswerTimes | None = None
 
 
 @message(target_pb2.RootOnly)

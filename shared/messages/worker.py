@@ -42,6 +42,7 @@ class WorkerInfo:
     Args:
         feature_ring: Name of the target's feature ring; empty: it has none.
         peer_socket: Name of the target's socket for drafts on its host; empty: it has none.
+        device_model, versions, cpu_threads, logits_hash: Of a target; what else decides about bits.
     """
 
     incarnation: Text
@@ -60,3 +61,7 @@ class WorkerInfo:
     draft_window: Count = 0
     feature_ring: str = ""
     peer_socket: str = ""
+    device_model: str = ""
+    versions: str = ""
+    cpu_threads: int = 0
+    logits_hash: str = ""

@@ -11,12 +11,14 @@ import pytest
 from coppice.v1 import generation_pb2, peer_pb2, target_pb2, tree_pb2
 from shared.errors import InvalidArgumentError
 from shared.messages import (
+    AnswerTimes,
     FeatureChunk,
     FinishReason,
     PathBatch,
     PathEntry,
     RingRows,
     RingSpan,
+    StageTime,
     TreeBatch,
     TreeShape,
     VerifyRound,
@@ -25,7 +27,6 @@ from shared.messages import (
 )
 from shared.messages.codec import Mark, message
 from shared.messages.fields import Count, RequestId
-from shared.messages.times import AnswerTimes, StageTime
 
 value = dataclass(frozen=True, slots=True, kw_only=True)
 SPAN = RingSpan(ring="coppice-features-" + "0" * 32, begin=5, num_bytes=8)
