@@ -33,7 +33,7 @@ from shared.messages.generation import (
     TokenLogprob,
     Usage,
 )
-from shared.messages.params import SamplingParams, StoppingParams
+from shared.messages.params import MIN_TEMPERATURE, SamplingParams, StoppingParams
 from shared.messages.peer import PathBatch, PathEntry, PeerAttach, PeerDetach
 from shared.messages.target import (
     MAX_TOP_LOGPROBS,
@@ -85,6 +85,7 @@ __all__ = [
     "MAX_TOPK",
     "MAX_TOP_LOGPROBS",
     "MAX_TREE_NODES",
+    "MIN_TEMPERATURE",
     "PathBatch",
     "PathEntry",
     "PeerAttach",
