@@ -12,7 +12,7 @@ from coppice.bench import Mode, percentile, run_cell
 from coppice.client import AsyncClient
 from coppice.svg import Bar, Chart, Span, color_of
 from shared.errors import ConfigError
-from shared.messages.generation import RoundTimes
+from shared.messages import RoundTimes
 
 WARM_UP_ROUNDS = 4
 """First rounds of a request that are left out: the draft may still be reading the prompt."""

@@ -52,7 +52,7 @@ def tree_batch(
             for i, request in enumerate(requests)
             if request.pending_times is not None
         },
-        is_ahead=is_ahead,
+        is_overlapped=is_ahead,
     )
 
 

@@ -45,12 +45,12 @@ from shared.messages import (
     TreeShape,
     WorkerInfo,
     WorkerLoad,
+    check_shape,
 )
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost, connect
 from shared.peer.mailbox import is_tag
 from shared.peer.ring import RingReader
 from shared.step.step_timer import StepTimer
-from shared.tree import check_shape
 
 logger = logging.getLogger(__name__)
 

@@ -33,6 +33,7 @@ from shared.errors import (
 from shared.messages import (
     AcceptedPath,
     FinishReason,
+    GenerateEvent,
     RootOnly,
     StoppingParams,
     TargetAdmitted,
@@ -41,7 +42,6 @@ from shared.messages import (
     VerifyRound,
     WorkerInfo,
 )
-from shared.messages.generation import GenerateEvent
 
 logger = logging.getLogger(__name__)
 

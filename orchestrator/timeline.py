@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.messages import AnswerTimes
-from shared.messages.generation import RoundTimes
+from shared.messages import AnswerTimes, RoundTimes
 
 MAX_TIMED_ROUNDS = 4096
 

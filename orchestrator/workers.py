@@ -17,8 +17,14 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from shared.messages import RequestFailure, TargetAdmitted, WorkerInfo, WorkerLoad, batches
-from shared.messages.convert import from_proto
+from shared.messages import (
+    RequestFailure,
+    TargetAdmitted,
+    WorkerInfo,
+    WorkerLoad,
+    batches,
+    from_proto,
+)
 from shared.rpc.status import from_rpc_error
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from shared.errors import (
 )
 from shared.kernels.dispatch import launch_counts
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     AnswerTimes,
     Credit,
     CreditUpdate,
@@ -60,7 +61,7 @@ from shared.tree import check_tree
 from target_service.batch import SampledTrees, StepBatch, build_batch, build_verify
 from target_service.batch_window import BatchWindow
 from target_service.commit import accepted_nodes, commit_path
-from target_service.features import MAX_CHUNK_BYTES, FeatureLog
+from target_service.features import FeatureLog
 from target_service.peer_rounds import PeerRounds
 from target_service.request import Phase, QueuedRound, TargetRequest
 from target_service.runner import PathOutputs, StepOutputs, TargetRunner

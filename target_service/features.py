@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_CHUNK_BYTES = 1024 * 1024
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FeatureLog:

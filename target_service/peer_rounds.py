@@ -197,7 +197,7 @@ class PeerRounds:
                 and tree.draft_epoch == request.draft_epoch
                 and tree.target_epoch == request.open.target_epoch
             )
-            request.is_draft_ahead = batch.is_ahead
+            request.is_draft_ahead = batch.is_overlapped
             if is_current and request.num_in_flight:
                 request.draft_times = tree.times  # the device has the tree already
             if not is_current or request.queued is not None or request.num_in_flight:

@@ -13,8 +13,7 @@ from coppice import AsyncClient, Client, Completion, TokenDelta
 from coppice.client import _Transcript
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import StaleStateError, UnavailableError
-from shared.messages import TargetOpen
-from shared.messages.generation import GenerateEvent, PromptInfo
+from shared.messages import GenerateEvent, PromptInfo, TargetOpen
 from tests.contract.serving import closed, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,

@@ -17,11 +17,14 @@ from orchestrator.validation import GenerationRequest
 from shared.config import OrchestratorConfig
 from shared.errors import StatusCode
 from shared.messages import (
+    FinishInfo,
+    GenerateEvent,
+    PromptInfo,
     RequestFailure,
+    TokenDelta,
     TokenTree,
     TreeShape,
 )
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
 from tests.fakes import VOCAB_SIZE, FakeDraft, FakeTarget
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on
 

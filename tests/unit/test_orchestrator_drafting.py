@@ -19,10 +19,10 @@ from shared.messages import (
     RequestFailure,
     SamplingParams,
     TargetOpen,
+    TokenDelta,
     TokenTree,
     VerifyRound,
 )
-from shared.messages.generation import TokenDelta
 from tests.fakes import generate
 from tests.fakes.in_memory import Unreadable, pass_on, run_virtual
 from tests.unit.scene import (

@@ -12,8 +12,7 @@ from orchestrator.meter import Meter
 from orchestrator.output import Output
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import _ByteLevelDetokenizer
-from shared.messages import AcceptedPath, FinishReason, TokenLogprob
-from shared.messages.generation import TokenDelta
+from shared.messages import AcceptedPath, FinishReason, TokenDelta, TokenLogprob
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,12 +20,12 @@ from shared.messages import (
     DraftDetached,
     DraftOpen,
     DraftRound,
+    FinishInfo,
     FinishReason,
     PeerTrees,
     TokenTree,
     VerifyRound,
 )
-from shared.messages.generation import FinishInfo
 from tests.fakes import FakeDraft, FakeTarget, generate
 from tests.fakes.in_memory import LATENCY_S, Fault, InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import (

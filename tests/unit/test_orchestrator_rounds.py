@@ -20,11 +20,11 @@ from shared.messages import (
     SamplingParams,
     TargetClose,
     TargetOpen,
+    TokenDelta,
     TokenTree,
     TreeShape,
     VerifyRound,
 )
-from shared.messages.generation import TokenDelta
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import (

@@ -12,8 +12,7 @@ import pytest
 from orchestrator import timeline
 from orchestrator.draft_handle import DraftHandle
 from orchestrator.reply import Reply
-from shared.messages import AcceptedPath, AnswerTimes, TokenTree
-from shared.messages.generation import FinishInfo, RoundTimes
+from shared.messages import AcceptedPath, AnswerTimes, FinishInfo, RoundTimes, TokenTree
 from tests.fakes.in_memory import LATENCY_S, run_virtual
 from tests.unit.scene import Scene, finish_of, scripted
 
