@@ -25,7 +25,7 @@ from tenacity import RetryCallState, wait_exponential_jitter
 
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
-from orchestrator.workers import Garbled, Worker, WorkerLost
+from orchestrator.workers import Garbled, WorkerLost, WorkerSession
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidTreeError
 from shared.messages import (
@@ -97,8 +97,8 @@ class DraftHandle:
         self._config = config
         self._log = log
         self._on_miss = on_miss
-        self._worker: Worker | None = None
-        self._target: Worker | None = None
+        self._worker: WorkerSession | None = None
+        self._target: WorkerSession | None = None
         self._target_epoch = 0
         self._draft_epoch = 0
         self._num_tokens_sent = 0
@@ -128,7 +128,7 @@ class DraftHandle:
         """Return whether the target has leave to order the next round's tree itself."""
         return self.state is DraftState.DIRECT
 
-    def open(self, target: Worker, target_epoch: int, tokens: Sequence[int]) -> None:
+    def open(self, target: WorkerSession, target_epoch: int, tokens: Sequence[int]) -> None:
         """Start drafting for a request that a target has (re)built; features come from there."""
         if self.state is DraftState.OFF:
             return

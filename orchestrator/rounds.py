@@ -20,7 +20,7 @@ from orchestrator.request_log import RequestLog
 from orchestrator.target_handle import Loss, TargetGone, TargetHandle
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
-from orchestrator.workers import Worker
+from orchestrator.workers import WorkerSession
 from shared.config import OrchestratorConfig
 from shared.errors import (
     InternalError,
@@ -271,7 +271,7 @@ class Generation:
                 raise
             raise TargetGone(Loss.NO_ROOM, detail=error.message) from error
 
-    def _admitted(self, worker: Worker, admitted: TargetAdmitted) -> None:
+    def _admitted(self, worker: WorkerSession, admitted: TargetAdmitted) -> None:
         """Tell the client once, and let a draft read along while the target prefills."""
         self._reply.admitted(self._model.model, admitted.num_cached_tokens)
         self._draft.open(worker, self._target_epoch, self._tokens)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.workers import Garbled, Worker, WorkerLost
+from orchestrator.workers import Garbled, WorkerLost, WorkerSession
 from shared.errors import CoppiceError, StatusCode
 from shared.messages import (
     AcceptedPath,
@@ -69,7 +69,7 @@ class TargetHandle:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerSession,
         request_id: str,
         target_epoch: int,
         *,

@@ -1,4 +1,4 @@
-"""Fake engines behind the orchestrator's own Worker objects: no gRPC, virtual time, any fault.
+"""Fake engines behind the orchestrator's own sessions: no gRPC, virtual time, any fault.
 
 A fault is a function that sees every message on its way and says what arrives instead, and when.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrator.pool import WorkerPool
-from orchestrator.workers import Worker
+from orchestrator.workers import WorkerSession
 from shared.messages import RequestFailure
 from shared.messages.batches import Batch
 from tests.fakes.draft import FakeDraft
@@ -94,7 +94,7 @@ class InMemoryWorker:
         self._pool = pool
         self._num_sent = 0
         info = engine.info
-        self.worker = Worker(address=address, info=info, load=info.load)
+        self.worker = WorkerSession(address=address, info=info, load=info.load)
         is_target = isinstance(engine, FakeTarget)
         self.problem = (pool.open_target if is_target else pool.open_draft)(self.worker)
         self._task = asyncio.create_task(self._serve())

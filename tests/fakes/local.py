@@ -12,7 +12,7 @@ from draft_service.server import create_worker as create_draft_worker
 from shared.config import DraftConfig, TargetConfig
 from shared.messages import WorkerInfo
 from shared.rpc.engine import Engine, EngineDiedError, EngineReport, ProgressCallback
-from shared.rpc.worker import Worker
+from shared.rpc.worker import WorkerServer
 from target_service.server import create_worker as create_target_worker
 from tests.fakes.draft import FakeDraft
 from tests.fakes.target import FakeTarget
@@ -106,7 +106,7 @@ class FakeWorker:
         running: Ends when the worker ends; raises EngineDiedError after `handle.kill()`.
     """
 
-    worker: Worker
+    worker: WorkerServer
     engine: Any
     handle: LocalEngine
     running: asyncio.Task[None]
@@ -164,7 +164,7 @@ async def fake_draft(
 
 
 @contextlib.asynccontextmanager
-async def _serving(worker: Worker, handle: LocalEngine) -> AsyncIterator[FakeWorker]:
+async def _serving(worker: WorkerServer, handle: LocalEngine) -> AsyncIterator[FakeWorker]:
     await worker.start()
     running = asyncio.create_task(worker.run())
     fake = FakeWorker(worker=worker, engine=handle.engine, handle=handle, running=running)

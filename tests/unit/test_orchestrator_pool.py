@@ -11,7 +11,7 @@ import pytest
 from orchestrator.endpoints import Endpoint, WorkerEndpoints, parse_endpoints
 from orchestrator.pairing import ModelIdentity, pair_problem
 from orchestrator.pool import Need, WorkerPool
-from orchestrator.workers import TARGET, Worker
+from orchestrator.workers import TARGET, WorkerSession
 from shared.errors import ConfigError, UnavailableError
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
 from tests.fakes.in_memory import run_virtual
@@ -50,15 +50,15 @@ class Ear:
         self.heard.append(message)
 
 
-def target(name: str, **fields: Any) -> Worker:
+def target(name: str, **fields: Any) -> WorkerSession:
     load = fields.pop("load", WorkerLoad(num_free_pages=50, num_pages=100))
     info = dataclasses.replace(TARGET_INFO, incarnation=name, **fields)
-    return Worker(address=name, info=info, load=load)
+    return WorkerSession(address=name, info=info, load=load)
 
 
-def draft(name: str, **fields: Any) -> Worker:
+def draft(name: str, **fields: Any) -> WorkerSession:
     load = fields.pop("load", WorkerLoad(num_free_pages=50, num_pages=100))
-    return Worker(
+    return WorkerSession(
         address=name, info=dataclasses.replace(DRAFT_INFO, incarnation=name, **fields), load=load
     )
 
