@@ -57,11 +57,11 @@ class Scene:
             FakeTarget(
                 incarnation=f"target-{index}",
                 has_features=False,
-                channel=f"channel-{index}" if self.has_peer else "",
+                peer_socket=f"socket-{index}" if self.has_peer else "",
             ),
             self.pool,
             address=f"t:{index}",
-            attached=self.drafts,
+            peers=self.drafts,
             **options,
         )
         self.targets.append(target)
@@ -74,7 +74,7 @@ class Scene:
             FakeDraft(incarnation=f"draft-{index}", needs_features=False),
             self.pool,
             address=f"d:{index}",
-            attached=self.targets,
+            peers=self.targets,
             **options,
         )
         self.drafts.append(draft)

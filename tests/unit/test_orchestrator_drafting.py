@@ -211,7 +211,7 @@ def test_a_tree_that_only_the_target_finds_wrong() -> None:
             requests.append(message)
             if len(requests) == 2:
                 ((_, failure),) = failed(StatusCode.INVALID_ARGUMENT, "INVALID_TREE")(message)
-                asyncio.get_running_loop().call_later(0.001, target._deliver, failure)
+                asyncio.get_running_loop().call_later(0.001, target.deliver, failure)
                 return []
             return pass_on(message)
 

@@ -244,7 +244,7 @@ def test_a_draft_that_goes_away_is_replaced(
 
 def unlink(*workers: InMemoryWorker) -> None:
     for worker in workers:
-        worker.engine.unlink("test.r")
+        worker.engine.lose_channel("test.r")
         worker.step()
 
 
@@ -366,7 +366,7 @@ def test_a_lost_link_of_another_epoch_is_no_news(stale: dict[str, int]) -> None:
         await asyncio.sleep(0.0123)
         epochs = {"target_epoch": 1, "draft_epoch": 1, **stale}
         assert isinstance(target.engine, FakeTarget)
-        target.engine._outbox.append(DraftDetached(request_id="test.r", **epochs))
+        target.engine.outbox.append(DraftDetached(request_id="test.r", **epochs))
         target.step()
         assert (await serving).speculation.num_root_only_rounds == 0
         assert len(received(target, VerifyRound)) == 1
