@@ -96,6 +96,11 @@ class WorkerEndpoints:
         """Return whether there is any endpoint."""
         return bool(self._endpoints)
 
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Return the addresses that sessions are kept with."""
+        return frozenset(self._sessions)
+
     async def run(self) -> None:
         """Follow the names until cancelled."""
         try:
@@ -115,7 +120,7 @@ class WorkerEndpoints:
         wanted = set().union(*found)
         for address in wanted - self._sessions.keys():
             logger.info("found %s %s", self._role.name, address)
-            self._sessions[address] = asyncio.create_task(self._maintain(address))
+            self._sessions[address] = asyncio.create_task(self.maintain(address))
         if not all(found):
             return  # a name service that fails must not end sessions
         for address in list(self._sessions):
@@ -126,7 +131,7 @@ class WorkerEndpoints:
                 logger.info("%s %s is gone from the name service", self._role.name, address)
                 self._sessions.pop(address).cancel()
 
-    async def _maintain(self, address: str) -> None:
+    async def maintain(self, address: str) -> None:
         """Connect to one address again and again, with backoff while it does not answer."""
         while True:
             async for attempt in AsyncRetrying(

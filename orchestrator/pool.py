@@ -114,6 +114,21 @@ class WorkerPool:
         self._workers_changed()
 
     @property
+    def targets(self) -> tuple[WorkerSession, ...]:
+        """Return the targets in use."""
+        return tuple(self._targets)
+
+    @property
+    def drafts(self) -> tuple[WorkerSession, ...]:
+        """Return the drafts in use."""
+        return tuple(self._drafts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the requests that wait for a target."""
+        return len(self._waiters)
+
+    @property
     def is_ready(self) -> bool:
         """Return whether any target takes requests."""
         return any(worker.is_available for worker in self._targets)

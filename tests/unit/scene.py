@@ -105,7 +105,7 @@ class Scene:
         for worker in (*self.targets, *self.drafts):
             assert worker.engine.requests == {}
             assert worker.worker.num_own_requests == 0
-        assert self.pool._waiters == []
+        assert self.pool.num_waiting == 0
 
 
 def drained(generation: Generation) -> list[GenerateEvent]:

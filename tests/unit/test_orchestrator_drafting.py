@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_the_order_of_a_tree_leaves_before_the_tokens_do() -> None:
-    """Nobody waits for the text of a round but its client."""
+    """Only the client waits for the text of a round."""
 
     async def main() -> None:
         scene = Scene()
@@ -102,7 +102,7 @@ def test_off_and_no_draft_are_root_only_rounds() -> None:
 
 
 def test_plain_decoding_needs_no_order_per_round() -> None:
-    """The target runs ahead by what it was granted, and what it says early is not lost."""
+    """The target goes on by its credit, and paths that come early are not lost."""
 
     async def main() -> None:
         scene = Scene()
@@ -110,8 +110,8 @@ def test_plain_decoding_needs_no_order_per_round() -> None:
         check_stream(await scene.serve(shape=None), generate(PROMPT, 40))
         received = target.engine.received
         assert not any(isinstance(message, VerifyRound) for message in received)
-        grants = [m.credit.until_round_idx for m in received if isinstance(m, CreditUpdate)]
-        assert grants == [33, 50], "39 rounds, and never less than half of a grant ahead"
+        limits = [m.credit.until_round_idx for m in received if isinstance(m, CreditUpdate)]
+        assert limits == [33, 50], "39 rounds, and never less than half of a credit left"
         await scene.check_free()
 
     run_virtual(main())
