@@ -76,7 +76,7 @@ class FakeDraft(FakeEngine[_Request]):
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             num_running=len(self.requests),
-            num_free_pages=NUM_PAGES - len(self.requests),
+            num_free_pages=self.num_free_pages,
             num_pages=NUM_PAGES,
             num_steps=self.num_steps,
         )

@@ -50,6 +50,7 @@ class FakeEngine(BareEngine, Generic[Request]):
     Args:
         requests: By request_id.
         received: Every message of the front, in order.
+        num_pages_taken: Pages that are not free for another reason than a request here.
         to_peer: Messages to the engine that a request's peer channel leads to, to be carried there.
     """
 
@@ -58,6 +59,12 @@ class FakeEngine(BareEngine, Generic[Request]):
     to_peer: list[Any] = field(default_factory=list)
     outbox: list[Any] = field(default_factory=list)
     num_steps: int = 0
+    num_pages_taken: int = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        """Return the free pages; a request takes one."""
+        return NUM_PAGES - len(self.requests) - self.num_pages_taken
 
     def submit(self, message: Any) -> None:
         self.received.append(message)
