@@ -12,14 +12,8 @@ from typing import Any
 
 from orchestrator.draft_orders import DraftOrders
 from orchestrator.draft_retry import DraftRetry
-from orchestrator.draft_states import (
-    TRANSITIONS,
-    WAITING,
-    DraftEvent,
-    DraftState,
-    Effect,
-    PeerTrust,
-)
+from orchestrator.draft_states import TRANSITIONS, WAITING, DraftEvent, DraftState, Effect
+from orchestrator.peer_watch import PeerTrust, PeerWatch
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
 from orchestrator.workers import Garbled, WorkerLost, WorkerSession
@@ -81,8 +75,7 @@ class DraftHandle:
         self._orders = DraftOrders(request_id)
         self._trust = PeerTrust()
         self._news: asyncio.Future[None] | None = None
-        self._watch: asyncio.TimerHandle | None = None
-        self._peer_round_at = 0.0  # loop time at which the current peer round began
+        self._watch = PeerWatch(lambda: self._patience_s, self._peer_round_overdue)
         self._retry = DraftRetry()
         self._loss = ""  # why the draft was lost; logged when the next tree is ordered in vain
 
@@ -127,8 +120,7 @@ class DraftHandle:
             if self.state not in WAITING or not self._orders.is_due(round_idx):
                 return None
             if loop.time() >= deadline:
-                self._log.info("the draft is late, the round goes on without it")
-                self._fire(DraftEvent.OVERDUE)
+                self._overdue()
                 return None
             self._news = loop.create_future()
             timer = loop.call_at(deadline, self._wake)
@@ -173,8 +165,7 @@ class DraftHandle:
         """Take note that the target has credit for `peer_trees`: peer rounds begin."""
         if self.state is DraftState.ATTACHED:
             self._fire(DraftEvent.CREDITED)
-            self._peer_round_at = asyncio.get_running_loop().time()
-            self._watch_peer_rounds()
+            self._watch.start()
 
     def note_peer_round(self, *, had_tree: bool) -> None:
         """Take note that a round is done that began as a peer round.
@@ -189,10 +180,8 @@ class DraftHandle:
             self._fire(DraftEvent.EXCUSED)
         else:
             return
-        now = asyncio.get_running_loop().time()
         # No more than twice what is waited for: a target that paused once is no slow one.
-        self._orders.note_round(min(now - self._peer_round_at, 2 * self._patience_s))
-        self._peer_round_at = now
+        self._orders.note_round(min(self._watch.next_round(), 2 * self._patience_s))
 
     def lose_channel(self, draft_epoch: int) -> None:
         """End peer rounds: the target's channel to that draft is lost, and stays so."""
@@ -233,8 +222,7 @@ class DraftHandle:
         if Effect.CLOSE in effect:
             self._close()
         if Effect.REVOKE in effect:
-            if self._watch is not None:
-                self._watch.cancel()
+            self._watch.stop()
             self._on_revoke()
         return self.state is not before
 
@@ -259,17 +247,12 @@ class DraftHandle:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def _watch_peer_rounds(self) -> None:
-        """Notice when peer rounds cease. One timer serves many rounds."""
-        if self.state is not DraftState.PEER:
-            return
-        loop = asyncio.get_running_loop()
-        deadline = self._peer_round_at + self._patience_s
-        if deadline > loop.time():
-            self._watch = loop.call_at(deadline, self._watch_peer_rounds)
-            return
-        self._log.info("the draft is late, the round goes on without it")
+    def _peer_round_overdue(self) -> None:
         self._trust.miss()
+        self._overdue()
+
+    def _overdue(self) -> None:
+        self._log.info("the draft is late, the round goes on without it")
         self._fire(DraftEvent.OVERDUE)
 
     @property

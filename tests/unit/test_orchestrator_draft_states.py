@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.draft_handle import DraftHandle
-from orchestrator.draft_states import (
-    TRANSITIONS,
-    WAITING,
-    DraftEvent,
-    DraftState,
-    Effect,
-    PeerTrust,
-)
+from orchestrator.draft_states import TRANSITIONS, WAITING, DraftEvent, DraftState, Effect
+from orchestrator.peer_watch import PeerTrust
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
 from orchestrator.workers import WorkerSession
