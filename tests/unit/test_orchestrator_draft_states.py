@@ -129,25 +129,11 @@ def test_trust_ends_with_three_misses_and_is_earned_again() -> None:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("tree"), st.booleans(), st.sampled_from([0, 0, 0, 1]), st.integers(-2, 1)),
+    st.tuples(st.just("answer"), st.booleans(), st.sampled_from([0, 0, 0, 1]), st.integers(-2, 1)),
     st.tuples(st.just("sleep"), st.sampled_from([0.001, 0.03, 0.3, 6.0])),
-    st.tuples(st.just("peer round"), st.booleans()),
-    st.sampled_from(
-        [
-            ("order",),
-            ("order",),
-            ("wait",),
-            ("credit",),
-            ("credit",),
-            ("detach",),
-            ("retract",),
-            ("fail",),
-            ("lose",),
-            ("refuse",),
-            ("rebuild",),
-            ("close",),
-        ]
-    ),
+    st.tuples(st.just("end_peer_round"), st.booleans()),
+    st.tuples(st.sampled_from(["order", "order", "wait", "give_credit", "give_credit"])),
+    st.tuples(st.sampled_from(["detach", "retract", "fail", "lose", "refuse", "rebuild", "close"])),
 )
 
 
@@ -176,7 +162,7 @@ class Stage:
         self.tokens = list(PROMPT)
         for _ in range(2):
             self.add_draft()
-        self.rebuild()
+        self.open()
 
     def _revoke(self) -> None:
         self.num_revoked += 1
@@ -187,7 +173,7 @@ class Stage:
         self.drafts.append(WorkerSession(address=f"d:{index}", info=info))
         assert self.pool.open_draft(self.drafts[-1]) == ""
 
-    def rebuild(self) -> None:
+    def open(self) -> None:
         self.target_epoch += 1
         self.round_idx = 0
         self.handle.open(self.target, self.target_epoch, self.tokens)
@@ -204,75 +190,75 @@ class Stage:
         return new
 
     @property
-    def order(self) -> DraftRound | None:
-        orders = [message for message in self.sent if isinstance(message, DraftRound)]
-        return orders[-1] if orders else None
+    def epoch(self) -> int:
+        """Return the draft_epoch that was opened last."""
+        return max((m.draft_epoch for m in self.sent if isinstance(m, DraftOpen)), default=0)
 
-    def tree(self, *, has_peer: bool, epochs_ago: int, rounds_off: int) -> TokenTree | None:
-        """Return a tree that answers the last order, more or less."""
-        order = self.order
-        if order is None:
-            return None
-        return TokenTree(
-            request_id="r",
-            target_epoch=order.target_epoch,
-            draft_epoch=order.draft_epoch - epochs_ago,
-            round_idx=order.round_idx + rounds_off,
-            seq_len=order.seq_len,
-            token_ids=(order.token_ids[-1], 1),
-            parent_index=(-1, 0),
-            has_peer=has_peer,
+    async def order(self) -> None:
+        self.round_idx += 1
+        self.tokens.append(self.round_idx)
+        num_tokens = len(self.tokens)
+        self.handle.order(round_idx=self.round_idx, seq_len=num_tokens - 1, tokens=self.tokens)
+
+    async def answer(self, has_peer: bool, epochs_ago: int, rounds_off: int) -> None:  # noqa: FBT001
+        """Answer the last order, more or less."""
+        orders = [message for message in self.sent if isinstance(message, DraftRound)]
+        if not orders:
+            return
+        order = orders[-1]
+        self.handle.receive(
+            TokenTree(
+                request_id="r",
+                target_epoch=order.target_epoch,
+                draft_epoch=order.draft_epoch - epochs_ago,
+                round_idx=order.round_idx + rounds_off,
+                seq_len=order.seq_len,
+                token_ids=(order.token_ids[-1], 1),
+                parent_index=(-1, 0),
+                has_peer=has_peer,
+            )
         )
 
-    async def act(self, action: tuple[Any, ...]) -> None:
-        epoch = max((m.draft_epoch for m in self.sent if isinstance(m, DraftOpen)), default=0)
-        match action:
-            case ("order",):
-                self.round_idx += 1
-                self.tokens.append(self.round_idx)
-                num_tokens = len(self.tokens)
-                self.handle.order(
-                    round_idx=self.round_idx, seq_len=num_tokens - 1, tokens=self.tokens
-                )
-            case ("tree", has_peer, epochs_ago, rounds_off):
-                tree = self.tree(has_peer=has_peer, epochs_ago=epochs_ago, rounds_off=rounds_off)
-                if tree is not None:
-                    self.handle.receive(tree)
-            case ("wait",):
-                await self.wait()
-            case ("sleep", seconds):
-                await asyncio.sleep(seconds)
-            case ("credit",):
-                if self.handle.peer_trees is not None:
-                    self.handle.note_credit()
-            case ("peer round", had_tree):
-                self.handle.note_peer_round(had_tree=had_tree)
-            case ("detach",):
-                self.handle.lose_channel(epoch)
-            case ("retract",):
-                self.handle.receive(RequestRetracted(request_id="r", draft_epoch=epoch))
-            case ("fail",):
-                code = int(StatusCode.INTERNAL)
-                self.handle.receive(
-                    RequestFailure(
-                        request_id="r", code=code, reason="TEST", message="x", draft_epoch=epoch
-                    )
-                )
-            case ("lose",):
-                used = [draft for draft in self.drafts if draft.num_own_requests]
-                for draft in used:
-                    draft.lose(is_clean=False)
-                    self.pool.lose(draft)
-                    self.drafts.remove(draft)
-                    self.add_draft()
-            case ("refuse",):
-                self.handle.refuse("as the test wants it")
-            case ("rebuild",):
-                self.rebuild()
-            case ("close",):
-                self.handle.close()
-            case _:
-                raise AssertionError(action)
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def give_credit(self) -> None:
+        if self.handle.peer_trees is not None:
+            self.handle.note_credit()
+
+    async def end_peer_round(self, had_tree: bool) -> None:  # noqa: FBT001
+        self.handle.note_peer_round(had_tree=had_tree)
+
+    async def detach(self) -> None:
+        self.handle.lose_channel(self.epoch)
+
+    async def retract(self) -> None:
+        self.handle.receive(RequestRetracted(request_id="r", draft_epoch=self.epoch))
+
+    async def fail(self) -> None:
+        code = int(StatusCode.INTERNAL)
+        self.handle.receive(
+            RequestFailure(
+                request_id="r", code=code, reason="TEST", message="x", draft_epoch=self.epoch
+            )
+        )
+
+    async def lose(self) -> None:
+        """End the process of the draft; another one starts."""
+        for draft in [draft for draft in self.drafts if draft.num_own_requests]:
+            draft.lose(is_clean=False)
+            self.pool.lose(draft)
+            self.drafts.remove(draft)
+            self.add_draft()
+
+    async def refuse(self) -> None:
+        self.handle.refuse("as the test wants it")
+
+    async def rebuild(self) -> None:
+        self.open()
+
+    async def close(self) -> None:
+        self.handle.close()
 
     async def wait(self) -> None:
         """Wait as a round does: only in states that say so, and no longer than is allowed."""
@@ -295,9 +281,9 @@ def test_whatever_happens_a_draft_keeps_to_its_states(actions: list[tuple[Any, .
     async def main() -> None:
         stage = Stage()
         epochs = [m.draft_epoch for m in await stage.collect() if isinstance(m, DraftOpen)]
-        for action in actions:
+        for name, *arguments in actions:
             before, num_revoked = stage.handle.state, stage.num_revoked
-            await stage.act(action)
+            await getattr(stage, name)(*arguments)
             state = stage.handle.state
             new = await stage.collect()
             epochs += [m.draft_epoch for m in new if isinstance(m, DraftOpen)]
@@ -314,7 +300,7 @@ def test_whatever_happens_a_draft_keeps_to_its_states(actions: list[tuple[Any, .
         assert stage.handle.state is State.ABSENT
         await stage.collect()
         closed = {m.draft_epoch for m in stage.sent if isinstance(m, DraftClose)}
-        num_lost = sum(action == ("lose",) for action in actions)
+        num_lost = actions.count(("lose",))
         assert len(set(epochs) - closed) <= num_lost, "a worker that is gone needs no DraftClose"
 
     run_virtual(main())
