@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
 from shared.messages import (
     AcceptedPath,
@@ -18,7 +16,6 @@ from shared.messages import (
     DraftDetached,
     DraftRound,
     FeatureAck,
-    FeatureChunk,
     FeatureFailure,
     FeatureSpec,
     FeatureSubscribe,
@@ -26,10 +23,8 @@ from shared.messages import (
     FinishReason,
     PeerAttach,
     PeerDetach,
-    PeerTrees,
     RequestFailure,
     RequestRetracted,
-    RingSpan,
     RootOnly,
     TargetAdmitted,
     TargetClose,
@@ -40,69 +35,32 @@ from shared.messages import (
     WorkerInfo,
     WorkerLoad,
 )
-from shared.peer.ring import FeatureRing
 from shared.rpc.status import failure_of
 from shared.times import clock_id, take
 from shared.tree import check_tree
-from tests.fakes.engine import NUM_PAGES, FakeEngine
-from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
+from tests.fakes.engine import NUM_PAGES
+from tests.fakes.features import FakeFeatures, HeldRequest
+from tests.fakes.model import VOCAB_SIZE, accept
 
 FORWARD_NS = 1000  # of a timed round
 
 
 @dataclass(eq=False)
-class _Request:
-    open: TargetOpen
-    tokens: list[int]
-    seq_len: int = 0
-    round_idx: int = -1
-    last_reply: AcceptedPath | None = None
-    next_feature: int | None = None  # None: nobody subscribes
-    reads_ring: bool = False
-    acknowledged: int = 0
-    credit: Credit | None = None
-    draft_epoch: int = 0  # of the draft that is attached; 0: none
-    num_tokens_sent: int = 0
-    ordered_round: int = 0
-
-    @property
-    def can_run_root_only(self) -> bool:
-        """Return whether the next round needs neither an order nor a tree."""
-        if self.credit is None or isinstance(self.credit.trees, PeerTrees):
-            return False
-        return 0 <= self.round_idx < self.credit.until_round_idx
-
-    @property
-    def peer_trees(self) -> PeerTrees | None:
-        """Return the trees that may be ordered of the draft."""
-        if self.credit is None or isinstance(self.credit.trees, RootOnly):
-            return None
-        return self.credit.trees
-
-
-@dataclass(eq=False)
-class FakeTarget(FakeEngine[_Request]):
+class FakeTarget(FakeFeatures):
     """Verify trees against the hash of the tokens so far.
 
     Args:
-        rows_per_chunk: Feature rows per FeatureChunk.
-        has_features: Whether requests keep features at all.
-        ring: Carries rows to subscribers that can read it.
         peer_socket: Name by which drafts attach to it; "": they cannot.
     """
 
     incarnation: str = "fake-target"
     max_context_len: int = 4096
-    rows_per_chunk: int = 16
-    has_features: bool = True
-    width: int = WIDTH
     eos_token_ids: tuple[int, ...] = ()
-    ring: FeatureRing | None = None
     peer_socket: str = ""
 
     def __post_init__(self) -> None:
-        self._early: dict[str, FeatureSubscribe] = {}
-        self._queue: list[tuple[_Request, TargetOpen | VerifyRound]] = []
+        super().__post_init__()
+        self._queue: list[tuple[HeldRequest, TargetOpen | VerifyRound]] = []
         self._num_rows = self._num_request_steps = self._num_moved = 0
 
     @property
@@ -159,7 +117,7 @@ class FakeTarget(FakeEngine[_Request]):
                 if (message.draft_epoch, message.round_idx) == current:
                     self._take_tree(request, message)
 
-    def _take_tree(self, request: _Request, tree: TokenTree) -> None:
+    def _take_tree(self, request: HeldRequest, tree: TokenTree) -> None:
         assert request.peer_trees is not None
         try:
             check_tree(
@@ -190,7 +148,7 @@ class FakeTarget(FakeEngine[_Request]):
         self._num_rows += len(tree.token_ids)
         self._commit(request, tree, times)
 
-    def _order_tree(self, request: _Request) -> None:
+    def _order_tree(self, request: HeldRequest) -> None:
         """Order the tree of the next round over the peer channel, if there is credit for it."""
         trees, round_idx = request.peer_trees, request.round_idx + 1
         if trees is None or request.credit is None:
@@ -229,9 +187,9 @@ class FakeTarget(FakeEngine[_Request]):
                 if held is not None and held.open.target_epoch <= message.target_epoch:
                     self._drop(held)
             case FeatureSubscribe():
-                self._subscribe(message)
+                self.subscribe(message)
             case FeatureAck() | FeatureUnsubscribe():
-                self._follow_reader(message)
+                self.follow_reader(message)
             case _:
                 raise TypeError(type(message).__name__)
 
@@ -256,7 +214,7 @@ class FakeTarget(FakeEngine[_Request]):
             self.num_steps += 1
             self._num_request_steps += len(queue)
         for request in self.requests.values():
-            self._send_features(request)
+            self.send_features(request)
         return self.take_outbox()
 
     def retract(self, request_id: str) -> None:
@@ -290,14 +248,12 @@ class FakeTarget(FakeEngine[_Request]):
             raise InvalidArgumentError(
                 "the prompt fills the context", reason="PROMPT_TOO_LONG", field="token_ids"
             )
-        request = _Request(open=message, tokens=list(message.token_ids))
+        request = HeldRequest(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
         self._queue.append((request, message))
-        early = self._early.pop(message.request_id, None)
-        if early is not None:
-            self.handle(early)
+        self.subscribe_early(message.request_id)
 
-    def _request_of(self, message: VerifyRound | CreditUpdate) -> _Request:
+    def _request_of(self, message: VerifyRound | CreditUpdate) -> HeldRequest:
         request = self.requests.get(message.request_id)
         if request is None:
             raise NotFoundError("no such request", field="request_id")
@@ -305,7 +261,7 @@ class FakeTarget(FakeEngine[_Request]):
             raise StaleStateError("another epoch", field="target_epoch")
         return request
 
-    def _extend_credit(self, request: _Request, credit: Credit) -> None:
+    def _extend_credit(self, request: HeldRequest, credit: Credit) -> None:
         trees = credit.trees
         if isinstance(trees, RootOnly):
             request.credit = credit
@@ -324,7 +280,7 @@ class FakeTarget(FakeEngine[_Request]):
         if message.credit is not None:
             self._extend_credit(request, message.credit)
 
-    def _check_round(self, request: _Request, message: VerifyRound) -> None:
+    def _check_round(self, request: HeldRequest, message: VerifyRound) -> None:
         """Queue the round if it is the next one; answer again if it was the last one."""
         if request.last_reply is not None and request.round_idx == message.round_idx:
             self.outbox.append(request.last_reply)
@@ -346,7 +302,7 @@ class FakeTarget(FakeEngine[_Request]):
             )
         self._queue.append((request, message))
 
-    def _prefill(self, request: _Request) -> None:
+    def _prefill(self, request: HeldRequest) -> None:
         self.outbox.append(
             TargetAdmitted(
                 request_id=request.open.request_id, target_epoch=request.open.target_epoch
@@ -356,7 +312,7 @@ class FakeTarget(FakeEngine[_Request]):
         request.seq_len = len(request.tokens) - 1
         self._commit(request, None)
 
-    def _verify(self, request: _Request, message: VerifyRound) -> None:
+    def _verify(self, request: HeldRequest, message: VerifyRound) -> None:
         self._num_rows += len(message.tree.token_ids) if message.tree else 1
         times = None
         if request.open.is_timed:
@@ -365,18 +321,10 @@ class FakeTarget(FakeEngine[_Request]):
         self._commit(request, message.tree, times)
 
     def _commit(
-        self, request: _Request, tree: TokenTree | None, times: AnswerTimes | None = None
+        self, request: HeldRequest, tree: TokenTree | None, times: AnswerTimes | None = None
     ) -> None:
-        """Walk from the root and commit what agrees; a prefill is the root alone."""
-        emitted: list[int] = []
-        path = [0]
-        while True:
-            token = next_token([*request.tokens, *emitted], request.open.sampling)
-            emitted.append(token)
-            child = _child(tree, path[-1], token)
-            if child is None:
-                break
-            path.append(child)
+        """Commit what agrees with the tree; a prefill is the root alone."""
+        path, emitted = accept(request.tokens, tree, request.open.sampling)
         num_accepted = len(path) - 1
         emitted, reason, stop_id = self._cut(request, emitted)
         request.tokens += emitted
@@ -405,7 +353,7 @@ class FakeTarget(FakeEngine[_Request]):
             self._order_tree(request)
 
     def _cut(
-        self, request: _Request, emitted: list[int]
+        self, request: HeldRequest, emitted: list[int]
     ) -> tuple[list[int], FinishReason, int | None]:
         stopping = request.open.stopping
         num_before = len(request.tokens) - request.open.num_prompt_tokens
@@ -419,67 +367,8 @@ class FakeTarget(FakeEngine[_Request]):
                 return emitted[: index + 1], FinishReason.CONTEXT_LENGTH, None
         return emitted, FinishReason.NONE, None
 
-    def _follow_reader(self, message: FeatureAck | FeatureUnsubscribe) -> None:
-        held = self.held(message)
-        if isinstance(message, FeatureUnsubscribe):
-            self._early.pop(message.request_id, None)
-            if held is not None:
-                held.next_feature = None
-        elif held is not None:
-            held.acknowledged = max(held.acknowledged, message.position)
-
-    def _subscribe(self, message: FeatureSubscribe) -> None:
-        request = self.requests.get(message.request_id)
-        if request is None or request.open.target_epoch < message.target_epoch:
-            self._early[message.request_id] = message
-            return
-        if request.open.target_epoch > message.target_epoch:
-            raise StaleStateError("that epoch is over", field="target_epoch")
-        if not (self.has_features and request.open.wants_features):
-            raise InvalidArgumentError("this request keeps no features", field="request_id")
-        if message.from_position > len(request.tokens):
-            raise InvalidArgumentError("past the end", field="from_position")
-        request.next_feature = message.from_position
-        request.reads_ring = self.ring is not None and message.ring_nonce == self.ring.nonce
-        self._send_features(request)
-
-    def _send_features(self, request: _Request) -> None:
-        if request.next_feature is None:
-            return
-        while request.next_feature < request.seq_len:
-            end = min(request.next_feature + self.rows_per_chunk, request.seq_len)
-            data = feature_rows(request.tokens, request.next_feature, end, self.width)
-            self.outbox.append(
-                FeatureChunk(
-                    request_id=request.open.request_id,
-                    target_epoch=request.open.target_epoch,
-                    start=request.next_feature,
-                    shape=(end - request.next_feature, self.width),
-                    dtype="float32",
-                    data=self.to_ring(data) if request.reads_ring else data,
-                )
-            )
-            request.next_feature = end
-
-    def to_ring(self, data: bytes) -> RingSpan:
-        """Put rows where a draft can read them."""
-        assert self.ring is not None
-        self.ring.start_step()
-        span = self.ring.write(np.frombuffer(data, np.uint8).reshape(1, -1))
-        assert span is not None
-        return span
-
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: HeldRequest) -> None:
         del self.requests[request.open.request_id]
-
-
-def _child(tree: TokenTree | None, parent: int, token: int) -> int | None:
-    if tree is None:
-        return None
-    for node, (token_id, up) in enumerate(zip(tree.token_ids, tree.parent_index, strict=True)):
-        if up == parent and token_id == token:
-            return node
-    return None
 
 
 def _check_ids(ids: Sequence[int]) -> None:
