@@ -107,7 +107,7 @@ def test_the_life_of_a_draft() -> None:
         Event.TREE: State.RELAYED,
     }
     assert after(State.ABSENT, *steps) == list(steps.values())
-    # The target was late, not the draft; a channel that is lost meanwhile vouches for nobody.
+    # The target was late, not the draft; but a channel that is lost stays lost.
     assert after(State.MISSED, Event.EXCUSED) == [State.ATTACHED]
     assert after(State.MISSED, Event.DETACHED, Event.EXCUSED)[-1] is State.LATE
 
