@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 
+from orchestrator.suspicion import Suspicion
+from orchestrator.workers import WorkerSession
 from shared.errors import InternalError, UnavailableError
 
-MAX_KILLS = 2
-"""Workers that may go down with a request in their hands before it is refused."""
 MAX_FRUITLESS_REBUILDS = 8
 
 
@@ -37,14 +37,18 @@ class TargetGone(Exception):
 
 
 class Losses:
-    """Counts the targets that one request has lost."""
+    """Counts the targets that one request has lost.
 
-    def __init__(self) -> None:
+    Args:
+        request_id: As the workers know it.
+    """
+
+    def __init__(self, request_id: str) -> None:
         self.num_rebuilds = 0
         self.avoid: frozenset[str] = frozenset()
         """Address of the target that failed last, used only if there is no other one."""
         self._last: Loss | None = None
-        self._num_kills = 0
+        self._suspicion = Suspicion(request_id)
         self._num_fruitless = 0  # since the last token
 
     @property
@@ -52,28 +56,39 @@ class Losses:
         """Return whether the next target must have pages for the request beforehand."""
         return self._last in (Loss.RETRACTED, Loss.NO_ROOM)
 
-    def note_progress(self) -> None:
-        """Take note that tokens were committed."""
-        self._num_fruitless = 0
+    @property
+    def needs_trial(self) -> bool:
+        """Return whether workers went down with the request, and it may be why."""
+        return self._suspicion.needs_trial
 
-    def add(self, gone: TargetGone, address: str | None) -> None:
+    def note_progress(self, worker: WorkerSession, round_idx: int) -> None:
+        """Take note that a worker has committed tokens in a round."""
+        self._num_fruitless = 0
+        if round_idx > 0:
+            self._suspicion.acquit(worker)
+
+    def add(self, gone: TargetGone, worker: WorkerSession | None) -> None:
         """Account for lost state.
 
         Args:
-            address: Of the target; None: there was none yet.
+            worker: Where it was; None: no target was chosen yet.
         Raises: InternalError if the request has brought down too many workers, UnavailableError if
             rebuilding it leads nowhere.
         """
         self.num_rebuilds += 1
         self._last = gone.loss
-        self._num_kills += gone.is_kill
         self._num_fruitless += gone.loss not in (Loss.RETRACTED, Loss.NO_ROOM)
-        if address is not None and gone.loss is not Loss.RETRACTED:
-            self.avoid = frozenset({address})
-        if self._num_kills >= MAX_KILLS:
+        if worker is not None and gone.loss is not Loss.RETRACTED:
+            self.avoid = frozenset({worker.address})
+        if worker is not None and gone.is_kill:
+            if gone.loss is Loss.FAILED:
+                self._suspicion.note_failure(worker)
+            else:
+                self._suspicion.note_death(worker)
+        if self._suspicion.is_guilty:
             raise InternalError(
-                f"{self._num_kills} workers failed while they ran this request; it is not tried "
-                "again. The workers' logs say why",
+                f"{self._suspicion.num_kills} times a worker failed while it ran this request, and "
+                "no other request explains it; it is not tried again. The workers' logs say why",
                 reason="REQUEST_KILLED_WORKERS",
             ) from gone
         if self._num_fruitless > MAX_FRUITLESS_REBUILDS:

@@ -14,6 +14,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_ji
 
 from orchestrator.draft_handle import DraftHandle
 from orchestrator.losses import Loss, Losses, TargetGone
+from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
 from orchestrator.reply import Reply
 from orchestrator.request_log import RequestLog
@@ -48,6 +49,7 @@ class Generation:
         worker_request_id: Its id on the workers, unique in the world.
         model: What is served, as far as validation needed to know.
         tokenizer: None if the model has none: then there is no text.
+        log: Where the request's records go; None = to this module's logger.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Generation:
         pool: WorkerPool,
         config: OrchestratorConfig,
         tokenizer: Tokenizer | None,
+        log: RequestLog | None = None,
     ) -> None:
         self._request = request
         self._pool = pool
@@ -67,9 +70,11 @@ class Generation:
             request=request,
             worker_request_id=worker_request_id,
             model=model,
+            # Resumed tokens bind the request to what computed them, as its own do later.
+            identity=ModelIdentity.of(model) if request.resume_fingerprint else None,
             wants_features=request.shape is not None and bool(config.drafts),
         )
-        self._log = RequestLog(logger, request.request_id)
+        self._log = log or RequestLog(logger, request.request_id)
         self._reply = Reply(request, tokenizer)
         self._tokens = [*request.prompt_ids, *request.resume_ids]
         self._round_idx = 0
@@ -85,7 +90,7 @@ class Generation:
             log=self._log,
             on_revoke=self._revoke,
         )
-        self._losses = Losses()
+        self._losses = Losses(worker_request_id)
 
     @property
     def events(self) -> asyncio.Queue[GenerateEvent | None]:
@@ -183,8 +188,8 @@ class Generation:
                 detail=f"{len(path.token_ids)} tokens committed, seq_len {path.seq_len}",
             )
         self._tokens.extend(path.token_ids)
-        self._losses.note_progress()
-        self._reply.meter.count(path)
+        assert self._target is not None
+        self._losses.note_progress(self._target.worker, path.round_idx)
 
     async def _prepare_next_round(self, path: AcceptedPath) -> None:
         """Order the next tree, or extend the target's credit to order it.
@@ -263,18 +268,17 @@ class Generation:
 
     def _admitted(self, worker: WorkerSession, admitted: TargetAdmitted) -> None:
         """Tell the client once, and let a draft read along while the target prefills."""
-        self._reply.admitted(self._terms.model.model, admitted.num_cached_tokens)
+        self._reply.admitted(self._terms.model, admitted.num_cached_tokens, admitted.times)
         self._draft.open(worker, self._target_epoch, self._tokens)
 
     def _lose_target(self, gone: TargetGone) -> None:
-        """Free what is left of the lost state and account for the loss.
+        """Account for the loss and free what is left of the state.
 
-        Raises: InternalError or UnavailableError if that was the last time, see Losses.
+        Raises: InternalError or UnavailableError if that is enough, see Losses.
         """
         self._log.warning("rebuilding the request: %s", gone)
-        address = self._target.worker.address if self._target is not None else None
+        self._losses.add(gone, self._target.worker if self._target is not None else None)
         self._close()
-        self._losses.add(gone, address)
 
     def _begin_round(self, round_idx: int) -> None:
         self._round_idx = self._log.round_idx = round_idx
@@ -292,7 +296,7 @@ class Generation:
                 max_new_tokens=self._terms.max_new_tokens,
             )
             if self._reply.is_finished:
-                self._reply.admitted(self._terms.model.model, 0)
+                self._reply.admitted(self._terms.model, 0)
 
     def _finish(self) -> None:
         finish = self._reply.finish(retries=self._losses.num_rebuilds + self._draft.num_reopened)

@@ -20,7 +20,7 @@ class Terms:
         request: With its prompt tokenized.
         worker_request_id: Its id on the workers, unique in the world.
         model: What is served; until a target is chosen, as far as validation needed to know.
-        identity: The model that the request started on; None for a new request.
+        identity: The model that the request is bound to; None for a new request.
         wants_features: Whether a draft may read the target's features.
     """
 
@@ -68,6 +68,7 @@ class Terms:
             wants_room=losses.wants_room,
             identity=self.identity,
             avoid=losses.avoid,
+            needs_trial=losses.needs_trial,
         )
 
     def target_open(self, tokens: Sequence[int], target_epoch: int) -> TargetOpen:

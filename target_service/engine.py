@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from shared.errors import (
     CoppiceError,
     InvalidArgumentError,
+    NonFiniteError,
     NotFoundError,
     StaleStateError,
 )
@@ -314,7 +315,9 @@ class TargetEngine:
             self._runner.sampler.start(request)
             self._outbox.append(
                 TargetAdmitted(
-                    request_id=request.request_id, target_epoch=request.open.target_epoch
+                    request_id=request.request_id,
+                    target_epoch=request.open.target_epoch,
+                    times=AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns()),
                 )
             )
         if plan.is_empty:
@@ -631,6 +634,9 @@ class TargetEngine:
             if not self._is_held(request):
                 continue
             is_prefill = request.phase is Phase.PREFILL
+            if not paths.is_finite[row, : len(path.token_ids)].all():
+                self._fail_numerically(request)
+                continue
             reply = commit_path(request, path, paths, row, max_context_len=self._max_context_len)
             if request.open.is_timed and not is_prefill:
                 reply = replace(reply, times=_times_of(launched, request, stages))
@@ -648,6 +654,16 @@ class TargetEngine:
         if trees.awaited is None:  # else the next step is launched first
             self.channels.flush()
         self._runner.sampler.count(advanced)
+
+    def _fail_numerically(self, request: TargetRequest) -> None:
+        """End a request whose logits are no numbers: whatever token were chosen would be wrong."""
+        error = NonFiniteError(
+            f"a logit of the token after {len(request.tokens)} tokens is NaN or infinite; the "
+            "weights overflow in this dtype for this prompt. Try --dtype float32 or bfloat16"
+        )
+        failure = _failure(request.open, error)
+        self._outbox.append(replace(failure, round_idx=request.round_idx + 1))
+        self._drop(request)
 
     def _send_features(self, request: TargetRequest) -> None:
         if request.features is not None:

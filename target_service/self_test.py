@@ -99,6 +99,26 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
     return result
 
 
+@torch.inference_mode()
+def fixed_prompt_logits(
+    runner: TargetRunner, vocab_size: int, window: int, *, max_num_tokens: int
+) -> torch.Tensor:
+    """Return the logits of the self-test's tokens, [n, vocab_size], computed by one prefill.
+
+    Args:
+        max_num_tokens: The prompt is cut to so many tokens.
+    Mutates: nothing that outlives it; the pages it takes are given back.
+    """
+    num_tokens = min(PREFIX_LEN + PATH_LEN, max_num_tokens)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, PREFIX_LEN + PATH_LEN)[:num_tokens]
+    row = runner.pool.acquire()
+    try:
+        runner.pool.reserve(row, num_tokens)
+        return _SelfTest(runner, row, window).chain(tokens, 0, num_tokens)
+    finally:
+        runner.pool.release(row)
+
+
 class _SelfTest:
     """Forwards of one row of the page table."""
 

@@ -51,12 +51,14 @@ class FakeTarget(FakeFeatures):
 
     Args:
         peer_socket: Name by which drafts attach to it; "": they cannot.
+        logits_hash: What tells it from targets that compute otherwise.
     """
 
     incarnation: str = "fake-target"
     max_context_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     peer_socket: str = ""
+    logits_hash: str = "a" * 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +84,7 @@ class FakeTarget(FakeFeatures):
             load=self.load,
             feature_ring=self.ring.name if self.ring is not None else "",
             peer_socket=self.peer_socket,
+            logits_hash=self.logits_hash,
         )
 
     @property
@@ -305,7 +308,9 @@ class FakeTarget(FakeFeatures):
     def _prefill(self, request: HeldRequest) -> None:
         self.outbox.append(
             TargetAdmitted(
-                request_id=request.open.request_id, target_epoch=request.open.target_epoch
+                request_id=request.open.request_id,
+                target_epoch=request.open.target_epoch,
+                times=AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns()),
             )
         )
         self._num_rows += len(request.tokens)

@@ -57,10 +57,10 @@ def test_registering_wrong_rows_or_twice_is_our_bug() -> None:
 
 
 class Tagged(NodeOutputs):
-    """Every value but the tokens is replaced by the number of its row."""
+    """Every value but what decides about tokens is replaced by the number of its row."""
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
-        if name != "token_ids":
+        if name not in ("token_ids", "is_finite"):
             tags = torch.arange(len(tensor)).view(-1, *[1] * (tensor.dim() - 1))
             tensor = tags.expand_as(tensor).to(tensor.dtype).contiguous()
         super().register(name, tensor)

@@ -23,8 +23,9 @@ from benchmarks.inflation import (
 )
 from benchmarks.models import open_pair
 from shared.messages import SamplingParams, TreeShape
-from shared.models.checkpoint import CheckpointReader, model_hash, resolve_model
+from shared.models.checkpoint import CheckpointReader, resolve_model
 from shared.models.config import ModelConfig, feature_spec
+from shared.models.digest import model_hash
 from shared.models.llama import CausalLM
 from tests.engines import Pairing, make_draft, make_target
 from tests.local_pair import LocalPair, LocalRequest
