@@ -38,7 +38,7 @@ from shared.peer.ring import FeatureRing
 from shared.peer.shared_files import MAILBOXES, RINGS
 from shared.rpc.engine import ProgressCallback
 from target_service.engine import TargetEngine
-from target_service.fingerprint import take_fingerprint
+from target_service.fingerprint import finite_logits, take_fingerprint
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
 from target_service.self_test import NUM_SLOTS, run_self_test
@@ -141,14 +141,14 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             progress=lambda done: progress("capturing graphs", 0.8 + 0.1 * done),
         )
     progress("proving exactness", 0.9)
-    fingerprint = take_fingerprint(
-        runner,
-        directory,
-        vocab_size=model_config.vocab_size,
-        window=model_config.sliding_window,
-        max_num_tokens=context_len,
-    )
+    prompt = {
+        "vocab_size": model_config.vocab_size,
+        "window": model_config.sliding_window,
+        "max_num_tokens": context_len,
+    }
+    finite_logits(runner, directory, **prompt)  # first: NaN differs from itself in the self-test
     prove_exactness(config, runner, model_config, context_len)
+    fingerprint = take_fingerprint(runner, directory, **prompt)  # of the products that it settled
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     channels = PeerChannels(open_listener(config))
     mailbox = make_mailbox(config, channels.name, spec, pool, dtype)

@@ -39,6 +39,28 @@ def take_fingerprint(
     """Compute the logits of a fixed prompt and say what computed them.
 
     Args:
+        directory, max_num_tokens: As of `finite_logits`.
+    Raises: CheckpointError if a logit is NaN or infinite.
+    """
+    logits = finite_logits(
+        runner, directory, vocab_size=vocab_size, window=window, max_num_tokens=max_num_tokens
+    )
+    device = runner.pool.device
+    data = logits.float().contiguous().cpu().view(torch.uint8)
+    return Fingerprint(
+        device_model=device_model(device),
+        versions=versions(device),
+        cpu_threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        logits_hash=hashlib.sha256(data.numpy().tobytes()).hexdigest(),
+    )
+
+
+def finite_logits(
+    runner: TargetRunner, directory: Path, *, vocab_size: int, window: int, max_num_tokens: int
+) -> torch.Tensor:
+    """Return the logits of a fixed prompt, [n, vocab_size].
+
+    Args:
         directory: The checkpoint, to name what is wrong with it.
         max_num_tokens: Longest prompt that fits.
     Raises: CheckpointError if a logit is NaN or infinite; it names the tensors to blame.
@@ -50,14 +72,7 @@ def take_fingerprint(
             f"{directory}: {num_broken} of {logits.numel()} logits of a fixed prompt are NaN or "
             f"infinite; {_cause(directory, runner.model.dtype)}"
         )
-    device = runner.pool.device
-    data = logits.float().contiguous().cpu().view(torch.uint8)
-    return Fingerprint(
-        device_model=device_model(device),
-        versions=versions(device),
-        cpu_threads=torch.get_num_threads() if device.type == "cpu" else 0,
-        logits_hash=hashlib.sha256(data.numpy().tobytes()).hexdigest(),
-    )
+    return logits
 
 
 def device_model(device: torch.device) -> str:

@@ -26,6 +26,8 @@ from shared.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+    from shared.kernels.products_cpu import CpuProducts, Weight
+
 DEMO = "demo"
 BUNDLED_ROLES = ("target", "eagle3", "standalone")
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -216,6 +218,7 @@ class CheckpointReader:
         device: Where tensors go.
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
+        products: How a CPU multiplies by the weights; None: by a library.
     """
 
     def __init__(
@@ -225,7 +228,11 @@ class CheckpointReader:
         device: torch.device,
         dtype: torch.dtype,
         rename: Callable[[str], str] | None = None,
+        products: CpuProducts | None = None,
     ) -> None:
+        from shared.kernels.products_cpu import CpuProducts
+
+        self.products = products or CpuProducts()
         self.directory = directory
         self._device = device
         self._dtype = dtype
@@ -276,6 +283,10 @@ class CheckpointReader:
                 f"not supported, only {', '.join(sorted(FLOAT_DTYPES))}"
             )
         return self._read(info, self._dtype)
+
+    def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
+        """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
+        return self.products.weight(self.load(name, shape))
 
     def load_int64(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return an integer tensor on the device, as int64.

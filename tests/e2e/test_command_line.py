@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [COPPICE, "up", "--port=0", "--device=cpu", "--num-drafts=2"],
-            env=ENVIRON,
+            env={**ENVIRON, "COPPICE_CPU_THREADS": "1"},
             stdout=stream,
             stderr=stream,
         )

@@ -216,15 +216,23 @@ FLAT = [0.3, -0.5, 1.0, 0.0, 0.6, -0.2, 0.9, 0.5]
 CRITICAL = {8: 24.3, 5: 18.5, 3: 13.8}
 
 
-@pytest.mark.parametrize("axis", ["positions", "seeds"])
+ALL = Row(logits=FLAT, temperature=0.8)
+TOP_K = Row(logits=FLAT, temperature=1.3, top_k=5)
+TOGETHER = Row(logits=FLAT, temperature=1.0, top_k=7, top_p=0.7, min_p=0.65)
+# Interpreted, these take 40 s; the tests above compare filtered rows with the oracle by the token.
+SLOW_IF_INTERPRETED = [pytest.mark.exhaustive] if IS_INTERPRETED else []
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("row", "axis"),
     [
-        Row(logits=FLAT, temperature=0.8),
-        Row(logits=FLAT, temperature=1.3, top_k=5),
-        Row(logits=FLAT, temperature=1.0, top_k=7, top_p=0.7, min_p=0.65),
+        pytest.param(ALL, "positions", id="all-positions"),
+        pytest.param(ALL, "seeds", id="all-seeds"),
+        pytest.param(TOP_K, "positions", id="top_k-positions"),
+        pytest.param(TOP_K, "seeds", id="top_k-seeds", marks=SLOW_IF_INTERPRETED),
+        pytest.param(TOGETHER, "positions", id="together-positions", marks=SLOW_IF_INTERPRETED),
+        pytest.param(TOGETHER, "seeds", id="together-seeds", marks=SLOW_IF_INTERPRETED),
     ],
-    ids=["all", "top_k", "together"],
 )
 def test_samples_follow_the_distribution(device: torch.device, row: Row, axis: str) -> None:
     kept = row.kept()
