@@ -22,6 +22,7 @@ from shared.errors import InvalidTreeError
 from shared.messages import (
     DraftClose,
     DraftOpen,
+    DraftRound,
     PeerTrees,
     RequestFailure,
     RequestRetracted,
@@ -72,7 +73,7 @@ class DraftHandle:
         self._target: WorkerSession | None = None
         self._target_epoch = 0
         self._draft_epoch = 0
-        self._orders = DraftOrders(request_id)
+        self._orders = DraftOrders()
         self._trust = PeerTrust()
         self._news: asyncio.Future[None] | None = None
         self._watch = PeerWatch(lambda: self._patience_s, self._peer_round_overdue)
@@ -149,15 +150,18 @@ class DraftHandle:
         shape = self._shape.within(self._target.info.max_context_len - seq_len)
         if self._worker is None or shape is None:
             return
-        order = self._orders.next(
+        offset = min(self._orders.num_tokens_sent, seq_len)
+        order = DraftRound(
+            request_id=self._request_id,
             target_epoch=self._target_epoch,
             draft_epoch=self._draft_epoch,
             round_idx=round_idx,
             seq_len=seq_len,
-            tokens=tokens,
+            token_offset=offset,
+            token_ids=tuple(tokens[offset:]),
             shape=shape,
-            now=now,
         )
+        self._orders.add(order, now)
         self._worker.send(order)
         self._fire(DraftEvent.ORDERED)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from shared.errors import InvalidTreeError
-from shared.messages import DraftRound, TokenTree, TreeShape
+from shared.messages import DraftRound, TokenTree
 from shared.times import seen_from
 from shared.tree import check_tree
 
@@ -16,18 +15,13 @@ _MAX_TIMED_ORDERS = 64
 
 
 class DraftOrders:
-    """Orders and trees of one request; each order is for the newest round, and replaces the last.
+    """Orders and trees of one request; an order is for the newest round and replaces the last."""
 
-    Args:
-        request_id: As the workers know it.
-    """
-
-    def __init__(self, request_id: str) -> None:
+    def __init__(self) -> None:
         self.num_tokens_sent = 0
         """Tokens of the request that the draft was sent."""
         self.mean_round_s = 0.0
         """From the order of a tree to the tree; of peer rounds, from path to path."""
-        self._request_id = request_id
         self._due: DraftRound | None = None
         self._tree: TokenTree | None = None
         self._sent_at: dict[int, float] = {}
@@ -43,43 +37,15 @@ class DraftOrders:
         self._due = self._tree = self._owes_since = None
         self._sent_at.clear()
 
-    def next(
-        self,
-        *,
-        target_epoch: int,
-        draft_epoch: int,
-        round_idx: int,
-        seq_len: int,
-        tokens: Sequence[int],
-        shape: TreeShape,
-        now: float,
-    ) -> DraftRound:
-        """Return the order of the next tree, with the tokens that the draft does not have yet.
-
-        Args:
-            seq_len: The root is the token at this index, the last one.
-            tokens: Prompt and output so far.
-            now: Loop time, seconds.
-        """
-        offset = min(self.num_tokens_sent, seq_len)
-        order = DraftRound(
-            request_id=self._request_id,
-            target_epoch=target_epoch,
-            draft_epoch=draft_epoch,
-            round_idx=round_idx,
-            seq_len=seq_len,
-            token_offset=offset,
-            token_ids=tuple(tokens[offset:]),
-            shape=shape,
-        )
-        self.num_tokens_sent = len(tokens)
+    def add(self, order: DraftRound, now: float) -> None:
+        """Take note of an order that leaves now (loop time, seconds)."""
+        self.num_tokens_sent = order.token_offset + len(order.token_ids)
         self._due, self._tree = order, None
-        self._sent_at[round_idx] = now
+        self._sent_at[order.round_idx] = now
         if len(self._sent_at) > _MAX_TIMED_ORDERS:
             del self._sent_at[min(self._sent_at)]
         if self._owes_since is None:
             self._owes_since = now
-        return order
 
     def is_due(self, round_idx: int) -> bool:
         """Return whether the tree of this round was ordered."""

@@ -310,6 +310,22 @@ def test_a_silent_draft_is_replaced() -> None:
     run_virtual(main())
 
 
+def test_a_draft_is_not_silent_while_nothing_is_ordered() -> None:
+    """A prompt that takes the target long to read says nothing about the draft."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target(on_reply=scripted(iter([delayed(1.5)]), only=AcceptedPath))
+        draft = scene.add_draft()
+        finish = check_stream(await scene.serve(), generate(PROMPT, 40))
+        assert (finish.retries, finish.speculation.num_root_only_rounds) == (0, 0)
+        opens = [m for m in draft.engine.received if isinstance(m, DraftOpen)]
+        assert [m.draft_epoch for m in opens] == [1]
+        await scene.check_free()
+
+    run_virtual(main())
+
+
 def test_a_draft_that_joins_late_is_used() -> None:
     """Opened with everything so far; joining is no retry."""
 
