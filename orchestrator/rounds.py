@@ -1,5 +1,12 @@
 """One request: its rounds, and its recovery when it loses a worker.
 
+    plain round     no draft: the target runs rounds of the root alone by its credit
+    relayed round   the tree comes here from the draft and goes to the target with the order
+    peer round      target and draft run rounds by themselves, by the target's credit
+
+Of every round the accepted path comes here, is committed and emitted. Who runs the next round
+follows from the state of the draft, see draft_states.py.
+
 The request's tokens live here; what workers hold is a cache of them. A lost draft costs speculation
 until another one has caught up. A lost target costs a prefill of prompt + output elsewhere. Neither
 changes the output: a token is a function of the tokens before it, the parameters and the seed.

@@ -92,10 +92,11 @@ class WorkerSession:
         info: From the handshake; fixed for the life of the session.
         load: As last reported.
         last_progress: Loop time of the last sign that the engine advances.
-        is_draining: It says that it takes no more requests.
-        is_vanished: The name that led to its address does so no more.
+        is_draining: The worker takes no more requests.
+        is_vanished: The name service no longer gives this address.
+        is_lost: The session has ended.
         opening: Requests whose open was sent and not admitted yet.
-        suspects: Requests that it went down with, as far as they have not run elsewhere since.
+        suspects: Requests that the worker went down with and that have not run elsewhere since.
         on_trial: The request that is tried here because workers went down with it; "" if none.
     """
 
