@@ -96,7 +96,7 @@ class FakeDraft(WithoutPeer):
     def has_work(self) -> bool:
         return bool(self._outbox) or any(self._can_grow(r) for r in self.requests.values())
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Do nothing."""
 
     def check_integrity(self) -> None:

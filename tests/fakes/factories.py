@@ -89,7 +89,7 @@ class Echo(WithoutPeer):
         queue, self.queue = self.queue, []
         return [self._answer(message) for message in queue]
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Do nothing."""
 
     def check_integrity(self) -> None:

@@ -140,7 +140,7 @@ class FakeTarget(WithoutPeer):
         runs_alone = any(request.can_run_alone for request in self.requests.values())
         return bool(self._outbox or self._queue or runs_alone)
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Do nothing."""
 
     def check_integrity(self) -> None:
