@@ -34,7 +34,7 @@ class LaunchedStep:
     timer: StepTimer
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Pipeline:
     """Advances requests step by step.
 

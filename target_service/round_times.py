@@ -33,13 +33,13 @@ class RoundTimes:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._device_free_ns = 0  # when the last step, if timed, had left the device
+        self.device_free_ns = 0  # when the last step, if timed, had left the device
 
     def end_step(self, timer: StepTimer) -> StepStages:
         """Return the stages of a step that was read."""
-        was_free_ns = self._device_free_ns
+        was_free_ns = self.device_free_ns
         stages = timer.stages(device_free_ns=was_free_ns)
-        self._device_free_ns = timer.device_end_ns(stages)
+        self.device_free_ns = timer.device_end_ns(stages)
         return StepStages(stages=stages, began_ns=timer.begin_ns, was_free_ns=was_free_ns)
 
     def of_answer(

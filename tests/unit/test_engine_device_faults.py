@@ -362,7 +362,7 @@ def test_a_timed_round_of_the_devices_says_what_both_did(
         pair.step_draft()
         draft.channels.flush()
         if is_first_timed:  # as on a GPU, whose steps end when the device says so
-            target._device_free_ns = earliest_ns
+            target.pipeline.times.device_free_ns = earliest_ns
         pair.step_target()
     rounds = timed.paths[last + 2 :]  # the tree before was on its way already
     assert len(rounds) > 5 and all(path.times is None for path in requests[0].paths)

@@ -236,17 +236,23 @@ def test_acknowledged_rows_are_dropped_and_unsubscribed_ones_not_sent(models: Mo
     pair.check_idle()
 
 
-def test_chunks_hold_at_most_one_mebibyte(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows_per_chunk", [10, 0])  # 0: a row is larger than a chunk should be
+def test_chunks_hold_at_most_one_mebibyte(
+    models: Models, monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int
+) -> None:
     pairing = models.pairing("eagle3")
     width = make_target(pairing).info.features.width
     assert MAX_CHUNK_BYTES == 1 << 20
-    monkeypatch.setattr("target_service.features.MAX_CHUNK_BYTES", 10 * 4 * width + 1)
+    monkeypatch.setattr("target_service.features.MAX_CHUNK_BYTES", rows_per_chunk * 4 * width + 1)
     target = make_target(pairing)
     pair, _ = open_request(target)
     target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=3))
     chunks = chunks_of_step(pair)
-    assert [chunk.start for chunk in chunks] == [3, 13, 23, 33, 43, 53, 60]
-    assert [chunk.shape[0] for chunk in chunks] == [10, 10, 10, 10, 10, 7, 1]
+    if rows_per_chunk:
+        assert [chunk.start for chunk in chunks] == [3, 13, 23, 33, 43, 53, 60]
+        assert [chunk.shape[0] for chunk in chunks] == [10, 10, 10, 10, 10, 7, 1]
+    else:
+        assert [chunk.start for chunk in chunks] == list(range(3, 61)), "rows are kept whole"
     assert all(len(chunk.data) == chunk.shape[0] * 4 * width for chunk in chunks)
     target.submit(TargetClose(request_id="r1", target_epoch=1))
 
