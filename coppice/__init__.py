@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Completion,
         DeadlineExceededError,
     )
+    from coppice.request import RequestOptions
     from shared.errors import (
         CoppiceError,
         InternalError,
@@ -39,12 +40,15 @@ if TYPE_CHECKING:
         Usage,
     )
 
+__version__ = "0.1.0"  # a literal: the build reads it without importing this module
+
 _MODULE_OF = {
     "AsyncClient": "coppice.client",
     "CancelledError": "coppice.client",
     "Client": "coppice.client",
     "Completion": "coppice.client",
     "DeadlineExceededError": "coppice.client",
+    "RequestOptions": "coppice.request",
     "CoppiceError": "shared.errors",
     "InternalError": "shared.errors",
     "InvalidArgumentError": "shared.errors",
@@ -74,6 +78,7 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "PromptInfo",
+    "RequestOptions",
     "ResourceExhaustedError",
     "SpeculationStats",
     "Timings",
@@ -81,6 +86,7 @@ __all__ = [
     "TokenLogprob",
     "UnavailableError",
     "Usage",
+    "__version__",
 ]
 
 

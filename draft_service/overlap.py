@@ -80,6 +80,8 @@ class AheadTrees:
             self._mailboxes[channel] = open_mailbox(
                 name, width=self._width, device=self._runner.pool.device
             )
+        except FileNotFoundError:  # as on a CPU; the target has said why, if it wanted one
+            logger.debug("trees go to the target's host only: it has no mailbox")
         except OSError as error:
             logger.info("trees go to the target's host only: no mailbox: %s", error)
         else:

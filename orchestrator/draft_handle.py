@@ -117,6 +117,7 @@ class DraftHandle:
         self._retry_at = 0.0
         self._heard_at = 0.0
         self._avoid: frozenset[str] = frozenset()
+        self._loss = ""  # why the draft is lost; logged when a tree is ordered in vain
 
     @property
     def is_off(self) -> bool:
@@ -167,6 +168,9 @@ class DraftHandle:
             return
         now = asyncio.get_running_loop().time()
         self._replace_if_silent(now)
+        if self._loss:
+            self._log.warning("the draft is lost: %s", self._loss)
+            self._loss = ""
         if self.state is DraftState.ABSENT and now >= self._retry_at:
             is_rebuild = self._draft_epoch > 0
             self._open(tokens)
@@ -409,7 +413,8 @@ class DraftHandle:
             self._on_miss()
 
     def _fail(self, reason: str) -> None:
-        self._log.warning("the draft is lost: %s", reason)
+        # News only if the request goes on: one that ends may be gone before its draft asks for it.
+        self._loss = reason
         if self._worker is not None:
             self._avoid = frozenset({self._worker.address})
         self._leave()

@@ -36,6 +36,7 @@ class Need:
         wants_room: It was retracted: the target must have pages for it before it comes back.
         identity: The model that it started on; None for a new request.
         avoid: Addresses that failed it, used only if there are no others.
+        needs_trial: Workers went down with it: not to where another such request is.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Need:
     wants_room: bool = False
     identity: ModelIdentity | None = None
     avoid: frozenset[str] = frozenset()
+    needs_trial: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -147,7 +149,7 @@ class WorkerPool:
                 await asyncio.wait([waiter.chosen], timeout=_RECHECK_S)
         except asyncio.CancelledError:
             if waiter.chosen.done():
-                waiter.chosen.result().opening.discard(need.request_id)
+                waiter.chosen.result().withdraw(need.request_id)
                 self._dispatch()
             raise
         finally:
@@ -218,9 +220,11 @@ class WorkerPool:
             worker = self._choose(waiter.need, reserved)
             if worker is not None:
                 worker.opening.add(waiter.need.request_id)
+                if waiter.need.needs_trial:
+                    worker.on_trial = waiter.need.request_id
                 waiter.chosen.set_result(worker)
                 self._waiters.remove(waiter)
-            elif waiter.need.is_running:
+            elif waiter.need.is_running and not waiter.need.needs_trial:
                 # What frees up goes to the one that lost its place, not to newcomers.
                 reserved.update(worker.address for worker in self._candidates(waiter.need))
 
@@ -237,7 +241,9 @@ class WorkerPool:
         workers = [
             worker
             for worker in self._candidates(need)
-            if worker.address not in reserved and _has_room(worker, need)
+            if worker.address not in reserved
+            and not (need.needs_trial and worker.on_trial)
+            and _has_room(worker, need)
         ]
         if not workers:
             return None

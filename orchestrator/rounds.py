@@ -17,6 +17,7 @@ from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import Need, WorkerPool
 from orchestrator.reply import Reply
 from orchestrator.request_log import RequestLog
+from orchestrator.suspicion import Suspicion
 from orchestrator.target_handle import Loss, TargetGone, TargetHandle
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
@@ -44,8 +45,6 @@ from shared.messages.generation import GenerateEvent
 
 logger = logging.getLogger(__name__)
 
-MAX_KILLS = 2
-"""Workers that may go down with a request in their hands before it is refused."""
 MAX_FRUITLESS_REBUILDS = 8
 _REBUILD_WAIT = wait_exponential_jitter(multiplier=0.05, max=1.0, jitter=0.05)
 
@@ -58,6 +57,7 @@ class Generation:
         worker_request_id: Its id on the workers, unique in the world.
         model: What is served, as far as validation needed to know.
         tokenizer: None if the model has none: then there is no text.
+        log: Where the request's records go; None = to this module's logger.
     """
 
     def __init__(
@@ -69,13 +69,14 @@ class Generation:
         pool: WorkerPool,
         config: OrchestratorConfig,
         tokenizer: Tokenizer | None,
+        log: RequestLog | None = None,
     ) -> None:
         self._request = request
         self._worker_request_id = worker_request_id
         self._model = model
         self._pool = pool
         self._config = config
-        self._log = RequestLog(logger, request.request_id)
+        self._log = log or RequestLog(logger, request.request_id)
         self._reply = Reply(request, tokenizer)
         self._tokens = [*request.prompt_ids, *request.resume_ids]
         self._round_idx = 0
@@ -91,8 +92,10 @@ class Generation:
             log=self._log,
             on_miss=self._miss,
         )
-        self._identity: ModelIdentity | None = None
-        self._num_rebuilds = self._num_fruitless = self._num_kills = 0
+        # Tokens that were resumed bind the request to what computed them, as its own do later.
+        self._identity = ModelIdentity.of(model) if request.resume_fingerprint else None
+        self._num_rebuilds = self._num_fruitless = 0
+        self._suspicion = Suspicion(worker_request_id)
         self._last_loss: Loss | None = None
         self._avoid: frozenset[str] = frozenset()
 
@@ -148,7 +151,7 @@ class Generation:
                 stop_token_ids=self._stop_token_ids, max_new_tokens=self._max_new_tokens
             )
             if self._reply.is_finished:
-                self._reply.admitted(self._model.model, 0)
+                self._reply.admitted(self._model, 0)
 
     def _start_round(self) -> None:
         self._round_idx += 1
@@ -211,7 +214,8 @@ class Generation:
             )
         self._tokens.extend(path.token_ids)
         self._num_fruitless = 0
-        self._reply.meter.count(path)
+        if path.round_idx > 0 and self._target is not None:
+            self._suspicion.acquit(self._target.worker)
 
     async def _order_next_tree(self, path: AcceptedPath) -> None:
         """Order a tree before the tokens are sent on: if a stop string ends them, it is in vain.
@@ -273,7 +277,7 @@ class Generation:
 
     def _admitted(self, worker: Worker, admitted: TargetAdmitted) -> None:
         """Tell the client once, and let a draft read along while the target prefills."""
-        self._reply.admitted(self._model.model, admitted.num_cached_tokens)
+        self._reply.admitted(self._model, admitted.num_cached_tokens, admitted.times)
         self._draft.open(worker, self._target_epoch, self._tokens)
 
     def _lose_target(self, gone: TargetGone) -> None:
@@ -284,17 +288,20 @@ class Generation:
         """
         self._log.warning("rebuilding the request: %s", gone)
         self._num_rebuilds += 1
-        self._num_kills += gone.is_kill
         self._num_fruitless += gone.loss not in (Loss.RETRACTED, Loss.NO_ROOM)
         self._last_loss = gone.loss
         if self._target is not None:
+            if gone.is_kill and gone.loss is Loss.FAILED:
+                self._suspicion.note_failure(self._target.worker)
+            elif gone.is_kill:
+                self._suspicion.note_death(self._target.worker)
             if gone.loss is not Loss.RETRACTED:
                 self._avoid = frozenset({self._target.worker.address})
             self._close()
-        if self._num_kills >= MAX_KILLS:
+        if self._suspicion.is_guilty:
             raise InternalError(
-                f"{self._num_kills} workers failed while they ran this request; it is not tried "
-                "again. The workers' logs say why",
+                f"{self._suspicion.num_kills} times a worker failed while it ran this request, and "
+                "no other request explains it; it is not tried again. The workers' logs say why",
                 reason="REQUEST_KILLED_WORKERS",
             ) from gone
         if self._num_fruitless > MAX_FRUITLESS_REBUILDS:
@@ -352,6 +359,7 @@ class Generation:
             wants_room=self._last_loss in (Loss.RETRACTED, Loss.NO_ROOM),
             identity=self._identity,
             avoid=self._avoid,
+            needs_trial=self._suspicion.needs_trial,
         )
 
     def _target_open(self) -> TargetOpen:

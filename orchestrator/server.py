@@ -15,6 +15,7 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
 from shared.config import OrchestratorConfig
 from shared.errors import ConfigError
+from shared.garbage import settle_garbage
 from shared.models.checkpoint import resolve_model, tokenizer_hash
 from shared.rpc.server import RpcServer
 
@@ -130,6 +131,7 @@ async def serve(config: OrchestratorConfig) -> None:
     """
     orchestrator = Orchestrator(config)
     await orchestrator.start()
+    settle_garbage()
     await orchestrator.serve_until_stopped()
 
 

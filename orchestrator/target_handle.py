@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.workers import Garbled, Worker, WorkerLost
-from shared.errors import CoppiceError, StatusCode
+from shared.errors import CoppiceError, InternalError, NonFiniteError, StatusCode
 from shared.messages import (
     AcceptedPath,
     Credit,
@@ -179,7 +179,10 @@ class TargetHandle:
                 self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
             case WorkerLost():
                 loss = Loss.MOVED if message.is_clean else Loss.LOST
-                self._fail(TargetGone(loss, is_kill=self._is_in_engine and not message.is_clean))
+                is_kill = self._is_in_engine and not message.is_clean
+                if is_kill:  # at once: whoever is told next may be judged by it
+                    self.worker.suspects.add(self._request_id)
+                self._fail(TargetGone(loss, is_kill=is_kill))
 
     def _timed(self, path: AcceptedPath) -> AcceptedPath:
         """Return a timed path with its times from order to arrival, as this process sees them."""
@@ -235,6 +238,7 @@ class TargetHandle:
             since = max(since, self.worker.last_progress)
         deadline = since + self._step_timeout_s
         if deadline <= loop.time():
+            self.worker.suspect_all()
             self._settle(TargetGone(Loss.SILENT, is_kill=True))
         else:
             self._watch = loop.call_at(deadline, self._watch_silence)
@@ -263,7 +267,8 @@ class TargetHandle:
             self._reply.set_result(reply)
 
     def _fail(self, error: Exception) -> None:
-        if isinstance(error, TargetGone):
+        # The target has dropped the request: a later question about it gets the same answer.
+        if isinstance(error, TargetGone | InternalError):
             self._gone = error
             self._on_gone()
         self._settle(error)
@@ -277,6 +282,8 @@ class TargetHandle:
             case StatusCode.UNAVAILABLE:
                 return TargetGone(Loss.MOVED, detail=error.message)
             case StatusCode.INVALID_ARGUMENT | StatusCode.RESOURCE_EXHAUSTED:
+                return error
+            case StatusCode.INTERNAL if error.reason == NonFiniteError.default_reason:
                 return error
             case _:
                 return TargetGone(Loss.FAILED, is_kill=True, detail=error.message)

@@ -48,6 +48,7 @@ class GenerationRequest:
         max_new_tokens: None = up to the context length.
         shape: Tree shape, or None when speculation is off.
         requires_draft: Speculation is ON: a draft worker must be configured.
+        resume_fingerprint: What `resume_ids` were computed by; "" if the client does not say.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class GenerationRequest:
     priority: int = 0
     session_id: str = ""
     resume_ids: tuple[int, ...] = ()
+    resume_fingerprint: str = ""
 
 
 def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> GenerationRequest:
@@ -119,6 +121,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         priority=message.priority,
         session_id=_short(message.session_id, "session_id"),
         resume_ids=resume_ids,
+        resume_fingerprint=_short(message.resume_fingerprint, "resume_fingerprint"),
     )
 
 
@@ -131,13 +134,7 @@ def with_prompt(
     if not prompt_ids:
         raise InvalidArgumentError(f"{field} gives no token at all; send at least one", field=field)
     _check_vocabulary(prompt_ids, limits, field=field)
-    if len(prompt_ids) >= limits.max_context_len:
-        raise InvalidArgumentError(
-            f"the prompt has {len(prompt_ids)} tokens, the context {limits.max_context_len}; "
-            "shorten it so that at least one token can follow",
-            reason="PROMPT_TOO_LONG",
-            field=field,
-        )
+    _check_fits(len(prompt_ids), limits, field=field)
     if len(prompt_ids) + len(request.resume_ids) > limits.max_context_len:
         raise InvalidArgumentError(
             f"prompt and resume_token_ids have {len(prompt_ids) + len(request.resume_ids)} tokens,"
@@ -155,12 +152,23 @@ def _prompt(message: pb.GenerateRequest, limits: ModelLimits) -> tuple[str | Non
                 raise InvalidArgumentError("text is empty; send a prompt", field="text")
             return message.text, ()
         case "token_ids":
+            _check_fits(len(message.token_ids.ids), limits, field="token_ids")
             ids = require_ids(message.token_ids.ids, "token_ids", at_least=1)
             return None, _check_vocabulary(ids, limits, field="token_ids")
         case _:
             raise InvalidArgumentError(
                 "there is no prompt; set either text or token_ids", field="prompt"
             )
+
+
+def _check_fits(num_tokens: int, limits: ModelLimits, *, field: str) -> None:
+    if num_tokens >= limits.max_context_len:
+        raise InvalidArgumentError(
+            f"the prompt has {num_tokens} tokens, the context {limits.max_context_len}; "
+            "shorten it so that at least one token can follow",
+            reason="PROMPT_TOO_LONG",
+            field=field,
+        )
 
 
 def _request_id(request_id: str) -> str:

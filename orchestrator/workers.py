@@ -95,6 +95,8 @@ class Worker:
         is_draining: It says that it takes no more requests.
         is_vanished: Its name no longer stands for this address.
         opening: Requests whose open was sent and not admitted yet.
+        suspects: Requests that it went down with, as far as they have not run elsewhere since.
+        on_trial: The request that is tried here because workers went down with it; "" if none.
     """
 
     address: str
@@ -105,6 +107,8 @@ class Worker:
     is_vanished: bool = False
     is_lost: bool = False
     opening: set[str] = field(default_factory=set)
+    suspects: set[str] = field(default_factory=set)
+    on_trial: str = ""
     on_load: Callable[[], None] = lambda: None
     _num_others: int = 0
     _handlers: dict[str, Handler] = field(default_factory=dict)
@@ -153,8 +157,24 @@ class Worker:
         """Undo `attach`, unless another handler has replaced this one."""
         if self._handlers.get(request_id) is handler:
             del self._handlers[request_id]
-        self.opening.discard(request_id)
+        self.withdraw(request_id)
         self.on_load()
+
+    def withdraw(self, request_id: str) -> None:
+        """Take a request back that was to open here."""
+        self.opening.discard(request_id)
+        if self.on_trial == request_id:
+            self.on_trial = ""
+
+    def end_trial(self, request_id: str) -> None:
+        """Let the next request be tried, if it was this one's turn."""
+        if self.on_trial == request_id:
+            self.on_trial = ""
+            self.on_load()
+
+    def suspect_all(self) -> None:
+        """Suspect every request here: the worker hangs, and any of them may be why."""
+        self.suspects.update(self._handlers)
 
     def send(self, message: Any) -> None:
         """Queue a message; whatever is queued when the stream is free leaves as one batch."""

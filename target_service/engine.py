@@ -15,7 +15,6 @@ from shared.messages import (
     FeatureUnsubscribe,
     PeerAttach,
     PeerDetach,
-    RequestFailure,
     TargetClose,
     TargetOpen,
     TreeBatch,
@@ -27,7 +26,7 @@ from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from target_service.engine_state import EngineState
 from target_service.pipeline import Pipeline
 from target_service.request import TargetRequest
-from target_service.request_table import RequestTable
+from target_service.request_table import RequestTable, failure_of
 from target_service.round_times import RoundTimes
 from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler
@@ -166,7 +165,7 @@ class TargetEngine:
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__}")
         except CoppiceError as error:
-            failure = _failure(message, error)
+            failure = failure_of(message, error)
             is_feature = isinstance(message, FeatureSubscribe)
             self._state.outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
 
@@ -177,7 +176,7 @@ class TargetEngine:
             match message:
                 case TreeBatch():
                     for tree, error in self.source.take(channel, message):
-                        self._state.outbox.append(_failure(tree, error))
+                        self._state.outbox.append(failure_of(tree, error))
                 case FeatureSubscribe():
                     self.features.subscribe(message, channel)
                 case FeatureAck():
@@ -195,7 +194,7 @@ class TargetEngine:
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__} of a peer")
         except CoppiceError as error:
-            failure = _failure(message, error)
+            failure = failure_of(message, error)
             if isinstance(message, FeatureSubscribe):
                 channel.put(failure)
             else:
@@ -238,16 +237,3 @@ class TargetEngine:
         """Launch the step of trees that the device is to wait for, before answers leave."""
         if self.pipeline.launch_early():
             self._forget_rows()
-
-
-def _failure(message: Any, error: CoppiceError) -> RequestFailure:
-    return RequestFailure(
-        request_id=message.request_id,
-        code=int(error.code),
-        reason=error.reason,
-        message=error.message,
-        field=error.field,
-        target_epoch=message.target_epoch,
-        draft_epoch=getattr(message, "draft_epoch", 0),
-        round_idx=getattr(message, "round_idx", 0),
-    )

@@ -135,6 +135,9 @@ class Pipeline:
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             if not state.is_held(request):
                 continue
+            if not paths.is_finite[row, : len(path.token_ids)].all():
+                self.table.fail_numerically(request)
+                continue
             is_prefill = request.phase is Phase.PREFILL
             reply = commit_path(request, path, paths, row, max_context_len=state.max_context_len)
             if request.open.is_timed and not is_prefill:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from shared.errors import InvalidArgumentError, NotFoundError, StaleStateError
+from shared.errors import (
+    CoppiceError,
+    InvalidArgumentError,
+    NonFiniteError,
+    NotFoundError,
+    StaleStateError,
+)
 from shared.messages import (
+    AnswerTimes,
     CreditUpdate,
     FeatureSubscribe,
+    RequestFailure,
     RequestRetracted,
     RootOnly,
     TargetAdmitted,
@@ -15,6 +26,7 @@ from shared.messages import (
     TargetOpen,
     VerifyRound,
 )
+from shared.times import clock_id
 from shared.tree import check_tree
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
@@ -129,8 +141,22 @@ class RequestTable:
             )
         for request in plan.admitted:
             self._state.outbox.append(
-                TargetAdmitted(request_id=request.request_id, target_epoch=request.target_epoch)
+                TargetAdmitted(
+                    request_id=request.request_id,
+                    target_epoch=request.target_epoch,
+                    times=AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns()),
+                )
             )
+
+    def fail_numerically(self, request: TargetRequest) -> None:
+        """End a request whose logits are no numbers: whatever token were chosen would be wrong."""
+        error = NonFiniteError(
+            f"a logit of the token after {len(request.tokens)} tokens is NaN or infinite; the "
+            "weights overflow in this dtype for this prompt. Try --dtype float32 or bfloat16"
+        )
+        failure = failure_of(request.open, error)
+        self._state.outbox.append(replace(failure, round_idx=request.round_idx + 1))
+        self.drop(request)
 
     def note_launch(self, plan: StepPlan, batch: StepBatch) -> None:
         """Take note of what is in flight."""
@@ -201,6 +227,20 @@ class RequestTable:
                 root_token_id=root_token_id,
                 vocab_size=self._state.info.vocab_size,
             )
+
+
+def failure_of(message: Any, error: CoppiceError) -> RequestFailure:
+    """Return the answer to a message that is refused."""
+    return RequestFailure(
+        request_id=message.request_id,
+        code=int(error.code),
+        reason=error.reason,
+        message=error.message,
+        field=error.field,
+        target_epoch=message.target_epoch,
+        draft_epoch=getattr(message, "draft_epoch", 0),
+        round_idx=getattr(message, "round_idx", 0),
+    )
 
 
 def _is_under_way(request: TargetRequest, round_idx: int) -> bool:

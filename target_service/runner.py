@@ -52,6 +52,7 @@ class PathOutputs:
         accept_index: Nodes of the path, root first, -1 padded.
         accept_length: [B], bonus included.
         token_ids: The target's token at each path node.
+        is_finite: 0 where the raw logits of that token were not all finite.
         num_nodes: [B], of trees from the mailbox, root included; 1: the tree did not come in time.
             None: the trees were here.
         logprobs: Of those tokens; None when nobody asked.
@@ -62,6 +63,7 @@ class PathOutputs:
     accept_index: NDArray[np.int64]
     accept_length: NDArray[np.int64]
     token_ids: NDArray[np.int32]
+    is_finite: NDArray[np.uint8]
     num_nodes: NDArray[np.int64] | None = None
     logprobs: NDArray[np.float32] | None = None
     top_ids: NDArray[np.int64] | None = None
@@ -232,9 +234,10 @@ class TargetRunner:
         if raw_rows is not None and sampling.edits_logits:
             raw = logits[raw_rows]
             raw_rows = torch.arange(len(raw), device=raw.device)
-        tokens = self.sampler.sample(logits, sampling, inputs.position)  # [L]
+        tokens, is_finite = self.sampler.sample(logits, sampling, inputs.position)  # [L] each
         outputs = NodeOutputs(len(tokens))
         outputs.register("token_ids", tokens)
+        outputs.register("is_finite", is_finite)
         if extended.features is not None and inputs.wants_features:
             outputs.register("features", self._project(inputs.gather(extended.features)))
         if inputs.logprob_rows is not None:

@@ -113,6 +113,10 @@ class TargetConfig(WorkerConfig):
     model: str = option(
         "demo", "checkpoint directory of the target, or demo", aliases=("model_path",)
     )
+    allow_inexact: bool = option(
+        default=False,
+        help="serve even if the self-test finds that speculation may change the output",
+    )
     draft_model: str = option(
         "demo",
         "draft checkpoint whose features to capture: a directory, demo or none",

@@ -47,6 +47,7 @@ def _prompt_info_to_proto(info: generation.PromptInfo) -> pb.PromptInfo:
         num_prompt_tokens=info.num_prompt_tokens,
         num_cached_tokens=info.num_cached_tokens,
         seed=info.seed,
+        model_fingerprint=info.model_fingerprint,
     )
 
 
@@ -57,6 +58,7 @@ def _prompt_info_from_proto(message: pb.PromptInfo) -> generation.PromptInfo:
         num_prompt_tokens=message.num_prompt_tokens,
         num_cached_tokens=message.num_cached_tokens,
         seed=message.seed,
+        model_fingerprint=message.model_fingerprint,
     )
 
 

@@ -9,6 +9,8 @@ from shared.messages.fields import require_float, require_ids, require_range
 
 MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
+MIN_TEMPERATURE = 9.999999747378752e-06  # 1e-5 as the float32 of the wire
+"""Below it a token is greedy: logits divided by less overflow float32 without choosing better."""
 
 
 def sampling_to_proto(params: types.SamplingParams) -> generation_pb2.SamplingParams:
@@ -39,12 +41,13 @@ def sampling_from_proto(
     def value(field: str, default: float) -> float:
         return getattr(message, field) if message.HasField(field) else default
 
+    temperature = require_float(value("temperature", 0.0), "temperature", 0.0)
     bias = sorted(message.logit_bias.items())
     for token_id, amount in bias:
         require_range(token_id, "logit_bias", 0)
         require_float(amount, f"logit_bias[{token_id}]", -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return types.SamplingParams(
-        temperature=require_float(value("temperature", 0.0), "temperature", 0.0),
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_p=require_float(value("top_p", 1.0), "top_p", 0.0, 1.0, low_open=True),
         min_p=require_float(value("min_p", 0.0), "min_p", 0.0, 1.0),
         top_k=require_range(message.top_k, "top_k", 0),

@@ -11,7 +11,13 @@ from shared.messages.convert_params import (
     stopping_from_proto,
     stopping_to_proto,
 )
-from shared.messages.convert_tree import shape_from_proto, tree_from_proto, tree_to_proto
+from shared.messages.convert_tree import (
+    shape_from_proto,
+    times_from_proto,
+    times_to_proto,
+    tree_from_proto,
+    tree_to_proto,
+)
 from shared.messages.fields import Within, require_ids, require_range, require_request_id
 
 MAX_TOP_LOGPROBS = 20
@@ -65,6 +71,7 @@ def target_admitted_to_proto(value: types.TargetAdmitted) -> target_pb2.TargetAd
         request_id=value.request_id,
         target_epoch=value.target_epoch,
         num_cached_tokens=value.num_cached_tokens,
+        times=None if value.times is None else times_to_proto(value.times),
     )
 
 
@@ -74,6 +81,7 @@ def target_admitted_from_proto(message: target_pb2.TargetAdmitted) -> types.Targ
         request_id=require_request_id(message.request_id),
         target_epoch=require_range(message.target_epoch, "target_epoch", 0),
         num_cached_tokens=require_range(message.num_cached_tokens, "num_cached_tokens", 0),
+        times=times_from_proto(message.times) if message.HasField("times") else None,
     )
 
 

@@ -335,6 +335,10 @@ def info_to_proto(info: types.WorkerInfo) -> tree_pb2.WorkerInfo:
         draft_window=info.draft_window,
         feature_ring=info.feature_ring,
         peer_socket=info.peer_socket,
+        device_model=info.device_model,
+        versions=info.versions,
+        cpu_threads=info.cpu_threads,
+        logits_hash=info.logits_hash,
     )
 
 
@@ -361,4 +365,8 @@ def info_from_proto(message: tree_pb2.WorkerInfo) -> types.WorkerInfo:
         draft_window=require_range(message.draft_window, "draft_window", 0),
         feature_ring=message.feature_ring,
         peer_socket=message.peer_socket,
+        device_model=message.device_model,
+        versions=message.versions,
+        cpu_threads=message.cpu_threads,
+        logits_hash=message.logits_hash,
     )

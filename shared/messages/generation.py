@@ -16,6 +16,7 @@ class PromptInfo:
 
     Args:
         seed: The seed in use; resending it with the same request gives the same output.
+        model_fingerprint: Of what computes the output; "" from a server that does not say.
     """
 
     request_id: str
@@ -23,6 +24,12 @@ class PromptInfo:
     num_prompt_tokens: int
     num_cached_tokens: int
     seed: int
+    model_fingerprint: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return "": every event has a text, which is the output when put together."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +67,7 @@ class SpeculationStats:
     Args:
         num_rounds: Verify rounds, root-only ones included, prefills excluded.
         num_draft_tokens: Nodes verified, roots excluded.
-        num_accepted_drafts: Bonus tokens excluded.
+        num_accepted_drafts: Bonus tokens and what a stop cut off excluded.
         accept_length_histogram: Entry j counts the rounds with j accepted drafts.
         num_moved_rounds: Rounds whose accepted nodes were not the first ones of the tree.
     """
@@ -117,6 +124,11 @@ class FinishInfo:
     timings: Timings = field(default_factory=Timings)
     retries: int = 0
     round_times: tuple[RoundTimes, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Return "": every event has a text, which is the output when put together."""
+        return ""
 
 
 GenerateEvent = PromptInfo | TokenDelta | FinishInfo

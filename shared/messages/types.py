@@ -307,6 +307,7 @@ class WorkerInfo:
     Args:
         feature_ring: Name of the target's feature ring; empty: it has none.
         peer_socket: Name of the target's socket for drafts on its host; empty: it has none.
+        device_model, versions, cpu_threads, logits_hash: Of a target; what else decides about bits.
     """
 
     incarnation: str
@@ -325,6 +326,10 @@ class WorkerInfo:
     draft_window: int = 0
     feature_ring: str = ""
     peer_socket: str = ""
+    device_model: str = ""
+    versions: str = ""
+    cpu_threads: int = 0
+    logits_hash: str = ""
 
 
 # --- messages of the target's session and feature streams ---------------------------------------
@@ -425,11 +430,16 @@ class TargetClose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAdmitted:
-    """The request holds pages and is being prefilled."""
+    """The request holds pages and is being prefilled.
+
+    Args:
+        times: From the reservation of its pages to this answer; None = not known.
+    """
 
     request_id: str
     target_epoch: int
     num_cached_tokens: int = 0
+    times: AnswerTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,9 @@ class CausalLM:
 
     Args:
         num_positions: Length of the rotary tables; None = max_position_embeddings.
+
+    Attributes:
+        products: How its weights and its attention are multiplied on a CPU.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class CausalLM:
             DecoderLayer(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
         ]
         self._norm = reader.load("model.norm.weight", (config.hidden_size,))
-        self._head = load_head(reader, config, self._embedding)
+        head = load_head(reader, config, self._embedding)
+        self._head = reader.products.weight(head)
+        self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
         self._rope = RopeTable(config, num_positions or config.max_position_embeddings, self.device)

@@ -7,7 +7,6 @@ middle of a step. Exit codes: 0 = the front closed the pipe, 1 = an error (its t
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import logging
 import os
@@ -20,6 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.garbage import settle_garbage
+from shared.logs import configure_logging
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import Engine, EngineFactory, EngineReport
 from shared.rpc.pipe import BlockingPipe
@@ -32,7 +33,6 @@ REPORT_DELAY_S = 0.05
 # Longer than a step of many requests: waking takes 0.2 ms, and an engine that fell asleep in every
 # step of the other one would lose them in every round.
 BUSY_POLL_US = 20_000
-GC_THRESHOLD = 50_000
 MIN_SPINNING_CORES = 8
 
 _PR_SET_PDEATHSIG = 1
@@ -85,13 +85,11 @@ def engine_main(
     # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the front decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(log_level)
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)
-        gc.collect()  # what loading left behind would be kept for ever with the rest
-        gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
-        gc.set_threshold(GC_THRESHOLD)  # messages hold no cycles: there is next to nothing to find
+        settle_garbage()
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe, busy_poll_s=_busy_poll_s(config.busy_poll_us, engine.info.device))
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -110,6 +110,7 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _readable(request: Any) -> Any:
     if isinstance(request, _Unreadable):
+        logger.info("refused a message that cannot be read: %s", request.cause)
         raise InvalidArgumentError(
             f"these bytes are no message of this method: {request.cause}; "
             "make them from its .proto file",

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shared.messages import types
+from shared.messages.convert_params import MIN_TEMPERATURE
 
 request_ids = st.text(min_size=1, max_size=40)
 epochs = st.integers(0, 2**31 - 1)
@@ -25,7 +26,7 @@ def ids(*, min_size: int = 0, max_size: int = 40) -> st.SearchStrategy[tuple[int
 
 sampling = st.builds(
     types.SamplingParams,
-    temperature=floats(0, 100),
+    temperature=st.just(0.0) | floats(MIN_TEMPERATURE, 100),
     top_p=floats(0, 1, exclude_min=True),
     min_p=floats(0, 1),
     top_k=counts,
@@ -229,6 +230,10 @@ infos = st.builds(
     draft_window=counts,
     feature_ring=st.text(max_size=20),
     peer_socket=st.text(max_size=20),
+    device_model=st.text(max_size=20),
+    versions=st.text(max_size=20),
+    cpu_threads=counts,
+    logits_hash=st.text(max_size=64),
 )
 failures = st.builds(
     types.RequestFailure,
@@ -276,7 +281,11 @@ peer_detaches, detached = (
 )
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
-    types.TargetAdmitted, request_id=request_ids, target_epoch=epochs, num_cached_tokens=counts
+    types.TargetAdmitted,
+    request_id=request_ids,
+    target_epoch=epochs,
+    num_cached_tokens=counts,
+    times=st.none() | answer_times,
 )
 subscribes = st.builds(
     types.FeatureSubscribe,

@@ -62,6 +62,17 @@ async def test_a_completion_has_everything(model: Path) -> None:
     assert done.retries == 0
 
 
+async def test_queueing_ends_where_prefilling_begins(model: Path) -> None:
+    async with (
+        fake_target(step_s=0.2) as target,
+        serving(model, [target]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        timings = (await client.generate(token_ids=PROMPT, max_new_tokens=1)).timings
+    assert timings.queue_ms > 0
+    assert timings.time_to_first_token_ms - timings.queue_ms >= 199, "the step is no queueing"
+
+
 @pytest.mark.parametrize("is_timed", [False, True])
 async def test_rounds_are_timed_when_asked_for(model: Path, *, is_timed: bool) -> None:
     async with (

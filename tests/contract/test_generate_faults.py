@@ -11,8 +11,9 @@ import pytest
 
 from coppice import AsyncClient, Client, Completion, TokenDelta
 from coppice.client import _Transcript
+from shared.errors import StaleStateError, UnavailableError
 from shared.messages import TargetOpen
-from shared.messages.generation import GenerateEvent
+from shared.messages.generation import GenerateEvent, PromptInfo
 from tests.contract.serving import closed, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,
@@ -289,6 +290,59 @@ async def test_a_lost_orchestrator_is_resumed_by_both_clients(model: Path) -> No
                 assert again.token_ids == done.token_ids
                 assert again.text == done.text
         await freed(a_target, a_draft)
+
+
+async def test_a_failover_never_goes_to_a_target_that_computes_otherwise(model: Path) -> None:
+    """The request waits for its like, and then says that there is none."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(target("first"))
+        other = await stack.enter_async_context(
+            fake_target(FakeTarget(incarnation="other", logits_hash="b" * 64), step_s=STEP_S)
+        )
+        server = await stack.enter_async_context(
+            serving(model, [first, other], waits=False, step_timeout_s=1.0)
+        )
+        await server.sees(targets=1, drafts=0)
+        (used,) = server.orchestrator.pool._targets
+        lost, kept = (first, other) if used.address == first.address else (other, first)
+        client = await stack.enter_async_context(AsyncClient(server.address, max_retries=0))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(60)
+        await kill(lost)
+        await server.sees(targets=1, drafts=0)  # the other one serves new requests now
+        with pytest.raises(UnavailableError):
+            await asyncio.wait_for(request.task, 60)
+        assert not any(isinstance(m, TargetOpen) for m in kept.engine.received)
+        done = await client.generate(token_ids=PROMPT, max_new_tokens=5)
+        assert list(done.token_ids) == generate(PROMPT, 5)
+
+
+async def test_a_server_that_computes_otherwise_is_not_resumed(model: Path) -> None:
+    """Neither by the client by itself nor by hand; a request without output begins anew."""
+    async with target("first") as first, contextlib.AsyncExitStack() as later:
+        async with contextlib.AsyncExitStack() as first_life:
+            server = await first_life.enter_async_context(serving(model, [first]))
+            client = await later.enter_async_context(AsyncClient(server.address, max_retries=10))
+            request = await later.enter_async_context(long_request(client))
+            begun = client.stream(token_ids=PROMPT, max_new_tokens=8)
+            info = await anext(begun)
+            assert isinstance(info, PromptInfo) and info.model_fingerprint
+            await begun.aclose()
+            await request.reaches(20)
+            port = server.port
+        other = await later.enter_async_context(
+            fake_target(FakeTarget(incarnation="other", logits_hash="b" * 64), step_s=STEP_S)
+        )
+        await later.enter_async_context(serving(model, [other], port=port))
+        with pytest.raises(StaleStateError) as caught:
+            await asyncio.wait_for(request.task, 60)
+        assert (caught.value.reason, caught.value.field) == ("MODEL_CHANGED", "resume_fingerprint")
+        output = generate(PROMPT, 8)
+        resumed = {"token_ids": PROMPT, "resume_token_ids": output[:3], "max_new_tokens": 8}
+        with pytest.raises(StaleStateError):
+            await client.generate(**resumed, resume_fingerprint=info.model_fingerprint)  # type: ignore[arg-type]
+        done = await client.generate(**resumed)  # type: ignore[arg-type]
+        assert list(done.token_ids) == output[3:]  # an old client that sends none
 
 
 async def collect(

@@ -82,6 +82,7 @@ class FakeTarget(WithoutPeer):
         has_features: Whether requests keep features at all.
         ring: Carries rows to subscribers that can read it.
         channel: Name that drafts channel to; the messages in `attached` are to be carried there.
+        logits_hash: What tells it from targets that compute otherwise.
     """
 
     incarnation: str = "fake-target"
@@ -91,6 +92,7 @@ class FakeTarget(WithoutPeer):
     width: int = WIDTH
     eos_token_ids: tuple[int, ...] = ()
     ring: FeatureRing | None = None
+    logits_hash: str = "a" * 64
     channel: str = ""
     attached: list[Any] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
@@ -121,6 +123,7 @@ class FakeTarget(WithoutPeer):
             load=self.load,
             feature_ring=self.ring.name if self.ring is not None else "",
             peer_socket=self.channel,
+            logits_hash=self.logits_hash,
         )
 
     @property
@@ -365,7 +368,9 @@ class FakeTarget(WithoutPeer):
     def _prefill(self, request: _Request) -> None:
         self._outbox.append(
             TargetAdmitted(
-                request_id=request.open.request_id, target_epoch=request.open.target_epoch
+                request_id=request.open.request_id,
+                target_epoch=request.open.target_epoch,
+                times=AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns()),
             )
         )
         self._num_rows += len(request.tokens)

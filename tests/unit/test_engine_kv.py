@@ -29,8 +29,6 @@ from tests.engines import (
 )
 from tests.local_pair import LocalPair, LocalRequest
 
-pytestmark = pytest.mark.slow
-
 
 class Eavesdropper(PoisonedPair):
     """A pair that keeps a copy of every feature row it forwards."""

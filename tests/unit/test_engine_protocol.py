@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,8 +59,11 @@ def answers(target: TargetEngine, *messages: Any) -> list[Any]:
 
 
 def opened(target: TargetEngine, **changes: Any) -> AcceptedPath:
+    began_ns = time.monotonic_ns()
     admitted, path = answers(target, open_message(**changes))
     assert isinstance(admitted, TargetAdmitted) and isinstance(path, AcceptedPath)
+    assert admitted.times is not None
+    assert began_ns < admitted.times.begin_ns < time.monotonic_ns()
     return path
 
 

@@ -24,8 +24,6 @@ from tests.local_pair import LocalRequest
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
-
 Trees = dict[tuple[str, int], tuple[object, ...]]
 
 

@@ -24,9 +24,6 @@ from tests.local_pair import LocalRequest
 pytestmark = pytest.mark.slow
 
 
-pytestmark = pytest.mark.slow
-
-
 def requests_of(seed: int) -> list[LocalRequest]:
     rng = random.Random(seed)
     samplings = [

@@ -13,7 +13,7 @@ import torch
 from draft_service.engine import DraftEngine
 from shared.device import DTYPES
 from shared.messages import FeatureChunk, FeatureSpec, RingSpan, SamplingParams
-from shared.models.checkpoint import model_hash
+from shared.models.digest import model_hash
 from shared.peer.ring import RING_DIR, RingReader
 from shared.peer.shared_files import RINGS
 from target_service.engine import TargetEngine

@@ -16,6 +16,7 @@ from shared.messages import (
     DraftOpen,
     DraftRound,
     FinishReason,
+    RequestFailure,
     SamplingParams,
     TargetOpen,
     TokenTree,
@@ -347,3 +348,42 @@ def test_a_lost_draft_worker_is_replaced_by_another_one() -> None:
         await scene.check_free()
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(("num_tokens", "is_news"), [(1, False), (12, True)])
+def test_a_lost_draft_is_news_only_to_a_request_that_goes_on(
+    caplog: pytest.LogCaptureFixture, num_tokens: int, *, is_news: bool
+) -> None:
+    """A request that ends at once may be gone from the target before its draft asks there."""
+
+    async def main() -> None:
+        scene = Scene()
+
+        def slow_paths(message: Any) -> list[tuple[float, Any]]:
+            return [(0.01 if isinstance(message, AcceptedPath) else 0.0, message)]
+
+        def refuse(message: Any) -> list[tuple[float, Any]]:
+            """Say in time that the target no longer has the request."""
+            if isinstance(message, DraftOpen) and message.draft_epoch == 1:
+                failure = RequestFailure(
+                    request_id=message.request_id,
+                    code=int(StatusCode.NOT_FOUND),
+                    reason="REQUEST_NOT_FOUND",
+                    message="no request here",
+                    target_epoch=message.target_epoch,
+                    draft_epoch=message.draft_epoch,
+                )
+                asyncio.get_running_loop().call_later(0.002, draft._deliver, failure)
+                refused.append(message)
+                return []
+            return pass_on(message)
+
+        refused: list[DraftOpen] = []
+        scene.add_target(on_reply=slow_paths)
+        draft = scene.add_draft(on_request=refuse)
+        events = await scene.serve(max_new_tokens=num_tokens)
+        check_stream(events, generate(PROMPT, num_tokens))
+        assert len(refused) == 1
+
+    run_virtual(main())
+    assert ("the draft is lost: no request here" in caplog.text) is is_news

@@ -177,8 +177,9 @@ def test_a_retracted_request_returns_to_an_idle_target_whatever_it_reports() -> 
 
     async def main() -> None:
         pool = WorkerPool()
-        pool.open_target(target("a", load=WorkerLoad(num_free_pages=0, num_pages=100)))
-        await pool.acquire_target(need(wants_room=True), patience_s=0)
+        idle = target("a", load=WorkerLoad(num_free_pages=0, num_pages=100))
+        pool.open_target(idle)
+        assert await pool.acquire_target(need(wants_room=True), patience_s=0) is idle
 
     run_virtual(main())
 

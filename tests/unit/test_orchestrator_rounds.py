@@ -21,6 +21,7 @@ from shared.messages import (
     TargetClose,
     TargetOpen,
     TokenTree,
+    TreeShape,
     VerifyRound,
 )
 from shared.messages.generation import TokenDelta
@@ -157,6 +158,30 @@ def test_a_request_that_kills_two_workers_is_refused() -> None:
         assert third.engine.received == []
         await asyncio.sleep(1.0)
         assert scene.drafts[0].engine.requests == {}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("shape", [SHAPE, None])
+@pytest.mark.parametrize("has_peer", [False, True])
+def test_logits_that_are_no_numbers_end_the_request(
+    shape: TreeShape | None, *, has_peer: bool
+) -> None:
+    """At once, in any kind of round, and on no other worker: the same would happen there."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=has_peer)
+        broken = failed(StatusCode.INTERNAL, "NON_FINITE_LOGITS")
+        for _ in range(2):
+            scene.add_target(on_reply=scripted(iter([pass_on] * 5 + [broken]), only=AcceptedPath))
+        scene.add_draft()
+        with pytest.raises(InternalError) as caught:
+            await scene.serve(shape=shape, max_new_tokens=400)
+        assert caught.value.reason == "NON_FINITE_LOGITS"
+        assert asyncio.get_running_loop().time() < 1.0
+        opens = [m for t in scene.targets for m in t.engine.received if isinstance(m, TargetOpen)]
+        assert len(opens) == 1
+        await scene.check_free()
 
     run_virtual(main())
 
