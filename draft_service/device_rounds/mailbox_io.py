@@ -1,13 +1,14 @@
-"""What a draft's device takes from targets' mailboxes, and posts there."""
+"""What a draft's device posts to the mailboxes of targets, and takes from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from draft_service.phases import DraftExtendInput, DraftInput, MailedPaths, MailedTrees
-from draft_service.request import DraftRequest
+from draft_service.phases import DraftExtendInput, DraftInput
+from draft_service.request import DeviceTree
 from shared.kernels.mailbox_growth import advance_growth
 from shared.kernels.mailbox_paths import take_paths, take_rows
 from shared.kernels.mailbox_trees import post_trees
@@ -20,54 +21,98 @@ from shared.step.staging import Fields, Staging
 PATH_PATIENCE_US = 100_000
 
 
-def stage_trees(requests: Sequence[DraftRequest], staging: Staging) -> list[MailedTrees]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreePosts:
+    """Where grown trees are posted for a target's device.
+
+    Args:
+        words: [S, 64] i64, the mailbox's trees.
+        slot, round_tag: [B] i32, place of each tree and tag of its round; slot -1: not posted.
+    """
+
+    words: torch.Tensor
+    slot: torch.Tensor
+    round_tag: torch.Tensor
+
+    def post(self, packed: torch.Tensor) -> None:
+        """Post trees as `select_nodes` packs them; launches only."""
+        post_trees(self.words, packed, self.slot, self.round_tag)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailboxPaths:
+    """Where paths come from, and where the trees go that grow from their ends.
+
+    Args:
+        mailbox: Of all of them.
+        slot, round_tag: [R] i32, place of each path and tag of its round.
+        path_width: Tokens of the longest path that may come.
+        posts: Of as many trees.
+    """
+
+    mailbox: MailboxEnd
+    slot: torch.Tensor
+    round_tag: torch.Tensor
+    path_width: int
+    posts: TreePosts
+
+
+def stage_posts(
+    trees: Sequence[DeviceTree | None],
+    mailboxes: Sequence[MailboxEnd | None],
+    staging: Staging,
+) -> list[TreePosts]:
     """Stage where the trees go that targets' devices wait for, a mailbox after the other.
 
     Args:
+        trees: Of every request that grows one; None: no device waits for it.
+        mailboxes: Of the same requests.
         staging: Of nothing else in the step.
     """
-    mailboxes = [request.mailbox if request.round_tag else None for request in requests]
-    distinct = {id(mailbox): mailbox for mailbox in mailboxes if mailbox is not None}
+    used = [
+        None if tree is None else mailbox for tree, mailbox in zip(trees, mailboxes, strict=True)
+    ]
+    distinct = {id(mailbox): mailbox for mailbox in used if mailbox is not None}
     if not distinct:
         return []
     staging.begin()
-    mail = []
+    posts = []
     for mailbox in distinct.values():
-        host, device = staging.place_zeros(_tree_fields, len(requests))
-        host["seq"][:] = [request.round_tag for request in requests]
+        host, device = staging.place_zeros(_tree_fields, len(trees))
+        host["round_tag"][:] = [0 if tree is None else tree.round_tag for tree in trees]
         host["slot"][:] = [
-            request.mailbox_slot if own is mailbox else -1
-            for request, own in zip(requests, mailboxes, strict=True)
+            tree.slot if tree is not None and own is mailbox else -1
+            for tree, own in zip(trees, used, strict=True)
         ]
-        mail.append(MailedTrees(words=mailbox.trees, **device))
+        posts.append(TreePosts(words=mailbox.trees, **device))
     staging.flush()
-    return mail
+    return posts
 
 
 def place_paths(
-    requests: Sequence[DraftRequest], mailbox: MailboxEnd, path_width: int, staging: Staging
-) -> MailedPaths:
-    """Place where the paths through the requests' newest trees are, and where the next trees go.
+    trees: Sequence[DeviceTree], mailbox: MailboxEnd, path_width: int, staging: Staging
+) -> MailboxPaths:
+    """Place where the paths through the newest trees are, and where the next trees go.
 
     Args:
         path_width: Tokens of the longest path.
     """
-    host, device = staging.place_zeros(_path_fields, len(requests))
-    host["slot"][:] = [request.mailbox_slot for request in requests]
-    host["path_seq"][:] = [request.round_tag for request in requests]
-    host["tree_seq"][:] = [next_tag(request.round_tag) for request in requests]
+    host, device = staging.place_zeros(_path_fields, len(trees))
+    host["slot"][:] = [tree.slot for tree in trees]
+    host["path_tag"][:] = [tree.round_tag for tree in trees]
+    host["tree_tag"][:] = [next_tag(tree.round_tag) for tree in trees]
     slot = device["slot"]
-    return MailedPaths(
+    return MailboxPaths(
         mailbox=mailbox,
         slot=slot,
-        seq=device["path_seq"],
+        round_tag=device["path_tag"],
         path_width=path_width,
-        trees=MailedTrees(words=mailbox.trees, slot=slot, seq=device["tree_seq"]),
+        posts=TreePosts(words=mailbox.trees, slot=slot, round_tag=device["tree_tag"]),
     )
 
 
 def take_from_mailbox(
-    paths: MailedPaths,
+    paths: MailboxPaths,
     extend: DraftExtendInput,
     grow: DraftInput,
     stop: torch.Tensor,
@@ -89,7 +134,7 @@ def take_from_mailbox(
     taken = take_paths(
         mailbox.paths,
         paths.slot,
-        paths.seq,
+        paths.round_tag,
         stop,
         extend.token_ids,
         extend.rows.slot_mapping,
@@ -106,7 +151,7 @@ def take_from_mailbox(
         take_rows(
             mailbox.rows,
             paths.slot,
-            paths.seq,
+            paths.round_tag,
             taken,
             extend.features,
             path_width=paths.path_width,
@@ -162,8 +207,8 @@ def compile_mailbox(
 
 
 def _tree_fields(num_reqs: int) -> Fields:
-    return {"slot": (torch.int32, (num_reqs,)), "seq": (torch.int32, (num_reqs,))}
+    return dict.fromkeys(("slot", "round_tag"), (torch.int32, (num_reqs,)))
 
 
 def _path_fields(num_reqs: int) -> Fields:
-    return dict.fromkeys(("slot", "path_seq", "tree_seq"), (torch.int32, (num_reqs,)))
+    return dict.fromkeys(("slot", "path_tag", "tree_tag"), (torch.int32, (num_reqs,)))
