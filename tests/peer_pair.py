@@ -48,7 +48,7 @@ class PeerPair(LocalPair):
         **options: Any,
     ) -> None:
         super().__init__(target, draft, **options)
-        self.target_socket = target.info.channel
+        self.target_socket = target.info.peer_socket
         self.is_deaf = False
         """Whether answers wait in `unheard`."""
         self.unheard: list[AcceptedPath] = []

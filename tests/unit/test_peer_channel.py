@@ -18,6 +18,7 @@ import pytest
 
 from coppice.v1 import peer_pb2
 from shared.messages import DraftRound, FeatureChunk, PeerDetach, TreeBatch, TreeShape
+from shared.peer import channel as channel_module
 from shared.peer.channel import (
     PeerChannels,
     PeerListener,
@@ -28,7 +29,6 @@ from shared.peer.channel import (
     remove_stale_sockets,
 )
 from shared.peer.ring import RING_DIR
-from shared.rpc import channel as channel_module
 
 pytestmark = pytest.mark.timeout(60)
 
