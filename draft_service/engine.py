@@ -6,14 +6,12 @@ round its speculation, nothing else.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from draft_service.features import FeatureReader
-from draft_service.front import Front
 from draft_service.path_source import PathSource
 from draft_service.peer_rounds import PeerRounds
 from draft_service.pipeline import DraftPipeline
@@ -32,6 +30,7 @@ from shared.messages import (
     WorkerLoad,
 )
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
+from shared.step.recorder import Recorder
 from shared.tree import check_shape
 
 
@@ -57,11 +56,13 @@ class DraftEngine:
         self.channels = PeerChannels()
         self.source = source
         self._runner = runner
-        self._front = Front()
+        self._recorder = Recorder(runner.pool.device)
+        self._outbox: list[Any] = []
         self._reader = FeatureReader(info.features.width)
         self._requests = RequestTable(
             runner.pool,
-            self._front,
+            self._outbox,
+            self._recorder,
             input_shift=runner.model.input_shift,
             window=runner.window,
             vocab_size=info.vocab_size,
@@ -69,13 +70,18 @@ class DraftEngine:
         )
         self._peers = PeerRounds(self._requests, self._reader, self.channels, self.source)
         self.pipeline = DraftPipeline(
-            runner, self._requests, self._front, self.source, max_batch_rows=max_batch_rows
+            runner,
+            self._requests,
+            self._outbox,
+            self.source,
+            self._recorder,
+            max_batch_rows=max_batch_rows,
         )
 
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        return self.pipeline.has_work or self._front.has_messages
+        return self.pipeline.has_work or bool(self._outbox)
 
     @property
     def has_work_in_s(self) -> float | None:
@@ -110,8 +116,10 @@ class DraftEngine:
         Returns: TokenTree, RequestFailure, RequestRetracted and FeatureCommand messages.
         """
         self.pipeline.step()
-        self._requests.busy_until_ns = time.monotonic_ns()
-        return self._front.take()
+        self._recorder.end_step()
+        outputs = self._outbox.copy()
+        self._outbox.clear()
+        return outputs
 
     def launch_awaited(self) -> None:
         """Do nothing: a step of a draft launches all that there is."""
@@ -179,4 +187,4 @@ class DraftEngine:
         if request is None or failure.draft_epoch not in (0, request.open.draft_epoch):
             return
         self._requests.drop(request)
-        self._front.put(replace(failure, draft_epoch=request.open.draft_epoch))
+        self._outbox.append(replace(failure, draft_epoch=request.open.draft_epoch))

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from draft_service.engine import DraftEngine
-from draft_service.path_source import HostPaths, PathSource
+from draft_service.path_source import PathSource
 from draft_service.pipeline import CHUNK_ROWS
 from draft_service.runner import DraftRunner
 from draft_service.warm_up import warm_up
@@ -35,7 +35,7 @@ MIN_WINDOW = 16
 def choose_source(runner: DraftRunner) -> PathSource:
     """Return device rounds on a GPU; a CPU waits for nobody, so every path comes with an order."""
     if runner.pool.device.type != "cuda":
-        return HostPaths()
+        return PathSource()
     from draft_service.device_rounds.rounds import DeviceRounds
 
     return DeviceRounds(runner)

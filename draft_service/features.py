@@ -15,7 +15,6 @@ bytes, which come through the front.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from typing import Any, NamedTuple, Self
 
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draft_service.front import Front
 from shared.device import DTYPES
 from shared.errors import InvalidArgumentError
 from shared.messages import (
@@ -38,6 +36,7 @@ from shared.messages import (
 )
 from shared.peer.channel import PeerChannel
 from shared.peer.ring import RingReader
+from shared.step.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -112,16 +111,18 @@ class FeatureStream:
     """The feature rows of one request, in order and without gaps.
 
     Args:
+        outbox: Takes what goes to the front.
         start: Position of the first row that the draft needs.
     """
 
-    def __init__(self, message: DraftOpen, front: Front, *, start: int) -> None:
+    def __init__(
+        self, message: DraftOpen, outbox: list[Any], recorder: Recorder, *, start: int
+    ) -> None:
         self.end = start
         """Position after the last row received."""
-        self.received_ns = 0
-        """When rows came last, if the request is timed."""
         self._open = message
-        self._front = front
+        self._outbox = outbox
+        self._recorder = recorder
         self._channel: PeerChannel | None = None
         self._is_by_channel = False
         self._acknowledged = start
@@ -209,8 +210,7 @@ class FeatureStream:
             )
             self.subscribe(avoids_ring=True)
             return
-        if self._open.is_timed:
-            self.received_ns = time.monotonic_ns()
+        self._recorder.mark(self._open.request_id, "features")
         self._is_requested = False
         num_rows = rows.stop - rows.first
         num_new = start + num_rows - self.end
@@ -238,7 +238,7 @@ class FeatureStream:
             assert self._channel is not None
             self._channel.put(command)
             return
-        self._front.put(
+        self._outbox.append(
             FeatureCommand(
                 target_address=self._open.target_address, command=command, avoids_ring=avoids_ring
             )

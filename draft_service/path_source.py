@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -21,6 +20,7 @@ from draft_service.answers import GrownTrees
 from draft_service.request import DeviceTree, DraftRequest
 from shared.messages import TreeShape
 from shared.peer.channel import PeerChannel
+from shared.step.step_timer import StepTimer
 
 PostTrees = Callable[[torch.Tensor], None]
 """Posts the trees of a growth, as `select_nodes` packs them; launches only."""
@@ -38,12 +38,15 @@ class ConfirmedTrees:
     num_tokens: Sequence[int]
 
 
-class PathSource(Protocol):
-    """Accepted paths that the device has before its host."""
+class PathSource:
+    """Accepted paths that the device has before its host. This one has none: no device does
+    anything by itself, and every path comes with an order.
+    """
 
     @property
     def is_running(self) -> bool:
         """Return whether something was launched and not confirmed or given up."""
+        return False
 
     def connect(self, socket_name: str, channel: PeerChannel) -> None:
         """Look for the mailbox of the target at the other end of a new channel."""
@@ -53,14 +56,17 @@ class PathSource(Protocol):
 
     def has_mailbox(self, channel: PeerChannel) -> bool:
         """Return whether the device can post trees for the target at a channel."""
+        return False
 
     def place_tree(
         self, channel: PeerChannel, slot: int, round_tag: int, shape: TreeShape
     ) -> DeviceTree | None:
         """Return where the tree of an order is to be posted; None: nowhere."""
+        return None
 
     def stage_posts(self, requests: Sequence[DraftRequest]) -> PostTrees | None:
         """Stage where the trees of requests that are about to grow are posted; None: nowhere."""
+        return None
 
     def next_shape(self, requests: Sequence[DraftRequest]) -> TreeShape | None:
         """Return the shape of the trees that the device can grow next by itself; None: it cannot.
@@ -68,19 +74,22 @@ class PathSource(Protocol):
         Args:
             requests: All of the engine.
         """
+        return None
 
-    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape) -> None:
+    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape, timer: StepTimer) -> None:
         """Let the device wait for what the target accepts of the newest trees, and go on from it.
 
         Args:
             requests: Those that have this `next_shape`, with slots reserved.
         """
+        raise AssertionError("there is no shape")
 
     def confirm(self) -> ConfirmedTrees | None:
-        """Return what of the last launch counts; the rest of it is void.
+        """Return what was launched and is the same as what would be done now; the rest is void.
 
         Waits for the device, which waits no longer for paths that are not there.
         """
+        return None
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile what posts and takes.
@@ -88,44 +97,3 @@ class PathSource(Protocol):
         Args:
             dtype: Of the features that will come.
         """
-
-
-class HostPaths:
-    """No device does anything by itself: every path comes with an order."""
-
-    is_running = False
-
-    def connect(self, socket_name: str, channel: PeerChannel) -> None:
-        """Look for no mailbox."""
-
-    def disconnect(self, channel: PeerChannel) -> None:
-        """Leave none."""
-
-    def has_mailbox(self, channel: PeerChannel) -> bool:
-        """Return False."""
-        return False
-
-    def place_tree(
-        self, channel: PeerChannel, slot: int, round_tag: int, shape: TreeShape
-    ) -> DeviceTree | None:
-        """Return None."""
-        return None
-
-    def stage_posts(self, requests: Sequence[DraftRequest]) -> PostTrees | None:
-        """Return None."""
-        return None
-
-    def next_shape(self, requests: Sequence[DraftRequest]) -> TreeShape | None:
-        """Return None."""
-        return None
-
-    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape) -> None:
-        """Never called: there is no shape."""
-        raise AssertionError("nothing can be launched without a mailbox")
-
-    def confirm(self) -> ConfirmedTrees | None:
-        """Return None."""
-        return None
-
-    def compile(self, dtype: torch.dtype) -> None:
-        """Compile nothing."""

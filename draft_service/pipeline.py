@@ -14,16 +14,17 @@ overlap     launched: what the device does next without its host (device rounds)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from draft_service.answers import GrownTrees, answer
 from draft_service.extend_input import ExtendWork
-from draft_service.front import Front
 from draft_service.growth_input import num_scratch_slots
 from draft_service.path_source import PathSource
 from draft_service.request import DraftRequest
 from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
 from shared.messages import TreeShape
+from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
 
 CHUNK_ROWS = 256
@@ -33,6 +34,7 @@ class DraftPipeline:
     """Advances all requests, a step at a time.
 
     Args:
+        outbox: Takes what goes to the front.
         source: Of paths that the device has first.
         max_batch_rows: Rows per extend.
     """
@@ -41,16 +43,18 @@ class DraftPipeline:
         self,
         runner: DraftRunner,
         requests: RequestTable,
-        front: Front,
+        outbox: list[Any],
         source: PathSource,
+        recorder: Recorder,
         *,
         max_batch_rows: int,
     ) -> None:
         self.num_steps = self.num_rows = self.num_request_steps = 0
         self._runner = runner
         self._requests = requests
-        self._front = front
+        self._outbox = outbox
         self._source = source
+        self._recorder = recorder
         self._max_batch_rows = max_batch_rows
         self._has_work: bool | None = None  # None: not known
 
@@ -71,10 +75,7 @@ class DraftPipeline:
         """Extend what can be extended, then grow every tree whose root is extended."""
         if self.has_work:
             self._confirm()
-        timer = StepTimer(
-            self._runner.pool.device,
-            is_on=any(r.pending and r.pending.times for r in self._requests.values()),
-        )
+        timer = self._timer([r for r in self._requests.values() if r.pending is not None])
         works = self.plan_extend()
         self._runner.extend(works, timer)
         for work in works:
@@ -86,7 +87,7 @@ class DraftPipeline:
         if growing:
             output = self._runner.read(timer)
             rows = range(len(growing))
-            answer(GrownTrees(requests=growing, rows=rows, output=output, timer=timer), self._front)
+            self._answer(GrownTrees(requests=growing, rows=rows, output=output, timer=timer))
         self._overlap()
         self._has_work = None
 
@@ -143,7 +144,7 @@ class DraftPipeline:
             request.kv_len += num_tokens
             if request.features is not None:
                 request.features.take(num_tokens)  # the device had them from the mailbox
-        answer(done.trees, self._front)
+        self._answer(done.trees)
         self._count(sum(done.num_tokens), len(requests))
         for request in requests:
             self._requests.drop_unseen(request)
@@ -168,12 +169,19 @@ class DraftPipeline:
         requests = list(self._requests.values())
         shape = self._source.next_shape(requests)
         if shape is not None and all([self._reserve_next(r, shape) for r in requests]):
-            self._source.launch(requests, shape)
+            self._source.launch(requests, shape, self._timer(requests))
 
     def _reserve_next(self, request: DraftRequest, shape: TreeShape) -> bool:
         """Reserve for the longest path through a tree, and for the tree after it, if possible."""
         num_slots = num_scratch_slots(shape)
         return self._requests.try_reserve(request, shape.num_steps + 1, num_slots)
+
+    def _answer(self, trees: GrownTrees) -> None:
+        answer(trees, self._outbox, self._recorder)
+
+    def _timer(self, requests: Sequence[DraftRequest]) -> StepTimer:
+        is_on = self._recorder.is_on
+        return self._recorder.step([request.request_id for request in requests] if is_on else ())
 
     def _count(self, num_rows: int, num_requests: int) -> None:
         self.num_steps += 1

@@ -8,15 +8,13 @@ a tree node of depth d sits at position base + L + d - 1.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from draft_service.features import FeatureStream
 from shared.errors import StaleStateError
-from shared.messages import AnswerTimes, DraftOpen, DraftRound, TreeShape
+from shared.messages import DraftOpen, DraftRound, TreeShape
 from shared.peer.channel import PeerChannel
-from shared.times import clock_id, take
 
 
 class DeviceTree(NamedTuple):
@@ -33,18 +31,15 @@ class DeviceTree(NamedTuple):
     shape: TreeShape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingTree:
+class PendingTree(NamedTuple):
     """A tree that was ordered and is not answered yet.
 
     Args:
         channel: That the order came over, and the tree goes back; None: through the front.
-        times: From the order on; None: the request is not timed.
     """
 
     order: DraftRound
     channel: PeerChannel | None
-    times: AnswerTimes | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -121,29 +116,24 @@ class DraftRequest:
         """Go on through the front: the orchestrator orders, and the front brings features."""
         self.channel = self.device_tree = None
         if self.pending is not None:
-            self.pending = replace(self.pending, channel=None)
+            self.pending = self.pending._replace(channel=None)
         if self.features is not None:
             self.features.lose_channel()
 
     def accept_order(
-        self,
-        order: DraftRound,
-        channel: PeerChannel | None,
-        *,
-        device_tree: DeviceTree | None = None,
-        busy_until_ns: int = 0,
-    ) -> None:
+        self, order: DraftRound, channel: PeerChannel | None, device_tree: DeviceTree | None
+    ) -> bool:
         """Take new committed tokens; they supersede an order that is not answered yet.
 
         An order that is older than what is held came late, and changes nothing.
 
         Args:
             channel: That the order came over; None: through the front.
-            busy_until_ns: When the engine's last step ended.
+        Returns: False if the order came late.
         Raises: StaleStateError if tokens are missing in between or differ from those held.
         """
         if order.seq_len + 1 < len(self.tokens):
-            return
+            return False
         offset = order.token_offset
         if offset > len(self.tokens):
             raise StaleStateError(
@@ -161,12 +151,5 @@ class DraftRequest:
             raise StaleStateError(
                 f"seq_len is {order.seq_len}, have {len(self.tokens)} tokens", field="seq_len"
             )
-        times = None
-        if self.open.is_timed:
-            times = (
-                AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns())
-                if channel is not None
-                else take(order.received_ns, busy_until_ns=busy_until_ns)
-            )
-        self.pending = PendingTree(order=order, channel=channel, times=times)
-        self.device_tree = device_tree
+        self.pending, self.device_tree = PendingTree(order, channel), device_tree
+        return True

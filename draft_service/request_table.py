@@ -6,7 +6,6 @@ from collections.abc import Sequence, ValuesView
 from typing import Any
 
 from draft_service.features import FeatureStream
-from draft_service.front import Front
 from draft_service.request import DeviceTree, DraftRequest
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.kv.allocator import OutOfPagesError
@@ -20,12 +19,14 @@ from shared.messages import (
     RequestRetracted,
 )
 from shared.peer.channel import PeerChannel
+from shared.step.recorder import Recorder
 
 
 class RequestTable:
     """Requests by request_id, oldest first, and the pages that they reserve.
 
     Args:
+        outbox: Takes what goes to the front.
         input_shift: Of the draft's model; 1: its requests need features.
         window: Tokens that a row attends to; 0 = everything.
         vocab_size: Of the target.
@@ -35,17 +36,17 @@ class RequestTable:
     def __init__(
         self,
         pool: KVPool,
-        front: Front,
+        outbox: list[Any],
+        recorder: Recorder,
         *,
         input_shift: int,
         window: int,
         vocab_size: int,
         max_context_len: int,
     ) -> None:
-        self.busy_until_ns = 0
-        """When the engine's last step ended: orders are taken between steps."""
         self._pool = pool
-        self._front = front
+        self._outbox = outbox
+        self._recorder = recorder
         self._input_shift = input_shift
         self._window = window
         self._vocab_size = vocab_size
@@ -107,7 +108,9 @@ class RequestTable:
             raise ResourceExhaustedError("the draft worker holds max_num_requests requests")
         num_rows = max(len(message.token_ids) - self._input_shift, 0)
         base = max(num_rows - self._window, 0) if self._window else 0
-        features = FeatureStream(message, self._front, start=base) if self._input_shift else None
+        features = None
+        if self._input_shift:
+            features = FeatureStream(message, self._outbox, self._recorder, start=base)
         request = DraftRequest(
             open=message,
             admission_idx=self._num_opened,
@@ -118,6 +121,8 @@ class RequestTable:
         )
         self._num_opened += 1
         self._held[message.request_id] = request
+        if message.is_timed:
+            self._recorder.watch(message.request_id)
         return request
 
     def take_order(
@@ -138,9 +143,11 @@ class RequestTable:
             raise InvalidArgumentError(
                 f"seq_len {order.seq_len} exceeds max_context_len", field="seq_len"
             )
-        request.accept_order(
-            order, channel, device_tree=device_tree, busy_until_ns=self.busy_until_ns
-        )
+        if request.accept_order(order, channel, device_tree):
+            if channel is None:
+                self._recorder.take_order(order.request_id, order.round_idx, order.received_ns)
+            else:
+                self._recorder.begin(order.request_id, order.round_idx)
 
     def reserve(self, request: DraftRequest, num_slots: int) -> bool:
         """Reserve slots past kv_len, retracting the newest requests while there are too few pages.
@@ -153,7 +160,7 @@ class RequestTable:
             except OutOfPagesError:
                 newest = max(self._held.values(), key=lambda held: held.admission_idx)
                 self.drop(newest)
-                self._front.put(
+                self._outbox.append(
                     RequestRetracted(
                         request_id=newest.request_id,
                         target_epoch=newest.open.target_epoch,
@@ -193,6 +200,7 @@ class RequestTable:
     def drop(self, request: DraftRequest) -> None:
         """Free what a request holds, and let its target know."""
         del self._held[request.request_id]
+        self._recorder.forget(request.request_id)
         request.is_held = False
         self._pool.release(request.req_idx)
         if request.channel is not None:
@@ -212,7 +220,7 @@ class RequestTable:
         if request is not None:
             self.drop(request)
         draft_epoch = request.open.draft_epoch if request else getattr(message, "draft_epoch", 0)
-        self._front.put(
+        self._outbox.append(
             RequestFailure(
                 request_id=message.request_id,
                 code=int(error.code),

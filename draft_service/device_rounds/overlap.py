@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draft_service.answers import PATH_STAGE
 from draft_service.device_rounds.mailbox_io import (
     MailboxPaths,
     compile_mailbox,
@@ -122,7 +123,7 @@ class OverlapRunner:
     ) -> None:
         runner = self._runner
         taken = self.take_paths(paths, extend, grow)
-        timer.device("await")
+        timer.device(PATH_STAGE)
         runner.launch_extend(extend)
         timer.device("extend")
         packed = runner.launch_growth(grow)

@@ -15,7 +15,7 @@ import torch
 from draft_service.answers import GrownTrees
 from draft_service.device_rounds.mailbox_io import stage_posts
 from draft_service.device_rounds.overlap import OverlapRunner
-from draft_service.path_source import ConfirmedTrees, PostTrees
+from draft_service.path_source import ConfirmedTrees, PathSource, PostTrees
 from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import STAGED_BYTES, DraftRunner
 from shared.kernels.mailbox_words import MAX_PATH
@@ -44,8 +44,8 @@ class _Launched:
     timer: StepTimer
 
 
-class DeviceRounds:
-    """A `PathSource`: mailboxes of targets, and what was launched and not confirmed yet.
+class DeviceRounds(PathSource):
+    """Mailboxes of targets, and what was launched and not confirmed yet.
 
     Changes no request: that is the pipeline's.
     """
@@ -113,9 +113,6 @@ class DeviceRounds:
         """Return the shape of the trees that the device can grow next by itself; None: it cannot.
 
         Only if all requests are at that point: any other that needed the device would have to wait.
-
-        Args:
-            requests: All of the engine.
         """
         if self._launched is not None or not requests or requests[0].device_tree is None:
             return None
@@ -127,18 +124,11 @@ class DeviceRounds:
             return None
         return shape if len(requests) * (shape.num_steps + 1) <= ROW_BUCKETS[-1] else None
 
-    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape) -> None:
-        """Let the device wait for what the target accepts of the newest trees, and go on from it.
-
-        Args:
-            requests: Those that have this `next_shape`, with slots reserved.
-        """
+    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape, timer: StepTimer) -> None:
+        """Let the device wait for what is accepted of the newest trees, and go on from it."""
         mailbox = self._mailbox_of(requests[0])
         trees = [request.device_tree for request in requests if request.device_tree is not None]
         assert mailbox is not None and len(trees) == len(requests)
-        timer = StepTimer(
-            self._pool.device, is_on=any(request.open.is_timed for request in requests)
-        )
         self.overlap.launch(requests, trees, mailbox, timer)
         num_tokens = [len(request.tokens) for request in requests]
         self._launched = _Launched(
@@ -146,11 +136,7 @@ class DeviceRounds:
         )
 
     def confirm(self) -> ConfirmedTrees | None:
-        """Return what was done and is the same as what would be done now; the rest is void: the
-        target's host says otherwise, or has not said it yet.
-
-        Waits for the device, which waits no longer for paths that are not there.
-        """
+        """Return what counts of what was launched: the target's host has said the same."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None
@@ -169,11 +155,7 @@ class DeviceRounds:
         return ConfirmedTrees(trees=trees, num_tokens=[len(paths[row]) for row in rows])
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Compile what posts and takes.
-
-        Args:
-            dtype: Of the features that will come.
-        """
+        """Compile what posts and takes."""
         self.overlap.compile(dtype)
 
     def _mailbox_of(self, request: DraftRequest) -> MailboxEnd | None:

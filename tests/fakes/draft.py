@@ -199,7 +199,7 @@ class FakeDraft(WithoutPeer):
         request = self.requests.get(chunk.request_id)
         if request is None or request.open.target_epoch != chunk.target_epoch:
             return
-        assert chunk.start == request.features_end, "the front must keep rows in order"
+        assert chunk.start == request.features_end, "no row is sent twice, and none is left out"
         end = chunk.start + chunk.shape[0]
         known = min(end, len(request.tokens))
         size = 4 * self.width * (known - chunk.start)
