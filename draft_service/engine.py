@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from draft_service.features import FeatureReader
 from draft_service.path_source import PathSource
 from draft_service.peer_rounds import PeerRounds
@@ -60,13 +58,7 @@ class DraftEngine:
         self._outbox: list[Any] = []
         self._reader = FeatureReader(info.features.width)
         self._requests = RequestTable(
-            runner.pool,
-            self._outbox,
-            self._recorder,
-            input_shift=runner.model.input_shift,
-            window=runner.window,
-            vocab_size=info.vocab_size,
-            max_context_len=max_context_len,
+            runner, self._outbox, self._recorder, max_context_len=max_context_len
         )
         self._peers = PeerRounds(self._requests, self._reader, self.channels, self.source)
         self.pipeline = DraftPipeline(
@@ -124,14 +116,6 @@ class DraftEngine:
     def launch_awaited(self) -> None:
         """Do nothing: a step of a draft launches all that there is."""
 
-    def compile_device_rounds(self, dtype: torch.dtype) -> None:
-        """Compile what posts to mailboxes and takes from them.
-
-        Args:
-            dtype: Of the features that will come.
-        """
-        self.source.compile(dtype)
-
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
         self._runner.pool.check_integrity()
@@ -179,7 +163,7 @@ class DraftEngine:
             return
         self._reader.check(chunk)
         if request.features is not None:
-            request.features.take_chunk(chunk, self._reader)
+            request.features.receive(chunk.start, self._reader.read(chunk))
 
     def _lose_features(self, failure: RequestFailure) -> None:
         """Drop a request whose features the target does not give: the draft has no input."""

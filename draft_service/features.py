@@ -149,19 +149,26 @@ class FeatureStream:
         )
         self._tell_target(command, avoids_ring=avoids_ring)
 
-    def take_chunk(self, chunk: FeatureChunk, reader: FeatureReader) -> None:
-        """Take the rows of a message that is about this request alone."""
-        if not self._has_gap(chunk.start):
-            self._add(chunk.start, reader.read(chunk))
-
-    def take_rows(self, start: int, rows: FeatureRows | None) -> None:
-        """Take the rows of positions [start, start + n).
+    def receive(self, start: int, rows: FeatureRows | None) -> None:
+        """Take rows of positions from `start` on; those that came before are left out.
 
         Args:
             rows: None: they were overwritten in the ring.
         """
-        if not self._has_gap(start):
-            self._add(start, rows)
+        if start > self.end:
+            if not self._is_requested:
+                extra = {"request_id": self._open.request_id}
+                logger.warning("feature gap, asking again", extra=extra)
+                self.subscribe()
+        elif rows is not None:
+            self._append(start, rows)
+        else:
+            logger.warning(
+                "feature rows from %d on were overwritten in the ring, asking for bytes",
+                self.end,
+                extra={"request_id": self._open.request_id},
+            )
+            self.subscribe(avoids_ring=True)
 
     def take(self, count: int) -> list[FeatureRows]:
         """Return the next `count` rows to extend, in parts."""
@@ -191,25 +198,7 @@ class FeatureStream:
                 )
             )
 
-    def _has_gap(self, start: int) -> bool:
-        """Return whether rows before `start` are missing; asks for them again, once."""
-        if start <= self.end:
-            return False
-        if not self._is_requested:
-            logger.warning("feature gap, asking again", extra={"request_id": self._open.request_id})
-            self.subscribe()
-        return True
-
-    def _add(self, start: int, rows: FeatureRows | None) -> None:
-        """Take rows that leave no gap; those of positions below `end` are here already."""
-        if rows is None:
-            logger.warning(
-                "feature rows from %d on were overwritten in the ring, asking for bytes",
-                self.end,
-                extra={"request_id": self._open.request_id},
-            )
-            self.subscribe(avoids_ring=True)
-            return
+    def _append(self, start: int, rows: FeatureRows) -> None:
         self._recorder.mark(self._open.request_id, "features")
         self._is_requested = False
         num_rows = rows.stop - rows.first

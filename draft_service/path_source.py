@@ -43,11 +43,6 @@ class PathSource:
     anything by itself, and every path comes with an order.
     """
 
-    @property
-    def is_running(self) -> bool:
-        """Return whether something was launched and not confirmed or given up."""
-        return False
-
     def connect(self, socket_name: str, channel: PeerChannel) -> None:
         """Look for the mailbox of the target at the other end of a new channel."""
 

@@ -82,7 +82,7 @@ class PeerRounds:
                 else:
                     stream = request.features
                     if batch.rows is not None and stream is not None:
-                        stream.take_rows(
+                        stream.receive(
                             part.seq_len, None if rows is None else rows.part(first, stop)
                         )
             first = stop

@@ -7,9 +7,9 @@ from typing import Any
 
 from draft_service.features import FeatureStream
 from draft_service.request import DeviceTree, DraftRequest
+from draft_service.runner import DraftRunner
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.kv.allocator import OutOfPagesError
-from shared.kv.pool import KVPool
 from shared.messages import (
     DraftClose,
     DraftOpen,
@@ -27,29 +27,18 @@ class RequestTable:
 
     Args:
         outbox: Takes what goes to the front.
-        input_shift: Of the draft's model; 1: its requests need features.
-        window: Tokens that a row attends to; 0 = everything.
-        vocab_size: Of the target.
         max_context_len: Longest conversation, tokens.
     """
 
     def __init__(
-        self,
-        pool: KVPool,
-        outbox: list[Any],
-        recorder: Recorder,
-        *,
-        input_shift: int,
-        window: int,
-        vocab_size: int,
-        max_context_len: int,
+        self, runner: DraftRunner, outbox: list[Any], recorder: Recorder, *, max_context_len: int
     ) -> None:
-        self._pool = pool
+        self._pool = runner.pool
+        self._window = runner.window
+        self._input_shift = runner.model.input_shift
+        self._vocab_size = runner.vocab_size
         self._outbox = outbox
         self._recorder = recorder
-        self._input_shift = input_shift
-        self._window = window
-        self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._held: dict[str, DraftRequest] = {}
         self._num_opened = 0

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from draft_service.extend_input import ExtendPacker, ExtendWork, parts_of
 from draft_service.growth import TreeGrower
 from draft_service.growth_input import pack_growth, padded_size
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
 from draft_service.request import DraftRequest
-from draft_service.results import StepResults
+from shared.kernels.mailbox_words import MAX_PATH
 from shared.kv.pool import KVPool
-from shared.messages import TreeShape
+from shared.messages import MAX_TREE_NODES, TreeShape
 from shared.models.draft import DraftModel
 from shared.step.buckets import ROW_BUCKETS
 from shared.step.graphs import GraphCache
@@ -22,6 +24,8 @@ from shared.step.step_timer import StepTimer
 
 # Beside features: a few numbers per row and request.
 STAGED_BYTES = 1 << 20
+# Of a request: a tree as `select_nodes` packs it, and a path as `take_paths` has it.
+_MOST_NUMBERS = 1 + 3 * (MAX_TREE_NODES - 1) + 1 + MAX_PATH
 
 
 class DraftRunner:
@@ -145,3 +149,38 @@ class DraftRunner:
         )
         last = hidden.index_select(0, inputs.last_rows)
         self._last_hidden.index_copy_(0, inputs.hidden_idx, last)
+
+
+class StepResults:
+    """What the device computed last.
+
+    Args:
+        max_batch: Requests, padding included.
+    """
+
+    def __init__(self, device: torch.device, max_batch: int) -> None:
+        self._is_cpu = device.type == "cpu"
+        self._on_host: list[NDArray[np.int32]] = []
+        if not self._is_cpu:
+            size = max_batch * _MOST_NUMBERS
+            self._buffer = torch.empty(size, dtype=torch.int32, pin_memory=True)
+            self._event = torch.cuda.Event()
+
+    def start(self, *tensors: torch.Tensor) -> None:
+        """Start to copy tensors, i32, to the host."""
+        if self._is_cpu:
+            self._on_host = [tensor.numpy() for tensor in tensors]
+            return
+        self._on_host, begin = [], 0
+        for tensor in tensors:
+            part = self._buffer[begin : begin + tensor.numel()].view(tensor.shape)
+            part.copy_(tensor, non_blocking=True)
+            self._on_host.append(part.numpy())
+            begin += tensor.numel()
+        self._event.record()
+
+    def finish(self) -> list[NDArray[np.int32]]:
+        """Return what was started last, valid until the next start; waits for the device."""
+        if not self._is_cpu:
+            self._event.synchronize()
+        return self._on_host

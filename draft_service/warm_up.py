@@ -49,7 +49,7 @@ def warm_up(
         parts = [min(CHUNK_ROWS, bucket - done) for done in range(0, bucket, CHUNK_ROWS)]
         if len(parts) <= max_num_requests:
             _extend(engine, parts, dtype)
-    engine.compile_device_rounds(dtype)
+    engine.source.compile(dtype)
     costs = {shape: _grow(engine, 1, shape, 0.0, dtype) for shape in shapes}
     logger.info(
         "ms of a draft round by its tree: %s",

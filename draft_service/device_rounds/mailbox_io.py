@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.phases import DraftExtendInput, DraftInput
 from draft_service.request import DeviceTree
 from shared.kernels.mailbox_growth import advance_growth
 from shared.kernels.mailbox_paths import take_paths, take_rows
@@ -16,9 +15,6 @@ from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import MAX_TREE_NODES
 from shared.peer.mailbox import MailboxEnd, next_tag
 from shared.step.staging import Fields, Staging
-
-# Longer than any step of a target; the host ends a wait when it knows better.
-PATH_PATIENCE_US = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,64 +105,6 @@ def place_paths(
         path_width=path_width,
         posts=TreePosts(words=mailbox.trees, slot=slot, round_tag=device["tree_tag"]),
     )
-
-
-def take_from_mailbox(
-    paths: MailboxPaths,
-    extend: DraftExtendInput,
-    grow: DraftInput,
-    stop: torch.Tensor,
-    *,
-    spare_idx: int,
-    vocab_size: int,
-) -> torch.Tensor:
-    """Wait for paths; make of inputs for the longest ones those of the ones that came.
-
-    Args:
-        extend: path_width rows for each request, without tokens and features.
-        grow: Trees from where those rows begin.
-        stop: [1] i32; the device does not wait while it is not 0.
-        spare_idx: Of the hidden rows.
-    Mutates: `extend` and `grow`.
-    Returns: [R, 1 + MAX_PATH] i32, as `take_paths` has it.
-    """
-    mailbox = paths.mailbox
-    taken = take_paths(
-        mailbox.paths,
-        paths.slot,
-        paths.round_tag,
-        stop,
-        extend.token_ids,
-        extend.rows.slot_mapping,
-        extend.last_rows,
-        extend.hidden_idx,
-        num_reqs=len(paths.slot),
-        path_width=paths.path_width,
-        spare_idx=spare_idx,
-        vocab_size=vocab_size,
-        timeout_us=PATH_PATIENCE_US,
-    )
-    if extend.features is not None:
-        assert mailbox.rows is not None
-        take_rows(
-            mailbox.rows,
-            paths.slot,
-            paths.round_tag,
-            taken,
-            extend.features,
-            path_width=paths.path_width,
-        )
-    advance_growth(
-        taken,
-        grow.trees.kv_len,
-        grow.trees.node_position,
-        grow.child_position,
-        grow.trees.req_idx,
-        grow.trees.topk,
-        grow.trees.num_steps,
-        grow.num_nodes,
-    )
-    return taken
 
 
 def compile_mailbox(

@@ -16,15 +16,19 @@ from draft_service.device_rounds.mailbox_io import (
     MailboxPaths,
     compile_mailbox,
     place_paths,
-    take_from_mailbox,
 )
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
 from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import DraftRunner
+from shared.kernels.mailbox_growth import advance_growth
+from shared.kernels.mailbox_paths import take_paths, take_rows
 from shared.peer.mailbox import MailboxEnd
 from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks
 from shared.step.step_timer import StepTimer
+
+# Longer than any step of a target; the host ends a wait when it knows better.
+PATH_PATIENCE_US = 100_000
 
 
 class OverlapRunner:
@@ -106,17 +110,49 @@ class OverlapRunner:
     ) -> torch.Tensor:
         """Wait for paths; make of inputs for the longest ones those of the ones that came.
 
+        Args:
+            extend: path_width rows for each request, without tokens and features.
+            grow: Trees from where those rows begin.
         Mutates: `extend` and `grow`.
         Returns: [R, 1 + MAX_PATH] i32, as the kernel `take_paths` has it.
         """
-        return take_from_mailbox(
-            paths,
-            extend,
-            grow,
+        runner, mailbox = self._runner, paths.mailbox
+        taken = take_paths(
+            mailbox.paths,
+            paths.slot,
+            paths.round_tag,
             self._stop,
-            spare_idx=self._runner.pool.max_num_requests,
-            vocab_size=self._runner.vocab_size,
+            extend.token_ids,
+            extend.rows.slot_mapping,
+            extend.last_rows,
+            extend.hidden_idx,
+            num_reqs=len(paths.slot),
+            path_width=paths.path_width,
+            spare_idx=runner.pool.max_num_requests,
+            vocab_size=runner.vocab_size,
+            timeout_us=PATH_PATIENCE_US,
         )
+        if extend.features is not None:
+            assert mailbox.rows is not None
+            take_rows(
+                mailbox.rows,
+                paths.slot,
+                paths.round_tag,
+                taken,
+                extend.features,
+                path_width=paths.path_width,
+            )
+        advance_growth(
+            taken,
+            grow.trees.kv_len,
+            grow.trees.node_position,
+            grow.child_position,
+            grow.trees.req_idx,
+            grow.trees.topk,
+            grow.trees.num_steps,
+            grow.num_nodes,
+        )
+        return taken
 
     def _launch(
         self, paths: MailboxPaths, extend: DraftExtendInput, grow: DraftInput, timer: StepTimer

@@ -146,7 +146,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
         served = fresh(request)
         pair.open(served)
         steps_by_mail(pair, 2)
-        while not (target._scheduler.can_await_mail and draft.source.is_running):
+        while not (target._scheduler.can_await_mail and pair.draft_device.is_running):
             pair.step()
         pair.is_deaf = True
         ways = moments_of(pair, is_ahead=is_ahead)
@@ -176,14 +176,14 @@ def test_nobody_waits_for_the_device_behind_a_lost_link(
     request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY)
     pair.open(request)
     steps_by_mail(pair, 3)
-    while not (target._scheduler.can_await_mail and draft.source.is_running):
+    while not (target._scheduler.can_await_mail and pair.draft_device.is_running):
         pair.step()
     cut(pair, request)
     before = pair.num_awaited
     pair.pump()
     pair.pump()
     assert not target._scheduler.can_await_mail
-    assert not draft.source.is_running and not pair.draft_device.overlap.is_deferred
+    assert not pair.draft_device.is_running and not pair.draft_device.overlap.is_deferred
     pair.finish()
     assert pair.num_awaited == before
     check([request], plain_of(target, [request]))
