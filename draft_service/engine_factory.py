@@ -33,7 +33,7 @@ MIN_WINDOW = 16
 
 
 def choose_source(runner: DraftRunner) -> PathSource:
-    """Return device rounds on a GPU; a CPU waits for nobody, so every path comes with an order."""
+    """Return device rounds on a GPU; a CPU never waits, so there every path comes with an order."""
     if runner.pool.device.type != "cuda":
         return PathSource()
     from draft_service.device_rounds.rounds import DeviceRounds

@@ -80,11 +80,9 @@ class PeerRounds:
                 except CoppiceError as error:
                     self._requests.fail(part, error)
                 else:
-                    stream = request.features
-                    if batch.rows is not None and stream is not None:
-                        stream.receive(
-                            part.seq_len, None if rows is None else rows.part(first, stop)
-                        )
+                    if batch.rows is not None and request.features is not None:
+                        own_rows = None if rows is None else rows.part(first, stop)
+                        request.features.receive(part.seq_len, own_rows)
             first = stop
 
     def lose(self, channel: PeerChannel) -> None:

@@ -162,7 +162,7 @@ class RequestTable:
                 return True
 
     def try_reserve(self, request: DraftRequest, num_rows: int, num_slots: int) -> bool:
-        """Reserve slots for rows past kv_len and for scratch behind them; retracts nobody.
+        """Reserve slots for rows past kv_len and for scratch behind them; retracts no request.
 
         Returns: False if the rows do not fit into the context, or if no pages are free.
         """

@@ -1,7 +1,7 @@
 """Have a GPU compile every kernel of extends and growth before the first request comes.
 
 A kernel is compiled at its first launch, for seconds, in which every tree would come too late. So
-the engine grows a few trees for requests that nobody made; nothing of them remains.
+the engine grows a few trees for requests of its own; nothing of them remains.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the draft's device does without its host: extend paths, grow the next trees, post these.
 
-On a CPU, which waits for nobody, this is done when its result is read.
+A CPU cannot wait, so there all of this is done when its result is read.
 """
 
 from __future__ import annotations
