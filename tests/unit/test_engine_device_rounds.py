@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 import draft_service.device_rounds.rounds
 from draft_service.device_rounds.mailbox_io import MailboxPaths
+from draft_service.device_rounds.rounds import DeviceRounds
 from shared.messages import PathBatch, SamplingParams, TokenTree, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import is_tag
@@ -30,8 +32,9 @@ from tests.device_pair import (
     plain_of,
     requests_of,
 )
-from tests.engines import KINDS, SHAPES, Models, graft
+from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target
 from tests.local_pair import LocalRequest
+from tests.peer_pair import PeerPair, peer_rounds, unlink
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
 
 pytestmark = pytest.mark.timeout(60)
@@ -155,6 +158,23 @@ def test_a_path_of_the_longest_kind_goes_by_mail(make: Make) -> None:
     check([request], expected)
     assert sum(path.num_accepted_drafts == 7 for path in request.paths) > 2
     assert pair.num_ahead > 2
+
+
+def test_a_target_without_a_mailbox_is_no_fault(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pairing = models.pairing("eagle")
+    target = make_target(pairing, feature_ring_mb=1)
+    draft = make_draft(pairing, make_source=DeviceRounds)
+    draft.source.compile(torch.float32)
+    (request,) = requests_of(1, 0)
+    pair = PeerPair(target, draft)
+    pair.run([request])
+    check([request], plain_of(target, [request]))
+    unlink(target, draft)
+    assert peer_rounds(pair, request) > 3
+    assert "engine to engine" in caplog.text and "mailbox" not in caplog.text
 
 
 def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
