@@ -170,7 +170,7 @@ class FakeDraft(FakeEngine[_Request]):
         request = self.held(chunk)
         if request is None:
             return
-        assert chunk.start == request.features_end, "the front must keep rows in order"
+        assert chunk.start == request.features_end, "no row is sent twice, and none is left out"
         end = chunk.start + chunk.shape[0]
         known = min(end, len(request.tokens))
         size = 4 * self.width * (known - chunk.start)
