@@ -195,7 +195,7 @@ class DraftEngine:
         self._busy_until_ns = time.monotonic_ns()
         return outbox
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Do nothing: a step of a draft ends with it."""
 
     def compile_mailbox(self, dtype: torch.dtype) -> None:

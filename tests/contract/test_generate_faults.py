@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from coppice import AsyncClient, Client, Completion, FinishInfo, PromptInfo, TokenDelta
+from coppice.client import _Transcript
+from coppice.v1 import generation_pb2 as pb
 from shared.errors import StaleStateError, UnavailableError
 from shared.messages import GenerateEvent, TargetOpen
 from tests.contract.serving import closed, freed, serving, write_model

@@ -25,7 +25,7 @@ class BareEngine:
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         raise AssertionError(f"{message} over a channel that does not exist")
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Do nothing."""
 
     def check_integrity(self) -> None:

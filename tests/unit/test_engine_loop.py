@@ -50,7 +50,7 @@ class Scripted(BareEngine):
         if message == "go":
             self._steps = self._todo
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         pass
 
     def step(self) -> list[Any]:
@@ -150,7 +150,7 @@ class Eager(Scripted):
         self.seen.append(message)
         super().submit(message)
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         self.seen.append("launch awaited")
 
 

@@ -116,7 +116,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     pool._device_table = pool._device_table.clone()
     pool._is_table_shared = False
     if isinstance(engine, TargetEngine):
-        engine._scheduler.runs_ahead = True
+        engine.scheduler.overlaps_steps = True
     return graphs
 
 
