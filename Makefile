@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Processes that run tests; each keeps to a core.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal
@@ -22,8 +22,9 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Coppice needs Python >= 3.11: make PYTHON=/path/to/python3"; exit 1; }
-	@echo "Installing into $(VENV) (once) ..."
+	@echo "Setting up $(VENV), once: 1 of 2, the environment"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "2 of 2, the packages of constraints.txt: some minutes, most of them for torch"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 

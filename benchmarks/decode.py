@@ -21,8 +21,8 @@ from benchmarks.calibration import read_prompts
 from benchmarks.models import add_model_flags, open_pair, resolve_flags
 from benchmarks.timing import add_output_flag, integers, progress, report, synchronize
 from draft_service.engine import DraftEngine
-from shared.config_check import parse_shape
-from shared.types import MAX_TREE_NODES, SamplingParams
+from shared.config.check import parse_shape
+from shared.messages import MAX_TREE_NODES, SamplingParams
 from target_service.engine import TargetEngine
 from tests.local_pair import LocalPair, LocalRequest
 

@@ -21,9 +21,9 @@ import torch
 from benchmarks.models import add_model_flags, open_pair, resolve_flags
 from benchmarks.timing import add_output_flag, integers, progress, report, synchronize
 from draft_service.engine import DraftEngine
-from shared.config_check import parse_shape
+from shared.config.check import parse_shape
 from shared.device import DTYPES
-from shared.types import (
+from shared.messages import (
     MAX_TREE_NODES,
     DraftClose,
     DraftOpen,

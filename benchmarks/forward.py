@@ -33,8 +33,8 @@ from benchmarks.timing import (
     synchronize,
     time_ms,
 )
+from shared.messages import MAX_TREE_NODES
 from shared.models.config import ModelConfig
-from shared.types import MAX_TREE_NODES
 from target_service.engine import TargetEngine
 
 _NUM_STEPS = 12

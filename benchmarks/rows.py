@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM, ForwardOutput
-from shared.packing import PackedRows, RowBlocks, pack_rows, to_device
-from shared.staging import Staging
+from shared.step.packing import PackedRows, RowBlocks, pack_rows, to_device
+from shared.step.staging import Staging
 from shared.tree import depths_of, lay_out_tree
 
 

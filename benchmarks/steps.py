@@ -27,8 +27,8 @@ from benchmarks.rows import fill_noise
 from benchmarks.target_steps import StretchedRequests
 from benchmarks.timing import add_output_flag, report, synchronize
 from coppice.svg import Bar, Chart, Span, draw_charts
-from shared.config_check import parse_shape
-from shared.types import MAX_TREE_NODES
+from shared.config.check import parse_shape
+from shared.messages import MAX_TREE_NODES
 
 _WARM_UP = 8
 _MOST_BARS = 30

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 
-from draft_service.engine import CHUNK_ROWS, DraftEngine
+from draft_service.engine import DraftEngine
+from draft_service.path_source import PathSource
+from draft_service.pipeline import CHUNK_ROWS
 from draft_service.runner import DraftRunner
 from draft_service.warm_up import warm_up
 from shared.config import DraftConfig
-from shared.config_check import parse_shapes
+from shared.config.check import parse_shapes
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
-from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
+from shared.messages import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
+from shared.models.checkpoint import (
+    report_reads,
+    resolve_model,
+    stored_bytes,
+    tokenizer_hash,
+    weight_bytes,
+)
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
+from shared.models.digest import start_model_hash
 from shared.models.draft import load_draft
 from shared.rpc.engine import ProgressCallback
-from shared.types import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +37,35 @@ MAX_SCRATCH_SLOTS = (MAX_NUM_STEPS - 1) * MAX_TOPK
 # What a request holds beside its window: rows being extended, and the tree that grows from them.
 EXTRA_SLOTS = CHUNK_ROWS + MAX_SCRATCH_SLOTS
 MIN_WINDOW = 16
+# Share of the start that is over when the weights are loaded.
+LOADED = 0.8
 
 
-def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngine:
+def choose_source(runner: DraftRunner) -> PathSource:
+    """Return device rounds on a GPU; a CPU never waits, so there every path comes with an order."""
+    if runner.pool.device.type != "cuda":
+        return PathSource()
+    from draft_service.device_rounds.rounds import DeviceRounds
+
+    return DeviceRounds(runner)
+
+
+def create_engine(
+    config: DraftConfig,
+    progress: ProgressCallback,
+    *,
+    make_source: Callable[[DraftRunner], PathSource] = choose_source,
+) -> DraftEngine:
     """Load the draft; embedding and head that its checkpoint lacks come from the target's files.
 
+    Args:
+        make_source: Makes the source of paths that the device has before its host.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
     device = resolve_device(config.device)
     target = resolve_model(config.target_model, "target")
     directory = resolve_draft(config.model, config.algorithm, target)
+    model_hash = start_model_hash(directory)
     target_config = ModelConfig.from_checkpoint(target)
     kind, spec = feature_spec(
         directory, target, config.algorithm, is_projected=config.project_features
@@ -48,18 +77,20 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         require_room(
             num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
         )
-    progress("loading weights", 0.1)
-    model = load_draft(
-        config.algorithm,
-        directory,
-        target,
-        device=device,
-        dtype=dtype,
-        num_positions=longest + MAX_NUM_STEPS + 1,
-        is_projected=config.project_features,
-    )
+    progress("loading weights")
+    num_bytes = 0 if kind is DraftKind.MTP else stored_bytes(directory)
+    with report_reads(lambda text, share: progress(text, LOADED * share), num_bytes=num_bytes):
+        model = load_draft(
+            config.algorithm,
+            directory,
+            target,
+            device=device,
+            dtype=dtype,
+            num_positions=longest + MAX_NUM_STEPS + 1,
+            is_projected=config.project_features,
+        )
     window = min(config.window or model.max_position, model.max_position, longest)
-    progress("allocating the KV pool", 0.8)
+    progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
         bytes_per_page=KVPool.bytes_per_page(
@@ -93,7 +124,7 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
-        model_hash=model_hash(directory),
+        model_hash=model_hash(),
         tokenizer_hash=tokenizer_hash(directory if kind is DraftKind.STANDALONE else target),
         vocab_size=target_config.vocab_size,
         max_context_len=longest,
@@ -104,11 +135,13 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         kind=str(kind),
         draft_window=window,
     )
+    runner = DraftRunner(model, pool, window=window, vocab_size=target_config.vocab_size)
     engine = DraftEngine(
-        DraftRunner(model, pool, window=window, vocab_size=target_config.vocab_size),
+        runner,
         info,
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,
+        source=make_source(runner),
     )
     if device.type == "cuda":
         progress("compiling kernels", 0.9)

@@ -9,19 +9,19 @@ import grpc.aio
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc
 from draft_service.feature_client import FeatureClient
-from shared.rpc.batches import pack_draft_response, unpack_draft_request
-from shared.rpc.convert_tree import info_to_proto
-from shared.rpc.engine import EngineReport
-from shared.rpc.identity import WorkerIdentity
-from shared.rpc.sessions import SessionHub, SessionProtocol
-from shared.types import (
+from shared.messages import (
     DraftClose,
     DraftOpen,
     FeatureCommand,
     RequestFailure,
     RequestRetracted,
     WorkerInfo,
+    to_proto,
 )
+from shared.messages.batches import pack_draft_response, unpack_draft_request
+from shared.rpc.engine import EngineReport
+from shared.rpc.identity import WorkerIdentity
+from shared.rpc.sessions import SessionHub, SessionProtocol
 
 SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
@@ -52,7 +52,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
-        self.features.width = info.features.width
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered."""
@@ -81,4 +80,4 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: grpc.aio.ServicerContext
     ) -> draft_pb2.DraftServiceGetInfoResponse:
         """Return identity, limits and load."""
-        return draft_pb2.DraftServiceGetInfoResponse(info=info_to_proto(self._identity.current()))
+        return draft_pb2.DraftServiceGetInfoResponse(info=to_proto(self._identity.current()))

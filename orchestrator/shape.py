@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.config import OrchestratorConfig
-from shared.types import TreeShape
+from shared.messages import TreeShape
 
 # Verifying a node costs a CPU about as much as decoding a token, and a GPU next to nothing.
 _CPU_SHAPE = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shared.types import AnswerTimes, StageTime
+from shared.messages import AnswerTimes, StageTime
 
 _CLOCK_FILES = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/timens_offsets"))
 

@@ -9,14 +9,7 @@ import grpc.aio
 
 from coppice.v1 import target_pb2, target_pb2_grpc
 from shared.errors import StatusCode
-from shared.rpc.batches import pack_target_response, unpack_target_request
-from shared.rpc.convert_tree import info_to_proto
-from shared.rpc.engine import EngineReport
-from shared.rpc.identity import WorkerIdentity
-from shared.rpc.link import remove_link
-from shared.rpc.sessions import SessionHub, SessionProtocol
-from shared.shared_files import MAILBOXES, RINGS, mailbox_name
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FeatureChunk,
     FeatureFailure,
@@ -26,7 +19,14 @@ from shared.types import (
     TargetClose,
     TargetOpen,
     WorkerInfo,
+    to_proto,
 )
+from shared.messages.batches import pack_target_response, unpack_target_request
+from shared.peer.channel import remove_socket
+from shared.peer.shared_files import MAILBOXES, RINGS, mailbox_name
+from shared.rpc.engine import EngineReport
+from shared.rpc.identity import WorkerIdentity
+from shared.rpc.sessions import SessionHub, SessionProtocol
 from target_service.feature_streams import FeatureHub
 
 SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -63,13 +63,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.sessions = SessionHub(PROTOCOL, send)
         self.features = FeatureHub(send)
         self._identity = identity
-        self._link = ""
+        self._channel = ""
 
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
         self.features.ring_name = info.feature_ring
-        self._link = info.link
+        self._channel = info.peer_socket
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered: answers first, they have a longer way to the draft."""
@@ -84,8 +84,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         Streams end with the server.
         """
         RINGS.remove(self.features.ring_name)
-        remove_link(self._link)
-        MAILBOXES.remove(mailbox_name(self._link))
+        remove_socket(self._channel)
+        MAILBOXES.remove(mailbox_name(self._channel))
 
     async def Session(
         self,
@@ -111,4 +111,4 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> target_pb2.TargetServiceGetInfoResponse:
         """Return identity, limits and load."""
-        return target_pb2.TargetServiceGetInfoResponse(info=info_to_proto(self._identity.current()))
+        return target_pb2.TargetServiceGetInfoResponse(info=to_proto(self._identity.current()))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.buckets import ROW_BUCKETS
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     FinishReason,
-    RoundGrant,
     SamplingParams,
     StoppingParams,
     TargetClose,
@@ -20,6 +20,7 @@ from shared.types import (
     TokenTree,
     VerifyRound,
 )
+from shared.step.buckets import ROW_BUCKETS
 from target_service.engine import TargetEngine
 
 _SAMPLINGS = (
@@ -106,5 +107,7 @@ def _next(path: AcceptedPath) -> Any:
             tree=tree,
         )
     if path.round_idx < 3:
-        return RoundGrant(request_id=path.request_id, target_epoch=0, until_round_idx=3)
+        return CreditUpdate(
+            request_id=path.request_id, target_epoch=0, credit=Credit(until_round_idx=3)
+        )
     return TargetClose(request_id=path.request_id, target_epoch=0)

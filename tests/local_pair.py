@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draft_service.engine import DraftEngine
-from shared.feature_ring import read_nonce
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
+    Credit,
+    CreditUpdate,
     DraftClose,
     DraftOpen,
     DraftRound,
@@ -25,7 +26,6 @@ from shared.types import (
     FinishReason,
     RequestFailure,
     RequestRetracted,
-    RoundGrant,
     SamplingParams,
     StoppingParams,
     TargetAdmitted,
@@ -35,6 +35,7 @@ from shared.types import (
     TreeShape,
     VerifyRound,
 )
+from shared.peer.ring import read_nonce
 from target_service.engine import TargetEngine
 
 
@@ -103,7 +104,7 @@ class LocalPair:
         num_granted: int = 0,
     ) -> None:
         self.target = target
-        self.target_link = ""
+        self.target_socket = ""
         self.draft = draft
         self.edit_tree = edit_tree
         self.edit_chunk = edit_chunk
@@ -148,7 +149,7 @@ class LocalPair:
                 target_epoch=request.target_epoch,
                 draft_epoch=request.draft_epoch,
                 target_address="local",
-                target_link=self.target_link,
+                target_socket=self.target_socket,
                 token_ids=tuple(request.tokens),
                 sampling=request.sampling,
                 is_timed=request.is_timed,
@@ -265,10 +266,10 @@ class LocalPair:
         done = request.paths[-1].round_idx
         if done % self.num_granted == 0:
             self.target.submit(
-                RoundGrant(
+                CreditUpdate(
                     request_id=request.request_id,
                     target_epoch=request.target_epoch,
-                    until_round_idx=done + self.num_granted,
+                    credit=Credit(until_round_idx=done + self.num_granted),
                 )
             )
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from coppice.stack import ServiceState
-from shared.rpc.announce import Loading, parse_line
+from shared.rpc.startup_lines import Loading, parse_line
 
 STATE_STYLES = {
     ServiceState.STARTING: "yellow",

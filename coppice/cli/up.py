@@ -14,9 +14,11 @@ from coppice.cli.options import add_config_option, known_variables, read_section
 from coppice.stack import ServiceFailedError, Stack, StackConfig
 from coppice.stack.config import UpConfig, stack_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_loader import add_config_flags, explicit_values, load_config
+from shared.config.loader import add_config_flags, explicit_values, load_config
 
 Config = TypeVar("Config")
+
+EXIT_CONFIG = 2  # of a service, and of `up`: the configuration cannot work
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             stack.start()
     except ServiceFailedError as error:
         sys.stderr.write(f"coppice: {error}\n")
-        return 1
+        return EXIT_CONFIG if error.exit_code == EXIT_CONFIG else 1
     starting.clear()
     speculation = "" if config.num_drafts else ", without speculation"
     sys.stdout.write(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.\n")

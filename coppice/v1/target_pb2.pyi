@@ -9,32 +9,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TargetServiceSessionRequest(_message.Message):
-    __slots__ = ("opens", "verifies", "closes", "grants")
+    __slots__ = ("opens", "verifies", "closes", "credits")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     VERIFIES_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
-    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[TargetOpen]
     verifies: _containers.RepeatedCompositeFieldContainer[VerifyRound]
     closes: _containers.RepeatedCompositeFieldContainer[TargetClose]
-    grants: _containers.RepeatedCompositeFieldContainer[RoundGrant]
-    def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[RoundGrant, _Mapping]]] = ...) -> None: ...
+    credits: _containers.RepeatedCompositeFieldContainer[CreditUpdate]
+    def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ..., credits: _Optional[_Iterable[_Union[CreditUpdate, _Mapping]]] = ...) -> None: ...
 
 class TargetServiceSessionResponse(_message.Message):
-    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "unlinked")
+    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "detached")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PATHS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     RETRACTED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    UNLINKED_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
     admitted: _containers.RepeatedCompositeFieldContainer[TargetAdmitted]
     accepted_paths: _containers.RepeatedCompositeFieldContainer[_tree_pb2.AcceptedPath]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
     retracted: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestRetracted]
     load: _tree_pb2.WorkerLoad
-    unlinked: _containers.RepeatedCompositeFieldContainer[DraftUnlinked]
-    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., unlinked: _Optional[_Iterable[_Union[DraftUnlinked, _Mapping]]] = ...) -> None: ...
+    detached: _containers.RepeatedCompositeFieldContainer[DraftDetached]
+    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., detached: _Optional[_Iterable[_Union[DraftDetached, _Mapping]]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
     __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed")
@@ -63,52 +63,74 @@ class TargetOpen(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ...) -> None: ...
 
 class TargetAdmitted(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "num_cached_tokens")
+    __slots__ = ("request_id", "target_epoch", "num_cached_tokens", "times")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    times: _tree_pb2.AnswerTimes
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_tree_pb2.AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class VerifyRound(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "root_token_id", "tree")
+    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "root_token_id", "tree", "credit")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     ROOT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     round_idx: int
     seq_len: int
     root_token_id: int
     tree: _tree_pb2.TokenTree
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., root_token_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
+    credit: Credit
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., root_token_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
 
-class RoundGrant(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "until_round_idx", "draft_epoch", "token_offset", "num_steps", "topk", "num_draft_tokens")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+class Credit(_message.Message):
+    __slots__ = ("until_round_idx", "root_only", "peer")
     UNTIL_ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    ROOT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    until_round_idx: int
+    root_only: RootOnly
+    peer: PeerTrees
+    def __init__(self, until_round_idx: _Optional[int] = ..., root_only: _Optional[_Union[RootOnly, _Mapping]] = ..., peer: _Optional[_Union[PeerTrees, _Mapping]] = ...) -> None: ...
+
+class RootOnly(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PeerTrees(_message.Message):
+    __slots__ = ("draft_epoch", "token_offset", "num_steps", "topk", "num_draft_tokens")
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOPK_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    target_epoch: int
-    until_round_idx: int
     draft_epoch: int
     token_offset: int
     num_steps: int
     topk: int
     num_draft_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., until_round_idx: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, draft_epoch: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
-class DraftUnlinked(_message.Message):
+class CreditUpdate(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "credit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    credit: Credit
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
+
+class DraftDetached(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,7 @@ class TopkScores(_message.Message):
     def __init__(self, cumulative_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenTree(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_ids", "parent_index", "scores", "times", "is_linked")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_ids", "parent_index", "scores", "times", "has_peer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -36,7 +36,7 @@ class TokenTree(_message.Message):
     PARENT_INDEX_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
-    IS_LINKED_FIELD_NUMBER: _ClassVar[int]
+    HAS_PEER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
@@ -46,8 +46,8 @@ class TokenTree(_message.Message):
     parent_index: _containers.RepeatedScalarFieldContainer[int]
     scores: TopkScores
     times: AnswerTimes
-    is_linked: bool
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., scores: _Optional[_Union[TopkScores, _Mapping]] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ..., is_linked: _Optional[bool] = ...) -> None: ...
+    has_peer: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., scores: _Optional[_Union[TopkScores, _Mapping]] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ..., has_peer: _Optional[bool] = ...) -> None: ...
 
 class AnswerTimes(_message.Message):
     __slots__ = ("clock_id", "begin_ns", "stages")
@@ -179,7 +179,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring", "link")
+    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring", "peer_socket", "device_model", "versions", "cpu_threads", "logits_hash")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -195,7 +195,11 @@ class WorkerInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
     FEATURE_RING_FIELD_NUMBER: _ClassVar[int]
-    LINK_FIELD_NUMBER: _ClassVar[int]
+    PEER_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    CPU_THREADS_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_HASH_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     model: str
     model_hash: str
@@ -211,5 +215,9 @@ class WorkerInfo(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_window: int
     feature_ring: str
-    link: str
-    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ..., feature_ring: _Optional[str] = ..., link: _Optional[str] = ...) -> None: ...
+    peer_socket: str
+    device_model: str
+    versions: str
+    cpu_threads: int
+    logits_hash: str
+    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ..., feature_ring: _Optional[str] = ..., peer_socket: _Optional[str] = ..., device_model: _Optional[str] = ..., versions: _Optional[str] = ..., cpu_threads: _Optional[int] = ..., logits_hash: _Optional[str] = ...) -> None: ...

@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from shared.kernels.move_kv import cache_addresses
-from shared.kv.allocator import SINK_PAGE, PageAllocator
-from shared.staging import Staging
-from shared.types import PageId
+from shared.kv.allocator import SINK_PAGE, PageAllocator, PageId
+from shared.step.staging import Staging
 
 
 class KVPool:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError, ConfigError
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import (
     DEMO,
-    model_hash,
     read_tensor_infos,
     resolve_model,
     tokenizer_hash,
@@ -28,7 +28,7 @@ from shared.models.decoder_config import (
     refuse_fields,
     require_int,
 )
-from shared.types import FeatureSpec
+from shared.models.digest import model_hash
 
 __all__ = [
     "DraftKind",

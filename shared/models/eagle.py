@@ -16,6 +16,7 @@ import torch
 
 from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
 from shared.models.decoder import DecoderLayer, KVCaches, Product, add
@@ -25,7 +26,6 @@ from shared.models.head import (
     read_target_head,
     without_model_prefix,
 )
-from shared.types import FeatureSpec
 
 # Copies of the target's, which is used instead.
 _KNOWN_EXTRAS = ("embed_tokens.weight", "lm_head.weight", "layers.*.self_attn.rotary_emb.inv_freq")
@@ -59,7 +59,7 @@ class EagleDraft(Head):
             num_positions=num_positions,
         )
         hidden = decoder.hidden_size
-        self._fc = reader.load("fc.weight", (hidden, 2 * hidden))
+        self._fc = reader.load_weight("fc.weight", (hidden, 2 * hidden))
         has_bias = config.has_fc_bias
         if has_bias is None:
             has_bias = "fc.bias" in reader.names
@@ -68,7 +68,7 @@ class EagleDraft(Head):
             DecoderLayer(reader, f"layers.{i}", decoder, has_input_norm=i > 0)
             for i in range(decoder.num_layers)
         ]
-        self._head = target_head
+        self._head = reader.products.weight(target_head)
         self.vocab_size = target_head.shape[0]
 
     @classmethod

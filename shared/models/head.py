@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from shared.kernels.embedding import embed
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import RopeTable
 from shared.models.llama import load_embedding, load_head
-from shared.types import FeatureSpec
 
 
 class Head:

@@ -17,12 +17,12 @@ import torch
 from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.messages import FeatureSpec
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import DecoderLayer, KVCaches, add_and_norm
 from shared.models.head import Head
 from shared.models.llama import load_embedding, load_head
-from shared.types import FeatureSpec
 
 _PREFIX = "model.mtp_layers.0"
 # The rest of the checkpoint is the target; what is left over of the layer itself is an error.
@@ -63,10 +63,10 @@ class MTPDraft(Head):
         hidden = config.hidden_size
         self._token_norm = reader.load(f"{_PREFIX}.token_layernorm.weight", (hidden,))
         self._hidden_norm = reader.load(f"{_PREFIX}.hidden_layernorm.weight", (hidden,))
-        self._input_proj = reader.load(f"{_PREFIX}.input_proj.weight", (hidden, 2 * hidden))
+        self._input_proj = reader.load_weight(f"{_PREFIX}.input_proj.weight", (hidden, 2 * hidden))
         self._layer = DecoderLayer(reader, _PREFIX, config)
         self._final_norm = reader.load(f"{_PREFIX}.final_layernorm.weight", (hidden,))
-        self._head = load_head(reader, config, embedding)
+        self._head = reader.products.weight(load_head(reader, config, embedding))
         self.vocab_size = config.vocab_size
 
     @classmethod

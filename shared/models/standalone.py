@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.messages import FeatureSpec
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import KVCaches
 from shared.models.llama import CausalLM
-from shared.types import FeatureSpec
 
 
 class StandaloneDraft:

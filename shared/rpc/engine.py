@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.rpc.link import Link, LinkSet
-from shared.types import WorkerInfo, WorkerLoad
+from shared.messages import WorkerInfo, WorkerLoad
+from shared.peer.channel import PeerChannel, PeerChannels
 
 
 class ProgressCallback(Protocol):
@@ -29,8 +29,8 @@ class Engine(Protocol):
         """Return identity and limits."""
 
     @property
-    def links(self) -> LinkSet:
-        """Return the links to other engines."""
+    def channels(self) -> PeerChannels:
+        """Return the channels to other engines."""
 
     @property
     def has_work(self) -> bool:
@@ -45,15 +45,15 @@ class Engine(Protocol):
         """Return progress and room."""
 
     def submit(self, message: Any) -> None:
-        """Take one message of shared/types.py from the front."""
+        """Take one message of shared.messages from the front."""
 
-    def submit_linked(self, link: Link, message: Any) -> None:
-        """Take one message of another engine, or LinkLost."""
+    def submit_peer(self, channel: PeerChannel, message: Any) -> None:
+        """Take one message of another engine, or PeerLost."""
 
     def step(self) -> list[Any]:
         """Run one batch and return what it answers."""
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Launch a step whose inputs the device awaits, before the last one's answers leave."""
 
     def check_integrity(self) -> None:
@@ -68,7 +68,7 @@ class EngineReport:
     """What an engine says after a step, and once more when it falls idle.
 
     Args:
-        outputs: Messages of shared/types.py.
+        outputs: Messages of shared.messages.
         num_received: Messages taken since the start.
         has_work: Whether another step follows without new messages.
     """

@@ -7,7 +7,6 @@ middle of a step. Exit codes: 0 = the front closed the pipe, 1 = an error (its t
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import logging
 import os
@@ -20,9 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.logs import configure_logging
+from shared.memory import settle_garbage
+from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import Engine, EngineFactory, EngineReport
 from shared.rpc.pipe import BlockingPipe
-from shared.types import WorkerInfo, WorkerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ REPORT_DELAY_S = 0.05
 # Longer than a step of many requests: waking takes 0.2 ms, and an engine that fell asleep in every
 # step of the other one would lose them in every round.
 BUSY_POLL_US = 20_000
-GC_THRESHOLD = 50_000
 MIN_SPINNING_CORES = 8
 
 _PR_SET_PDEATHSIG = 1
@@ -85,13 +85,11 @@ def engine_main(
     # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the front decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(log_level)
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)
-        gc.collect()  # what loading left behind would be kept for ever with the rest
-        gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
-        gc.set_threshold(GC_THRESHOLD)  # messages hold no cycles: there is next to nothing to find
+        settle_garbage()
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe, busy_poll_s=_busy_poll_s(config.busy_poll_us, engine.info.device))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -115,9 +113,9 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         next_report = time.monotonic() + REPORT_DELAY_S
         pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
-    def hear_links() -> None:
-        for link, message in engine.links.receive():
-            engine.submit_linked(link, message)
+    def submit_peers() -> None:
+        for channel, message in engine.channels.receive():
+            engine.submit_peer(channel, message)
 
     def submit(received: Sequence[Sequence[Any]]) -> None:
         nonlocal num_received
@@ -128,7 +126,7 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
 
     while True:
         if not engine.has_work:
-            links = engine.links.events
+            channels = engine.channels.events
             load = engine.load
             is_empty = not (load.num_running or load.num_waiting)
             if is_empty or time.monotonic() >= next_check:
@@ -143,29 +141,29 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             has_message = False
             if busy_poll_s and load.num_running:
                 spin_s = min(busy_poll_s, engine.has_work_in_s or busy_poll_s)
-                has_message = pipe.spin(spin_s, links)
+                has_message = pipe.spin(spin_s, channels)
             if reported != news and not has_message:
                 wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
-                has_message = pipe.poll(wait_s, links)
+                has_message = pipe.poll(wait_s, channels)
                 if not has_message:
                     report_idle(load)
             begins_in_s = engine.has_work_in_s  # asked first: once it is over, there is work
             if not has_message and not engine.has_work:
-                pipe.poll(begins_in_s, links)
+                pipe.poll(begins_in_s, channels)
         received = pipe.receive()
-        hear_links()  # whatever led to what the front says has come by now, and goes first
+        submit_peers()  # before the front's messages, which may follow from these
         submit(received)
-        engine.links.flush()
+        engine.channels.flush()
         if engine.has_work:
             outputs = engine.step()
-            received = pipe.receive()  # who came meanwhile need not wait for what is launched now
+            received = pipe.receive()  # requests that came during the step join the next launch
             if received:
-                hear_links()
+                submit_peers()
                 submit(received)
-            engine.launch_awaited()
-            engine.links.flush()
+            engine.launch_deferred()
+            engine.channels.flush()
             if not outputs and time.monotonic() < next_report:
-                continue  # a step that was only launched, or answered over a link
+                continue  # a step that was only launched, or answered over a channel
             next_report = time.monotonic() + REPORT_DELAY_S
             load = engine.load
             reported = (load, num_received, engine.has_work)

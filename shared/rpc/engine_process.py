@@ -20,10 +20,10 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.messages import WorkerInfo
 from shared.rpc.engine import EngineDiedError, EngineReport, ProgressCallback
 from shared.rpc.engine_main import EngineProgress, EngineReady, EngineRefused, engine_main
 from shared.rpc.pipe import AsyncPipe
-from shared.types import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

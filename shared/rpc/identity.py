@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shared.errors import UnavailableError
-from shared.types import WorkerInfo, WorkerLoad
+from shared.messages import WorkerInfo, WorkerLoad
 
 
 class WorkerIdentity:

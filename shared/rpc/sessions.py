@@ -18,11 +18,11 @@ from typing import Any
 import grpc.aio
 
 from shared.errors import CoppiceError, NotFoundError, StaleStateError, UnavailableError
-from shared.rpc.batches import Batch
+from shared.messages import RequestFailure, WorkerLoad
+from shared.messages.batches import Batch
 from shared.rpc.outbox import Outbox
 from shared.rpc.status import failure_of
 from shared.times import leave
-from shared.types import RequestFailure, WorkerLoad
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from shared.errors import (
     StatusCode,
     UnavailableError,
 )
-from shared.types import RequestFailure
+from shared.messages import RequestFailure
 
 DOMAIN = "coppice"
 MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"

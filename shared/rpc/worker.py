@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
 from shared.gpu_lease import lease_gpu
-from shared.rpc.announce import announce, loading_line, ready_line
+from shared.messages import WorkerInfo
 from shared.rpc.engine import EngineDiedError, EngineHandle, EngineReport
 from shared.rpc.engine_process import EngineProcess
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.server import RpcServer
 from shared.rpc.sessions import SessionHub
-from shared.types import WorkerInfo
+from shared.rpc.startup_lines import announce, loading_line, ready_line
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class WorkerServicer(Protocol):
 Register = Callable[[Any, WorkerIdentity, Callable[[Sequence[Any]], None]], WorkerServicer]
 
 
-class Worker:
+class WorkerServer:
     """One worker: server, engine and the task that carries reports between them.
 
     Args:

@@ -12,10 +12,7 @@ import grpc.aio
 
 from coppice.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from draft_service.feature_client import FeatureClient
-from shared.feature_ring import RING_DIR, RingReader
-from shared.rpc import batches
-from shared.rpc.channel import open_channel
-from shared.types import (
+from shared.messages import (
     DraftOpen,
     FeatureAck,
     FeatureChunk,
@@ -29,8 +26,10 @@ from shared.types import (
     TargetOpen,
     TokenTree,
     VerifyRound,
+    batches,
 )
-from tests.fakes import WIDTH
+from shared.peer.ring import RING_DIR, RingReader
+from shared.rpc.channel import open_channel
 
 REPLY_TIMEOUT_S = 10.0
 Kind = TypeVar("Kind")
@@ -242,13 +241,11 @@ class Listener:
         self,
         *,
         reconnect_timeout_s: float = 10.0,
-        width: int = WIDTH,
         ring_dir: Path = RING_DIR,
     ) -> None:
         self.client = FeatureClient(
             self._take, reconnect_timeout_s=reconnect_timeout_s, ring_dir=ring_dir
         )
-        self.client.width = width
         self._rings = RingReader(ring_dir)
         self.chunks: list[FeatureChunk] = []
         self.failures: list[RequestFailure] = []

@@ -6,7 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shared import types
+import shared.messages as types
+from shared.messages import MIN_TEMPERATURE
 
 request_ids = st.text(min_size=1, max_size=40)
 epochs = st.integers(0, 2**31 - 1)
@@ -25,7 +26,7 @@ def ids(*, min_size: int = 0, max_size: int = 40) -> st.SearchStrategy[tuple[int
 
 sampling = st.builds(
     types.SamplingParams,
-    temperature=floats(0, 100),
+    temperature=st.just(0.0) | floats(MIN_TEMPERATURE, 100),
     top_p=floats(0, 1, exclude_min=True),
     min_p=floats(0, 1),
     top_k=counts,
@@ -76,16 +77,16 @@ def trees(draw: st.DrawFn) -> types.TokenTree:
             | st.lists(floats(-1000, 0), min_size=num_nodes, max_size=num_nodes).map(tuple)
         ),
         times=draw(st.none() | answer_times),
-        is_linked=draw(st.booleans()),
+        has_peer=draw(st.booleans()),
     )
 
 
 @st.composite
-def tree_bursts(draw: st.DrawFn) -> types.TreeBurst:
+def tree_batches(draw: st.DrawFn) -> types.TreeBatch:
     num_nodes = draw(st.lists(st.integers(1, types.MAX_TREE_NODES), min_size=1, max_size=4))
     count, total = len(num_nodes), sum(num_nodes)
     column = st.lists(counts, min_size=count, max_size=count)
-    return types.TreeBurst(
+    return types.TreeBatch(
         request_ids=draw(st.lists(request_ids, min_size=count, max_size=count)),
         target_epochs=draw(column),
         draft_epochs=draw(column),
@@ -95,7 +96,7 @@ def tree_bursts(draw: st.DrawFn) -> types.TreeBurst:
         token_ids=draw(st.lists(token_ids, min_size=total, max_size=total)),
         parent_index=draw(st.lists(st.integers(-1, 63), min_size=total, max_size=total)),
         times=draw(st.dictionaries(st.integers(0, count - 1), answer_times)),
-        is_ahead=draw(st.booleans()),
+        is_overlapped=draw(st.booleans()),
     )
 
 
@@ -149,27 +150,32 @@ def shapes(draw: st.DrawFn) -> types.TreeShape:
 
 
 @st.composite
-def bursts(draw: st.DrawFn) -> types.RoundBurst:
+def ring_rows(draw: st.DrawFn, num_rows: int | None = None) -> types.RingRows:
+    shape = (num_rows or draw(st.integers(1, 8)), draw(st.integers(1, 8)))
+    data = types.RingSpan(
+        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
+        begin=draw(st.integers(0, 2**63 - 1)),
+        num_bytes=4 * shape[0] * shape[1],
+    )
+    return types.RingRows(shape=shape, dtype="float32", data=data)
+
+
+@st.composite
+def path_batches(draw: st.DrawFn) -> types.PathBatch:
     part = st.builds(
-        types.BurstPart,
+        types.PathEntry,
         request_id=request_ids,
         target_epoch=epochs,
         draft_epoch=epochs,
         round_idx=counts,
         seq_len=counts,
         token_ids=ids(min_size=1, max_size=8),
-        mail_slot=counts,
-        mail_seq=counts,
+        mailbox_slot=counts,
+        round_tag=counts,
     )
     parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
-    shape = (sum(len(part.token_ids) for part in parts), draw(st.integers(1, 8)))
-    data = types.RingSpan(
-        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
-        begin=draw(st.integers(0, 2**63 - 1)),
-        num_bytes=4 * shape[0] * shape[1],
-    )
-    rows = types.RingRows(shape=shape, dtype="float32", data=data)
-    return types.RoundBurst(parts=parts, shape=draw(shapes()), rows=draw(st.none() | st.just(rows)))
+    rows = ring_rows(sum(len(part.token_ids) for part in parts))
+    return types.PathBatch(parts=parts, shape=draw(shapes()), rows=draw(st.none() | rows))
 
 
 @st.composite
@@ -228,7 +234,11 @@ infos = st.builds(
     eos_token_ids=ids(max_size=3),
     draft_window=counts,
     feature_ring=st.text(max_size=20),
-    link=st.text(max_size=20),
+    peer_socket=st.text(max_size=20),
+    device_model=st.text(max_size=20),
+    versions=st.text(max_size=20),
+    cpu_threads=counts,
+    logits_hash=st.text(max_size=64),
 )
 failures = st.builds(
     types.RequestFailure,
@@ -244,6 +254,12 @@ failures = st.builds(
 retractions = st.builds(
     types.RequestRetracted, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs
 )
+peer_trees = st.builds(types.PeerTrees, draft_epoch=epochs, token_offset=counts, shape=shapes())
+credits_ = st.builds(
+    types.Credit,
+    until_round_idx=st.integers(1, 2**31 - 1),
+    trees=st.just(types.RootOnly()) | peer_trees,
+)
 verify_rounds = st.builds(
     types.VerifyRound,
     request_id=request_ids,
@@ -252,30 +268,29 @@ verify_rounds = st.builds(
     seq_len=counts,
     root_token_id=token_ids,
     tree=st.none() | trees(),
+    credit=st.none() | credits_,
 )
-round_grants = st.builds(
-    types.RoundGrant,
-    request_id=request_ids,
-    target_epoch=epochs,
-    until_round_idx=st.integers(1, 2**31 - 1),
-    draft_epoch=epochs,
-    token_offset=counts,
-    shape=st.none() | shapes(),
+credit_updates = st.builds(
+    types.CreditUpdate, request_id=request_ids, target_epoch=epochs, credit=credits_
 )
-link_opens = st.builds(
-    types.LinkOpen,
+peer_attaches = st.builds(
+    types.PeerAttach,
     request_id=request_ids,
     target_epoch=epochs,
     draft_epoch=epochs,
     has_mailbox=st.booleans(),
 )
-link_closes, unlinked = (
+peer_detaches, detached = (
     st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
-    for kind in (types.LinkClose, types.DraftUnlinked)
+    for kind in (types.PeerDetach, types.DraftDetached)
 )
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
-    types.TargetAdmitted, request_id=request_ids, target_epoch=epochs, num_cached_tokens=counts
+    types.TargetAdmitted,
+    request_id=request_ids,
+    target_epoch=epochs,
+    num_cached_tokens=counts,
+    times=st.none() | answer_times,
 )
 subscribes = st.builds(
     types.FeatureSubscribe,
@@ -296,7 +311,7 @@ draft_opens = st.builds(
     token_ids=ids(min_size=1),
     sampling=sampling,
     is_timed=st.booleans(),
-    target_link=st.text(max_size=20),
+    target_socket=st.text(max_size=20),
 )
 draft_rounds = st.builds(
     types.DraftRound,
@@ -309,6 +324,61 @@ draft_rounds = st.builds(
     token_ids=ids(),
     shape=shapes(),
 )
+stats = st.builds(
+    types.SpeculationStats,
+    num_rounds=counts,
+    num_draft_tokens=counts,
+    num_accepted_drafts=counts,
+    accept_length_histogram=ids(max_size=6),
+    num_root_only_rounds=counts,
+    num_moved_rounds=counts,
+)
+milliseconds = st.floats(0, 1e9)
+timings = st.builds(
+    types.Timings,
+    queue_ms=milliseconds,
+    time_to_first_token_ms=milliseconds,
+    total_ms=milliseconds,
+    mean_draft_wait_ms=milliseconds,
+    mean_verify_ms=milliseconds,
+)
+usages = st.builds(
+    types.Usage, num_prompt_tokens=counts, num_output_tokens=counts, num_cached_tokens=counts
+)
+round_times = st.builds(
+    types.RoundTimes,
+    round_idx=counts,
+    begin_ns=times_ns,
+    stages=st.lists(stages, max_size=4).map(tuple),
+)
+prompt_infos = st.builds(
+    types.PromptInfo,
+    model_fingerprint=st.text(max_size=64),
+    request_id=request_ids,
+    model=st.text(max_size=20),
+    num_prompt_tokens=counts,
+    num_cached_tokens=counts,
+    seed=st.integers(0, 2**64 - 1),
+)
+deltas = st.builds(
+    types.TokenDelta,
+    token_offset=counts,
+    token_ids=ids(max_size=6),
+    text=st.text(max_size=20),
+    logprobs=st.lists(logprob, max_size=3).map(tuple),
+    num_accepted_drafts=counts,
+    num_accepted_draft_chars=counts,
+)
+finishes = st.builds(
+    types.FinishInfo,
+    reason=st.sampled_from(types.FinishReason),
+    matched_stop=st.none() | token_ids | st.text(max_size=8),
+    usage=usages,
+    speculation=stats,
+    timings=timings,
+    retries=counts,
+    round_times=st.lists(round_times, max_size=3).map(tuple),
+)
 draft_closes = st.builds(types.DraftClose, request_id=request_ids, draft_epoch=epochs)
 
 BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
@@ -317,7 +387,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.TokenLogprob: logprob,
     types.AnswerTimes: answer_times,
     types.TokenTree: trees(),
-    types.TreeBurst: tree_bursts(),
+    types.TreeBatch: tree_batches(),
     types.AcceptedPath: accepted_paths(),
     types.RequestFailure: failures,
     types.RequestRetracted: retractions,
@@ -326,18 +396,29 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.TargetOpen: target_opens(),
     types.TargetAdmitted: admissions,
     types.VerifyRound: verify_rounds,
-    types.RoundGrant: round_grants,
+    types.Credit: credits_,
+    types.CreditUpdate: credit_updates,
     types.TargetClose: target_closes,
     types.FeatureSpec: feature_specs,
     types.FeatureChunk: chunks(),
     types.FeatureSubscribe: subscribes,
     types.FeatureAck: acks,
     types.FeatureUnsubscribe: unsubscribes,
-    types.RoundBurst: bursts(),
-    types.DraftUnlinked: unlinked,
-    types.LinkOpen: link_opens,
-    types.LinkClose: link_closes,
+    types.PathBatch: path_batches(),
+    types.DraftDetached: detached,
+    types.PeerAttach: peer_attaches,
+    types.PeerDetach: peer_detaches,
     types.DraftOpen: draft_opens,
     types.DraftRound: draft_rounds,
     types.DraftClose: draft_closes,
+    types.RootOnly: st.just(types.RootOnly()),
+    types.PeerTrees: peer_trees,
+    types.RingRows: ring_rows(),
+    types.PromptInfo: prompt_infos,
+    types.TokenDelta: deltas,
+    types.FinishInfo: finishes,
+    types.Usage: usages,
+    types.SpeculationStats: stats,
+    types.Timings: timings,
+    types.RoundTimes: round_times,
 }

@@ -8,15 +8,15 @@ import pytest
 
 from coppice.v1 import draft_pb2
 from shared.errors import StatusCode
-from shared.rpc.batches import pack_draft_request
-from shared.rpc.convert import from_proto
-from shared.types import (
+from shared.messages import (
     DraftClose,
     DraftRound,
     RequestRetracted,
     TokenTree,
     TreeShape,
+    from_proto,
 )
+from shared.messages.batches import pack_draft_request
 from tests.contract.driver import Peer, draft_open, failure
 from tests.fakes import FakeDraft, eventually, fake_draft, next_token
 

@@ -18,9 +18,9 @@ import pytest
 
 from shared.config import TargetConfig
 from shared.errors import ConfigError
+from shared.messages import TargetOpen
 from shared.rpc.engine import EngineDiedError
 from shared.rpc.engine_process import EngineProcess
-from shared.types import TargetOpen
 from tests.contract.driver import target_open
 from tests.fakes.factories import factory
 

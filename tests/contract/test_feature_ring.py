@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from draft_service.feature_client import FeatureClient
-from shared.feature_ring import RING_DIR, FeatureRing, RingReader
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FeatureAck,
     FeatureChunk,
@@ -18,6 +17,7 @@ from shared.types import (
     FeatureSubscribe,
     RingSpan,
 )
+from shared.peer.ring import RING_DIR, FeatureRing, RingReader
 from tests.contract.driver import Listener, Peer, target_open, verify_after
 from tests.fakes import FakeTarget, eventually, fake_target, feature_rows
 
@@ -182,7 +182,7 @@ async def test_part_of_a_chunk_is_that_part_of_its_rows(ring: FeatureRing) -> No
         start=0,
         shape=(8, 6),
         dtype="float32",
-        data=engine._to_ring(rows),
+        data=engine.to_ring(rows),
     )
     assert (inline.num_inline_bytes, by_ring.num_inline_bytes) == (8 * 24, 0)
     for first, stop in ((0, 8), (3, 8), (2, 5)):

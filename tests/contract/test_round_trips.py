@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.v1 import draft_pb2, link_pb2, target_pb2, tree_pb2
-from shared import types
+import shared.messages as types
+from coppice.v1 import draft_pb2, generation_pb2, peer_pb2, target_pb2, tree_pb2
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
-from shared.rpc import batches
-from shared.rpc.convert import from_proto, to_proto
+from shared.messages import batches, from_proto, to_proto
 from shared.rpc.engine import EngineReport
 from shared.rpc.pipe import BlockingPipe
 from tests.contract.strategies import BY_TYPE
@@ -24,14 +23,8 @@ pytestmark = pytest.mark.timeout(60)
 
 RING = "coppice-features-" + "0" * 32
 # Parts and wrappers: they have no message of their own.
-NO_MESSAGE = {
-    types.TreeShape,
-    types.RingRows,
-    types.RingSpan,
-    types.FeatureCommand,
-    types.FeatureFailure,
-}
-IN_PIPES = [value_type for value_type in BY_TYPE if value_type is not types.TreeBurst]
+NO_MESSAGE = {types.TreeShape, types.RingSpan, types.FeatureCommand, types.FeatureFailure}
+IN_PIPES = [value_type for value_type in BY_TYPE if value_type is not types.TreeBatch]
 
 
 def test_every_wire_type_is_covered() -> None:
@@ -78,7 +71,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
     "target_request": (
         batches.pack_target_request,
         batches.unpack_target_request,
-        (types.TargetOpen, types.VerifyRound, types.RoundGrant, types.TargetClose),
+        (types.TargetOpen, types.VerifyRound, types.CreditUpdate, types.TargetClose),
     ),
     "target_response": (
         batches.pack_target_response,
@@ -88,7 +81,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
             types.AcceptedPath,
             types.RequestFailure,
             types.RequestRetracted,
-            types.DraftUnlinked,
+            types.DraftDetached,
         ),
     ),
     "draft_request": (
@@ -110,17 +103,17 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
         batches.pack_to_target,
         batches.unpack_to_target,
         (
-            types.LinkOpen,
+            types.PeerAttach,
             types.FeatureSubscribe,
             types.FeatureAck,
-            types.TreeBurst,
-            types.LinkClose,
+            types.TreeBatch,
+            types.PeerDetach,
         ),
     ),
     "to_draft": (
         batches.pack_to_draft,
         batches.unpack_to_draft,
-        (types.FeatureChunk, types.RequestFailure, types.DraftRound, types.RoundBurst),
+        (types.FeatureChunk, types.RequestFailure, types.DraftRound, types.PathBatch),
     ),
 }
 
@@ -171,6 +164,25 @@ def test_unknown_feature_command_is_rejected() -> None:
     assert [failure.field for failure in batch.rejected] == ["command"]
 
 
+@settings(max_examples=40, deadline=None)
+@given(event=st.one_of(*(BY_TYPE[kind] for kind in get_args(types.GenerateEvent))))
+def test_event_survives(event: types.GenerateEvent) -> None:
+    response = batches.pack_event(event)
+    parsed = type(response).FromString(response.SerializeToString())
+    assert batches.unpack_event(parsed) == event
+
+
+def test_unknown_event_is_refused_by_field() -> None:
+    response = generation_pb2.GenerateResponse()
+    with pytest.raises(InvalidArgumentError) as caught:
+        batches.unpack_event(response)
+    assert caught.value.field == "event"
+    response.finish.reason = 99  # type: ignore[assignment]
+    with pytest.raises(InvalidArgumentError) as caught:
+        batches.unpack_event(response)
+    assert caught.value.field == "finish.reason"
+
+
 def _open() -> target_pb2.TargetOpen:
     return to_proto(
         types.TargetOpen(
@@ -199,9 +211,9 @@ def _tree() -> tree_pb2.TokenTree:
     )
 
 
-def _tree_burst() -> link_pb2.TreeBurst:
+def _tree_batch() -> peer_pb2.TreeBatch:
     return to_proto(
-        types.TreeBurst(
+        types.TreeBatch(
             request_ids=["a", "b"],
             target_epochs=[1, 2],
             draft_epochs=[1, 3],
@@ -367,18 +379,18 @@ MALFORMED: list[tuple[Callable[[], Any], Callable[[Any], None], str]] = [
     (_verify, _set(tree__scores__cumulative_logprobs=[0.0]), "tree.scores.cumulative_logprobs"),
     (_verify, _set(tree__request_id=""), "tree.request_id"),
     (_tree, _set(draft_epoch=-1), "draft_epoch"),
-    (_tree_burst, _set(request_ids=["a"]), "request_ids"),
-    (_tree_burst, _set(target_epochs=[1]), "request_ids"),
-    (_tree_burst, _set(draft_epochs=[1, 2, 3]), "request_ids"),
-    (_tree_burst, _set(round_idx=[]), "request_ids"),
-    (_tree_burst, _set(seq_lens=[3]), "request_ids"),
-    (_tree_burst, _set(num_nodes=[3]), "request_ids"),
-    (_tree_burst, lambda message: message.Clear(), "request_ids"),
-    (_tree_burst, _set(num_nodes=[3, 0]), "num_nodes"),
-    (_tree_burst, _set(num_nodes=[65, -62]), "num_nodes"),
-    (_tree_burst, _set(num_nodes=[2, 2]), "token_ids"),
-    (_tree_burst, _set(token_ids=[5, 6]), "token_ids"),
-    (_tree_burst, _set(parent_index=[-1, 0]), "parent_index"),
+    (_tree_batch, _set(request_ids=["a"]), "request_ids"),
+    (_tree_batch, _set(target_epochs=[1]), "request_ids"),
+    (_tree_batch, _set(draft_epochs=[1, 2, 3]), "request_ids"),
+    (_tree_batch, _set(round_idx=[]), "request_ids"),
+    (_tree_batch, _set(seq_lens=[3]), "request_ids"),
+    (_tree_batch, _set(num_nodes=[3]), "request_ids"),
+    (_tree_batch, lambda message: message.Clear(), "request_ids"),
+    (_tree_batch, _set(num_nodes=[3, 0]), "num_nodes"),
+    (_tree_batch, _set(num_nodes=[65, -62]), "num_nodes"),
+    (_tree_batch, _set(num_nodes=[2, 2]), "token_ids"),
+    (_tree_batch, _set(token_ids=[5, 6]), "token_ids"),
+    (_tree_batch, _set(parent_index=[-1, 0]), "parent_index"),
     (_path, _set(accept_index=[0, 1]), "accept_index"),
     (_path, _set(accept_index=[-1]), "accept_index"),
     (_path, _set(token_ids=[-1]), "token_ids"),

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     DraftClose,
     DraftRound,

@@ -15,9 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from coppice.v1 import target_pb2
 from shared.config import TargetConfig
 from shared.errors import ConfigError
+from shared.messages import AcceptedPath
 from shared.rpc.channel import channel_options, open_channel, server_options
 from shared.rpc.server import RpcServer
-from shared.types import AcceptedPath
 from target_service.server import create_worker
 from tests.contract.driver import Peer, target_open
 from tests.fakes import FakeTarget, LocalEngine, eventually, fake_draft, fake_target

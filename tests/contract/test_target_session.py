@@ -11,17 +11,17 @@ import pytest
 from coppice.v1 import target_pb2
 from shared.config import TargetConfig
 from shared.errors import StatusCode
-from shared.rpc.batches import pack_target_request
-from shared.rpc.convert import from_proto
-from shared.rpc.status import from_rpc_error
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     FinishReason,
     RequestFailure,
     RequestRetracted,
     TargetAdmitted,
     TargetClose,
+    from_proto,
 )
+from shared.messages.batches import pack_target_request
+from shared.rpc.status import from_rpc_error
 from target_service.server import create_worker
 from tests.contract.driver import Peer, failure, target_open, tree_after, verify_after
 from tests.fakes import FakeTarget, LocalEngine, eventually, fake_target, generate, next_token

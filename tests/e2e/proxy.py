@@ -56,7 +56,7 @@ class SpoilingProxy(grpc.GenericRpcHandler):
     def _spoil(self, data: bytes) -> bytes:
         reply = draft_pb2.DraftServiceSessionResponse.FromString(data)
         for tree in reply.trees:
-            tree.is_linked = False  # else trees would go to the target by another way
+            tree.has_peer = False  # else trees would go to the target by another way
             with self._lock:
                 epoch = (tree.request_id, tree.draft_epoch)
                 if epoch not in self._epochs:

@@ -22,8 +22,8 @@ from coppice.stack import ServiceState, Stack, StackConfig
 from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_loader import to_arguments
-from shared.feature_ring import RING_DIR
+from shared.config.loader import to_arguments
+from shared.peer.ring import RING_DIR
 
 READY_TIMEOUT_S = 180.0
 # What a worker still holds a moment after its last request has ended is a leak.
@@ -89,7 +89,7 @@ class Server(Stack):
             self.info(name) for name in targets if self.services[name].state is ServiceState.READY
         ]
         return {
-            RING_DIR / name for info in infos for name in (info.feature_ring, info.link) if name
+            RING_DIR / name for info in infos for name in (info.feature_ring, info.channel) if name
         }
 
     def processes(self) -> set[int]:

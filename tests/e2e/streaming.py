@@ -89,7 +89,7 @@ def streams(
         yield [Stream(client, request) for request in requests]
 
 
-def share_of_direct_rounds(
+def share_of_peer_rounds(
     server: Server, requests: list[dict[str, Any]], plain_outputs: PlainOutputs
 ) -> float:
     """Serve requests, check their outputs, and return the share of direct rounds."""
@@ -102,4 +102,4 @@ def share_of_direct_rounds(
             rounds += stream.result().round_times
             assert stream.token_ids == expected.token_ids
     names = [{stage.name for stage in times.stages} for times in rounds]
-    return sum("draft: link" in stages for stages in names) / len(names)
+    return sum("draft: channel" in stages for stages in names) / len(names)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coppice import Completion
-from shared.feature_ring import RING_DIR
+from shared.peer.ring import RING_DIR
 from tests.e2e.serving import (
     PlainOutputs,
     Server,
@@ -19,7 +19,7 @@ from tests.e2e.serving import (
     running,
     stack_config,
 )
-from tests.e2e.streaming import share_of_direct_rounds, streams
+from tests.e2e.streaming import share_of_peer_rounds, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,7 +53,7 @@ def speculated(completions: list[Completion]) -> list[object]:
 def by_bytes() -> list[object]:
     """What comes of raw features as bytes, one request after the other."""
     plain_ways = {"project_features": False}
-    target = {**plain_ways, "feature_ring_mb": 0, "direct_rounds": False}
+    target = {**plain_ways, "feature_ring_mb": 0, "peer_rounds": False}
     config = stack_config(target=target, draft=plain_ways)
     with running(config) as server:
         server.wait_paired()
@@ -78,7 +78,7 @@ def alone(server: Server) -> list[Completion]:
 def relayed(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Serve with the orchestrator between the engines, and features that are projected or not."""
     ways = {"project_features": request.param}
-    with running(stack_config(target={**ways, "direct_rounds": False}, draft=ways)) as server:
+    with running(stack_config(target={**ways, "peer_rounds": False}, draft=ways)) as server:
         server.wait_paired()
         yield server
 
@@ -97,8 +97,8 @@ def test_speculation_is_the_same_by_ring_and_by_bytes(
 def test_without_direct_rounds_the_orchestrator_drives_them(
     relayed: Server, plain_outputs: PlainOutputs
 ) -> None:
-    assert relayed.info("target-0").link == ""
-    assert share_of_direct_rounds(relayed, REQUESTS, plain_outputs) == 0.0
+    assert relayed.info("target-0").peer_socket == ""
+    assert share_of_peer_rounds(relayed, REQUESTS, plain_outputs) == 0.0
 
 
 @pytest.mark.parametrize("killed", ["engine", "target-0", "draft-0"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coppice import Completion
-from shared.types import FinishReason
+from shared.messages import FinishReason
 from tests.e2e.serving import (
     Server,
     checkpoint_config,

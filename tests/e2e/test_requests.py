@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from coppice import Client, Completion
+from shared.messages import FinishReason
 from shared.models.checkpoint import resolve_model
-from shared.types import FinishReason
 from tests.e2e.serving import Server, generate_all, generate_plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

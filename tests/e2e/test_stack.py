@@ -100,6 +100,7 @@ def test_a_stack_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -
         stack.start()
     assert "target-0 ended before it was ready" in str(caught.value)
     assert str(tmp_path / "none") in str(caught.value)
+    assert caught.value.exit_code == 2
     assert [service.pid for service in stack.services.values()] == [None] * 2
 
 

@@ -23,9 +23,9 @@ from shared.kernels import (
     linear,
     linear_swiglu,
     logprobs,
-    mail_growth,
-    mail_paths,
-    mail_trees,
+    mailbox_growth,
+    mailbox_paths,
+    mailbox_trees,
     move_kv,
     penalties,
     rms_norm,
@@ -194,43 +194,43 @@ def kernels(dtype: str):
 
 def mail_kernels(values: str):
     """Yield what posts to a mailbox and takes out of it, as `kernels` does."""
-    width = {"MAX_PATH": 8, "WIDTH": 12288, "BLOCK": mail_paths._BLOCK}
-    lanes = {"MAX_PATH": 8, "LANES": mail_paths._LANES}
+    width = {"MAX_PATH": 8, "WIDTH": 12288, "BLOCK": mailbox_paths._BLOCK}
+    lanes = {"MAX_PATH": 8, "LANES": mailbox_paths._LANES}
     ids, counts = "*i64", "*i32"
     yield (
-        mail_paths._post_rows_kernel,
+        mailbox_paths._post_rows_kernel,
         [values, counts, counts, ids, ids, values, "i32"],
         width,
     )
-    yield mail_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width
+    yield mailbox_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width
     if values != "*fp32":
         return
     yield (
-        mail_trees._post_trees_kernel,
+        mailbox_trees._post_trees_kernel,
         [ids, *[counts] * 3, "i32"],
         {"NODES": 64, "NO_NODE": 255},
         {"num_warps": 2},
     )
     yield (
-        mail_trees._take_trees_kernel,
+        mailbox_trees._take_trees_kernel,
         [ids, *[counts] * 4, ids, ids, counts, counts, *[ids] * 3, *["i32"] * 4],
         {"NODES": 64, "WAITS": True},
         {"num_warps": 2},
     )
     yield (
-        mail_paths._post_paths_kernel,
+        mailbox_paths._post_paths_kernel,
         [ids, counts, counts, ids, ids, counts, "i32"],
         {"MAX_PATH": 8, "HAS_FENCE": True},
         {"num_warps": 1},
     )
     yield (
-        mail_paths._take_paths_kernel,
+        mailbox_paths._take_paths_kernel,
         [ids, *[counts] * 3, ids, counts, ids, ids, counts, *["i32"] * 4],
         {**lanes, "WAITS": True},
         {"num_warps": 1},
     )
     yield (
-        mail_growth._advance_growth_kernel,
+        mailbox_growth._advance_growth_kernel,
         [counts, counts, ids, ids, *[counts] * 4, "i32"],
         lanes,
         {"num_warps": 1},
@@ -247,13 +247,13 @@ def sampling_kernels():
     for has_filters in (True, False):
         yield (
             sampling._best_of_chunk_kernel,
-            ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32", "i32"],
+            ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32", "*u8", "i32"],
             {"HAS_FILTERS": has_filters, "BLOCK": sampling.BLOCK},
         )
         yield (
             sampling._best_of_row_kernel,
             ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32"]
-            + ["*i64", "*i32", "*fp32", "*i64", "*i32", "i32"],
+            + ["*i64", "*i32", "*fp32", "*i64", "*u8", "*i32", "*u8", "i32"],
             {"HAS_FILTERS": has_filters, **chunks, "BLOCK": sampling.BLOCK}
             | {**listed, "STEP": sampling.STEP, **lanes},
             {"num_warps": sampling.STEP // 32 if has_filters else 4},

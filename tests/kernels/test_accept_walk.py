@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.kernels.accept_walk import AcceptWalk, accept_walk
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.types import MAX_TREE_NODES
+from shared.messages import MAX_TREE_NODES
 from tests.unit.test_tree import trees
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.sampling import sample
+from shared.kernels.sampling import BLOCK, finite_rows, sample
 from tests.kernels.noise_seeds import int64, lucky_seed
 from tests.kernels.sampling_oracle import Row, arguments, check_rows
 
@@ -65,6 +65,37 @@ def test_nan_and_infinity(device: torch.device) -> None:
         for top_k, top_p in ((0, 1.0), (2, 0.9))
     ]
     check_rows(rows, device)
+
+
+@pytest.mark.parametrize("has_filters", [True, False])
+def test_rows_that_are_not_all_finite_are_flagged(
+    device: torch.device, *, has_filters: bool
+) -> None:
+    """Wherever the value stands, chunks past the first included, and whatever is sampled."""
+    width = 2 * BLOCK + 3
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(1, width, generator=generator)
+    places = [(value, column) for value in (NAN, INF, -INF) for column in (0, BLOCK - 1, width - 1)]
+    logits = clean.repeat(2 + len(places), 1)
+    logits[1] = 3e38  # finite, though a sum of them is not
+    for row, (value, column) in enumerate(places, start=2):
+        logits[row, column] = value
+    num_rows = len(logits)
+    temperature = torch.tensor([0.0, 0.7, 1e-5]).repeat(num_rows)[:num_rows]
+    args = (
+        temperature,
+        torch.full((num_rows,), 5 if has_filters else 0, dtype=torch.int32),
+        torch.ones(num_rows),
+        torch.zeros(num_rows),
+        torch.arange(num_rows),
+        torch.arange(num_rows),
+    )
+    flags = torch.full((num_rows,), 9, dtype=torch.uint8, device=device)
+    on_device = [value.to(device) for value in (logits, *args)]
+    tokens = sample(*on_device, has_filters=has_filters, is_finite=flags)
+    assert flags.tolist() == [1, 1] + [0] * len(places)
+    assert torch.equal(tokens, sample(*on_device, has_filters=has_filters))
+    assert finite_rows(logits.to(device)).int().tolist() == flags.tolist()
 
 
 def test_hopeless_rows(device: torch.device) -> None:

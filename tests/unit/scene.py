@@ -16,9 +16,12 @@ from orchestrator.rounds import Generation
 from orchestrator.validation import GenerationRequest
 from shared.config import OrchestratorConfig
 from shared.errors import StatusCode
-from shared.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
-from shared.types import (
+from shared.messages import (
+    FinishInfo,
+    GenerateEvent,
+    PromptInfo,
     RequestFailure,
+    TokenDelta,
     TokenTree,
     TreeShape,
 )
@@ -40,12 +43,12 @@ class Scene:
     """Workers around one pool, and requests served by them.
 
     Args:
-        is_linked: Targets and drafts are on one host.
+        has_peer: Targets and drafts are on one host.
     """
 
-    def __init__(self, config: OrchestratorConfig = CONFIG, *, is_linked: bool = False) -> None:
+    def __init__(self, config: OrchestratorConfig = CONFIG, *, has_peer: bool = False) -> None:
         self.config = config
-        self.is_linked = is_linked
+        self.has_peer = has_peer
         self.pool = WorkerPool()
         self.targets: list[InMemoryWorker] = []
         self.drafts: list[InMemoryWorker] = []
@@ -57,11 +60,11 @@ class Scene:
             FakeTarget(
                 incarnation=f"target-{index}",
                 has_features=False,
-                link=f"link-{index}" if self.is_linked else "",
+                peer_socket=f"socket-{index}" if self.has_peer else "",
             ),
             self.pool,
             address=f"t:{index}",
-            linked=self.drafts,
+            peers=self.drafts,
             **options,
         )
         self.targets.append(target)
@@ -74,7 +77,7 @@ class Scene:
             FakeDraft(incarnation=f"draft-{index}", needs_features=False),
             self.pool,
             address=f"d:{index}",
-            linked=self.targets,
+            peers=self.targets,
             **options,
         )
         self.drafts.append(draft)
@@ -105,7 +108,7 @@ class Scene:
         for worker in (*self.targets, *self.drafts):
             assert worker.engine.requests == {}
             assert worker.worker.num_own_requests == 0
-        assert self.pool._waiters == []
+        assert self.pool.num_waiting == 0
 
 
 def drained(generation: Generation) -> list[GenerateEvent]:

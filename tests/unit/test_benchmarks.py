@@ -19,9 +19,8 @@ from benchmarks.steps import chart, gaps_us, summarize
 from benchmarks.timing import time_ms
 from coppice.bench import RequestResult
 from coppice.svg import Span, draw_charts
-from shared.generation import FinishInfo
+from shared.messages import FinishInfo, FinishReason
 from shared.tree import check_tree
-from shared.types import FinishReason
 
 CHECKS = ("is_right", "is_exact", "identical", "identical_outputs", "identical_trees")
 KERNELS = [

@@ -15,9 +15,9 @@ import yaml
 from coppice.cli.serve import ROLES as SERVE_ROLES
 from coppice.health import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_check import parse_shape, parse_shapes
-from shared.config_loader import load_config
-from shared.feature_ring import RING_DIR
+from shared.config.check import parse_shape, parse_shapes
+from shared.config.loader import load_config
+from shared.peer.ring import RING_DIR
 from tests.compose_file import COMPOSE_FILE, ROLES, ROOT, load_compose, services_of
 
 HEALTH_SERVICES = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config_check import check_config
-from shared.config_loader import (
+from shared.config.check import check_config
+from shared.config.loader import (
     add_config_flags,
     load_config,
     read_config_file,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.types import SamplingParams, TreeShape
+from shared.messages import SamplingParams, TreeShape
 from tests import checkpoints
 from tests.engines import Models, Pairing, make_draft, make_target
 from tests.local_pair import LocalPair, LocalRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.types import SamplingParams, TokenTree, TreeShape
+from shared.messages import SamplingParams, TokenTree, TreeShape
 from tests import checkpoints
 from tests.engines import (
     KINDS,

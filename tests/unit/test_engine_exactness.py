@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.types import FinishReason, SamplingParams, TokenTree
+from shared.messages import FinishReason, SamplingParams, TokenTree
 from tests import checkpoints
 from tests.engines import (
     KINDS,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.types import FinishReason, SamplingParams, TokenTree
+from shared.messages import FinishReason, SamplingParams, TokenTree
 from tests.engines import (
     KINDS,
     SHAPES,

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 import pytest
 
+from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc import engine_main
 from shared.rpc.engine import EngineReport
 from shared.rpc.engine_main import REPORT_DELAY_S, run_engine
 from shared.rpc.pipe import BlockingPipe
-from shared.types import WorkerInfo, WorkerLoad
 from tests.fakes import FakeTarget
-from tests.fakes.unlinked import Unlinked
+from tests.fakes.engine import BareEngine
 
 
-class Scripted(Unlinked):
+class Scripted(BareEngine):
     """An engine that gives these outputs, one list per step, after its first message.
 
     Args:
@@ -50,7 +50,7 @@ class Scripted(Unlinked):
         if message == "go":
             self._steps = self._todo
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         pass
 
     def step(self) -> list[Any]:
@@ -150,7 +150,7 @@ class Eager(Scripted):
         self.seen.append(message)
         super().submit(message)
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         self.seen.append("launch awaited")
 
 
@@ -178,13 +178,13 @@ def test_what_is_launched_ahead_comes_after_new_messages_and_before_the_report(
     assert engine.seen[1:5] == ["go", "new", "launch awaited", "report"]
 
 
-class Linked(Eager):
+class Attached(Eager):
     """A draft says something in every step, and its front something that follows from it."""
 
     said: tuple[str, ...] = ()
 
     @property
-    def links(self) -> Any:
+    def channels(self) -> Any:
         return self
 
     events: ClassVar[dict[int, int]] = {}
@@ -196,7 +196,7 @@ class Linked(Eager):
         said, self.said = self.said, ()
         return [(self, message) for message in said]
 
-    def submit_linked(self, link: Any, message: Any) -> None:
+    def submit_peer(self, channel: Any, message: Any) -> None:
         self.seen.append(message)
 
     def step(self) -> list[Any]:
@@ -209,7 +209,7 @@ def test_what_a_link_says_comes_before_what_follows_from_it(
 ) -> None:
     """A target forgets leave to order trees of a draft that it has not heard of."""
     clock = Clock()
-    engine = Linked(clock, [["a"]])
+    engine = Attached(clock, [["a"]])
     pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
     receive = pipe.receive
     monkeypatch.setattr(pipe, "receive", lambda: [["grant"]] if engine.said else receive())

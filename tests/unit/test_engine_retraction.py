@@ -7,7 +7,7 @@ import random
 import pytest
 
 from draft_service.engine_factory import EXTRA_SLOTS
-from shared.types import SamplingParams
+from shared.messages import SamplingParams
 from tests.engines import (
     KINDS,
     SHAPES,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.config import TargetConfig
-from shared.types import SamplingParams, TreeShape
+from shared.messages import SamplingParams, TreeShape
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine
 from tests.engines import Models, make_draft, make_target, random_tokens

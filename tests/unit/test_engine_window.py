@@ -10,7 +10,7 @@ import pytest
 
 from draft_service.engine_factory import CHUNK_ROWS, EXTRA_SLOTS, MIN_WINDOW, fit_window
 from shared.errors import ConfigError
-from shared.types import FeatureCommand, FeatureSubscribe, SamplingParams
+from shared.messages import FeatureCommand, FeatureSubscribe, SamplingParams
 from tests import checkpoints
 from tests.engines import (
     KINDS,

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shared import feature_ring
-from shared.feature_ring import (
+from shared.messages import RingSpan
+from shared.peer import ring as ring_module
+from shared.peer.ring import (
     RING_DIR,
     FeatureRing,
     RingReader,
     read_nonce,
 )
-from shared.shared_files import RINGS
-from shared.types import RingSpan
+from shared.peer.shared_files import RINGS
 
 SMALL = 64 * 1024
 
@@ -51,7 +51,7 @@ def rows_of(seed: int, shape: tuple[int, int] = (3, 500)) -> NDArray[np.uint8]:
 
 
 def write(ring: FeatureRing, rows: NDArray[np.uint8]) -> RingSpan:
-    ring.start_burst()
+    ring.start_step()
     span = ring.write(rows)
     assert span is not None
     return span
@@ -101,16 +101,16 @@ def test_rows_that_are_overwritten_during_the_copy_are_refused(
     ring: FeatureRing, reader: RingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     span = write(ring, rows_of(0))
-    is_intact = feature_ring._MappedRing._is_intact
+    is_intact = ring_module._MappedRing._is_intact
     answers = []
 
-    def overwrite_after_the_first_look(mapped: feature_ring._MappedRing, span: RingSpan) -> bool:
+    def overwrite_after_the_first_look(mapped: ring_module._MappedRing, span: RingSpan) -> bool:
         answers.append(is_intact(mapped, span))
         if len(answers) == 1:
             lap(ring)
         return answers[-1]
 
-    monkeypatch.setattr(feature_ring._MappedRing, "_is_intact", overwrite_after_the_first_look)
+    monkeypatch.setattr(ring_module._MappedRing, "_is_intact", overwrite_after_the_first_look)
     assert reader.read(span) is None
     assert answers == [True, False]
 
@@ -123,7 +123,7 @@ def test_rows_that_were_never_written_are_refused(ring: FeatureRing, reader: Rin
 
 def test_the_writer_takes_half_a_lap_at_a_time(ring: FeatureRing, reader: RingReader) -> None:
     """So what one step wrote is all there when the reader hears of it."""
-    ring.start_burst()
+    ring.start_step()
     rows = rows_of(0)
     spans = []
     while (span := ring.write(rows)) is not None:
@@ -131,9 +131,9 @@ def test_the_writer_takes_half_a_lap_at_a_time(ring: FeatureRing, reader: RingRe
     assert ring.capacity // 2 - 4096 < sum(span.num_bytes for span in spans) <= ring.capacity // 2
     assert all(reader.read(span) is not None for span in spans)
     assert ring.write(rows) is None
-    ring.start_burst()
+    ring.start_step()
     assert ring.write(rows) is not None
-    assert ring.write(rows_of(0, (1, ring.capacity // 8 + 1))) is None, "too long for any burst"
+    assert ring.write(rows_of(0, (1, ring.capacity // 8 + 1))) is None, "too long for any batch"
 
 
 def test_only_its_owner_can_open_it_and_nobody_can_guess_it(
@@ -193,7 +193,7 @@ def test_its_file_goes_with_it_and_what_is_mapped_stays(
 WRITER = """
 import signal, sys
 from pathlib import Path
-from shared.feature_ring import FeatureRing
+from shared.peer.ring import FeatureRing
 ring = FeatureRing(65536, directory=Path(sys.argv[1]))
 print(ring.name, flush=True)
 sys.stdin.read()
@@ -235,8 +235,8 @@ def test_a_reader_in_another_process_reads_it(ring: FeatureRing, folder: Path) -
     rows = rows_of(7)
     span = write(ring, rows)
     script = (
-        "import sys; from pathlib import Path; from shared.feature_ring import RingReader;"
-        "from shared.types import RingSpan;"
+        "import sys; from pathlib import Path; from shared.peer.ring import RingReader;"
+        "from shared.messages import RingSpan;"
         f"span = RingSpan(ring={span.ring!r}, begin={span.begin}, num_bytes={span.num_bytes});"
         "sys.stdout.buffer.write(RingReader(Path(sys.argv[1])).read(span).tobytes())"
     )

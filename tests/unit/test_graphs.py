@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.graphs import GraphCache, _Captured
 from shared.kernels.dispatch import launch_counts, reset_launch_counts
+from shared.step.graphs import GraphCache, _Captured
 
 
 class Graph:

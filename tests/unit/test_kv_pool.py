@@ -17,8 +17,8 @@ from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.models.checkpoint import resolve_model, weight_bytes
-from shared.packing import RowBlocks, pack_rows
-from shared.staging import Staging
+from shared.step.packing import RowBlocks, pack_rows
+from shared.step.staging import Staging
 
 MAX_TOKENS = 40
 

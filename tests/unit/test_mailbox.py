@@ -23,23 +23,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import mailbox as mailbox_module
-from shared.mailbox import (
-    NUM_SEQS,
+from shared.messages import FeatureSpec, WorkerInfo
+from shared.peer import mailbox as mailbox_module
+from shared.peer.mailbox import (
+    NUM_TAGS,
     Mailbox,
     MailboxEnd,
-    is_seq,
-    next_seq,
+    is_tag,
+    next_tag,
     open_mailbox,
-    seq_of,
+    tag_of,
 )
+from shared.peer.shared_files import MAILBOXES, RING_DIR, mailbox_name
 from shared.rpc.identity import WorkerIdentity
-from shared.shared_files import MAILBOXES, RING_DIR, mailbox_name
-from shared.types import FeatureSpec, WorkerInfo
 from target_service.servicer import TargetServicer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-LINK = "coppice-link-" + "a" * 32
+LINK = "coppice-channel-" + "a" * 32
 WIDTH = 40
 
 
@@ -131,12 +131,13 @@ def test_its_file_is_for_its_owner_named_by_the_link_and_goes_with_it(folder: Pa
 
 
 @pytest.mark.parametrize(
-    "link", ["", "coppice-link-", "coppice-link-" + "a" * 31, "coppice-link-" + "a" * 32 + "/x"]
+    "channel",
+    ["", "coppice-channel-", "coppice-channel-" + "a" * 31, "coppice-channel-" + "a" * 32 + "/x"],
 )
-def test_what_no_link_is_named_by_is_refused(folder: Path, link: str) -> None:
+def test_what_no_link_is_named_by_is_refused(folder: Path, channel: str) -> None:
     target = make(folder)
     with pytest.raises(FileNotFoundError, match="no name of a mailbox"):
-        open_mailbox(link, width=WIDTH, device=CPU, directory=folder)
+        open_mailbox(channel, width=WIDTH, device=CPU, directory=folder)
     target.close()
 
 
@@ -202,7 +203,7 @@ def test_a_file_that_was_cut_short_is_refused(folder: Path) -> None:
 TARGET = """
 import sys, torch
 from pathlib import Path
-from shared.mailbox import Mailbox
+from shared.peer.mailbox import Mailbox
 mailbox = Mailbox(sys.argv[2], num_slots=3, width=40, dtype=torch.bfloat16,
                   device=torch.device("cpu"), directory=Path(sys.argv[1]))
 mailbox.paths[1, 2] = 1 << 62
@@ -239,8 +240,8 @@ def test_it_joins_two_processes_and_what_a_killed_one_left_is_swept(folder: Path
 
 
 def test_the_front_removes_what_a_killed_engine_left() -> None:
-    link = "coppice-link-" + secrets.token_hex(16)
-    mailbox = Mailbox(link, num_slots=1, width=0, dtype=None, device=CPU)
+    channel = "coppice-channel-" + secrets.token_hex(16)
+    mailbox = Mailbox(channel, num_slots=1, width=0, dtype=None, device=CPU)
     info = WorkerInfo(
         incarnation="i", model="m", model_hash="", tokenizer_hash="", vocab_size=2,
         max_context_len=2, page_size=1, dtype="float32", device="cpu", features=FeatureSpec(),
@@ -250,8 +251,8 @@ def test_the_front_removes_what_a_killed_engine_left() -> None:
         front = TargetServicer(WorkerIdentity(), lambda messages: None)
         front.set_info(info)
         asyncio.run(front.close())
-        assert (RING_DIR / mailbox.name).exists(), "of a link that it does not know"
-        front.set_info(replace(info, link=link))
+        assert (RING_DIR / mailbox.name).exists(), "of a channel that it does not know"
+        front.set_info(replace(info, peer_socket=channel))
         asyncio.run(front.close())
         assert not (RING_DIR / mailbox.name).exists()
     finally:
@@ -389,20 +390,20 @@ def test_a_gpu_reads_and_writes_it(folder: Path, monkeypatch: pytest.MonkeyPatch
 # --- seqs ----------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, NUM_SEQS - 1), st.integers(0, 1 << 24))
+@given(st.integers(0, NUM_TAGS - 1), st.integers(0, 1 << 24))
 def test_the_seq_of_a_round_leads_to_that_of_the_next(base: int, round_idx: int) -> None:
-    seq = seq_of(base, round_idx)
-    assert is_seq(seq) and 0 < seq < 1 << 23
-    assert next_seq(seq) == seq_of(base, round_idx + 1)
+    seq = tag_of(base, round_idx)
+    assert is_tag(seq) and 0 < seq < 1 << 23
+    assert next_tag(seq) == tag_of(base, round_idx + 1)
 
 
 @given(st.integers(0, (1 << 23) - 1), st.integers(0, 1 << 24))
 def test_seqs_of_rounds_next_to_each_other_differ_in_parity(base: int, round_idx: int) -> None:
     """So a round's rows never take the place of those of the round before."""
-    assert (seq_of(base, round_idx) + seq_of(base, round_idx + 1)) % 2 == 1
+    assert (tag_of(base, round_idx) + tag_of(base, round_idx + 1)) % 2 == 1
 
 
 def test_seqs_go_round_without_0_and_without_a_pause_in_parity() -> None:
     turn = (1 << 23) - 2
-    assert [seq_of(turn - 2, round_idx) for round_idx in range(4)] == [turn, turn + 1, 2, 3]
-    assert seq_of(5, turn) == seq_of(5, 0)
+    assert [tag_of(turn - 2, round_idx) for round_idx in range(4)] == [turn, turn + 1, 2, 3]
+    assert tag_of(5, turn) == tag_of(5, 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.types import SamplingParams, TreeShape
+from shared.messages import SamplingParams, TreeShape
 from tests import checkpoints
 from tests.engines import Models, Pairing, make_draft, make_target, random_tokens
 from tests.local_pair import LocalPair, LocalRequest

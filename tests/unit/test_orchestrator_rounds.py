@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import InternalError, ResourceExhaustedError, StatusCode, UnavailableError
-from shared.generation import TokenDelta
-from shared.types import (
+from shared.messages import (
     AcceptedPath,
     DraftOpen,
     FinishReason,
@@ -21,7 +20,9 @@ from shared.types import (
     SamplingParams,
     TargetClose,
     TargetOpen,
+    TokenDelta,
     TokenTree,
+    TreeShape,
     VerifyRound,
 )
 from tests.fakes import FakeTarget, generate
@@ -161,6 +162,30 @@ def test_a_request_that_kills_two_workers_is_refused() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("shape", [SHAPE, None])
+@pytest.mark.parametrize("has_peer", [False, True])
+def test_logits_that_are_no_numbers_end_the_request(
+    shape: TreeShape | None, *, has_peer: bool
+) -> None:
+    """At once, in any kind of round, and on no other worker: the same would happen there."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=has_peer)
+        broken = failed(StatusCode.INTERNAL, "NON_FINITE_LOGITS")
+        for _ in range(2):
+            scene.add_target(on_reply=scripted(iter([pass_on] * 5 + [broken]), only=AcceptedPath))
+        scene.add_draft()
+        with pytest.raises(InternalError) as caught:
+            await scene.serve(shape=shape, max_new_tokens=400)
+        assert caught.value.reason == "NON_FINITE_LOGITS"
+        assert asyncio.get_running_loop().time() < 1.0
+        opens = [m for t in scene.targets for m in t.engine.received if isinstance(m, TargetOpen)]
+        assert len(opens) == 1
+        await scene.check_free()
+
+    run_virtual(main())
+
+
 def test_a_prompt_that_kills_in_its_first_step_is_refused_too() -> None:
     """The engine never got to say that it had admitted the request."""
 
@@ -281,17 +306,13 @@ def test_a_retracted_request_comes_back_when_there_is_room() -> None:
         older = asyncio.create_task(scene.serve("older", max_new_tokens=60))
         newer = asyncio.create_task(scene.serve("newer", max_new_tokens=30))
         await asyncio.sleep(0.1)
-        target.worker.load = dataclasses.replace(target.worker.load, num_free_pages=0)
-        full = dataclasses.replace(target.engine.load, num_free_pages=0)
-        type(target.engine).load, plain = property(lambda self: full), type(target.engine).load  # type: ignore[method-assign,assignment]
-        try:
-            target.engine.retract("test.newer")
-            target.step()
-            await asyncio.sleep(0.3)
-            assert "test.newer" not in target.engine.requests
-            assert "test.older" in target.engine.requests
-        finally:
-            type(target.engine).load = plain  # type: ignore[method-assign]
+        target.engine.num_pages_taken = target.engine.num_free_pages
+        target.engine.retract("test.newer")
+        target.step()
+        await asyncio.sleep(0.3)
+        assert "test.newer" not in target.engine.requests
+        assert "test.older" in target.engine.requests
+        target.engine.num_pages_taken = 0
         check_stream(await newer, generate(PROMPT, 30))
         finish = check_stream(await older, generate(PROMPT, 60))
         assert finish.retries == 0
@@ -427,7 +448,7 @@ KILLS = st.none() | st.tuples(
     num_drafts=st.integers(0, 2),
     num_plain=st.integers(0, 3),
     temperature=st.sampled_from([0.0, 1.0]),
-    is_linked=st.booleans(),
+    has_peer=st.booleans(),
     stall=st.none() | st.tuples(st.integers(5, 60), st.sampled_from([10, 30, 100, 700])),
 )
 @settings(max_examples=150, deadline=None)
@@ -439,13 +460,13 @@ def test_no_fault_changes_the_output(
     num_drafts: int,
     num_plain: int,
     temperature: float,
-    is_linked: bool,  # noqa: FBT001
+    has_peer: bool,  # noqa: FBT001
     stall: tuple[int, int] | None,
 ) -> None:
     """Three requests at once under any mix of faults stream exactly their fault-free outputs."""
 
     async def main() -> None:
-        scene = Scene(is_linked=is_linked)
+        scene = Scene(has_peer=has_peer)
         draft_script = iter([DRAFT_FAULTS.get(name, pass_on) for name in draft_faults])
         target_script = iter([TARGET_FAULTS.get(name, pass_on) for name in target_faults])
         num_replies: Counter[str] = Counter()
@@ -487,7 +508,7 @@ def test_no_fault_changes_the_output(
             scene.add_target(on_reply=on_target_reply)
         for _ in range(num_drafts):
             fault = scripted(draft_script, only=TokenTree)
-            scene.add_draft(on_reply=fault, on_link=fault)
+            scene.add_draft(on_reply=fault, on_channel=fault)
         sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
         streams = await asyncio.gather(
             *(

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from orchestrator import timeline
-from orchestrator.draft_link import DraftLink
+from orchestrator.draft_handle import DraftHandle
 from orchestrator.reply import Reply
-from shared.generation import FinishInfo, RoundTimes
-from shared.types import AcceptedPath, AnswerTimes, TokenTree
+from shared.messages import AcceptedPath, AnswerTimes, FinishInfo, RoundTimes, TokenTree
 from tests.fakes.in_memory import LATENCY_S, run_virtual
 from tests.unit.scene import Scene, finish_of, scripted
 
@@ -40,11 +39,11 @@ def late(message: Any) -> list[tuple[float, Any]]:
     return [(3.0, message) for _, message in foreign(message)]
 
 
-def serve(*, late_tree: int = 0, is_linked: bool = False, **fields: object) -> FinishInfo:
+def serve(*, late_tree: int = 0, has_peer: bool = False, **fields: object) -> FinishInfo:
     """Serve a request; `late_tree` is the number of a tree that comes too late."""
 
     async def main() -> FinishInfo:
-        scene = Scene(is_linked=is_linked)
+        scene = Scene(has_peer=has_peer)
         scene.add_target(on_request=received, on_reply=foreign)
         faults = [late if number == late_tree else foreign for number in range(1, 100)]
         replies = scripted(iter(faults), only=TokenTree)
@@ -73,14 +72,19 @@ def test_rounds_follow_each_other_without_a_gap() -> None:
     assert names(rounds[-1]) == [*TARGET, "orchestrator: commit"]
 
 
-def test_direct_rounds_go_from_the_order_to_the_commit() -> None:
+def test_peer_rounds_go_from_the_order_to_the_commit() -> None:
     """The answer's way is no part of them: the next one runs meanwhile."""
-    finish = serve(round_times=True, is_linked=True)
+    finish = serve(round_times=True, has_peer=True)
     first, *rounds = finish.round_times
     assert names(first) == [*TARGET, "orchestrator: commit"]
     assert len(rounds) == finish.speculation.num_rounds - 1 > 5
     for times in rounds:
-        assert names(times) == ["draft: link", "draft: front", "target: forward", "target: commit"]
+        assert names(times) == [
+            "draft: channel",
+            "draft: front",
+            "target: forward",
+            "target: commit",
+        ]
         ends = [times.begin_ns, *(stage.end_ns for stage in times.stages)]
         assert ends == sorted(ends)
     assert [times.round_idx for times in rounds] == list(range(2, len(rounds) + 2))
@@ -106,9 +110,9 @@ def test_the_next_tree_is_ordered_before_tokens_are_sent_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    order, emit = DraftLink.order, Reply.emit
+    order, emit = DraftHandle.order, Reply.emit
 
-    def ordered(self: DraftLink, **fields: Any) -> None:
+    def ordered(self: DraftHandle, **fields: Any) -> None:
         events.append("order")
         order(self, **fields)
 
@@ -116,7 +120,7 @@ def test_the_next_tree_is_ordered_before_tokens_are_sent_on(
         events.append("emit")
         emit(self, path)
 
-    monkeypatch.setattr(DraftLink, "order", ordered)
+    monkeypatch.setattr(DraftHandle, "order", ordered)
     monkeypatch.setattr(Reply, "emit", emitted)
     num_rounds = serve().speculation.num_rounds
     assert events == ["order", "emit"] * num_rounds + ["emit"]
@@ -129,8 +133,8 @@ def test_only_so_many_rounds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_round_of_the_devices_ends_with_its_sampling() -> None:
     """It has no commit of its own, and the way of its answer is no part of it either."""
-    stages = ["draft: link", "draft: extend", "draft: grow"]
-    stages += [f"target: {name}" for name in ("link", "forward", "sample", "answer", "hop back")]
+    stages = ["draft: channel", "draft: extend", "draft: grow"]
+    stages += [f"target: {name}" for name in ("channel", "forward", "sample", "answer", "hop back")]
     rounds = timeline.Timeline()
     for round_idx in (3, 4):
         begin_ns = 100 * round_idx

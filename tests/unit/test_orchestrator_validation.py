@@ -12,7 +12,7 @@ from orchestrator.shape import default_shape
 from orchestrator.validation import ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError
-from shared.types import TreeShape
+from shared.messages import TreeShape
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -232,3 +232,11 @@ def test_the_default_tree_depends_on_the_targets_device(
 ) -> None:
     """What is not configured is chosen, and always such that it can grow."""
     assert str(default_shape(config, device)) == shape
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("temperature", "resolved"), [(1e-38, 0.0), (9e-6, 0.0), (1e-4, 1e-4)])
+def test_a_temperature_that_would_overflow_is_greedy(temperature: float, resolved: float) -> None:
+    parsed = parse_request(sampling(temperature=temperature), LIMITS)
+    assert parsed.sampling.temperature == pytest.approx(resolved)
+    assert parse_request(sampling(temperature=1e-5), LIMITS).sampling.temperature > 0

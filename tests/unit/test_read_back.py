@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from target_service.read_back import ReadBack
+from shared.step.read_back import ReadBack
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from draft_service.engine import DraftEngine
-from shared.graphs import GraphCache
 from shared.kernels import tree_attention
 from shared.kernels.tree_attention_ref import tree_attention_ref
-from shared.staging import Staging
-from shared.types import SamplingParams, TreeShape
+from shared.messages import SamplingParams, TreeShape
+from shared.step.graphs import GraphCache
+from shared.step.staging import Staging
 from target_service.engine import TargetEngine
 from tests.engines import (
     KINDS,
@@ -94,9 +94,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def _plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU keeps its plan of a step with the metadata; on a GPU there is none to go stale."""
 
-    def attend(q: Any, k: Any, v: Any, metadata: Any, scale: float) -> torch.Tensor:
+    def attend(
+        q: Any, k: Any, v: Any, metadata: Any, scale: float, *, products: Any
+    ) -> torch.Tensor:
         metadata.plans.clear()
-        return tree_attention_ref(q, k, v, metadata, scale)
+        return tree_attention_ref(q, k, v, metadata, scale, products=products)
 
     monkeypatch.setattr(tree_attention, "tree_attention_ref", attend)
 
@@ -107,14 +109,17 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     graphs = ReplayedGraphs()
     runner._graphs = graphs
     runner.pads_rows = True
-    for name in ("extend_staging", "verify_staging", "_staging"):
-        if hasattr(runner, name):
-            setattr(runner, name, RemoteStaging(1 << 22))
+    for owner, name in (
+        (runner, "extend_staging"), (runner, "verify_staging"),
+        (getattr(runner, "packer", None), "staging"), (runner, "_growth_staging"),
+    ):  # fmt: skip
+        if hasattr(owner, name):
+            setattr(owner, name, RemoteStaging(1 << 22))
     pool = pool_of(engine)
     pool._device_table = pool._device_table.clone()
     pool._is_table_shared = False
     if isinstance(engine, TargetEngine):
-        engine._scheduler.runs_ahead = True
+        engine.scheduler.overlaps_steps = True
     return graphs
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.staging import ALIGNMENT, Fields, Staging
+from shared.step.staging import ALIGNMENT, Fields, Staging
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared import step_timer, times
-from shared.step_timer import StepTimer
+from shared import times
+from shared.messages import AcceptedPath, AnswerTimes, StageTime, TreeShape
+from shared.step import step_timer
+from shared.step.step_timer import StepTimer
 from shared.times import clock_id, leave, seen_from, take
-from shared.types import AcceptedPath, AnswerTimes, StageTime, TreeShape
 from tests.engines import Models, make_draft, make_target, run_plain
 from tests.local_pair import LocalPair, LocalRequest
 

@@ -1,0 +1,267 @@
+"""A request's state on one target worker: one epoch, from open to close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.losses import Loss, TargetGone
+from orchestrator.workers import Garbled, WorkerLost, WorkerSession
+from shared.errors import CoppiceError, InternalError, NonFiniteError, StatusCode
+from shared.messages import (
+    AcceptedPath,
+    Credit,
+    CreditUpdate,
+    DraftDetached,
+    PeerTrees,
+    RequestFailure,
+    RequestRetracted,
+    RootOnly,
+    TargetAdmitted,
+    TargetClose,
+    TargetOpen,
+    VerifyRound,
+)
+from shared.rpc.status import error_of
+from shared.times import seen_from
+
+CREDIT_ROUNDS = 32
+"""Rounds that one credit covers."""
+
+
+class TargetHandle:
+    """Talks to one target about one request: one order at a time, or rounds by credit.
+
+    Args:
+        step_timeout_s: A target that shows no progress for so long is given up.
+        on_admitted: Called once, when the target holds pages for the request.
+        on_detached: Called with a draft_epoch when the target's channel to that draft is lost.
+        on_gone: Called when the state there is lost, whether or not a path is waited for.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerSession,
+        request_id: str,
+        target_epoch: int,
+        *,
+        step_timeout_s: float,
+        on_admitted: Callable[[TargetAdmitted], None],
+        on_detached: Callable[[int], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self.worker = worker
+        self.target_epoch = target_epoch
+        self._request_id = request_id
+        self._step_timeout_s = step_timeout_s
+        self._on_admitted = on_admitted
+        self._on_detached = on_detached
+        self._on_gone = on_gone
+        self._asked_round = -1
+        self._asked_at = 0.0
+        self._counts_progress = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
+        self._credit_until = 0
+        self._furthest_credit = 0  # the target may have run that far before a credit was revoked
+        self._ordered_round = -1
+        self._early: dict[int, AcceptedPath] = {}  # of rounds by credit, not asked for yet
+        self._gone: Exception | None = None
+        self._is_admitted = False
+        worker.attach(request_id, self)
+
+    async def open(self, message: TargetOpen) -> AcceptedPath:
+        """Have the request prefilled; return round 0.
+
+        A request may wait there for others to finish: only a target without progress is given up.
+        """
+        return await self._ask(message, round_idx=0, counts_progress=True)
+
+    async def verify(self, message: VerifyRound, trees: PeerTrees | None = None) -> AcceptedPath:
+        """Have a tree (or the root alone) verified and committed; ends a credit of trees.
+
+        Args:
+            trees: Credit for the rounds after it, so that the next tree is ordered without a hop.
+        """
+        self._credit_until = min(self._credit_until, message.round_idx - 1)
+        self._ordered_round = message.round_idx
+        if trees is not None and self._gone is None:
+            message = replace(message, credit=self._new_credit(message.round_idx + 1, trees))
+        return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
+
+    def extend_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> None:
+        """Let the target run this round and some more by itself, without a hop each.
+
+        Args:
+            trees: Where the trees of these rounds come from.
+        """
+        if round_idx + CREDIT_ROUNDS // 2 <= self._credit_until or self._gone is not None:
+            return
+        self.worker.send(
+            CreditUpdate(
+                request_id=self._request_id,
+                target_epoch=self.target_epoch,
+                credit=self._new_credit(round_idx, trees),
+            )
+        )
+
+    def _new_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> Credit:
+        self._credit_until = self._furthest_credit = round_idx + CREDIT_ROUNDS
+        return Credit(until_round_idx=self._credit_until, trees=trees)
+
+    async def credited_path(self, round_idx: int) -> AcceptedPath:
+        """Return a round that the target runs by its credit."""
+        return await self._ask(None, round_idx=round_idx, counts_progress=False)
+
+    def revoke_credit(self, order: VerifyRound) -> None:
+        """End a credit; the round that was asked for is ordered, unless it is done there."""
+        self._credit_until = order.round_idx - 1
+        if self._is_asked and self._gone is None:
+            self._asked_at = asyncio.get_running_loop().time()
+            self._ordered_round = order.round_idx
+            self.worker.send(order)
+
+    def close(self) -> None:
+        """Free whatever the target holds; a no-op there if it is gone already."""
+        self.worker.send(TargetClose(request_id=self._request_id, target_epoch=self.target_epoch))
+        self.worker.detach(self._request_id, self)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def receive(self, message: Any) -> None:
+        """Take a reply, or the news that none will come."""
+        match message:
+            case TargetAdmitted() if message.target_epoch == self.target_epoch:
+                self._admit(message)
+            case AcceptedPath() if message.target_epoch == self.target_epoch:
+                message = self._timed(message)
+                if message.round_idx == self._asked_round:
+                    self._admit(None)
+                    self._settle(message)
+                elif self._asked_round < message.round_idx <= self._furthest_credit:
+                    self._early[message.round_idx] = message
+            case DraftDetached() if message.target_epoch == self.target_epoch:
+                self._on_detached(message.draft_epoch)
+            case RequestRetracted() if message.target_epoch == self.target_epoch:
+                self._fail(TargetGone(Loss.RETRACTED))
+            case RequestFailure() if message.target_epoch == self.target_epoch:
+                self._fail(self._error_of(message))
+            case Garbled():
+                self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
+            case WorkerLost():
+                loss = Loss.MOVED if message.is_clean else Loss.LOST
+                is_kill = self._is_in_engine and not message.is_clean
+                if is_kill:  # at once: it counts when the next request hears of the loss
+                    self.worker.suspects.add(self._request_id)
+                self._fail(TargetGone(loss, is_kill=is_kill))
+
+    def _timed(self, path: AcceptedPath) -> AcceptedPath:
+        """Return a timed path with its times from order to arrival, as this process sees them."""
+        if path.times is None:
+            return path
+        is_ordered = path.round_idx == self._ordered_round
+        times = seen_from(
+            path.times,
+            kind="target",
+            sent_ns=int(self._asked_at * 1e9) if is_ordered else None,
+            arrived_ns=int(asyncio.get_running_loop().time() * 1e9),
+        )
+        return replace(path, times=times)
+
+    async def _ask(
+        self,
+        message: TargetOpen | VerifyRound | None,
+        *,
+        round_idx: int,
+        counts_progress: bool,
+    ) -> AcceptedPath:
+        """Send a message, if there is one, and wait for the path of a round."""
+        loop = asyncio.get_running_loop()
+        self._asked_at, self._counts_progress = loop.time(), counts_progress
+        early = self._early.pop(round_idx, None)
+        if early is not None:
+            return early
+        if message is not None and self._gone is None:
+            self.worker.send(message)
+        if self._gone is not None:
+            raise self._gone
+        self._asked_round = round_idx
+        self._reply = loop.create_future()
+        if self._watch is None:
+            self._watch_silence()
+        reply = await self._reply
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def _watch_silence(self) -> None:
+        """Give the target up if it shows no progress for too long; else look again in time.
+
+        One timer serves many rounds: an answer does not stop it, and later it finds another
+        question asked, or none.
+        """
+        self._watch = None
+        if not self._is_asked:
+            return
+        loop = asyncio.get_running_loop()
+        since = self._asked_at
+        if self._counts_progress:
+            since = max(since, self.worker.last_progress)
+        deadline = since + self._step_timeout_s
+        if deadline <= loop.time():
+            self.worker.suspect_all()
+            self._settle(TargetGone(Loss.SILENT, is_kill=True))
+        else:
+            self._watch = loop.call_at(deadline, self._watch_silence)
+
+    def _admit(self, message: TargetAdmitted | None) -> None:
+        if not self._is_admitted:
+            self._is_admitted = True
+            self.worker.opening.discard(self._request_id)
+            self._on_admitted(
+                message
+                or TargetAdmitted(request_id=self._request_id, target_epoch=self.target_epoch)
+            )
+
+    @property
+    def _is_asked(self) -> bool:
+        """Return whether a path is waited for."""
+        return self._reply is not None and not self._reply.done()
+
+    @property
+    def _is_in_engine(self) -> bool:
+        """Return whether the engine works on this request, as far as one can know.
+
+        It says that it has admitted a request only after the first step with it.
+        """
+        has_credit = self._credit_until > self._asked_round
+        is_admitted = self._is_admitted or not self.worker.load.num_waiting
+        return (self._is_asked or has_credit) and is_admitted
+
+    def _settle(self, reply: AcceptedPath | Exception) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def _fail(self, error: Exception) -> None:
+        # The target has dropped the request: a later question about it gets the same answer.
+        if isinstance(error, TargetGone | InternalError):
+            self._gone = error
+            self._on_gone()
+        self._settle(error)
+
+    def _error_of(self, failure: RequestFailure) -> Exception:
+        """Distinguish what ends this state from what the request itself got wrong."""
+        error: CoppiceError = error_of(failure)
+        match failure.code:
+            case StatusCode.NOT_FOUND | StatusCode.FAILED_PRECONDITION:
+                return TargetGone(Loss.FORGOTTEN, detail=error.message)
+            case StatusCode.UNAVAILABLE:
+                return TargetGone(Loss.MOVED, detail=error.message)
+            case StatusCode.INVALID_ARGUMENT | StatusCode.RESOURCE_EXHAUSTED:
+                return error
+            case StatusCode.INTERNAL if error.reason == NonFiniteError.default_reason:
+                return error
+            case _:
+                return TargetGone(Loss.FAILED, is_kill=True, detail=error.message)

@@ -1,0 +1,70 @@
+"""What a worker prints while it starts, one line per event, and how its starter reads it back.
+
+target loading 40% reading weights
+target ready address=127.0.0.1:50061 model=demo ... page_size=16 kv_tokens=65536 start_s=3.1
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+
+from shared.messages import WorkerInfo
+
+_LOADING = re.compile(r"^(\w+) loading +(\d+)% (.*)$")
+_READY = re.compile(r"^(\w+) ready address=(\S+) (.*)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """A worker says how far it is; `fraction` in 0..1."""
+
+    role: str
+    fraction: float
+    stage: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A worker serves; `address` is dialled from this machine."""
+
+    role: str
+    address: str
+    summary: str
+
+
+def loading_line(role: str, stage: str, fraction: float) -> str:
+    """Say how far a worker is."""
+    return f"{role} loading {fraction:.0%} {' '.join(stage.split())}"
+
+
+def ready_line(role: str, address: str, info: WorkerInfo, start_s: float) -> str:
+    """Say that a worker serves, where, and what.
+
+    Args:
+        start_s: Seconds that it took to start.
+    """
+    return (
+        f"{role} ready address={address} model={info.model} kind={info.kind} "
+        f"device={info.device} dtype={info.dtype} page_size={info.page_size} "
+        f"kv_tokens={info.load.num_pages * info.page_size} start_s={start_s:.1f}"
+    )
+
+
+def parse_line(line: str) -> Loading | Ready | None:
+    """Read a line of a worker's output; None for anything else."""
+    line = line.strip()
+    if match := _LOADING.match(line):
+        role, percent, stage = match.groups()
+        return Loading(role=role, fraction=int(percent) / 100, stage=stage)
+    if match := _READY.match(line):
+        role, address, summary = match.groups()
+        return Ready(role=role, address=address, summary=summary)
+    return None
+
+
+def announce(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

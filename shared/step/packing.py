@@ -1,0 +1,174 @@
+"""Pack rows of many requests into the tensors of one forward.
+
+Everything a model computes is the same *extend*: rows of new tokens per request, the committed
+prefix in pages, and each row's own path inside the block. A prefill chunk is a chain, plain
+decoding a tree of one node, verification a tree of N.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.kv.pool import KVPool
+from shared.messages import MAX_TREE_NODES
+from shared.step.staging import Fields, Staging
+from shared.tree import TreeLayout, paths_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlocks:
+    """The rows of R requests in one forward, a block each, one after the other.
+
+    Args:
+        req_idx: [R], rows of the page table.
+        prefix_len: [R], committed logical slots that every row of the block sees; row i writes slot
+            prefix_len + i.
+        num_rows: [R].
+        trees: Of the first blocks, offsets of whose rows are the nodes; the others are chains.
+        writes_kv: [R]; False: the rows' KV is committed already (replay), and theirs goes to the
+            sink. None: all do.
+    """
+
+    req_idx: Sequence[int]
+    prefix_len: Sequence[int]
+    num_rows: Sequence[int]
+    trees: Sequence[TreeLayout] = ()
+    writes_kv: Sequence[bool] | None = None
+
+
+NO_BLOCKS = RowBlocks(req_idx=(), prefix_len=(), num_rows=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Where the rows of a forward lie.
+
+    Args:
+        slot_mapping: [T] i32, slot that each row's KV goes to.
+        attention: What each row sees.
+        row_indptr: [R + 1] on the host: rows of block r are [row_indptr[r], row_indptr[r + 1]).
+        path_len: [num_rows] i32 on the host, without padding; valid until the next step is staged.
+    """
+
+    slot_mapping: torch.Tensor
+    attention: TreeAttentionMetadata
+    row_indptr: Sequence[int]
+    path_len: NDArray[np.int32]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return everything on the device that a forward reads of this."""
+        seen = self.attention
+        return (
+            self.slot_mapping,
+            seen.page_table,
+            seen.req_idx,
+            seen.prefix_len,
+            seen.row_indptr,
+            seen.path_len,
+            seen.path_offset,
+            seen.is_chain,
+        )
+
+
+def to_device(array: NDArray, device: torch.device) -> torch.Tensor:
+    """Copy a host array to the device without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pack_rows(
+    blocks: RowBlocks,
+    pool: KVPool,
+    *,
+    staging: Staging,
+    window: int = 0,
+    num_rows: int | None = None,
+) -> PackedRows:
+    """Lay the blocks of one forward out.
+
+    Args:
+        staging: What brings it all to the device at its next flush.
+        window: Sliding window of the model, tokens; 0 = none.
+        num_rows: Rows and requests to pad to (see buckets.py), so that all shapes depend on this
+            number alone; None: no padding.
+    """
+    num_trees, count = len(blocks.trees), len(blocks.req_idx)
+    row_indptr = [0, *accumulate(blocks.num_rows)]
+    used = row_indptr[-1]
+    total, num_reqs = (used, count) if num_rows is None else (num_rows, num_rows)
+    assert used <= total, f"{used} rows do not fit {total}"
+    are_chains = [tree.is_chain for tree in blocks.trees]
+    has_trees = not all(are_chains)
+    # A captured step must serve trees, whatever it was captured with.
+    is_captured = num_rows is not None
+    width = MAX_TREE_NODES if has_trees or is_captured else 1
+    host, device = staging.place_zeros(_fields, total, num_reqs, width)
+    slots = array("i")
+    for req_idx, first, size, writes in zip(
+        blocks.req_idx,
+        blocks.prefix_len,
+        blocks.num_rows,
+        blocks.writes_kv or [True] * count,
+        strict=True,
+    ):
+        if writes:
+            slots += pool.slot_range(req_idx, first, first + size)
+        else:
+            slots.extend([0] * size)
+    path_len: list[int] = []
+    for tree in blocks.trees:
+        path_len += tree.path_len
+    for size in blocks.num_rows[num_trees:]:
+        path_len += range(1, size + 1)
+    host["slot_mapping"][:used] = np.frombuffer(slots, np.int32)
+    host["req_idx"][:count] = blocks.req_idx
+    host["prefix_len"][:count] = blocks.prefix_len
+    host["row_indptr"][: count + 1] = row_indptr
+    host["row_indptr"][count + 1 :] = used
+    host["path_len"][:used] = path_len
+    host["path_len"][used:] = 1
+    host["is_chain"][:] = True
+    if has_trees:  # the paths of chains are not read
+        host["path_offset"][: row_indptr[num_trees]] = paths_of(blocks.trees)
+        host["is_chain"][:num_trees] = are_chains
+    attention = TreeAttentionMetadata(
+        page_table=pool.stage_page_table(staging),
+        req_idx=device["req_idx"],
+        prefix_len=device["prefix_len"],
+        row_indptr=device["row_indptr"],
+        path_len=device["path_len"],
+        path_offset=device["path_offset"],
+        is_chain=device["is_chain"],
+        page_size=pool.page_size,
+        window=window,
+        has_trees=has_trees or is_captured,
+    )
+    return PackedRows(
+        slot_mapping=device["slot_mapping"],
+        attention=attention,
+        row_indptr=row_indptr,
+        path_len=host["path_len"][:used],
+    )
+
+
+def _fields(num_rows: int, num_reqs: int, width: int) -> Fields:
+    return {
+        "slot_mapping": (torch.int32, (num_rows,)),
+        "req_idx": (torch.int32, (num_reqs,)),
+        "prefix_len": (torch.int32, (num_reqs,)),
+        "row_indptr": (torch.int32, (num_reqs + 1,)),
+        "path_len": (torch.int32, (num_rows,)),
+        "path_offset": (torch.int32, (num_rows, width)),
+        "is_chain": (torch.bool, (num_reqs,)),
+    }

@@ -1,0 +1,268 @@
+"""Peer rounds: the target orders trees of drafts whose engines are attached to it.
+
+The orchestrator gives the credit, hears of every path, and orders a round itself when one does not
+come. Whatever is lost here costs a round its tree, or a wait, and no token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from shared.errors import InvalidTreeError
+from shared.messages import (
+    DraftRound,
+    PathBatch,
+    PathEntry,
+    PeerAttach,
+    PeerTree,
+    PeerTrees,
+    TreeBatch,
+    TreeShape,
+)
+from shared.peer.channel import PeerChannel
+from shared.tree import are_trees, check_tree
+from target_service.batch_window import BatchWindow
+from target_service.draft_peer import DraftPeer, MailboxUse
+from target_service.engine_state import EngineState
+from target_service.feature_log import FeatureRows
+from target_service.nodes import AcceptedNodes, SampledTrees
+from target_service.request import ROOT_ONLY, HostTree, QueuedRound, TargetRequest
+from target_service.tree_source import TreeSource
+
+
+class PeerRounds(TreeSource):
+    """Orders trees over channels and queues what comes back.
+
+    Args:
+        window: Decides how long trees that are here wait for trees that are being grown.
+    """
+
+    def __init__(self, state: EngineState, window: BatchWindow) -> None:
+        self.window = window
+        self._state = state
+        self._requests = state.requests
+        self._max_context_len = state.max_context_len
+
+    # --- drafts and credit -----------------------------------------------------------------------
+
+    def attach(self, message: PeerAttach, channel: PeerChannel) -> None:
+        """Take note of a draft, unless a newer draft has had the request: this one was asleep."""
+        request = self._requests.get(message.request_id)
+        if request is None or request.target_epoch != message.target_epoch:
+            return
+        if message.draft_epoch >= request.newest_draft_epoch:
+            self.end_credit(request)
+            request.newest_draft_epoch = message.draft_epoch
+            request.draft = DraftPeer(
+                channel=channel,
+                draft_epoch=message.draft_epoch,
+                mailbox=self._mailbox_use(message),
+            )
+
+    def extend_credit(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
+        """Order the trees of these rounds from now on; the first one now, if it is due."""
+        peer = request.draft
+        if peer is None or peer.draft_epoch != trees.draft_epoch:
+            return  # the channel broke meanwhile; the orchestrator orders the rounds that it misses
+        if peer.credit is None:
+            peer.num_tokens_sent = trees.token_offset
+        peer.credit, peer.credit_until = trees, until_round_idx
+        if request.is_between_rounds:
+            self.order(request)
+
+    def end_credit(self, request: TargetRequest) -> None:
+        """Order no more trees, and take none that is ordered and not here."""
+        peer = request.draft
+        if peer is not None:
+            num_begun = request.num_in_flight + (request.queued is not None)
+            peer.ordered_round = min(peer.ordered_round, request.round_idx + num_begun)
+            request.last_peer_round = max(request.last_peer_round, peer.ordered_round)
+            peer.credit = None
+        self.window.gave_up(request.request_id)
+
+    # --- trees -----------------------------------------------------------------------------------
+
+    def order(self, request: TargetRequest) -> None:
+        """Order the tree of a request's next round, if that is due."""
+        peer, round_idx = request.draft, request.round_idx + 1
+        if peer is None or peer.credit is None or not peer.may_order(round_idx):
+            return
+        peer.ordered_round = round_idx
+        shape = peer.credit.shape.within(self._max_context_len - request.committed_len)
+        if shape is None:
+            self._queue(request, ROOT_ONLY)
+            return
+        peer.channel.put(
+            DraftRound(
+                request_id=request.request_id,
+                target_epoch=request.target_epoch,
+                draft_epoch=peer.draft_epoch,
+                round_idx=round_idx,
+                seq_len=request.committed_len,
+                token_offset=peer.num_tokens_sent,
+                token_ids=tuple(request.tokens[peer.num_tokens_sent :]),
+                shape=shape,
+            )
+        )
+        peer.num_tokens_sent = len(request.tokens)
+        peer.ordered_ns = self.window.ordered(request.request_id, shape.num_draft_tokens)
+
+    def order_next(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
+    ) -> None:
+        """Order the trees of the rounds after those of a step, in one PathBatch per draft."""
+        rows_of: dict[tuple[PeerChannel, TreeShape, bool], list[int]] = {}
+        for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
+            peer = request.draft
+            if peer is not None and self._goes_on(request, peer, path):
+                assert peer.credit is not None
+                key = (peer.channel, peer.credit.shape, request.features is not None)
+                rows_of.setdefault(key, []).append(row)
+        for (channel, shape, has_features), rows in rows_of.items():
+            requests = [trees.requests[row] for row in rows]
+            paths = [nodes[row] for row in rows]
+            ring_rows = None
+            if has_features:
+                assert features is not None
+                parts = [features[row, : len(nodes[row].token_ids)] for row in rows]
+                ring_rows = self._state.features.send_early(requests, parts)
+                if ring_rows is None:
+                    continue  # too many for the ring: in messages, as each is committed
+            entries = tuple(map(self._entry, requests, paths, [shape] * len(rows)))
+            ordered_ns = time.monotonic_ns()
+            channel.put(PathBatch(parts=entries, shape=shape, rows=ring_rows))
+            peers = [request.draft for request in requests if request.draft is not None]
+            if not all([peer.is_overlapped for peer in peers]):
+                channel.flush()  # else the draft's device is at work, and nothing waits for this
+            for request, peer, path in zip(requests, peers, paths, strict=True):
+                peer.ordered_round = request.round_idx + 2
+                peer.num_tokens_sent += len(path.token_ids)
+                peer.ordered_ns = ordered_ns
+                self.window.ordered(request.request_id, shape.num_draft_tokens)
+
+    def take(
+        self, channel: PeerChannel, batch: TreeBatch
+    ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:
+        """Queue the rounds of trees that were ordered here, unless they have been given up."""
+        recorder, vocab_size = self._state.recorder, self._state.info.vocab_size
+        are_sound = are_trees(
+            batch.token_ids, batch.parent_index, batch.num_nodes, vocab_size=vocab_size
+        )
+        for tree in batch.trees():
+            request = self._requests.get(tree.request_id)
+            peer = request.draft if request is not None else None
+            if request is None or peer is None or peer.credit is None:
+                continue
+            if peer.channel is not channel:
+                continue
+            is_current = (
+                tree.round_idx == request.round_idx + 1
+                and tree.draft_epoch == peer.draft_epoch
+                and tree.target_epoch == request.target_epoch
+            )
+            peer.is_overlapped = batch.is_overlapped
+            if not is_current:
+                continue
+            if request.num_in_flight:  # the device has the tree already
+                recorder.include(tree.request_id, tree.round_idx, "draft", tree.times)
+                continue
+            if request.queued is not None:
+                continue
+            self.window.arrived(tree.request_id)
+            try:
+                self._check(request, peer.credit, tree, is_sound=are_sound)
+            except InvalidTreeError as error:
+                yield tree, error
+                continue
+            recorder.begin(tree.request_id, tree.round_idx, peer.ordered_ns)
+            recorder.include(tree.request_id, tree.round_idx, "draft", tree.times)
+            recorder.stage(tree.request_id, tree.round_idx, "channel")
+            self._queue(request, HostTree(tree))
+
+    def launched(self, requests: Iterable[TargetRequest]) -> None:
+        """Take note that these requests' rounds are in flight: no other tree of theirs will do."""
+        for request in requests:
+            self.window.gave_up(request.request_id)
+
+    # --- the batch window ------------------------------------------------------------------------
+
+    @property
+    def is_growing(self) -> bool:
+        """Return whether trees are being grown that steps may wait for."""
+        return self.window.is_growing
+
+    def wait_s(self, num_rows: int) -> float:
+        """Return how long trees of so many rows should wait at most for others; 0: not at all."""
+        return self.window.wait_s(num_rows)
+
+    @property
+    def growing(self) -> Iterable[tuple[str, int]]:
+        """Return (request_id, rows) of every tree that is being grown."""
+        return self.window.growing
+
+    # --- hooks of device rounds ------------------------------------------------------------------
+
+    def _mailbox_use(self, message: PeerAttach) -> MailboxUse | None:
+        """Return how a draft that attaches uses the mailbox; None: it does not."""
+        return None
+
+    def _next_round_tag(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> int:
+        """Return the round tag of the tree that is being ordered; 0: it comes over the channel."""
+        return 0
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _entry(self, request: TargetRequest, path: AcceptedNodes, shape: TreeShape) -> PathEntry:
+        peer = request.draft
+        assert peer is not None
+        return PathEntry(
+            request.request_id,
+            request.target_epoch,
+            peer.draft_epoch,
+            request.round_idx + 2,
+            path.seq_len,
+            path.token_ids,
+            request.req_idx,
+            self._next_round_tag(request, peer, shape),
+        )
+
+    def _goes_on(self, request: TargetRequest, peer: DraftPeer, path: AcceptedNodes) -> bool:
+        """Return whether the round after a path, not committed yet, can be ordered in a batch."""
+        credit, num_tokens = peer.credit, len(path.token_ids)
+        if credit is None or request.num_in_flight > 1 or not self._state.is_held(request):
+            return False
+        return (
+            peer.may_order(request.round_idx + 2)
+            and self._state.features.can_send_early(request, path.seq_len)
+            and peer.num_tokens_sent == len(request.tokens)
+            and len(request.tokens) + num_tokens < request.token_limit
+            and path.seq_len + num_tokens + credit.shape.num_draft_tokens <= self._max_context_len
+        )
+
+    def _check(
+        self, request: TargetRequest, credit: PeerTrees, tree: PeerTree, *, is_sound: bool
+    ) -> None:
+        """Raise InvalidTreeError unless a tree is the one that was ordered.
+
+        Args:
+            is_sound: It is known to be a tree, of tokens of the vocabulary.
+        """
+        if tree.seq_len != request.committed_len:
+            raise InvalidTreeError(
+                f"seq_len is {tree.seq_len}, expected {request.committed_len}", field="seq_len"
+            )
+        root_token_id, most = request.tokens[-1], credit.shape.num_draft_tokens
+        if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
+            return
+        check_tree(
+            tree.token_ids,
+            tree.parent_index,
+            root_token_id=root_token_id,
+            vocab_size=self._state.info.vocab_size,
+            max_num_nodes=most,
+        )
+
+    def _queue(self, request: TargetRequest, queued: QueuedRound) -> None:
+        request.queued = queued
+        request.queue_idx = next(self._state.turns)

@@ -1,0 +1,43 @@
+"""Direct rounds between processes: the default on one host, the same outputs, no socket left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from shared.peer.ring import RING_DIR
+from tests.e2e.serving import PlainOutputs, Server, eventually
+from tests.e2e.streaming import share_of_peer_rounds
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "def merge(left, right):\n", "max_new_tokens": 90, "ignore_eos": True},
+    {
+        "prompt": "import asyncio\n\n\nasync def main",
+        "max_new_tokens": 90,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "seed": 3,
+    },
+]
+
+
+def test_rounds_are_direct_on_one_host_also_after_the_target_was_killed(
+    pair: Server, plain_outputs: PlainOutputs
+) -> None:
+    pair.wait_paired()
+    num_restarts = pair.services["target-0"].num_restarts
+    first = pair.info("target-0").peer_socket
+    assert (RING_DIR / first).is_socket()
+    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8
+    os.kill(pair.engine("target-0"), signal.SIGKILL)
+    eventually(lambda: pair.services["target-0"].num_restarts == num_restarts + 1)
+    pair.wait_paired()
+    second = pair.info("target-0").peer_socket
+    assert second != first and (RING_DIR / second).is_socket()
+    assert not (RING_DIR / first).exists()
+    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8

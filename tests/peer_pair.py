@@ -1,0 +1,261 @@
+"""A local pair whose engines are attached: they run rounds between themselves.
+
+A stand-in for the orchestrator that believes a draft as soon as a tree says that it is attached,
+and goes on by itself from then on: until a round is missed, or the channel breaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from draft_service.engine import DraftEngine
+from shared.messages import (
+    AcceptedPath,
+    Credit,
+    CreditUpdate,
+    DraftDetached,
+    DraftRound,
+    FeatureChunk,
+    PathBatch,
+    PeerTree,
+    PeerTrees,
+    TokenTree,
+    TreeBatch,
+)
+from shared.peer.channel import PeerChannel
+from target_service.engine import TargetEngine
+from tests.engines import PoisonedPair
+from tests.local_pair import LocalPair, LocalRequest
+
+
+class PeerPair(LocalPair):
+    """The rounds between two engines in one process, over a real socket.
+
+    Args:
+        num_granted: Direct rounds granted at a time.
+        margin: Rounds before the end of a grant at which the next one is sent; 0: at its end.
+        edit_tree: As of LocalPair; also sees the trees that go over the channel (None: lost there).
+    """
+
+    def __init__(
+        self,
+        target: TargetEngine,
+        draft: DraftEngine | None = None,
+        *,
+        num_granted: int = 8,
+        margin: int = 3,
+        **options: Any,
+    ) -> None:
+        super().__init__(target, draft, **options)
+        self.target_socket = target.info.peer_socket
+        self.is_deaf = False
+        """Whether answers wait in `unheard`."""
+        self.unheard: list[AcceptedPath] = []
+        self.peer_until: dict[str, int] = {}
+        """Of the requests whose rounds are direct, the last one granted."""
+        self.trees: list[TokenTree] = []
+        """Those that came over the channel."""
+        self.rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        """Feature rows [start, stop) that came over the channel, by request and draft_epoch."""
+        self.detached: list[str] = []
+        """Requests whose channel to their draft was lost, as the target said."""
+        self._num_direct = num_granted
+        self._margin = margin
+        self._num_told: dict[str, int] = {}
+
+    def step(self) -> bool:
+        """Step both engines once; return whether anything is left to do."""
+        self.pump()
+        super().step()
+        self.pump()
+        has_work = self.target.has_work or self.target.has_work_in_s is not None
+        return has_work or (self.draft is not None and self.draft.has_work)
+
+    def pump(self) -> None:
+        """Carry what is on the channels until both ends are silent."""
+        while self.to_draft() or self.to_target():
+            pass
+
+    def to_target(self) -> bool:
+        """Carry what the draft's engine has said; return whether there was anything."""
+        assert self.draft is not None
+        self.draft.channels.flush()
+        received = self.target.channels.receive()
+        for channel, message in received:
+            self.tell_target(channel, message)
+        return bool(received)
+
+    def to_draft(self) -> bool:
+        """Carry what the target's engine has said; return whether there was anything."""
+        assert self.draft is not None
+        self.target.channels.flush()
+        received = self.draft.channels.receive()
+        for channel, message in received:
+            self.tell_draft(channel, message)
+        return bool(received)
+
+    def tell_target(self, channel: PeerChannel, message: Any) -> None:
+        """Let the target's engine hear one message."""
+        if isinstance(message, TreeBatch):
+            trees = [token_tree(tree) for tree in message.trees()]
+            self.trees += trees
+            edited = [tree for tree in map(self.edit_tree, trees) if tree is not None]
+            if not edited:
+                return
+            message = replace(batch_of(*edited), is_overlapped=message.is_overlapped)
+        self.target.submit_peer(channel, message)
+
+    def tell_draft(self, channel: PeerChannel, message: Any) -> None:
+        """Let the draft's engine hear one message."""
+        assert self.draft is not None
+        match message:
+            case PathBatch() if message.rows is not None:
+                for part in message.parts:
+                    self._note_rows(part.request_id, part.seq_len, len(part.token_ids))
+            case FeatureChunk():
+                self._note_rows(message.request_id, message.start, message.shape[0])
+        self.draft.submit_peer(channel, message)
+
+    def hear(self) -> None:
+        """Take the answers that were held back."""
+        self.is_deaf = False
+        unheard, self.unheard = self.unheard, []
+        for path in unheard:
+            self._on_path(path)
+
+    def miss(self, request: LocalRequest) -> None:
+        """End direct rounds: order the next one of the root alone, done or not."""
+        self.peer_until.pop(request.request_id, None)
+        request.awaited_round = -1
+        self.verify(request, None)
+
+    def open_draft(self, request: LocalRequest) -> None:
+        """Open the request's draft state with the next epoch, also in mid-stream."""
+        self.peer_until.pop(request.request_id, None)
+        self._num_told[request.request_id] = len(request.tokens)
+        super().open_draft(request)
+
+    def order_tree(self, request: LocalRequest) -> None:
+        """Order the next tree, unless the target does so; renew its leave."""
+        assert self.draft is not None and request.shape is not None
+        path, told = request.paths[-1], self._num_told[request.request_id]
+        until = self.peer_until.get(request.request_id)
+        if until is None:
+            request.awaited_round = path.round_idx + 1
+            self.draft.submit(
+                DraftRound(
+                    request_id=request.request_id,
+                    target_epoch=request.target_epoch,
+                    draft_epoch=request.draft_epoch,
+                    round_idx=path.round_idx + 1,
+                    seq_len=path.seq_len,
+                    token_offset=told,
+                    token_ids=tuple(request.tokens[told:]),
+                    shape=request.shape,
+                )
+            )
+            self._num_told[request.request_id] = len(request.tokens)
+        elif path.round_idx + self._margin >= until:
+            until = self.peer_until[request.request_id] = path.round_idx + self._num_direct
+            self.target.submit(
+                CreditUpdate(
+                    request_id=request.request_id,
+                    target_epoch=request.target_epoch,
+                    credit=Credit(
+                        until_round_idx=until,
+                        trees=PeerTrees(
+                            draft_epoch=request.draft_epoch,
+                            token_offset=told,
+                            shape=request.shape,
+                        ),
+                    ),
+                )
+            )
+
+    def _on_target(self, message: Any) -> None:
+        if isinstance(message, DraftDetached):
+            self._on_detached(message)
+        else:
+            super()._on_target(message)
+
+    def _on_detached(self, message: DraftDetached) -> None:
+        request = self.requests[message.request_id]
+        epochs = (message.target_epoch, message.draft_epoch)
+        if epochs == (request.target_epoch, request.draft_epoch):
+            self.detached.append(message.request_id)
+            # Else its end is in the same batch: on the wire paths come first.
+            is_held = message.request_id in self.target.requests
+            if message.request_id in self.peer_until and is_held:
+                self.miss(request)
+
+    def _on_path(self, path: AcceptedPath) -> None:
+        request = self.requests[path.request_id]
+        if self.is_deaf:
+            self.unheard.append(path)
+        elif path.target_epoch < request.target_epoch:
+            pass
+        elif path.target_epoch == 1 and path.round_idx < len(request.paths):
+            assert replace(path, times=None) == request.paths[path.round_idx], "another answer"
+        else:
+            assert request.target_epoch > 1 or path.round_idx == len(request.paths), (
+                "one is missing"
+            )
+            super()._on_path(path)
+
+    def _on_tree(self, tree: TokenTree) -> None:
+        is_current = tree.round_idx == self.requests[tree.request_id].awaited_round
+        super()._on_tree(tree)
+        if is_current and tree.has_peer:
+            self.peer_until[tree.request_id] = 0
+
+    def _lose_draft(self, request: LocalRequest) -> None:
+        was_peer = self.peer_until.pop(request.request_id, None)
+        super()._lose_draft(request)
+        if was_peer is not None and not request.finish_reason:
+            self.verify(request, None)
+
+    def _note_rows(self, request_id: str, start: int, count: int) -> None:
+        assert self.draft is not None
+        request = self.draft._requests.get(request_id)
+        if request is not None:
+            epoch = (request_id, request.open.draft_epoch)
+            self.rows.setdefault(epoch, []).append((start, start + count))
+
+
+def batch_of(*trees: TokenTree) -> TreeBatch:
+    """Return what carries trees over a channel."""
+    return TreeBatch(
+        request_ids=[tree.request_id for tree in trees],
+        target_epochs=[tree.target_epoch for tree in trees],
+        draft_epochs=[tree.draft_epoch for tree in trees],
+        round_idx=[tree.round_idx for tree in trees],
+        seq_lens=[tree.seq_len for tree in trees],
+        num_nodes=[len(tree.token_ids) for tree in trees],
+        token_ids=[token_id for tree in trees for token_id in tree.token_ids],
+        parent_index=[parent for tree in trees for parent in tree.parent_index],
+        times={i: tree.times for i, tree in enumerate(trees) if tree.times is not None},
+    )
+
+
+def token_tree(tree: PeerTree) -> TokenTree:
+    """Return a tree that came over a channel as one of the other kind."""
+    return TokenTree(**{**tree._asdict(), "token_ids": tuple(tree.token_ids)})
+
+
+class PoisonedPeerPair(PeerPair, PoisonedPair):
+    """A attached pair whose KV is NaN wherever nothing is committed, between any two steps."""
+
+
+def peer_rounds(pair: PeerPair, request: LocalRequest) -> int:
+    """Return how many of the request's rounds had a tree that came over the channel."""
+    mine = {tree.round_idx for tree in pair.trees if tree.request_id == request.request_id}
+    return sum(path.round_idx in mine for path in request.paths if path.num_draft_tokens > 1)
+
+
+def unlink(*engines: TargetEngine | DraftEngine) -> None:
+    """Close the engines' ends of every channel."""
+    for engine in engines:
+        for channel in engine.channels._channels:
+            channel.close()
+        engine.channels.receive()

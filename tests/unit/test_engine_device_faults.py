@@ -1,0 +1,470 @@
+"""Rounds by mail while requests, drafts, pages, channels and grants come and go."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draft_service.device_rounds.mailbox_io import MailboxPaths
+from draft_service.engine_factory import EXTRA_SLOTS
+from shared.messages import FinishReason, VerifyRound
+from target_service.batch_window import BatchWindow
+from target_service.engine import TargetEngine
+from target_service.peer_rounds import PeerRounds
+from target_service.phases import MailboxTrees
+from target_service.step_costs import StepCosts
+from tests.device_pair import (
+    BUSHY,
+    DevicePair,
+    Make,
+    PoisonedDevicePair,
+    check,
+    device_engines,
+    num_rounds,
+    plain_of,
+    requests_of,
+)
+from tests.engines import SHAPES, Models, fresh, random_tokens, run_plain
+from tests.local_pair import LocalRequest
+from tests.unit.test_engine_device_rounds import WRONG_PATHS, WRONG_TREES, EditWords, words_of
+from tests.unit.test_engine_peer_rounds import (
+    Chaos,
+    close_late,
+    cut_by_draft,
+    cut_by_target,
+    grant_anew,
+    is_attached_again,
+    order_again,
+    retract,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def make(models: Models) -> Iterator[Make]:
+    """Return what makes a target with a mailbox and a draft."""
+    with device_engines(models) as make:
+        yield make
+
+
+def steps_by_mail(pair: DevicePair, count: int) -> None:
+    """Step until so many more trees were awaited."""
+    wanted = pair.num_awaited + count
+    for _ in range(1000):
+        if pair.num_awaited >= wanted:
+            return
+        pair.step()
+    raise AssertionError("no tree is awaited")
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_prompt_in_the_middle_takes_the_rounds_to_the_hosts_and_back(
+    make: Make, *, is_ahead: bool
+) -> None:
+    target, draft, _ = make("eagle", prefill_chunk_len=16)
+    target.scheduler.overlaps_steps = is_ahead
+    requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
+    late = replace(requests.pop(), prompt=random_tokens(random.Random(1), 60))
+    expected = plain_of(target, [*requests, late])
+    pair = PoisonedDevicePair(target, draft)
+    for request in requests:
+        pair.open(request)
+    steps_by_mail(pair, 6)
+    pair.open(late)
+    before, rounds = pair.num_awaited, num_rounds(requests)
+    while not late.paths:
+        pair.step()
+        pair.run_draft_device()
+    assert pair.num_awaited == before, "a prompt would have to wait as well"
+    assert num_rounds(requests) > rounds + 2
+    steps_by_mail(pair, 6)
+    pair.finish()
+    check([*requests, late], expected)
+
+
+def moments_of(pair: DevicePair, *, is_ahead: bool) -> list[Callable[[], object]]:
+    """Return what happens in a mailed round, in order, while nobody hears the answers."""
+
+    def draft() -> None:
+        assert pair.draft is not None
+        for message in pair.draft.step():
+            pair._on_draft(message)
+
+    def verify() -> None:
+        for message in pair.target.step():
+            pair._on_target(message)
+
+    return [
+        *[pair.target.launch_deferred] * is_ahead,
+        verify,
+        pair.run_draft_device,
+        pair.to_target,
+        pair.hear_late,
+        pair.to_draft,
+        draft,
+    ]
+
+
+def reopen(pair: DevicePair, request: LocalRequest) -> None:
+    """A newer draft state takes the request over, in the midst of a round."""
+    pair.open_draft(request)
+    pair.miss(request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("disturb", "is_ahead"),
+    [
+        (order_again, False),
+        (order_again, True),
+        (cut_by_draft, True),
+        (cut_by_draft, False),
+        (cut_by_target, False),
+        (retract, False),
+        (close_late, True),
+        (grant_anew, False),
+        (reopen, False),
+    ],
+)
+def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
+    make: Make, *, disturb: Callable[[Any, LocalRequest], None], is_ahead: bool
+) -> None:
+    """Its tree may be ordered, awaited, in the mailbox, in flight, or answered."""
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = is_ahead
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=40, shape=BUSHY)
+    (plain,) = run_plain(target, [request])
+    answered = set()
+    for moment in range(2 * (6 + is_ahead) + 1):
+        pair = DevicePair(target, draft)
+        served = fresh(request)
+        pair.open(served)
+        steps_by_mail(pair, 2)
+        while not (pair.can_launch_early and pair.draft_device.is_running):
+            pair.step()
+        pair.is_deaf = True
+        ways = moments_of(pair, is_ahead=is_ahead)
+        for way in itertools.islice(itertools.cycle(ways), moment):
+            way()
+        answered.add(len(pair.unheard))
+        last = served.paths[-1].round_idx
+        disturb(pair, served)
+        while pair.step():
+            pass
+        pair.hear()
+        assert served.paths[-1].round_idx > last, f"nothing came of the order at moment {moment}"
+        before = pair.num_awaited
+        pair.finish()
+        assert served.output == plain.output
+        assert pair.detached == [served.request_id] or is_attached_again(disturb)
+        assert pair.num_awaited > before + 2 or not is_attached_again(disturb), "by mail again"
+    assert answered >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("cut", [cut_by_draft, cut_by_target])
+def test_nobody_waits_for_the_device_behind_a_lost_link(
+    make: Make, cut: Callable[[Any, LocalRequest], None]
+) -> None:
+    target, draft, _ = make("eagle")
+    pair = DevicePair(target, draft)
+    request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY)
+    pair.open(request)
+    steps_by_mail(pair, 3)
+    while not (pair.can_launch_early and pair.draft_device.is_running):
+        pair.step()
+    cut(pair, request)
+    before = pair.num_awaited
+    pair.pump()
+    pair.pump()
+    assert not pair.can_launch_early
+    assert not pair.draft_device.is_running and not pair.draft_device.overlap.is_deferred
+    pair.finish()
+    assert pair.num_awaited == before
+    check([request], plain_of(target, [request]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
+    make: Make, *, is_ahead: bool
+) -> None:
+    """Its slot, page-table rows and pages are another's while devices still work on it."""
+    num_pages = 1 + 200 // 4
+    target, draft, _ = make("eagle", (4, 4), num_pages=num_pages, max_num_requests=2)
+    target.scheduler.overlaps_steps = is_ahead
+    requests = [replace(request, max_new_tokens=60) for request in requests_of(2, 0)]
+    other = replace(requests_of(1, 3)[0], max_new_tokens=20)
+    expected = plain_of(target, [*requests, other])
+    for moment in range(2 * (6 + is_ahead) + 1):
+        pair = DevicePair(target, draft)
+        gone, stays, joins = [fresh(request) for request in (*requests, other)]
+        for served in (gone, stays):
+            pair.open(served)
+        steps_by_mail(pair, 4)
+        ways = moments_of(pair, is_ahead=is_ahead)
+        for way in itertools.islice(itertools.cycle(ways), moment):
+            way()
+        slot = target.requests[gone.request_id].req_idx
+        pair.cancel(gone)
+        joins.request_id = f"new{moment}"
+        pair.open(joins)
+        pair.step_target()
+        assert target.requests[joins.request_id].req_idx == slot
+        steps_by_mail(pair, 2)
+        pair.finish()
+        check([stays, joins], expected[1:])
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("scarce", "num_slots", "count", "length"),
+    [("target", 232, 3, 10), ("draft", EXTRA_SLOTS + 160, 5, 120)],
+)
+def test_retraction_ends_mailed_rounds_and_they_come_back(
+    make: Make, *, scarce: str, num_slots: int, count: int, length: int, is_ahead: bool
+) -> None:
+    rng = random.Random(2)
+    few = {"num_pages": 1 + num_slots // 4}
+    options = few if scarce == "target" else {"draft": few}
+    target, draft, _ = make("eagle", (4, 4), **options)
+    target.scheduler.overlaps_steps = is_ahead
+    requests = [
+        LocalRequest(
+            prompt=random_tokens(rng, length),
+            max_new_tokens=75 if scarce == "target" else 30,
+            shape=BUSHY,
+        )
+        for _ in range(count)
+    ]
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    pair.run(requests)
+    assert (pair.num_retracted if scarce == "target" else pair.num_draft_retracted) > 0
+    assert [r.output for r in requests] == [plain.output for plain in expected]
+    assert pair.num_awaited > 5 and pair.num_ahead > 5
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
+    few = {"max_context_len": 60}
+    target, draft, _ = make("standalone", (page_size, page_size), draft=few, **few)
+    pair = PoisonedDevicePair(target, draft)
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=100, shape=SHAPES[3])
+    expected = plain_of(target, [request])
+    pair.run([request])
+    check([request], expected)
+    assert request.finish_reason is FinishReason.CONTEXT_LENGTH
+    assert pair.num_awaited > 3
+
+
+@pytest.mark.parametrize(("num_granted", "margin"), [(1, 0), (2, 0), (3, 3)])
+def test_grants_that_end_and_are_renewed(make: Make, num_granted: int, margin: int) -> None:
+    target, draft, _ = make("eagle")
+    requests = requests_of(3, 0)
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft, num_granted=num_granted, margin=margin)
+    pair.run(requests)
+    check(requests, expected)
+    assert pair.num_awaited > 10 or num_granted == 1
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool) -> None:
+    """A step with an answer to give and nothing else known; a prompt must not get in between."""
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = is_ahead
+    window_of(target)._costs = StepCosts([1, 64], [1.0, 1.01])
+    pair = DevicePair(target, draft)
+    requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
+    for request in requests[:2]:
+        pair.open(request)
+    steps_by_mail(pair, 4)
+    while not pair.can_launch_early:
+        pair.step()
+    window_of(target)._mean_s = 10.0
+    before = pair.num_awaited
+    stray = VerifyRound(request_id="", target_epoch=1, round_idx=1, seq_len=1, root_token_id=1)
+    target.submit(stray)
+    assert target.has_work
+    pair.step_target()
+    assert pair.num_awaited == before + 2
+    pair.failures.clear()
+    window_of(target)._mean_s = 0.0
+    pair.open(requests[2])
+    pair.finish()
+    check(requests, plain_of(target, requests))
+
+
+# --- times ---------------------------------------------------------------------------------------
+
+
+def window_of(target: TargetEngine) -> BatchWindow:
+    assert isinstance(target.source, PeerRounds)
+    return target.source.window
+
+
+def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let messages of drafts come to a step only while it waits for its result."""
+    finish, finish_read, receive = (
+        target.pipeline.finish,
+        target._runner.finish_read,
+        target.channels.receive,
+    )
+    is_deaf = False
+
+    def finish_deaf(launched: Any) -> None:
+        nonlocal is_deaf
+        is_deaf = True
+        finish(launched)
+
+    def read_and_listen(*args: Any) -> Any:
+        nonlocal is_deaf
+        is_deaf = False
+        return finish_read(*args)
+
+    monkeypatch.setattr(target.pipeline, "finish", finish_deaf)
+    monkeypatch.setattr(target._runner, "finish_read", read_and_listen)
+    monkeypatch.setattr(target.channels, "receive", lambda: [] if is_deaf else receive())
+
+
+DRAFT_STAGES = ["draft: channel", "draft: extend", "draft: grow"]
+
+
+@pytest.mark.parametrize("is_first_timed", [False, True])
+@pytest.mark.parametrize("is_heard_late", [False, True])
+def test_a_timed_round_of_the_devices_says_what_both_did(
+    make: Make, monkeypatch: pytest.MonkeyPatch, *, is_first_timed: bool, is_heard_late: bool
+) -> None:
+    """Of a round whose tree the target's host heard of before the step was committed."""
+    target, draft, _ = make("eagle")
+    pair = DevicePair(target, draft)
+    if is_heard_late:  # as on a GPU, where the host waits before the draft has grown the tree
+        hear_while_reading(target, monkeypatch)
+    requests = [
+        LocalRequest(prompt=[3, 1, 4 + i], max_new_tokens=40, shape=BUSHY, is_timed=i == 1)
+        for i in range(2)
+    ]
+    for request in requests:
+        pair.open(request)
+    steps_by_mail(pair, 4)
+    timed, last = requests[1], requests[1].paths[-1].round_idx
+    earliest_ns = time.monotonic_ns()
+    while not timed.finish_reason:
+        pair.to_draft()
+        pair.step_draft()
+        draft.channels.flush()
+        if is_first_timed:  # as on a GPU, whose steps end when the device says so
+            target.pipeline.times.device_free_ns = earliest_ns
+        pair.step_target()
+    rounds = timed.paths[last + 2 :]  # the tree before was on its way already
+    assert len(rounds) > 5 and all(path.times is None for path in requests[0].paths)
+    for path in rounds:
+        assert path.times is not None
+        names = [stage.name for stage in path.times.stages]
+        assert names == [*DRAFT_STAGES, "channel", "forward", "sample"]
+        ends = [path.times.begin_ns, *(stage.end_ns for stage in path.times.stages)]
+        assert ends == sorted(ends) and ends[0] >= earliest_ns
+        assert (ends[0] == earliest_ns) is is_first_timed
+    pair.finish()
+    check(requests, plain_of(target, requests))
+
+
+def test_a_timed_round_whose_tree_no_host_has_seen_says_what_the_target_did(make: Make) -> None:
+    target, draft, _ = make("eagle")
+    pair = DevicePair(target, draft)
+    request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=30, shape=BUSHY, is_timed=True)
+    pair.run([request])
+    assert pair.num_awaited > 5
+    awaited = [path.times for path in request.paths[-pair.num_awaited :]]
+    for times in awaited:
+        assert times is not None
+        ends = [times.begin_ns, *(stage.end_ns for stage in times.stages)]
+        assert [stage.name for stage in times.stages] == ["channel", "forward", "sample"]
+        assert ends == sorted(ends) and ends[0] > 0
+
+
+# --- everything at once --------------------------------------------------------------------------
+
+
+class DeviceChaos(Chaos):
+    """Beside what goes wrong with channels: wrong words, overlapping devices, requests that go."""
+
+    pair: DevicePair
+
+    def __init__(self, pair: DevicePair, rng: random.Random) -> None:
+        super().__init__(pair, rng)
+        self.num_wrong = self.num_joined = 0
+        self._to_draft = pair.to_draft
+        pair.to_draft = self.go_on  # type: ignore[method-assign]
+        pair.edit_trees, pair.edit_paths = self.spoil_trees, self.spoil_paths
+
+    def go_on(self) -> bool:
+        """Let devices work and hosts hear of it in any order; carry what is on the channels."""
+        if self.rng.random() < 0.5:
+            self.pair.run_draft_device()
+        if self.rng.random() < 0.3:
+            self.pair.target.launch_deferred()
+        if self.rng.random() < 0.5:
+            self.pair.hear_late()
+        return self._to_draft()
+
+    def spoil_trees(self, awaited: MailboxTrees) -> None:
+        for words, seq in words_of(awaited):
+            self.spoil_words(WRONG_TREES, words, seq)
+
+    def spoil_paths(self, paths: MailboxPaths) -> None:
+        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
+            self.spoil_words(WRONG_PATHS, paths.mailbox.paths[slot], seq)
+        if paths.mailbox.rows is not None and self.rng.random() < 0.1:
+            paths.mailbox.rows.normal_()
+
+    def spoil_words(self, ways: Sequence[EditWords], words: torch.Tensor, seq: int) -> None:
+        if self.rng.random() < 0.2:
+            self.rng.choice(ways)(words, seq, self.rng)
+            self.num_wrong += 1
+
+    def disturb(self, request: LocalRequest) -> None:
+        fate = self.rng.choice(["nothing"] * 8 + ["channel", "channel", "join", "reopen", "cancel"])
+        if fate == "nothing":
+            return
+        is_running = request.target_epoch in {path.target_epoch for path in request.paths}
+        if fate == "join" and len(self.pair.requests) < 6:
+            self.num_joined += 1
+            self.pair.open(fresh(request, request_id=f"late {self.num_joined}"))
+        elif fate == "cancel" and len(self.pair.requests) > 3:
+            self.pair.cancel(request)
+        elif fate == "reopen" and request.has_draft and is_running:
+            reopen(self.pair, request)
+        else:
+            super().disturb(request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "standalone"])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
+def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
+    target, draft, _ = make(kind, (4, 16), num_pages=1 + 70, max_num_requests=8)
+    target.scheduler.overlaps_steps = is_ahead
+    num_wrong = num_awaited = num_ahead = 0
+    for seed in range(3):
+        requests = [replace(request, max_new_tokens=80) for request in requests_of(3, seed)]
+        plain = {tuple(one.prompt): one for one in plain_of(target, requests)}
+        pair = DevicePair(target, draft, num_granted=5, margin=seed % 3)
+        for request in requests:
+            pair.open(request)
+        chaos = DeviceChaos(pair, random.Random(seed))
+        chaos.run()
+        served = list(pair.requests.values())
+        check(served, [plain[tuple(one.prompt)] for one in served])
+        num_wrong += chaos.num_wrong
+        num_awaited += pair.num_awaited
+        num_ahead += pair.num_ahead
+    assert num_wrong > 3 and num_awaited > 15 and num_ahead > 5

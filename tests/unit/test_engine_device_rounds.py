@@ -1,0 +1,555 @@
+"""Rounds that devices run by themselves, through a mailbox: their output is the plain one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import draft_service.device_rounds.rounds
+from draft_service.device_rounds.mailbox_io import MailboxPaths
+from draft_service.device_rounds.rounds import DeviceRounds
+from shared.messages import PathBatch, SamplingParams, TokenTree, TreeShape
+from shared.peer.channel import PeerChannel
+from shared.peer.mailbox import is_tag
+from target_service.phases import MailboxTrees
+from tests.checkpoints import VOCAB_SIZE
+from tests.device_pair import (
+    BUSHY,
+    DevicePair,
+    EditPaths,
+    Make,
+    PoisonedDevicePair,
+    check,
+    device_engines,
+    num_rounds,
+    plain_of,
+    requests_of,
+)
+from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target
+from tests.local_pair import LocalRequest
+from tests.peer_pair import PeerPair, peer_rounds, unlink
+from tests.unit.test_engine_peer_rounds import PAGE_SIZES
+
+pytestmark = pytest.mark.timeout(60)
+
+DEEPEST = TreeShape(num_steps=7, topk=4, num_draft_tokens=24)
+TOO_DEEP = TreeShape(num_steps=8, topk=2, num_draft_tokens=16)
+
+
+@pytest.fixture
+def make(models: Models) -> Iterator[Make]:
+    """Return what makes a target with a mailbox and a draft."""
+    with device_engines(models) as make:
+        yield make
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+Nodes = dict[int, tuple[int, int]]
+"""(token id, parent) by node."""
+
+
+def words_of(awaited: MailboxTrees) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield of each awaited tree its words, [63], and its number."""
+    for slot, seq in zip(awaited.slot.tolist(), awaited.round_tag.tolist(), strict=True):
+        yield awaited.words[slot, 1:], seq
+
+
+def word(seq: int, small: int, token_id: int) -> int:
+    return seq << 40 | small << 32 | token_id
+
+
+def nodes_in(words: torch.Tensor, seq: int) -> Nodes:
+    """Return the nodes that words hold of a round."""
+    found = enumerate(words.tolist(), start=1)
+    return {
+        node: (number & 0xFFFFFFFF, number >> 32 & 0xFF)
+        for node, number in found
+        if number >> 40 == seq and number >> 32 & 0xFF != 255
+    }
+
+
+def graft_mailbox(
+    pair: DevicePair, expected: Sequence[LocalRequest], rng: random.Random, *, doubt: float = 0.1
+) -> None:
+    """Let trees in the mailbox hold what the target will say, so that long paths are accepted."""
+
+    def edit(awaited: MailboxTrees) -> None:
+        by_slot = {held.req_idx: held for held in pair.target.requests.values()}
+        for slot, (words, seq) in zip(awaited.slot.tolist(), words_of(awaited), strict=True):
+            held, nodes = by_slot[slot], nodes_in(words, seq)
+            plain = expected[list(pair.requests).index(held.request_id)]
+            tokens = [held.tokens[-1], *[token for token, _ in nodes.values()]]
+            parents = [-1, *[parent for _, parent in nodes.values()]]
+            tree = tree_of(tokens, parents)
+            rest = plain.output[held.num_output_tokens :]
+            grafted = graft(tree, rest, rng, doubt=doubt).token_ids
+            for node in nodes:
+                words[node - 1] = word(seq, nodes[node][1], grafted[node])
+
+    pair.edit_trees = edit
+
+
+def tree_of(token_ids: Sequence[int], parent_index: Sequence[int]) -> Any:
+    return TokenTree(
+        request_id="",
+        target_epoch=1,
+        draft_epoch=1,
+        round_idx=1,
+        seq_len=1,
+        token_ids=tuple(token_ids),
+        parent_index=tuple(parent_index),
+    )
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *itertools.product(KINDS, [SHAPES[1], DEEPEST]),
+        *zip(KINDS, [SHAPES[0], SHAPES[5], SHAPES[3], BUSHY], strict=True),
+    ],
+    ids=str,
+)
+def test_output_equals_the_plain_run(make: Make, kind: str, shape: TreeShape) -> None:
+    target, draft, _ = make(kind, PAGE_SIZES[kind])
+    requests = requests_of(5, KINDS.index(kind), shape)
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    if kind == "eagle3":
+        graft_mailbox(pair, expected, random.Random(1))
+    pair.run(requests)
+    check(requests, expected)
+    assert pair.num_awaited > num_rounds(requests) // 2
+    assert pair.num_ahead > num_rounds(requests) // 3
+    assert max(path.num_accepted_drafts for r in requests for path in r.paths) > 0
+
+
+@pytest.mark.parametrize("page_sizes", [(1, 64), (64, 1), (4, 16)])
+def test_output_does_not_depend_on_page_sizes(make: Make, page_sizes: tuple[int, int]) -> None:
+    target, draft, _ = make("mtp", page_sizes)
+    target.scheduler.overlaps_steps = True
+    requests = requests_of(5, 7)
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    pair.run(requests)
+    check(requests, expected)
+    assert pair.num_awaited > num_rounds(requests) // 2
+
+
+def test_a_path_of_the_longest_kind_goes_by_mail(make: Make) -> None:
+    """Seven drafts and the bonus: every word of a path is a token of it."""
+    target, draft, _ = make("eagle3")
+    (request,) = requests_of(1, 0, TreeShape(num_steps=7, topk=1, num_draft_tokens=8))
+    request.max_new_tokens = 60
+    expected = plain_of(target, [request])
+    pair = PoisonedDevicePair(target, draft)
+    graft_mailbox(pair, expected, random.Random(1), doubt=0.0)
+    pair.run([request])
+    check([request], expected)
+    assert sum(path.num_accepted_drafts == 7 for path in request.paths) > 2
+    assert pair.num_ahead > 2
+
+
+def test_a_target_without_a_mailbox_is_no_fault(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pairing = models.pairing("eagle")
+    target = make_target(pairing, feature_ring_mb=1)
+    draft = make_draft(pairing, make_source=DeviceRounds)
+    draft.source.compile(torch.float32)
+    (request,) = requests_of(1, 0)
+    pair = PeerPair(target, draft)
+    pair.run([request])
+    check([request], plain_of(target, [request]))
+    unlink(target, draft)
+    assert peer_rounds(pair, request) > 3
+    assert "engine to engine" in caplog.text and "mailbox" not in caplog.text
+
+
+def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
+    target, draft, _ = make("eagle")
+    requests = requests_of(3, 0, TOO_DEEP)
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    pair.run(requests)
+    check(requests, expected)
+    assert pair.num_awaited == pair.num_ahead == 0
+
+
+@pytest.mark.parametrize(
+    "unmailed",
+    [
+        {"sampling": SamplingParams(repetition_penalty=1.2)},
+        {"sampling": SamplingParams(temperature=1.0, presence_penalty=0.4, seed=3)},
+        {"min_new_tokens": 20, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
+    ],
+    ids=["repetition", "presence", "min_new_tokens"],
+)
+@pytest.mark.parametrize("is_longest", [False, True])
+def test_whoever_must_know_the_tree_is_not_awaited_and_nobody_beside_it(
+    make: Make, unmailed: dict[str, Any], *, is_longest: bool
+) -> None:
+    """The devices go on by themselves as soon as it has ended."""
+    target, draft, _ = make("eagle")
+    num_tokens = 40 if is_longest else 25
+    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=num_tokens, shape=BUSHY, **unmailed)
+    others = [replace(request, max_new_tokens=60) for request in requests_of(2, 0)]
+    requests = [one] if is_longest else [one, *others]
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    for request in requests:
+        pair.open(request)
+    while not one.finish_reason:
+        pair.step()
+    assert pair.num_awaited == 0
+    pair.finish()
+    check(requests, expected)
+    assert is_longest or pair.num_awaited > 10
+
+
+# --- trees that are no good ----------------------------------------------------------------------
+
+EditWords = Callable[[torch.Tensor, int, random.Random], None]
+
+
+def noise(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for i in range(len(words)):
+        words[i] = rng.getrandbits(64) - (1 << 63)
+
+
+def noise_of_the_round(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for i in range(len(words)):
+        words[i] = word(seq, rng.getrandbits(8), rng.getrandbits(32))
+
+
+def any_tree(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for i in range(len(words)):
+        words[i] = word(seq, rng.randrange(i + 1), rng.randrange(VOCAB_SIZE))
+
+
+def tokens_past_the_vocabulary(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for node, (_, parent) in nodes_in(words, seq).items():
+        if rng.random() < 0.5:
+            words[node - 1] = word(seq, parent, rng.choice([VOCAB_SIZE, 1 << 31, (1 << 32) - 1]))
+
+
+def parents_out_of_order(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for node, (token_id, _) in nodes_in(words, seq).items():
+        words[node - 1] = word(seq, rng.choice([node, node + 1, 63, 64, 254]), token_id)
+
+
+def siblings_alike(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for node, (_, parent) in nodes_in(words, seq).items():
+        words[node - 1] = word(seq, parent, 7)
+
+
+def a_chain_that_is_too_long(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for i in range(len(words)):
+        words[i] = word(seq, i, rng.randrange(VOCAB_SIZE))
+
+
+def nothing(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    words.zero_()
+
+
+def some_missing(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    for i in range(len(words)):
+        if rng.random() < 0.4:
+            words[i] = 0
+
+
+def no_nodes(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    words.fill_(word(seq, 255, 0))
+
+
+def stale(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    words -= 1 << 40
+
+
+def stale_in_part(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    words[::2] -= 1 << 40
+
+
+def sign_bit(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    """A number in bits that no word has: it is not the round's."""
+    words |= -(1 << 63)
+
+
+LEAVES_NOTHING = {nothing, no_nodes, stale, sign_bit, parents_out_of_order}
+WRONG_TREES: list[EditWords] = [
+    noise, noise_of_the_round, any_tree, tokens_past_the_vocabulary, parents_out_of_order,
+    siblings_alike, a_chain_that_is_too_long, nothing, some_missing, no_nodes, stale,
+    stale_in_part, sign_bit,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", WRONG_TREES)
+def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) -> None:
+    target, draft, mailbox = make("eagle", (4, 16))
+    rng = random.Random(1)
+    requests = requests_of(2, 1, SHAPES[3])
+    expected = plain_of(target, requests)
+
+    def edit(awaited: MailboxTrees) -> None:
+        for words, seq in words_of(awaited):
+            before = words.clone()
+            spoil(words, seq, rng)
+            num_spoiled[0] += not torch.equal(before, words)
+
+    num_spoiled = [0]
+    pair = PoisonedDevicePair(target, draft, edit_trees=edit)
+    pair.run(requests)
+    check(requests, expected)
+    assert num_spoiled[0] > 5
+    if spoil in LEAVES_NOTHING:
+        assert sizes_of_awaited(pair) == {1}
+
+
+def sizes_of_awaited(pair: DevicePair) -> set[int]:
+    """Return how many nodes were verified where trees were awaited."""
+    return {
+        pair.requests[request_id].paths[round_idx].num_draft_tokens
+        for request_id, round_idx in pair.awaited
+    }
+
+
+def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, mailbox = make("standalone")
+    monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
+    requests = requests_of(2, 0)
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
+    pair.run(requests)
+    check(requests, expected)
+    assert not mailbox.trees.any() and pair.num_awaited > 5 and pair.num_ahead == 0
+    assert sizes_of_awaited(pair) == {1}
+    awaited = set(pair.awaited)
+    assert not any((name, round_idx + 1) in awaited for name, round_idx in awaited), (
+        "the device waits for a draft that has just let it wait in vain"
+    )
+
+
+def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, _ = make("standalone")
+    pair = DevicePair(target, draft)
+    finish = target.pipeline.finish
+
+    def finish_alone(launched: Any) -> None:
+        if launched.batch.mailbox_trees is not None:
+            assert not target.source.is_growing
+        finish(launched)
+
+    monkeypatch.setattr(target.pipeline, "finish", finish_alone)
+    pair.run(requests_of(2, 0))
+    assert pair.num_awaited > 10
+
+
+def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time costs 30 ms, and those whose trees are there wait as well."""
+    target, draft, _ = make("standalone")
+    monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
+    pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
+    pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
+    rounds = [round_idx for _, round_idx in pair.awaited]
+    gaps = [after - before for before, after in itertools.pairwise(rounds)]
+    assert len(gaps) > 2 and gaps == [(1 << i) + 1 for i in range(len(gaps))]
+
+
+def test_a_draft_that_was_late_once_in_a_while_is_waited_for_again(make: Make) -> None:
+    target, draft, _ = make("standalone")
+    num_seen = itertools.count()
+
+    def lose_some(awaited: MailboxTrees) -> None:
+        if next(num_seen) % 4 == 0:
+            awaited.words.zero_()
+
+    pair = DevicePair(target, draft, edit_trees=lose_some)
+    request = replace(requests_of(1, 0)[0], max_new_tokens=100)
+    pair.run([request])
+    assert pair.num_awaited > num_rounds([request]) // 2
+
+
+# --- paths that are no good ----------------------------------------------------------------------
+
+EditPath = Callable[[torch.Tensor, int, random.Random], None]
+
+
+def no_change(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    pass
+
+
+def another_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    length = rng.randint(1, 4)
+    tokens = [VOCAB_SIZE - 1 - rng.randrange(3) for _ in range(length)]
+    words.copy_(
+        torch.tensor([word(seq, length, token) for token in (tokens + [0] * 8)[: len(words)]])
+    )
+
+
+def now_and_then_another_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        another_path(words, seq, rng)
+
+
+def a_long_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    words.copy_(torch.tensor([word(seq, rng.choice([9, 64, 255]), 1)] * len(words)))
+
+
+def an_empty_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    words.fill_(word(seq, 0, 0))
+
+
+def a_shorter_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+    """Or one token more: what its first word says."""
+    length = int(words[0]) >> 32 & 0xFF
+    tokens = [number & 0xFFFFFFFF for number in words.tolist()]
+    length = length - 1 or 2
+    words.copy_(torch.tensor([word(seq, length, token) for token in tokens]))
+
+
+WRONG_PATHS: list[EditPath] = [
+    noise, noise_of_the_round, another_path, a_long_path, an_empty_path, a_shorter_path, nothing,
+    stale, stale_in_part, sign_bit,
+]  # fmt: skip
+
+
+def spoiled(spoil: EditPath) -> EditPaths:
+    rng = random.Random(1)
+
+    def edit(paths: MailboxPaths) -> None:
+        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
+            spoil(paths.mailbox.paths[slot], seq, rng)
+
+    return edit
+
+
+@pytest.mark.parametrize("spoil", WRONG_PATHS)
+def test_what_a_device_took_and_no_host_confirms_is_done_again(make: Make, spoil: EditPath) -> None:
+    target, draft, _ = make("eagle", (4, 16))
+    requests = requests_of(2, 1, SHAPES[3])
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft, edit_paths=spoiled(spoil))
+    pair.run(requests)
+    check(requests, expected)
+    assert pair.num_awaited > 10 and pair.num_ahead == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_guesses_the_same_ahead_or_when_told_or_once_more(make: Make, kind: str) -> None:
+    """What it did ahead leaves no trace if it was wrong, and is what it would do if it was not."""
+    target, draft, _ = make(kind, (4, 16))
+    found = []
+    for is_mailed, spoil, is_ahead in [
+        (True, no_change, True),
+        (False, no_change, False),
+        (True, another_path, False),
+        (True, now_and_then_another_path, True),
+    ]:
+        edit = spoiled(spoil)
+        pair = PoisonedDevicePair(target, draft, edit_paths=edit, has_mailbox=is_mailed)
+        requests = requests_of(3, 1, SHAPES[3])
+        pair.run(requests)
+        found.append([path.token_ids for request in requests for path in request.paths])
+        assert (pair.num_awaited > 10) is is_mailed
+        assert (pair.num_ahead > 3) is is_ahead
+    assert found == found[:1] * 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: float) -> None:
+    """They end up in the draft's KV: its trees are worthless from then on, and still are trees."""
+    target, draft, _ = make("eagle")
+    requests = requests_of(3, 1, SHAPES[3])
+    expected = plain_of(target, requests)
+    num_left = 3
+
+    def edit(paths: MailboxPaths) -> None:
+        nonlocal num_left
+        assert paths.mailbox.rows is not None
+        num_left -= 1
+        if num_left >= 0:
+            paths.mailbox.rows.fill_(value)
+
+    pair = DevicePair(target, draft, edit_paths=edit)
+    pair.run(requests)
+    check(requests, expected)
+    assert num_left < 0 and pair.num_ahead > 0
+
+
+# --- places that are no good ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slot", "seq"),
+    [
+        (10_000, None), ((1 << 31) - 1, None), (-1, None), (-(1 << 31), None), (None, 0),
+        (None, 1), (None, -1), (None, 1 << 23), (None, (1 << 31) - 1), (1, 7), (0, (1 << 23) - 1),
+    ],
+)  # fmt: skip
+def test_an_order_for_another_place_costs_no_token(
+    make: Make, slot: int | None, seq: int | None
+) -> None:
+    target, draft, mailbox = make("eagle")
+    requests = requests_of(2, 0)
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    tell, num_orders = pair.tell_draft, 0
+
+    def tell_draft(channel: PeerChannel, message: Any) -> None:
+        nonlocal num_orders
+        if isinstance(message, PathBatch):
+            parts = tuple(
+                part._replace(
+                    mailbox_slot=part.mailbox_slot if slot is None else slot,
+                    round_tag=part.round_tag if seq is None else seq,
+                )
+                for part in message.parts
+            )
+            message = replace(message, parts=parts)
+            num_orders += len(parts)
+        tell(channel, message)
+        if seq is not None and not is_tag(seq):
+            assert not any(request.device_tree for request in draft._requests.values())
+
+    pair.tell_draft = tell_draft  # type: ignore[method-assign]
+    pair.run(requests)
+    check(requests, expected)
+    assert num_orders > 10 and pair.num_awaited > 5 and pair.num_ahead == 0
+    assert sizes_of_awaited(pair) == {1}
+
+
+def test_a_draft_does_not_run_ahead_of_trees_that_are_too_deep(make: Make) -> None:
+    """No path of theirs fits into a mailbox, whatever an order says."""
+    target, draft, _ = make("eagle")
+    requests = requests_of(2, 0, TOO_DEEP)
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    tell, numbers = pair.tell_draft, itertools.count(2)
+
+    def tell_draft(channel: PeerChannel, message: Any) -> None:
+        if isinstance(message, PathBatch):
+            parts = tuple(part._replace(round_tag=next(numbers)) for part in message.parts)
+            message = replace(message, parts=parts)
+        tell(channel, message)
+
+    pair.tell_draft = tell_draft  # type: ignore[method-assign]
+    pair.run(requests)
+    check(requests, expected)
+    assert next(numbers) > 10

@@ -1,0 +1,522 @@
+"""Peer rounds as the orchestrator sees them: it takes paths, and steps in when none comes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from orchestrator.target_handle import CREDIT_ROUNDS
+from shared.errors import StatusCode
+from shared.messages import (
+    AcceptedPath,
+    Credit,
+    CreditUpdate,
+    DraftDetached,
+    DraftOpen,
+    DraftRound,
+    FinishInfo,
+    FinishReason,
+    PeerTrees,
+    TokenTree,
+    VerifyRound,
+)
+from tests.fakes import FakeDraft, FakeTarget, generate
+from tests.fakes.in_memory import LATENCY_S, Fault, InMemoryWorker, pass_on, run_virtual
+from tests.unit.scene import (
+    BAD_TREES,
+    PROMPT,
+    Scene,
+    check_stream,
+    delayed,
+    failed,
+    scripted,
+    spoiled,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_TOKENS = 400  # about 110 rounds
+
+
+def received(worker: InMemoryWorker, kind: type[Any]) -> list[Any]:
+    return [message for message in worker.engine.received if isinstance(message, kind)]
+
+
+async def serve(scene: Scene, count: int = NUM_TOKENS, **fields: Any) -> FinishInfo:
+    """Serve a request and check its stream."""
+    events = await scene.serve(max_new_tokens=count, **fields)
+    finish = check_stream(events, generate(PROMPT, count))
+    await scene.check_free()
+    return finish
+
+
+def credits_of(target: Any) -> list[Credit]:
+    """Return the credits that a target was given, in orders and between them."""
+    messages = [*target.engine.received]
+    return [
+        message.credit
+        for message in messages
+        if isinstance(message, VerifyRound | CreditUpdate) and message.credit is not None
+    ]
+
+
+def nothing(message: Any) -> list[tuple[float, Any]]:
+    return []
+
+
+def test_peer_rounds_begin_after_the_first_tree_of_an_attached_draft() -> None:
+    """One round is relayed; then nothing is sent but credit, and it never runs out."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        left = []
+
+        def note(message: Any) -> list[tuple[float, Any]]:
+            if isinstance(message, CreditUpdate) and credits_of(target):
+                (request,) = target.engine.requests.values()
+                left.append(credits_of(target)[-1].until_round_idx - request.round_idx)
+            return pass_on(message)
+
+        target, draft = scene.add_target(on_request=note), scene.add_draft()
+        stats = (await serve(scene)).speculation
+        assert stats.num_root_only_rounds == 0 and stats.accept_length > 2
+        assert len(received(target, VerifyRound)) == len(received(draft, DraftRound)) == 1
+        limits = [credit.until_round_idx for credit in credits_of(target)]
+        assert limits == [
+            2 + CREDIT_ROUNDS + i * (CREDIT_ROUNDS // 2 + 1) for i in range(len(limits))
+        ]
+        assert len(limits) > 4 and min(left) > 5
+
+    run_virtual(main())
+
+
+def test_the_first_peer_round_follows_without_a_hop() -> None:
+    """Its credit comes with the order before it, whose path may still be on its way."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target(on_reply=delayed(0.01))
+        scene.add_draft()
+        await serve(scene)
+        [order] = received(target, VerifyRound)
+        assert order.credit is not None and isinstance(order.credit.trees, PeerTrees)
+
+    run_virtual(main())
+
+
+def test_rounds_of_workers_that_are_not_attached_are_relayed() -> None:
+    async def main() -> None:
+        scene = Scene()
+        target, draft = scene.add_target(), scene.add_draft()
+        num_rounds = (await serve(scene)).speculation.num_rounds
+        assert credits_of(target) == []
+        assert len(received(target, VerifyRound)) == num_rounds
+        assert len(received(draft, DraftRound)) == num_rounds
+
+    run_virtual(main())
+
+
+def from_tree(number: int, *faults: Fault) -> Fault:
+    """Apply faults to the trees that come over a channel, from the `number`-th on."""
+    return scripted(iter([*[pass_on] * number, *faults]), only=TokenTree)
+
+
+HANGS: dict[str, tuple[Fault, int]] = {
+    "lost": (nothing, 1),
+    "late": (delayed(0.1), 1),
+    "twice": (lambda tree: [(0.0, tree), (0.0005, tree)], 0),
+    "another round": (lambda tree: [(0.0, dataclasses.replace(tree, round_idx=1))], 1),
+}
+
+
+@pytest.mark.parametrize("fault", HANGS)
+@pytest.mark.parametrize("number", [0, 1, 7, 40])
+def test_a_missing_tree_costs_one_wait_and_a_round_of_the_root_alone(
+    fault: str, number: int
+) -> None:
+    """Then the draft catches up, and peer rounds go on."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target()
+        change, num_misses = HANGS[fault]
+        draft = scene.add_draft(on_channel=from_tree(number, change))
+        started = asyncio.get_running_loop().time()
+        finish = await serve(scene)
+        assert finish.retries == 0
+        assert finish.speculation.num_root_only_rounds <= 4 * num_misses
+        num_relayed = 1 + 6 * num_misses
+        assert len(received(target, VerifyRound)) <= num_relayed
+        assert len(received(draft, DraftOpen)) == 1
+        wasted = asyncio.get_running_loop().time() - started - 5.0  # of check_free
+        assert wasted < 0.15
+
+    run_virtual(main())
+
+
+def test_rounds_of_a_draft_whose_trees_never_come_are_relayed() -> None:
+    """It says that it is attached, but no tree of its ever gets to the target."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target()
+        scene.add_draft(on_channel=scripted(iter([nothing] * 999), only=TokenTree))
+        finish = await serve(scene)
+        assert len(credits_of(target)) == 3
+        assert finish.retries == 0
+        assert finish.speculation.num_root_only_rounds <= 12
+        assert finish.speculation.accept_length > 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("wrong", [name for name in BAD_TREES if name != "score is NaN"])
+def test_a_wrong_tree_over_the_peer_channel_replaces_the_draft(wrong: str) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target()
+        draft = scene.add_draft(on_channel=from_tree(9, spoiled(BAD_TREES[wrong])))
+        finish = await serve(scene)
+        assert finish.retries == 1
+        assert [m.draft_epoch for m in received(draft, DraftOpen)] == [1, 2]
+        assert credits_of(target)[-1].trees.draft_epoch == 2, "peer rounds again"
+        assert finish.speculation.num_root_only_rounds < 60
+
+    run_virtual(main())
+
+
+def test_a_wrong_tree_of_a_revoked_round_fails_nothing() -> None:
+    """The target says so after the credit was revoked; the round is ordered again."""
+
+    async def main() -> None:
+        scene = Scene()
+
+        def spoil(path: AcceptedPath) -> list[tuple[float, Any]]:
+            ((_, failure),) = failed(StatusCode.INVALID_ARGUMENT, "INVALID_TREE")(path)
+            return [(0.0, failure), (0.001, path)]
+
+        script = iter([pass_on, pass_on, spoil])
+        target = scene.add_target(on_reply=scripted(script, only=AcceptedPath))
+        assert (await serve(scene, 20)).retries == 0
+        assert [m.round_idx for m in received(target, VerifyRound)][:4] == [1, 2, 2, 3]
+
+    run_virtual(main())
+
+
+def lose(scene: Scene, draft: InMemoryWorker) -> None:
+    draft.lose()
+
+
+def retract(scene: Scene, draft: InMemoryWorker) -> None:
+    assert isinstance(draft.engine, FakeDraft)
+    draft.engine.retract("test.r")
+    draft.step()
+
+
+@pytest.mark.parametrize("delay", [0.0101, 0.0123, 0.0207])
+@pytest.mark.parametrize("miss", [lose, retract])
+def test_a_draft_that_goes_away_is_replaced(
+    miss: Callable[[Scene, InMemoryWorker], None], delay: float
+) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target()
+        drafts = [scene.add_draft(), scene.add_draft()]
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay)
+        (used,) = [draft for draft in drafts if draft.engine.requests]
+        (held,) = target.engine.requests.values()
+        assert held.round_idx > 5
+        miss(scene, used)
+        finish = await serving
+        assert finish.retries == 1
+        assert credits_of(target)[-1].trees.draft_epoch == 2
+        assert finish.speculation.num_accepted_drafts > 100
+
+    run_virtual(main())
+
+
+def detach(*workers: InMemoryWorker) -> None:
+    for worker in workers:
+        worker.engine.lose_channel("test.r")
+        worker.step()
+
+
+# A peer round takes 0.4 ms, a hop to or from the orchestrator 1 ms.
+@pytest.mark.parametrize("delay", [0.0101, 0.01025, 0.0104, 0.0123, 0.0207])
+@pytest.mark.parametrize("draft_knows", [False, True])
+def test_a_lost_channel_costs_no_wait(*, draft_knows: bool, delay: float) -> None:
+    """The target says so; that the draft still says it is attached changes nothing."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target, draft = scene.add_target(), scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay)
+        assert credits_of(target) and len(received(target, VerifyRound)) == 1
+        detach(target, *([draft] if draft_knows else []))
+        await asyncio.sleep(2.5 * LATENCY_S)
+        assert len(received(target, VerifyRound)) > 1
+        num_credits = len(credits_of(target))
+        finish = await serving
+        assert finish.retries == 0 and len(received(draft, DraftOpen)) == 1
+        assert len(credits_of(target)) == num_credits, "no more peer rounds"
+        assert finish.speculation.num_root_only_rounds <= 4
+        assert finish.speculation.accept_length > 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay", [0.0101, 0.01025, 0.0104, 0.0123])
+def test_a_draft_that_hangs_behind_a_lost_channel_is_not_waited_for(delay: float) -> None:
+    """The path of the revoked round may still come with a tree: the draft hangs all the same."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        late = itertools.repeat(delayed(LATENCY_S / 2))
+        target = scene.add_target(on_reply=scripted(late, only=AcceptedPath))
+        scene.add_draft(on_reply=scripted(iter([pass_on, *[nothing] * 999]), only=TokenTree))
+        serving = asyncio.create_task(serve(scene, 120))
+        await asyncio.sleep(delay)
+        detach(target)
+        await asyncio.sleep(10 * LATENCY_S)
+        assert len(received(target, VerifyRound)) >= 5
+        await serving
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay", [0.0101, 0.0123, 0.0207])
+def test_a_lost_channel_that_no_message_reports_costs_one_wait(delay: float) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target(on_reply=scripted(iter([nothing]), only=DraftDetached))
+        draft = scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay)
+        detach(target, draft)
+        await asyncio.sleep(0.015)
+        assert len(received(target, VerifyRound)) == 1
+        await asyncio.sleep(0.01)
+        assert len(received(target, VerifyRound)) > 1
+        finish = await serving
+        assert finish.retries == 0
+        assert finish.speculation.num_root_only_rounds <= 4
+
+    run_virtual(main())
+
+
+def test_no_credit_is_given_for_a_channel_that_is_lost_in_relayed_rounds() -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+
+        def cut(tree: TokenTree) -> list[tuple[float, Any]]:
+            asyncio.get_running_loop().call_later(LATENCY_S / 2, detach, target)
+            return [(LATENCY_S, tree)]
+
+        target = scene.add_target()
+        scene.add_draft(on_reply=scripted(iter([cut]), only=TokenTree))
+        stats = (await serve(scene)).speculation
+        assert credits_of(target) == []
+        assert len(received(target, VerifyRound)) == stats.num_rounds
+        assert stats.num_root_only_rounds == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay_us", range(3500, 9000, 250))
+def test_a_channel_that_is_lost_around_the_first_peer_round_costs_no_wait(delay_us: int) -> None:
+    """Before the credit is given, while it is on its way, or just after."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        orders: list[float] = []
+
+        def note(message: Any) -> list[tuple[float, Any]]:
+            if isinstance(message, VerifyRound):
+                orders.append(asyncio.get_running_loop().time())
+            return pass_on(message)
+
+        target, draft = scene.add_target(on_request=note), scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay_us / 1e6)
+        assert target.engine.requests["test.r"].draft_epoch == 1, "it is attached"
+        detach(target, draft)
+        orders.append(asyncio.get_running_loop().time())
+        await serving
+        assert len(orders) > 50
+        assert max(after - before for before, after in pairwise(orders)) < 8 * LATENCY_S
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("stale", [{"target_epoch": 0}, {"draft_epoch": 0}, {"draft_epoch": 2}])
+def test_a_lost_channel_of_another_epoch_changes_nothing(stale: dict[str, int]) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target()
+        scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(0.0123)
+        epochs = {"target_epoch": 1, "draft_epoch": 1, **stale}
+        assert isinstance(target.engine, FakeTarget)
+        target.engine.outbox.append(DraftDetached(request_id="test.r", **epochs))
+        target.step()
+        assert (await serving).speculation.num_root_only_rounds == 0
+        assert len(received(target, VerifyRound)) == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay", [0.0101, 0.0123, 0.0207])
+@pytest.mark.parametrize("is_clean", [False, True])
+def test_a_lost_target_is_replaced_and_peer_rounds_go_on(*, delay: float, is_clean: bool) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        targets = [scene.add_target(), scene.add_target()]
+        scene.add_draft()
+        serving = asyncio.create_task(serve(scene))
+        await asyncio.sleep(delay)
+        (used,) = [target for target in targets if target.engine.requests]
+        used.lose(is_clean=is_clean)
+        assert (await serving).retries == 1
+        (other,) = [target for target in targets if target is not used]
+        assert len(received(other, VerifyRound)) <= 3, "a draft that joins is not waited for"
+        assert {m.target_epoch for m in received(other, CreditUpdate)} == {2}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("stall_s", [0.03, 0.1, 0.5])
+def test_answers_that_come_all_at_once_are_not_lost(stall_s: float) -> None:
+    """The target goes on while the orchestrator hears nothing and revokes a round in vain."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+
+        def stall(message: Any) -> list[tuple[float, Any]]:
+            """Hold whatever leaves in the first part of a second until that part is over."""
+            past = asyncio.get_running_loop().time() % 1.0 - 0.02
+            return [(stall_s - past if 0 <= past < stall_s else 0.0, message)]
+
+        target = scene.add_target(on_reply=stall)
+        scene.add_draft()
+        finish = await serve(scene)
+        assert finish.retries == 0
+        assert finish.timings.total_ms < 1000
+        assert {m.target_epoch for m in received(target, CreditUpdate)} == {1}
+        assert finish.speculation.num_root_only_rounds == 0, "the draft was never late"
+        assert len(received(target, VerifyRound)) == 2
+
+    run_virtual(main())
+
+
+def test_a_target_that_is_late_again_and_again_is_not_held_against_the_draft() -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+
+        def slow(message: Any) -> list[tuple[float, Any]]:
+            is_slow = isinstance(message, AcceptedPath) and message.round_idx % 40 == 20
+            return [(0.1 if is_slow else 0.0, message)]
+
+        target = scene.add_target(on_reply=slow)
+        draft = scene.add_draft()
+        finish = await serve(scene, 1600)
+        assert finish.speculation.num_root_only_rounds <= 1
+        misses = [m for m in received(target, VerifyRound) if m.round_idx > 1]
+        assert len(misses) > 6, "one of each late answer"
+        assert len(received(draft, DraftRound)) == 1, "peer rounds go on at once"
+
+    run_virtual(main())
+
+
+def test_a_target_that_is_slow_in_every_round_is_soon_waited_for() -> None:
+    """Rounds that take longer than a draft may are revoked only until that is known."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+
+        def slow(message: Any) -> list[tuple[float, Any]]:
+            is_path = isinstance(message, AcceptedPath)
+            return [(0.03 * message.round_idx if is_path else 0.0, message)]
+
+        target = scene.add_target(on_reply=slow)
+        scene.add_draft()
+        stats = (await serve(scene)).speculation
+        assert stats.num_rounds > 100 and stats.num_root_only_rounds < 4
+        assert len(received(target, VerifyRound)) < 20
+
+    run_virtual(main())
+
+
+def test_cancelling_frees_both_workers() -> None:
+    async def main() -> None:
+        for delay in (0.004, 0.0075, 0.01, 0.0213):
+            scene = Scene(has_peer=True)
+            target, draft = scene.add_target(), scene.add_draft()
+            serving = asyncio.create_task(scene.generation(max_new_tokens=900).run())
+            await asyncio.sleep(delay)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await asyncio.sleep(0.005)
+            assert target.engine.requests == {} and draft.engine.requests == {}
+            await scene.check_free()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("place", [30, 31, 32, 33, 34])
+def test_a_stop_token_in_a_peer_round(place: int) -> None:
+    """The target ends the request by itself, wherever in a path the token is."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        scene.add_target()
+        scene.add_draft()
+        whole = generate(PROMPT, 60)
+        stop = whole[place]
+        kept = whole[: whole.index(stop)]
+        finish = check_stream(await scene.serve(stop_token_ids=(stop,)), kept)
+        assert (finish.reason, finish.matched_stop) == (FinishReason.STOP, stop)
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_peer_rounds_that_fill_the_context() -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        for worker in (target := scene.add_target(), scene.add_draft()):
+            worker.engine.max_context_len = 64
+            worker.worker.info = worker.engine.info
+        count = 64 - len(PROMPT)
+        events = await scene.serve(max_new_tokens=None)
+        finish = check_stream(events, generate(PROMPT, count))
+        assert finish.reason is FinishReason.CONTEXT_LENGTH
+        assert len(received(target, VerifyRound)) == 1
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_many_requests_run_peer_rounds_at_once() -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target()
+        scene.add_draft()
+        streams = await asyncio.gather(
+            *(scene.serve(f"r{i}", prompt_ids=(i, 7), max_new_tokens=100 + i) for i in range(8))
+        )
+        for i, events in enumerate(streams):
+            finish = check_stream(events, generate((i, 7), 100 + i))
+            assert finish.speculation.num_root_only_rounds == 0
+        assert len(received(target, VerifyRound)) == 8
+        await scene.check_free()
+
+    run_virtual(main())
