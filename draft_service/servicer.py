@@ -52,7 +52,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
-        self.features.width = info.features.width
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered."""

@@ -47,7 +47,7 @@ class Orchestrator:
         if tokenizer is None:
             logger.warning("%s has no tokenizer.json: token ids only, no text", directory)
         self._changed = asyncio.Event()
-        self._admission = Admission(config.max_num_requests)
+        self.admission = Admission(config.max_num_requests)
         self.pool = WorkerPool(
             tokenizer_hash=tokenizer_hash(directory), on_change=self._changed.set
         )
@@ -71,11 +71,11 @@ class Orchestrator:
             port=config.port,
             max_message_bytes=config.max_message_bytes,
             drain_timeout_s=config.drain_timeout_s,
-            on_drain=self._admission.drain,
+            on_drain=self.admission.drain,
         )
         pb_grpc.add_GenerationServiceServicer_to_server(
             GenerationService(
-                config, pool=self.pool, admission=self._admission, tokenizer=tokenizer
+                config, pool=self.pool, admission=self.admission, tokenizer=tokenizer
             ),
             self._server.grpc_server,
         )
@@ -104,6 +104,11 @@ class Orchestrator:
                 task.result()  # a background task ends only by a bug: end the process
         finally:
             await self.stop()
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether the server lets running requests end and takes no new ones."""
+        return self._server.is_draining
 
     def request_stop(self) -> None:
         """Make `serve_until_stopped` drain and return."""

@@ -37,11 +37,15 @@ from shared.peer.mailbox import Mailbox
 from shared.peer.ring import FeatureRing
 from shared.peer.shared_files import MAILBOXES, RINGS
 from shared.rpc.engine import ProgressCallback
+from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
+from target_service.engine_state import EngineState
 from target_service.fingerprint import finite_logits, take_fingerprint
+from target_service.peer_rounds import PeerRounds
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
 from target_service.self_test import NUM_SLOTS, run_self_test
+from target_service.tree_source import TreeSource
 from target_service.warm_up import NUM_TOKENS, warm_up
 
 logger = logging.getLogger(__name__)
@@ -52,9 +56,13 @@ RING_STEPS = 4
 LOADED = 0.8
 
 
-def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEngine:
+def create_engine(
+    config: TargetConfig, progress: ProgressCallback, *, has_cpu_mailbox: bool = False
+) -> TargetEngine:
     """Load the target and prove that it is exact.
 
+    Args:
+        has_cpu_mailbox: Run device rounds on a CPU as well, which gains nothing: for tests.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
     device = resolve_device(config.device)
@@ -151,7 +159,6 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     fingerprint = take_fingerprint(runner, directory, **prompt)  # of the products that it settled
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     channels = PeerChannels(open_listener(config))
-    mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
     costs = None
     if channels.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
         progress("timing forwards", 0.92)
@@ -177,22 +184,25 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         cpu_threads=fingerprint.cpu_threads,
         logits_hash=fingerprint.logits_hash,
     )
-    engine = TargetEngine(
-        runner,
+    state = EngineState.create(
         info,
-        max_batch_rows=max_batch_rows(config, device),
-        prefill_chunk_len=prefill_chunk_len(config, device),
+        device,
         max_context_len=context_len,
         feature_retain_rows=config.feature_retain_rows,
-        runs_ahead=device.type == "cuda",
-        window=model_config.sliding_window,
         ring=ring,
-        mailbox=mailbox,
-        channels=channels,
-        costs=costs,
     )
-    if mailbox is not None:
-        runner.compile_mailbox(mailbox)
+    mailbox = None
+    if device.type == "cuda" or has_cpu_mailbox:
+        mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
+    engine = TargetEngine(
+        runner,
+        state,
+        make_source(state, BatchWindow(costs), channels, mailbox, device),
+        channels,
+        max_batch_rows=max_batch_rows(config, device),
+        prefill_chunk_len=prefill_chunk_len(config, device),
+        overlaps_steps=device.type == "cuda",
+    )
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
         warm_up(engine)
@@ -244,7 +254,7 @@ def make_mailbox(
     config: TargetConfig, channel: str, features: FeatureSpec, pool: KVPool, dtype: torch.dtype
 ) -> Mailbox | None:
     """Create what the devices of attached drafts and this one talk through; None if they cannot."""
-    if not (config.mailbox and channel and pool.device.type == "cuda"):
+    if not (config.mailbox and channel):
         return None
     try:
         return Mailbox(
@@ -259,8 +269,29 @@ def make_mailbox(
         return None
 
 
+def make_source(
+    state: EngineState,
+    window: BatchWindow,
+    channels: PeerChannels,
+    mailbox: Mailbox | None,
+    device: torch.device,
+) -> TreeSource:
+    """Return where trees come from: the orchestrator, attached drafts, or their devices."""
+    if not channels.name:
+        return TreeSource()
+    if mailbox is None:
+        return PeerRounds(state, window)
+    # Not above: the engine works without this package.
+    from target_service.device_rounds.rounds import DeviceRounds
+
+    source = DeviceRounds(state, window, mailbox, device)
+    if device.type == "cuda":
+        source.compile()
+    return source
+
+
 def open_listener(config: TargetConfig) -> PeerListener | None:
-    """Create the socket to which drafts on this host channel; None if there is nothing to share."""
+    """Create the socket where drafts on this host attach; None if there is nothing to share."""
     if not config.peer_rounds or config.algorithm == "none" or config.draft_model == "none":
         return None
     try:
@@ -268,7 +299,7 @@ def open_listener(config: TargetConfig) -> PeerListener | None:
         MAILBOXES.remove_stale()
         return PeerListener()
     except OSError as error:
-        logger.warning("rounds go through the orchestrator: no socket for channels: %s", error)
+        logger.warning("trees go through the orchestrator: no socket for peer channels: %s", error)
         return None
 
 

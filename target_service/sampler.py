@@ -16,7 +16,7 @@ from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, app
 from shared.kernels.sampling import finite_rows, sample
 from shared.step.packing import to_device
 from shared.step.staging import Staging
-from target_service.batch import SampledNodes
+from target_service.nodes import SampledNodes
 from target_service.phases import BiasInput, ForbiddenInput, PenaltyInput, SamplingInput
 from target_service.request import TargetRequest
 

@@ -21,6 +21,8 @@ from shared.kernels.probe_cpu import settle_products
 from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks, pack_rows, to_device
 from shared.tree import TreeLayout, depths_of, lay_out_tree
+from target_service.batch import extend_fields
+from target_service.nodes import TOKEN_IS_KNOWN
 from target_service.phases import ExtendInput
 from target_service.runner import TargetRunner
 
@@ -194,13 +196,10 @@ class _SelfTest:
         bucket = bucket_of(count) if runner.pads_rows and not is_prefill else None
         staging = runner.extend_staging
         staging.begin()
-        shape = (bucket or count,)
-        host, device = staging.place(
-            token_ids=(torch.int64, shape), position_ids=(torch.int64, shape)
-        )
-        for array, values in ((host["token_ids"], tokens), (host["position_ids"], positions)):
-            array[:count] = values
-            array[count:] = 0
+        host, device = staging.place_zeros(extend_fields, bucket or count)
+        host["token_ids"][:count] = tokens
+        host["position_ids"][:count] = positions
+        host["root_idx"].fill(TOKEN_IS_KNOWN)
         rows = pack_rows(block, runner.pool, window=self._window, staging=staging, num_rows=bucket)
         inputs = ExtendInput(**device, rows=rows, bucket=bucket)
         staging.flush()

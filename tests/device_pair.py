@@ -8,16 +8,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from draft_service.device_rounds.mailbox_io import MailboxPaths
+from draft_service.device_rounds.overlap import OverlapRunner
+from draft_service.device_rounds.rounds import DeviceRounds
 from draft_service.engine import DraftEngine
-from draft_service.overlap import AheadTrees, ConfirmedTrees
-from draft_service.phases import MailedPaths
-from draft_service.runner import DraftRunner
-from shared.messages import SamplingParams, TargetClose, TreeBatch, TreeShape
+from draft_service.path_source import ConfirmedTrees
+from shared.messages import PeerAttach, SamplingParams, TargetClose, TreeBatch, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import Mailbox
+from target_service.device_rounds.rounds import DeviceRounds as TargetDeviceRounds
 from target_service.engine import TargetEngine
-from target_service.phases import AwaitedTrees
-from target_service.runner import TargetRunner
+from target_service.phases import MailboxTrees
 from tests.engines import (
     SHAPES,
     Models,
@@ -38,24 +41,8 @@ Make = Callable[..., Engines]
 BUSHY = SHAPES[2]
 _MUCH = 1e4
 
-EditTrees = Callable[[AwaitedTrees], object]
-EditPaths = Callable[[MailedPaths], object]
-
-
-def give_mailbox(target: TargetEngine) -> Mailbox:
-    """Let a target on a CPU have a mailbox, before any draft channels to it."""
-    runner: TargetRunner = target._runner
-    width = runner.features.width
-    mailbox = Mailbox(
-        target.info.peer_socket,
-        num_slots=runner.pool.max_num_requests,
-        width=width,
-        dtype=runner.model.dtype if width else None,
-        device=runner.pool.device,
-    )
-    target._mailbox = mailbox
-    target._direct._has_mailbox = True
-    return mailbox
+EditTrees = Callable[[MailboxTrees], object]
+EditPaths = Callable[[MailboxPaths], object]
 
 
 @contextmanager
@@ -72,9 +59,12 @@ def device_engines(models: Models) -> Iterator[Make]:
     ) -> Engines:
         pairing = models.pairing(kind)
         target_page, draft_page = page_sizes
-        target = make_target(pairing, feature_ring_mb=1, page_size=target_page, **options)
-        mailbox = give_mailbox(target)
-        made.append((target, make_draft(pairing, page_size=draft_page, **draft or {}), mailbox))
+        options = {"feature_ring_mb": 1, "page_size": target_page, **options}
+        target = make_target(pairing, has_mailbox=True, **options)
+        assert isinstance(target.source, TargetDeviceRounds)
+        mailbox = target.source.mailbox
+        draft_options = {"page_size": draft_page, "make_source": DeviceRounds, **(draft or {})}
+        made.append((target, make_draft(pairing, **draft_options), mailbox))
         return made[-1]
 
     yield make
@@ -132,6 +122,7 @@ class DevicePair(PeerPair):
 
     Args:
         edit_trees: Sees the words of awaited trees before the target's device does.
+        has_mailbox: The draft says that it looks into the mailbox.
         edit_paths: Sees paths and rows, and where they are, before the draft's device does.
     """
 
@@ -140,51 +131,58 @@ class DevicePair(PeerPair):
         *args: Any,
         edit_trees: EditTrees = lambda awaited: None,
         edit_paths: EditPaths = lambda paths: None,
+        has_mailbox: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.edit_trees, self.edit_paths = edit_trees, edit_paths
+        self.has_mailbox = has_mailbox
         self.late: list[tuple[PeerChannel, Any]] = []
         """Trees that the target's host has not heard of."""
         self.awaited: list[tuple[str, int]] = []
         """Request and round of the trees that the target took from the mailbox, or would have."""
         self.num_ahead = 0
         """Trees that the draft grew before its host was told to."""
-        target_runner: TargetRunner = self.target._runner
+        source = self.target.source
+        assert isinstance(source, TargetDeviceRounds)
 
-        def take_trees(batch: Any) -> Any:
-            awaited = batch.trees.awaited if batch.trees is not None else None
-            if awaited is not None:
-                self.edit_trees(awaited)
-                self.awaited += [(r.request_id, r.round_idx + 1) for r in batch.trees.requests]
-            return TargetRunner.take_trees(target_runner, batch)
+        def take_trees(trees: MailboxTrees, *rest: Any) -> Any:
+            self.edit_trees(trees)
+            by_slot = {held.req_idx: held for held in self.target.requests.values()}
+            for slot in trees.slot.tolist():
+                held = by_slot[slot]
+                self.awaited.append((held.request_id, held.round_idx + 1))
+            return TargetDeviceRounds.take_trees(source, trees, *rest)
 
-        target_runner.take_trees = take_trees  # type: ignore[method-assign]
+        source.take_trees = take_trees  # type: ignore[method-assign]
         if self.draft is None:
             return
-        draft, draft_runner = self.draft, self.draft._runner
+        draft_device = self.draft_device
+        overlap = draft_device.overlap
 
-        def launch_ahead(paths: MailedPaths, *rest: Any) -> None:
+        def take_paths(paths: MailboxPaths, *rest: Any) -> torch.Tensor:
             self.edit_paths(paths)
-            DraftRunner._launch_ahead(draft_runner, paths, *rest)
+            return OverlapRunner.take_paths(overlap, paths, *rest)
 
-        def finish_ahead() -> ConfirmedTrees | None:
-            done = AheadTrees.finish(draft._ahead)
+        def confirm() -> ConfirmedTrees | None:
+            done = DeviceRounds.confirm(draft_device)
             if done is not None:
-                assert all(r.is_held for r in done.requests), "its pages are another's"
-                self.num_ahead += len(done.requests)
+                assert all(r.is_held for r in done.trees.requests), "its pages are another's"
+                self.num_ahead += len(done.trees.requests)
             return done
 
-        draft_runner._launch_ahead = launch_ahead  # type: ignore[method-assign]
-        draft._ahead.finish = finish_ahead  # type: ignore[method-assign]
+        overlap.take_paths = take_paths  # type: ignore[method-assign]
+        draft_device.confirm = confirm  # type: ignore[method-assign]
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
         self.pump()
-        if self.target._scheduler.runs_ahead:
-            self.target.launch_awaited()
+        if self.target.scheduler.overlaps_steps:
+            self.target.launch_deferred()
         self.step_target()
-        if self.target._in_flight is not None:  # it waits for that before it looks for messages
+        if (
+            self.target.pipeline.in_flight is not None
+        ):  # it waits for that before it looks for messages
             self.step_target()
         self.hear_late()
         self.pump()
@@ -192,6 +190,11 @@ class DevicePair(PeerPair):
         self.pump()
         has_work = self.target.has_work or self.target.has_work_in_s is not None or self.late
         return bool(has_work) or (self.draft is not None and self.draft.has_work)
+
+    @property
+    def can_launch_early(self) -> bool:
+        """Return whether the target could launch a step before its trees are here."""
+        return self.target.source.can_launch_early(self.target.scheduler)
 
     @property
     def num_awaited(self) -> int:
@@ -206,17 +209,18 @@ class DevicePair(PeerPair):
 
     def run_draft_device(self) -> None:
         """Let the draft's device do now what it was given to do ahead, as a GPU would."""
-        assert self.draft is not None
-        runner = self.draft._runner
-        if runner._deferred is not None and not self.is_draft_ahead:
-            runner._deferred()
-            runner._deferred = _do_nothing
+        self.draft_device.overlap.run_deferred()
+
+    @property
+    def draft_device(self) -> DeviceRounds:
+        """Return the draft's source of paths."""
+        assert self.draft is not None and isinstance(self.draft.source, DeviceRounds)
+        return self.draft.source
 
     @property
     def is_draft_ahead(self) -> bool:
         """Return whether the draft's device has done what its host has not read."""
-        assert self.draft is not None
-        return self.draft._runner._deferred is _do_nothing
+        return self.draft_device.is_running and not self.draft_device.overlap.is_deferred
 
     def cancel(self, request: LocalRequest) -> None:
         """Close a request, whatever is on the way for it."""
@@ -229,7 +233,9 @@ class DevicePair(PeerPair):
 
     def tell_target(self, channel: PeerChannel, message: Any) -> None:
         """Let the target's engine hear one message; of trees that it can await, later."""
-        if isinstance(message, TreeBatch) and self.target._scheduler.can_await_mail:
+        if isinstance(message, PeerAttach):
+            message = replace(message, has_mailbox=message.has_mailbox and self.has_mailbox)
+        if isinstance(message, TreeBatch) and self.can_launch_early:
             self.late.append((channel, message))
         else:
             super().tell_target(channel, message)
@@ -241,10 +247,6 @@ class DevicePair(PeerPair):
     def _on_draft(self, message: Any) -> None:
         if getattr(message, "request_id", None) in {*self.requests, None}:
             super()._on_draft(message)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class PoisonedDevicePair(DevicePair):
@@ -263,9 +265,9 @@ class PoisonedDevicePair(DevicePair):
     def step(self) -> bool:
         """Step both engines once, then poison their scratch."""
         is_busy = super().step()
-        if self.target._in_flight is None:
+        if self.target.pipeline.in_flight is None:
             poison_scratch(self.target)
         assert self.draft is not None
-        if not (self.draft._ahead.is_running and self.is_draft_ahead):
+        if not self.is_draft_ahead:
             poison_scratch(self.draft, _MUCH)
         return is_busy

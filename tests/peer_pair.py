@@ -185,7 +185,7 @@ class PeerPair(LocalPair):
         if epochs == (request.target_epoch, request.draft_epoch):
             self.detached.append(message.request_id)
             # Else its end is in the same batch: on the wire paths come first.
-            is_held = message.request_id in self.target._requests
+            is_held = message.request_id in self.target.requests
             if message.request_id in self.peer_until and is_held:
                 self.miss(request)
 

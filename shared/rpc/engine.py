@@ -53,7 +53,7 @@ class Engine(Protocol):
     def step(self) -> list[Any]:
         """Run one batch and return what it answers."""
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Launch a step whose inputs the device awaits, before the last one's answers leave."""
 
     def check_integrity(self) -> None:

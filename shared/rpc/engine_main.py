@@ -160,7 +160,7 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             if received:
                 submit_peers()
                 submit(received)
-            engine.launch_awaited()
+            engine.launch_deferred()
             engine.channels.flush()
             if not outputs and time.monotonic() < next_report:
                 continue  # a step that was only launched, or answered over a channel

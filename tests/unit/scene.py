@@ -60,11 +60,11 @@ class Scene:
             FakeTarget(
                 incarnation=f"target-{index}",
                 has_features=False,
-                channel=f"channel-{index}" if self.has_peer else "",
+                peer_socket=f"socket-{index}" if self.has_peer else "",
             ),
             self.pool,
             address=f"t:{index}",
-            attached=self.drafts,
+            peers=self.drafts,
             **options,
         )
         self.targets.append(target)
@@ -77,7 +77,7 @@ class Scene:
             FakeDraft(incarnation=f"draft-{index}", needs_features=False),
             self.pool,
             address=f"d:{index}",
-            attached=self.targets,
+            peers=self.targets,
             **options,
         )
         self.drafts.append(draft)
@@ -108,7 +108,7 @@ class Scene:
         for worker in (*self.targets, *self.drafts):
             assert worker.engine.requests == {}
             assert worker.worker.num_own_requests == 0
-        assert self.pool._waiters == []
+        assert self.pool.num_waiting == 0
 
 
 def drained(generation: Generation) -> list[GenerateEvent]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import draft_service.runner
-from draft_service.phases import MailedPaths
+import draft_service.device_rounds.rounds
+from draft_service.device_rounds.mailbox_io import MailboxPaths
+from draft_service.device_rounds.rounds import DeviceRounds
 from shared.messages import PathBatch, SamplingParams, TokenTree, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import is_tag
-from target_service.phases import AwaitedTrees
+from target_service.phases import MailboxTrees
 from tests.checkpoints import VOCAB_SIZE
 from tests.device_pair import (
     BUSHY,
@@ -30,8 +32,9 @@ from tests.device_pair import (
     plain_of,
     requests_of,
 )
-from tests.engines import KINDS, SHAPES, Models, graft
+from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target
 from tests.local_pair import LocalRequest
+from tests.peer_pair import PeerPair, peer_rounds, unlink
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
 
 pytestmark = pytest.mark.timeout(60)
@@ -53,9 +56,9 @@ Nodes = dict[int, tuple[int, int]]
 """(token id, parent) by node."""
 
 
-def words_of(awaited: AwaitedTrees) -> Iterator[tuple[torch.Tensor, int]]:
+def words_of(awaited: MailboxTrees) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield of each awaited tree its words, [63], and its number."""
-    for slot, seq in zip(awaited.slot.tolist(), awaited.seq.tolist(), strict=True):
+    for slot, seq in zip(awaited.slot.tolist(), awaited.round_tag.tolist(), strict=True):
         yield awaited.words[slot, 1:], seq
 
 
@@ -78,8 +81,8 @@ def graft_mailbox(
 ) -> None:
     """Let trees in the mailbox hold what the target will say, so that long paths are accepted."""
 
-    def edit(awaited: AwaitedTrees) -> None:
-        by_slot = {held.req_idx: held for held in pair.target._requests.values()}
+    def edit(awaited: MailboxTrees) -> None:
+        by_slot = {held.req_idx: held for held in pair.target.requests.values()}
         for slot, (words, seq) in zip(awaited.slot.tolist(), words_of(awaited), strict=True):
             held, nodes = by_slot[slot], nodes_in(words, seq)
             plain = expected[list(pair.requests).index(held.request_id)]
@@ -134,7 +137,7 @@ def test_output_equals_the_plain_run(make: Make, kind: str, shape: TreeShape) ->
 @pytest.mark.parametrize("page_sizes", [(1, 64), (64, 1), (4, 16)])
 def test_output_does_not_depend_on_page_sizes(make: Make, page_sizes: tuple[int, int]) -> None:
     target, draft, _ = make("mtp", page_sizes)
-    target._scheduler.runs_ahead = True
+    target.scheduler.overlaps_steps = True
     requests = requests_of(5, 7)
     expected = plain_of(target, requests)
     pair = PoisonedDevicePair(target, draft)
@@ -155,6 +158,23 @@ def test_a_path_of_the_longest_kind_goes_by_mail(make: Make) -> None:
     check([request], expected)
     assert sum(path.num_accepted_drafts == 7 for path in request.paths) > 2
     assert pair.num_ahead > 2
+
+
+def test_a_target_without_a_mailbox_is_no_fault(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pairing = models.pairing("eagle")
+    target = make_target(pairing, feature_ring_mb=1)
+    draft = make_draft(pairing, make_source=DeviceRounds)
+    draft.source.compile(torch.float32)
+    (request,) = requests_of(1, 0)
+    pair = PeerPair(target, draft)
+    pair.run([request])
+    check([request], plain_of(target, [request]))
+    unlink(target, draft)
+    assert peer_rounds(pair, request) > 3
+    assert "engine to engine" in caplog.text and "mailbox" not in caplog.text
 
 
 def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
@@ -281,7 +301,7 @@ def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) 
     requests = requests_of(2, 1, SHAPES[3])
     expected = plain_of(target, requests)
 
-    def edit(awaited: AwaitedTrees) -> None:
+    def edit(awaited: MailboxTrees) -> None:
         for words, seq in words_of(awaited):
             before = words.clone()
             spoil(words, seq, rng)
@@ -308,7 +328,7 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, mailbox = make("standalone")
-    monkeypatch.setattr(draft_service.runner, "stage_trees", lambda *_: [])
+    monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
     requests = requests_of(2, 0)
     expected = plain_of(target, requests)
     pair = PoisonedDevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
@@ -327,14 +347,14 @@ def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
 ) -> None:
     target, draft, _ = make("standalone")
     pair = DevicePair(target, draft)
-    finish = target._finish
+    finish = target.pipeline.finish
 
     def finish_alone(launched: Any) -> None:
-        if launched.batch.trees is not None and launched.batch.trees.awaited is not None:
-            assert not target._batch_window.is_awaited
+        if launched.batch.mailbox_trees is not None:
+            assert not target.source.is_growing
         finish(launched)
 
-    monkeypatch.setattr(target, "_finish", finish_alone)
+    monkeypatch.setattr(target.pipeline, "finish", finish_alone)
     pair.run(requests_of(2, 0))
     assert pair.num_awaited > 10
 
@@ -344,7 +364,7 @@ def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
 ) -> None:
     """Each time costs 30 ms, and those whose trees are there wait as well."""
     target, draft, _ = make("standalone")
-    monkeypatch.setattr(draft_service.runner, "stage_trees", lambda *_: [])
+    monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
     pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
     pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
     rounds = [round_idx for _, round_idx in pair.awaited]
@@ -356,7 +376,7 @@ def test_a_draft_that_was_late_once_in_a_while_is_waited_for_again(make: Make) -
     target, draft, _ = make("standalone")
     num_seen = itertools.count()
 
-    def lose_some(awaited: AwaitedTrees) -> None:
+    def lose_some(awaited: MailboxTrees) -> None:
         if next(num_seen) % 4 == 0:
             awaited.words.zero_()
 
@@ -413,8 +433,8 @@ WRONG_PATHS: list[EditPath] = [
 def spoiled(spoil: EditPath) -> EditPaths:
     rng = random.Random(1)
 
-    def edit(paths: MailedPaths) -> None:
-        for slot, seq in zip(paths.slot.tolist(), paths.seq.tolist(), strict=True):
+    def edit(paths: MailboxPaths) -> None:
+        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
             spoil(paths.mailbox.paths[slot], seq, rng)
 
     return edit
@@ -442,8 +462,8 @@ def test_a_draft_guesses_the_same_ahead_or_when_told_or_once_more(make: Make, ki
         (True, another_path, False),
         (True, now_and_then_another_path, True),
     ]:
-        target._direct._has_mailbox = is_mailed
-        pair = PoisonedDevicePair(target, draft, edit_paths=spoiled(spoil))
+        edit = spoiled(spoil)
+        pair = PoisonedDevicePair(target, draft, edit_paths=edit, has_mailbox=is_mailed)
         requests = requests_of(3, 1, SHAPES[3])
         pair.run(requests)
         found.append([path.token_ids for request in requests for path in request.paths])
@@ -460,7 +480,7 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
     expected = plain_of(target, requests)
     num_left = 3
 
-    def edit(paths: MailedPaths) -> None:
+    def edit(paths: MailboxPaths) -> None:
         nonlocal num_left
         assert paths.mailbox.rows is not None
         num_left -= 1
@@ -506,7 +526,7 @@ def test_an_order_for_another_place_costs_no_token(
             num_orders += len(parts)
         tell(channel, message)
         if seq is not None and not is_tag(seq):
-            assert not any(request.round_tag for request in draft._requests.values())
+            assert not any(request.device_tree for request in draft._requests.values())
 
     pair.tell_draft = tell_draft  # type: ignore[method-assign]
     pair.run(requests)

@@ -150,8 +150,8 @@ class Reconnecting(PoisonedPair):
             return True
         assert self.draft is not None
         for request in list(self.draft._requests.values()):
-            if request.pending is not None and request.input_shift:
-                self.draft._subscribe(request)
+            if request.pending is not None and request.features is not None:
+                request.features.subscribe()
         return self.draft.has_work
 
 
