@@ -24,7 +24,7 @@ COPY pyproject.toml constraints.txt ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
     && PIP_EXTRA_INDEX_URL="$TORCH_INDEX" pip install --constraint constraints.txt --requirement requirements.txt
 
-COPY README.md ./
+COPY README.md LICENSE ./
 COPY coppice coppice
 COPY orchestrator orchestrator
 COPY draft_service draft_service

@@ -1,16 +1,20 @@
 # Every target sets up .venv by itself; up to date, that is silent and instant.
 #   make demo     see it work: three processes, the bundled models, with and without speculation
-#   make test     everything that runs on a CPU
-#   make check    lint, types and the fast tests, one to three minutes
+#   make test     what proves everything that runs on a CPU, ten minutes on two cores
+#   make test-slow   the rest: the same promises over more shapes, kinds and seeds
+#   make check    lint, types and the fast tests, a minute and a half
 #   make format   apply the formatter and the safe lint fixes
 #   make protos   regenerate coppice/v1 from protos/
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Processes that run tests; each keeps to a core.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal
 
-.PHONY: demo test check lint types fast-tests format protos install
+.PHONY: demo test test-slow check lint types fast-tests format protos install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -18,8 +22,9 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Coppice needs Python >= 3.11: make PYTHON=/path/to/python3"; exit 1; }
-	@echo "Installing into $(VENV) (once) ..."
+	@echo "Setting up $(VENV), once: 1 of 2, the environment"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "2 of 2, the packages of constraints.txt: some minutes, most of them for torch"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -27,8 +32,12 @@ demo: $(STAMP)
 	@$(BIN)/coppice demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	@$(PYTEST) -m "not exhaustive"
+	@TRITON_INTERPRET=1 $(PYTEST) -m "not exhaustive" tests/kernels
+
+test-slow: $(STAMP)
+	@$(PYTEST) -m exhaustive
+	@TRITON_INTERPRET=1 $(PYTEST) -m exhaustive tests/kernels
 
 check: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types fast-tests
@@ -41,7 +50,7 @@ types: $(STAMP)
 	@$(BIN)/mypy
 
 fast-tests: $(STAMP)
-	@$(BIN)/python -m pytest -q -m "not slow" tests/unit
+	@$(PYTEST) -q -m "not slow and not exhaustive" tests/unit
 
 format: $(STAMP)
 	@$(BIN)/ruff format .

@@ -57,19 +57,20 @@ class StretchedRequests:
             )
         self.step()  # reads the prompts
         for request_id in self._request_ids if context else ():
-            request = engine._requests[request_id]
-            missing = context - request.seq_len
+            request = engine.requests[request_id]
+            missing = context - request.committed_len
             assert missing >= 0, "the prompt is longer than the context"
             request.tokens[-1:-1] = [_PROMPT[0]] * missing
-            request.seq_len += missing
+            request.committed_len += missing
+            request.launched_len += missing
 
     def submit_round(self, num_nodes: int) -> None:
         """Queue a round of every request: root and made-up drafts."""
         parents = tuple(tree_of(num_nodes).tolist())
         for request_id in self._request_ids:
-            request = self._engine._requests[request_id]
+            request = self._engine.requests[request_id]
             root = request.tokens[-1]
-            round_idx, seq_len = request.round_idx + 1, request.seq_len
+            round_idx, seq_len = request.round_idx + 1, request.committed_len
             tree = TokenTree(
                 request_id=request_id,
                 target_epoch=1,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Completion,
         DeadlineExceededError,
     )
+    from coppice.request import RequestOptions
     from shared.errors import (
         CoppiceError,
         InternalError,
@@ -28,16 +29,19 @@ if TYPE_CHECKING:
         ResourceExhaustedError,
         UnavailableError,
     )
-    from shared.messages import FinishReason, TokenLogprob
-    from shared.messages.generation import (
+    from shared.messages import (
         FinishInfo,
+        FinishReason,
         GenerateEvent,
         PromptInfo,
         SpeculationStats,
         Timings,
         TokenDelta,
+        TokenLogprob,
         Usage,
     )
+
+__version__ = "0.1.0"  # a literal: the build reads it without importing this module
 
 _MODULE_OF = {
     "AsyncClient": "coppice.client",
@@ -45,18 +49,19 @@ _MODULE_OF = {
     "Client": "coppice.client",
     "Completion": "coppice.client",
     "DeadlineExceededError": "coppice.client",
+    "RequestOptions": "coppice.request",
     "CoppiceError": "shared.errors",
     "InternalError": "shared.errors",
     "InvalidArgumentError": "shared.errors",
     "ResourceExhaustedError": "shared.errors",
     "UnavailableError": "shared.errors",
-    "FinishInfo": "shared.messages.generation",
-    "GenerateEvent": "shared.messages.generation",
-    "PromptInfo": "shared.messages.generation",
-    "SpeculationStats": "shared.messages.generation",
-    "Timings": "shared.messages.generation",
-    "TokenDelta": "shared.messages.generation",
-    "Usage": "shared.messages.generation",
+    "FinishInfo": "shared.messages",
+    "GenerateEvent": "shared.messages",
+    "PromptInfo": "shared.messages",
+    "SpeculationStats": "shared.messages",
+    "Timings": "shared.messages",
+    "TokenDelta": "shared.messages",
+    "Usage": "shared.messages",
     "FinishReason": "shared.messages",
     "TokenLogprob": "shared.messages",
 }
@@ -74,6 +79,7 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "PromptInfo",
+    "RequestOptions",
     "ResourceExhaustedError",
     "SpeculationStats",
     "Timings",
@@ -81,6 +87,7 @@ __all__ = [
     "TokenLogprob",
     "UnavailableError",
     "Usage",
+    "__version__",
 ]
 
 

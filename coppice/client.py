@@ -26,18 +26,19 @@ from tenacity import (
 from coppice.request import RequestOptions, build_request
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
-from shared.errors import CoppiceError, InternalError, UnavailableError
-from shared.messages import FinishReason, TokenLogprob
-from shared.messages.convert_generation import event_from_proto
-from shared.messages.generation import (
+from shared.errors import CoppiceError, InternalError, StaleStateError, UnavailableError
+from shared.messages import (
     FinishInfo,
+    FinishReason,
     GenerateEvent,
     PromptInfo,
     SpeculationStats,
     Timings,
     TokenDelta,
+    TokenLogprob,
     Usage,
 )
+from shared.messages.batches import unpack_event
 from shared.rpc.channel import channel_options, open_channel
 from shared.rpc.status import from_rpc_error
 
@@ -224,7 +225,7 @@ class _Transcript:
 
     def __init__(self, prompt: str | None, options: RequestOptions) -> None:
         self._request = build_request(prompt, options)
-        timeout_s = options.get("timeout_s")
+        self._timeout_s = timeout_s = options.get("timeout_s")
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_resumed = len(self._request.resume_token_ids.ids)
         self._num_attempts = 0
@@ -241,16 +242,19 @@ class _Transcript:
             self._request.sampling.seed = self._info.seed
             del self._request.resume_token_ids.ids[self._num_resumed :]
             self._request.resume_token_ids.ids.extend(self._token_ids)
+            if self._token_ids:
+                self._request.resume_fingerprint = self._info.model_fingerprint
         if self._deadline is None:
             return self._request, None
         return self._request, max(0.0, self._deadline - time.monotonic())
 
     def take(self, response: pb.GenerateResponse) -> Iterator[GenerateEvent]:
         """Note an event; yield it unless the user has it already."""
-        event = event_from_proto(response)
+        event = unpack_event(response)
         match event:
             case PromptInfo():
                 if self._info is not None:
+                    self._check_resumed(event)
                     return
                 self._info = event
             case TokenDelta():
@@ -261,6 +265,20 @@ class _Transcript:
                 usage = dataclasses.replace(event.usage, num_output_tokens=len(self._token_ids))
                 event = self._finish = dataclasses.replace(event, usage=usage)
         yield event
+
+    def _check_resumed(self, info: PromptInfo) -> None:
+        """Raise if what goes on is not what began; without a token so far, it begins anew."""
+        assert self._info is not None
+        before, now = self._info.model_fingerprint, info.model_fingerprint
+        if self._token_ids and before and now != before:
+            raise StaleStateError(
+                f"model_fingerprint is {now!r} after {before!r}: the server was replaced by one "
+                "that computes otherwise, so the output cannot go on exactly; send the request "
+                "anew",
+                reason="MODEL_CHANGED",
+                field="model_fingerprint",
+            )
+        self._info = dataclasses.replace(self._info, model=info.model, model_fingerprint=now)
 
     def check_finished(self) -> None:
         """Raise unless the server has said how the output ended."""
@@ -273,7 +291,10 @@ class _Transcript:
         known = from_rpc_error(call)
         match call.code():
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return DeadlineExceededError(known.message)
+                took = "" if self._timeout_s is None else f"; timeout_s is {self._timeout_s:g}"
+                return DeadlineExceededError(
+                    f"the deadline passed after {len(self._token_ids)} new tokens{took}"
+                )
             case grpc.StatusCode.CANCELLED:
                 return CancelledError(known.message)
         if known.reason == "DUPLICATE_REQUEST_ID" and self._num_attempts > 1:

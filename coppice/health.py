@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Iterator
 
 import grpc
@@ -37,6 +38,22 @@ class HealthProbe:
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
+
+
+def can_connect(address: str, *, timeout_s: float) -> bool:
+    """Return whether something listens at an address; False as soon as every try was refused."""
+    found: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def on_change(state: grpc.ChannelConnectivity) -> None:
+        if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+            found.put(state is grpc.ChannelConnectivity.READY)
+
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        channel.subscribe(on_change, try_to_connect=True)
+        try:
+            return found.get(timeout=timeout_s)
+        except queue.Empty:  # no answer at all, as behind a firewall
+            return False
 
 
 @contextlib.contextmanager

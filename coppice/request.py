@@ -8,6 +8,8 @@ from typing import TypedDict
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
 
+DEFAULT_MAX_NEW_TOKENS = 256
+
 
 class RequestOptions(TypedDict, total=False):
     """Keywords of `Client.generate` and `Client.stream`; those not given are the server's choice.
@@ -17,7 +19,7 @@ class RequestOptions(TypedDict, total=False):
         temperature: 0 = greedy, the default.
         seed: Chosen by the server when absent; the result says it.
         logit_bias: Token id -> value added to its logit.
-        max_new_tokens: Default: up to the context length.
+        max_new_tokens: Default: 256; None = up to the context length.
         stop_strings: Where to stop; cut from the output unless include_stop_in_output.
         speculation: None = when a draft is available, False = never, True = fail without a draft.
             The output does not depend on it, nor on the three sizes of the tree.
@@ -32,6 +34,8 @@ class RequestOptions(TypedDict, total=False):
         session_id: Requests with one session_id prefer the same target worker.
         request_id: Name of the request, in logs too; made up by the server when absent.
         resume_token_ids: Output that is there already; goes on exactly after it.
+        resume_fingerprint: `model_fingerprint` of the PromptInfo under which that output came: a
+            server that computes with anything else refuses.
         timeout_s: Deadline of the whole request, seconds.
     """
 
@@ -45,7 +49,7 @@ class RequestOptions(TypedDict, total=False):
     frequency_penalty: float
     seed: int
     logit_bias: Mapping[int, float]
-    max_new_tokens: int
+    max_new_tokens: int | None
     min_new_tokens: int
     stop_strings: Sequence[str]
     stop_token_ids: Sequence[int]
@@ -63,6 +67,7 @@ class RequestOptions(TypedDict, total=False):
     session_id: str
     request_id: str
     resume_token_ids: Sequence[int]
+    resume_fingerprint: str
     timeout_s: float | None
 
 
@@ -87,7 +92,7 @@ _STOPPING = (
 )
 _SHAPE = ("num_steps", "topk", "num_draft_tokens")
 _OUTPUT = ("logprobs", "top_logprobs", "omit_text", "round_times")
-_REQUEST = ("priority", "session_id", "request_id")
+_REQUEST = ("priority", "session_id", "request_id", "resume_fingerprint")
 _MODES = {
     None: pb.SPECULATION_MODE_AUTO,
     False: pb.SPECULATION_MODE_OFF,
@@ -104,6 +109,7 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unknown keyword {min(unknown)!r}")
+    options = {"max_new_tokens": DEFAULT_MAX_NEW_TOKENS, **options}
     token_ids = options.get("token_ids")
     if (prompt is None) == (token_ids is None):
         raise InvalidArgumentError("give either a prompt or token_ids", field="prompt")

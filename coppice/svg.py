@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import colorsys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _ROW, _LEFT = 1200, 18, 420  # pixels
+IDLE, UNNAMED = "#dddddd", "#888888"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,33 +47,47 @@ class Chart:
     idle: str = ""
 
 
-def draw_charts(charts: Sequence[Chart]) -> str:
-    """Return an SVG document: charts one below the other, one color per name."""
+def color_of(hue: float, lightness: float = 0.55, saturation: float = 0.6) -> str:
+    """Return a color as "#rrggbb", which every renderer knows; hsl() is for browsers only.
+
+    Args:
+        hue: Degrees; the other two are in 0..1.
+    """
+    red, green, blue = colorsys.hls_to_rgb(hue / 360 % 1, lightness, saturation)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+def draw_charts(charts: Sequence[Chart], *, colors: Mapping[str, str] | None = None) -> str:
+    """Return an SVG document: charts one below the other, one color per name in all of them.
+
+    Args:
+        colors: Name -> "#rrggbb"; other names get one in the order in which they appear.
+    """
+    names = dict.fromkeys(bar.name for chart in charts for bar in chart.bars)
+    palette = {name: color_of(i * 360 * 0.618) for i, name in enumerate(names)} | dict(colors or {})
     parts: list[str] = []
     top = 0
     for chart in charts:
-        parts += _chart(chart, top)
+        parts += _chart(chart, top, palette)
         top += 100 + len(chart.bars) * _ROW
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{top}" '
         f'font-family="monospace" font-size="11">\n'
-        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<rect width="{_WIDTH}" height="{top}" fill="#ffffff"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 
-def _chart(chart: Chart, top: int) -> list[str]:
-    hue = {bar.name: i * 360 * 0.618 % 360 for i, bar in enumerate(chart.bars)}
-
+def _chart(chart: Chart, top: int, palette: Mapping[str, str]) -> list[str]:
     def color(name: str) -> str:
-        if name == chart.idle:
-            return "#ddd"
-        return f"hsl({hue[name]:.0f},60%,55%)" if name in hue else "#888"
+        return IDLE if name == chart.idle else palette.get(name, UNNAMED)
 
     strip = _WIDTH - 20
     whole_us = max(span.end_us for span in chart.spans)
     parts = [
         _text(10, top + 20, chart.title),
-        _rect(10, top + 30, strip, 40, "#eee", chart.idle),
+        _rect(10, top + 30, strip, 40, "#eeeeee", chart.idle),
     ]
     for span in chart.spans:
         us = span.end_us - span.start_us
@@ -81,7 +97,7 @@ def _chart(chart: Chart, top: int) -> list[str]:
     longest = max(bar.us for bar in chart.bars)
     for i, bar in enumerate(chart.bars):
         y = top + 90 + i * _ROW
-        width = bar.us / longest * (_WIDTH - _LEFT - 220)
+        width = bar.us / longest * (_WIDTH - _LEFT - 270)
         parts.append(_text(10, y + 12, bar.name))
         parts.append(_rect(_LEFT, y, width, _ROW - 3, color(bar.name), bar.name))
         parts.append(_text(_LEFT + width + 6, y + 12, bar.label))
@@ -96,4 +112,4 @@ def _rect(left: float, top: float, width: float, height: float, fill: str, hint:
 
 
 def _text(left: float, top: float, text: str) -> str:
-    return f'<text x="{left:.0f}" y="{top:.0f}">{escape(text)}</text>'
+    return f'<text x="{left:.0f}" y="{top:.0f}" fill="#000000">{escape(text)}</text>'

@@ -10,9 +10,9 @@ from typing import Any
 
 from coppice.bench import Mode, percentile, run_cell
 from coppice.client import AsyncClient
-from coppice.svg import Bar, Chart, Span
+from coppice.svg import Bar, Chart, Span, color_of
 from shared.errors import ConfigError
-from shared.messages.generation import RoundTimes
+from shared.messages import RoundTimes
 
 WARM_UP_ROUNDS = 4
 """First rounds of a request that are left out: the draft may still be reading the prompt."""
@@ -30,6 +30,28 @@ IN_ENGINES = frozenset(
     }
 )
 """Stages of the engines' steps."""
+_HUES = {"target": (195.0, 275.0), "draft": (75.0, 165.0), "orchestrator": (15.0, 45.0)}
+_STAGES = {
+    "target": (
+        *(
+            "hop to it",
+            "channel",
+            "front",
+            "busy engine",
+            "queue",
+            "pack",
+            "busy device",
+            "forward",
+        ),
+        *("sample", "read", "commit", "answer", "hop back"),
+    ),
+    "draft": (
+        *("hop to it", "channel", "front", "busy engine", "features", "queue", "pack", "extend"),
+        *("grow", "read", "tree", "answer", "hop back"),
+    ),
+    "orchestrator": ("commit", "order"),
+}
+_LIGHTNESS = (0.42, 0.66, 0.54)  # stages next to each other differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +178,17 @@ def spans_of(times: RoundTimes) -> list[Span]:
         spans.append(span)
         begin_ns = stage.end_ns
     return spans
+
+
+def stage_colors() -> dict[str, str]:
+    """Return the color of every stage, the same in every picture: a range of hues per service."""
+    colors = {}
+    for service, names in _STAGES.items():
+        first, last = _HUES[service]
+        for i, name in enumerate(names):
+            hue = first + (last - first) * i / (len(names) - 1)
+            colors[f"{service}: {name}"] = color_of(hue, _LIGHTNESS[i % len(_LIGHTNESS)])
+    return colors
 
 
 def chart(result: TimelineResult) -> Chart:

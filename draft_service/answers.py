@@ -92,7 +92,7 @@ def tree_batch(
         times={
             i: known for i, place in enumerate(places) if (known := times.get(place)) is not None
         },
-        is_ahead=trees.is_overlapped,
+        is_overlapped=trees.is_overlapped,
     )
 
 

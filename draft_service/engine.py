@@ -26,10 +26,10 @@ from shared.messages import (
     RequestFailure,
     WorkerInfo,
     WorkerLoad,
+    check_shape,
 )
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.step.recorder import Recorder
-from shared.tree import check_shape
 
 
 class DraftEngine:
@@ -113,7 +113,7 @@ class DraftEngine:
         self._outbox.clear()
         return outputs
 
-    def launch_awaited(self) -> None:
+    def launch_deferred(self) -> None:
         """Do nothing: a step of a draft launches all that there is."""
 
     def check_integrity(self) -> None:

@@ -18,8 +18,15 @@ from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
-from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
+from shared.models.checkpoint import (
+    report_reads,
+    resolve_model,
+    stored_bytes,
+    tokenizer_hash,
+    weight_bytes,
+)
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
+from shared.models.digest import start_model_hash
 from shared.models.draft import load_draft
 from shared.rpc.engine import ProgressCallback
 
@@ -30,6 +37,8 @@ MAX_SCRATCH_SLOTS = (MAX_NUM_STEPS - 1) * MAX_TOPK
 # What a request holds beside its window: rows being extended, and the tree that grows from them.
 EXTRA_SLOTS = CHUNK_ROWS + MAX_SCRATCH_SLOTS
 MIN_WINDOW = 16
+# Share of the start that is over when the weights are loaded.
+LOADED = 0.8
 
 
 def choose_source(runner: DraftRunner) -> PathSource:
@@ -56,6 +65,7 @@ def create_engine(
     device = resolve_device(config.device)
     target = resolve_model(config.target_model, "target")
     directory = resolve_draft(config.model, config.algorithm, target)
+    model_hash = start_model_hash(directory)
     target_config = ModelConfig.from_checkpoint(target)
     kind, spec = feature_spec(
         directory, target, config.algorithm, is_projected=config.project_features
@@ -67,18 +77,20 @@ def create_engine(
         require_room(
             num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
         )
-    progress("loading weights", 0.1)
-    model = load_draft(
-        config.algorithm,
-        directory,
-        target,
-        device=device,
-        dtype=dtype,
-        num_positions=longest + MAX_NUM_STEPS + 1,
-        is_projected=config.project_features,
-    )
+    progress("loading weights")
+    num_bytes = 0 if kind is DraftKind.MTP else stored_bytes(directory)
+    with report_reads(lambda text, share: progress(text, LOADED * share), num_bytes=num_bytes):
+        model = load_draft(
+            config.algorithm,
+            directory,
+            target,
+            device=device,
+            dtype=dtype,
+            num_positions=longest + MAX_NUM_STEPS + 1,
+            is_projected=config.project_features,
+        )
     window = min(config.window or model.max_position, model.max_position, longest)
-    progress("allocating the KV pool", 0.8)
+    progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
         bytes_per_page=KVPool.bytes_per_page(
@@ -112,7 +124,7 @@ def create_engine(
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
-        model_hash=model_hash(directory),
+        model_hash=model_hash(),
         tokenizer_hash=tokenizer_hash(directory if kind is DraftKind.STANDALONE else target),
         vocab_size=target_config.vocab_size,
         max_context_len=longest,

@@ -33,7 +33,11 @@ from shared.messages import (
     FeatureUnsubscribe,
     RequestFailure,
 )
-from shared.messages.batches import FeatureRequest, pack_feature_requests, unpack_feature_response
+from shared.messages.batches import (
+    SubscriptionCommand,
+    pack_feature_requests,
+    unpack_feature_response,
+)
 from shared.peer.ring import RING_DIR, read_nonce
 from shared.rpc.channel import open_channel
 from shared.rpc.outbox import Outbox
@@ -145,7 +149,7 @@ class _TargetStream:
         self._subscriptions: dict[str, _Subscription] = {}
         self._outbox: Outbox | None = None  # of the stream that is up; a new one reads the table
 
-    def handle(self, command: FeatureRequest, *, avoids_ring: bool = False) -> None:
+    def handle(self, command: SubscriptionCommand, *, avoids_ring: bool = False) -> None:
         """Update the table of subscriptions and tell the target, if it is connected."""
         match command:
             case FeatureSubscribe():
@@ -300,9 +304,9 @@ async def _write(call: Any, outbox: Outbox) -> None:
                 await call.write(message)
 
 
-def _newest_acks(commands: Sequence[FeatureRequest]) -> list[FeatureRequest]:
+def _newest_acks(commands: Sequence[SubscriptionCommand]) -> list[SubscriptionCommand]:
     """Leave out acknowledgements that a later one of the same batch includes."""
-    kept: list[FeatureRequest] = []
+    kept: list[SubscriptionCommand] = []
     seen: set[tuple[str, int]] = set()
     for command in reversed(commands):
         key = (command.request_id, command.target_epoch)

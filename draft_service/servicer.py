@@ -16,9 +16,9 @@ from shared.messages import (
     RequestFailure,
     RequestRetracted,
     WorkerInfo,
+    to_proto,
 )
 from shared.messages.batches import pack_draft_response, unpack_draft_request
-from shared.messages.convert_tree import info_to_proto
 from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.sessions import SessionHub, SessionProtocol
@@ -80,4 +80,4 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: grpc.aio.ServicerContext
     ) -> draft_pb2.DraftServiceGetInfoResponse:
         """Return identity, limits and load."""
-        return draft_pb2.DraftServiceGetInfoResponse(info=info_to_proto(self._identity.current()))
+        return draft_pb2.DraftServiceGetInfoResponse(info=to_proto(self._identity.current()))

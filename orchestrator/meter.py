@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from shared.messages import AcceptedPath
-from shared.messages.generation import SpeculationStats, Timings
+from shared.messages import AcceptedPath, AnswerTimes, SpeculationStats, Timings
+from shared.times import seen_from
 
 
 class Stopwatch:
@@ -44,19 +44,33 @@ class Meter:
         self._num_root_only = 0
         self._num_moved = 0
 
-    def admitted(self) -> None:
-        """Note the end of queueing; later calls change nothing."""
-        self._admitted = self._admitted or self._loop.time()
+    def admitted(self, times: AnswerTimes | None = None) -> None:
+        """Note the end of queueing; later calls change nothing.
+
+        Args:
+            times: From that end to the answer which came now; None: it ended now.
+        """
+        if self._admitted is not None:
+            return
+        self._admitted = now = self._loop.time()
+        if times is not None:
+            seen = seen_from(times, kind="target", sent_ns=None, arrived_ns=int(now * 1e9))
+            self._admitted = min(max(seen.begin_ns / 1e9, self._started), now)
 
     def sent(self) -> None:
         """Note that output left; later calls change nothing."""
         self._first_token = self._first_token or self._loop.time()
 
-    def count(self, path: AcceptedPath) -> None:
-        """Count a verify round; prefills (round 0) are not counted."""
+    def count(self, path: AcceptedPath, *, num_tokens: int) -> None:
+        """Count a verify round; prefills (round 0) are not counted.
+
+        Args:
+            num_tokens: Tokens of the path up to the one that ends the output. The last of them
+                stands for the bonus token, so that drafts that a stop cut off do not count.
+        """
         if path.round_idx == 0:
             return
-        self._accepted[path.num_accepted_drafts] += 1
+        self._accepted[min(path.num_accepted_drafts, num_tokens - 1)] += 1
         self._num_draft_tokens += path.num_draft_tokens - 1
         self._num_root_only += path.num_draft_tokens == 1
         self._num_moved += path.accept_index != tuple(range(len(path.accept_index)))
@@ -82,7 +96,7 @@ class Meter:
         now = self._loop.time()
         num_rounds = max(1, self._accepted.total())
         return Timings(
-            queue_ms=((self._admitted or now) - self._started) * 1e3,
+            queue_ms=((now if self._admitted is None else self._admitted) - self._started) * 1e3,
             time_to_first_token_ms=((self._first_token or now) - self._started) * 1e3,
             total_ms=(now - self._started) * 1e3,
             mean_draft_wait_ms=self.draft_wait.total_s / num_rounds * 1e3,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import Detokenizer
-from shared.messages import AcceptedPath, FinishReason, TokenLogprob
-from shared.messages.generation import TokenDelta
+from shared.messages import AcceptedPath, FinishReason, TokenDelta, TokenLogprob
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +54,8 @@ class Output:
         self._num_sent_tokens = 0
         self._num_resumed = 0
         self._round_number = 0
+        self.num_taken = 0
+        """Tokens of the last round up to the one that ended the output; all, if none did."""
         self.finish_reason = FinishReason.NONE
         self.matched_stop: int | str | None = None
 
@@ -83,6 +84,7 @@ class Output:
 
     def extend(self, path: AcceptedPath) -> list[TokenDelta]:
         """Take what a round committed; return what may leave now."""
+        self.num_taken = len(path.token_ids)
         drops_last = path.matched_stop_token_id is not None and not self._includes_stop
         token_ids = path.token_ids[:-1] if drops_last else path.token_ids
         if self._matcher is None:
@@ -95,6 +97,7 @@ class Output:
                 logprob=path.logprobs[index] if path.logprobs else None,
             )
             if self.is_finished:
+                self.num_taken = index + 1
                 return self._release_all()
         if path.finish_reason is FinishReason.NONE:
             return self._release_safe()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, fields
 
 from shared.messages import WorkerInfo
 
@@ -14,6 +15,10 @@ class ModelIdentity:
     model_hash: str
     dtype: str
     device_type: str
+    device_model: str
+    versions: str
+    cpu_threads: int
+    logits_hash: str
 
     @classmethod
     def of(cls, info: WorkerInfo) -> ModelIdentity:
@@ -22,6 +27,23 @@ class ModelIdentity:
             model_hash=info.model_hash,
             dtype=info.dtype,
             device_type=info.device.partition(":")[0],
+            device_model=info.device_model,
+            versions=info.versions,
+            cpu_threads=info.cpu_threads,
+            logits_hash=info.logits_hash,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the identity as one word, which clients send back when they resume."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
+
+    def difference(self, other: ModelIdentity) -> str:
+        """Return in which fields two identities differ, with both values."""
+        return ", ".join(
+            f"{field.name} {getattr(self, field.name)!r} instead of {getattr(other, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
         )
 
 
@@ -42,8 +64,9 @@ def target_problem(info: WorkerInfo, *, tokenizer_hash: str, others: ModelIdenti
     identity = ModelIdentity.of(info)
     if others is not None and identity != others:
         return (
-            f"it serves {identity}, the targets in use serve {others}; requests could not move "
-            "between them"
+            f"it differs from the targets in use: {identity.difference(others)}; requests could "
+            "not move between them. Start all targets with the same checkpoint and --dtype on "
+            "machines of one kind"
         )
     return ""
 

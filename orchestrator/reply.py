@@ -7,11 +7,20 @@ import dataclasses
 
 from orchestrator.meter import Meter
 from orchestrator.output import Output
+from orchestrator.pairing import ModelIdentity
 from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
-from shared.messages import AcceptedPath, FinishReason
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
+from shared.messages import (
+    AcceptedPath,
+    AnswerTimes,
+    FinishInfo,
+    FinishReason,
+    GenerateEvent,
+    PromptInfo,
+    Usage,
+    WorkerInfo,
+)
 
 
 class Reply:
@@ -50,19 +59,26 @@ class Reply:
         if not self.is_finished and self._num_output >= max_new_tokens:
             self._output.end(self._reason_of_length())  # its last text was sent with its last token
 
-    def admitted(self, model: str, num_cached_tokens: int) -> None:
-        """Say that the request is being served; said once, whatever happens to it later."""
-        self.meter.admitted()
+    def admitted(
+        self, model: WorkerInfo, num_cached_tokens: int, times: AnswerTimes | None = None
+    ) -> None:
+        """Say that the request is being served; said once, whatever happens to it later.
+
+        Args:
+            times: Of the target's answer, if it says them; they begin where queueing ended.
+        """
+        self.meter.admitted(times)
         if self._num_cached_tokens is not None:
             return
         self._num_cached_tokens = num_cached_tokens
         self.events.put_nowait(
             PromptInfo(
                 request_id=self._request.request_id,
-                model=model,
+                model=model.model,
                 num_prompt_tokens=len(self._request.prompt_ids),
                 num_cached_tokens=num_cached_tokens,
                 seed=self._request.sampling.seed,
+                model_fingerprint=ModelIdentity.of(model).fingerprint,
             )
         )
 
@@ -78,6 +94,7 @@ class Reply:
                 delta = dataclasses.replace(delta, text="", num_accepted_draft_chars=0)
             self.meter.sent()
             self.events.put_nowait(delta)
+        self.meter.count(path, num_tokens=self._output.num_taken)
 
     def finish(self, *, retries: int) -> FinishInfo:
         """Say how the request ended."""

@@ -11,14 +11,18 @@ import grpc.aio
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admission import Admission
+from orchestrator.encoding import PromptEncoder
+from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
+from orchestrator.request_log import RequestLog, logged_end
 from orchestrator.rounds import Generation
 from orchestrator.shape import default_shape
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
-from shared.errors import InvalidArgumentError, UnavailableError
-from shared.messages.convert_generation import event_to_proto
+from shared.errors import InvalidArgumentError, StaleStateError, UnavailableError
+from shared.messages import WorkerInfo
+from shared.messages.batches import pack_event
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -40,6 +44,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._pool = pool
         self._admission = admission
         self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer) if tokenizer is not None else None
         self._incarnation = secrets.token_hex(4)
         self._serial = itertools.count()
 
@@ -49,6 +54,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
         """Stream the completion of one prompt."""
+        with logged_end(request.request_id, context.time_remaining) as log:
+            await self._generate(request, context, log)
+
+    async def _generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+        log: RequestLog,
+    ) -> None:
         model = self._pool.model
         if model is None:
             raise UnavailableError("no target worker is ready; try again later", reason="NO_TARGET")
@@ -58,9 +72,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             default_shape=default_shape(self._config, model.device),
         )
         parsed = parse_request(request, limits)
+        log.request_id = parsed.request_id  # which may be made up
         self._check_services(parsed)
+        _check_resumable(parsed, model)
         with self._admission.admit(parsed.request_id):
-            prompt_ids = await self._tokenize(parsed)
+            prompt_ids = await self._tokenize(parsed, limits)
             generation = Generation(
                 with_prompt(parsed, prompt_ids, limits),
                 worker_request_id=f"{self._incarnation}.{next(self._serial)}.{parsed.request_id}",
@@ -68,6 +84,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 pool=self._pool,
                 config=self._config,
                 tokenizer=self._tokenizer,
+                log=log,
             )
             await _stream(generation, context)
 
@@ -93,11 +110,24 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 field="text" if request.text is not None else "stopping.stop_strings",
             )
 
-    async def _tokenize(self, request: GenerationRequest) -> tuple[int, ...]:
+    async def _tokenize(self, request: GenerationRequest, limits: ModelLimits) -> tuple[int, ...]:
         if request.text is None:
             return request.prompt_ids
-        assert self._tokenizer is not None
-        return await self._tokenizer.encode(request.text)
+        assert self._encoder is not None
+        return await self._encoder.encode(request.text, max_num_tokens=limits.max_context_len)
+
+
+def _check_resumable(request: GenerationRequest, model: WorkerInfo) -> None:
+    """Refuse to go on after tokens that something else has computed."""
+    fingerprint = ModelIdentity.of(model).fingerprint
+    if request.resume_fingerprint not in ("", fingerprint):
+        raise StaleStateError(
+            f"resume_fingerprint is {request.resume_fingerprint!r}, what serves now is "
+            f"{fingerprint!r}: weights, dtype, machine or versions have changed, and the output "
+            "could not go on exactly; send the request anew, without resume_token_ids",
+            reason="MODEL_CHANGED",
+            field="resume_fingerprint",
+        )
 
 
 async def _stream(
@@ -108,7 +138,7 @@ async def _stream(
     task = asyncio.create_task(generation.run())
     try:
         while (event := await generation.events.get()) is not None:
-            await context.write(event_to_proto(event))
+            await context.write(pack_event(event))
         await task
     finally:
         task.cancel()

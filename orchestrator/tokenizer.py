@@ -5,7 +5,6 @@ Detokenizing is incremental: a token's text is known only when its last UTF-8 by
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ import tokenizers
 
 from shared.errors import ConfigError
 
-# Longer prompts are encoded in a thread; encode_batch releases the interpreter lock there.
-_THREAD_CHARS = 4096
+# Bytes of text that may become one byte of a token where a normalizer changes text first.
+_NORMALIZED_BYTES = 4
 # A character has at most 4 bytes, so this many prompt tokens hold whatever reaches into the output.
 _CONTEXT_TOKENS = 4
 _MAX_CONTEXT_TOKENS = 48
@@ -60,6 +59,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self.max_token_bytes = self._longest_token()
+        """Most bytes of text that one token stands for."""
         self._bytes_of: dict[int, bytes] = {}
         self._special_ids = frozenset(
             token_id
@@ -67,11 +68,16 @@ class Tokenizer:
             if token.special
         )
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Tokenize a prompt; special tokens are added as the tokenizer's template says."""
-        if len(text) < _THREAD_CHARS:
-            return self._encode(text)
-        return await asyncio.to_thread(self._encode, text)
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokenize a prompt; special tokens are added as the tokenizer's template says.
+
+        Any thread may: the interpreter lock is released.
+        """
+        return tuple(self._tokenizer.encode_batch_fast([text])[0].ids)
+
+    def count(self, text: str) -> int:
+        """Return the tokens of a piece of text."""
+        return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """Return a detokenizer of what follows the prompt.
@@ -87,8 +93,14 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode_batch([text])[0].ids)
+    def _longest_token(self) -> int:
+        in_alphabet = self._tokenizer.get_vocab(with_added_tokens=False)
+        longest = max(
+            # The byte alphabet has one character for each byte.
+            len(token) if self._is_byte_level and token in in_alphabet else len(token.encode())
+            for token in ("?", *self._tokenizer.get_vocab(with_added_tokens=True))
+        )
+        return longest * (1 if self._tokenizer.normalizer is None else _NORMALIZED_BYTES)
 
     def _token_bytes(self, token_id: int) -> bytes:
         known = self._bytes_of.get(token_id)

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.messages import SamplingParams, TreeShape
-from shared.messages.convert_params import sampling_from_proto
+from shared.messages import MAX_TOP_LOGPROBS, SamplingParams, TreeShape, check_shape, from_proto
 from shared.messages.fields import Within, require_ids, require_range
-from shared.tree import check_shape
 
 MAX_REQUEST_ID_LEN = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
-MAX_TOP_LOGPROBS = 20
 # Small enough to be exact in JSON and in a float.
 _SEED_BITS = 53
 
@@ -48,6 +45,7 @@ class GenerationRequest:
         max_new_tokens: None = up to the context length.
         shape: Tree shape, or None when speculation is off.
         requires_draft: Speculation is ON: a draft worker must be configured.
+        resume_fingerprint: What `resume_ids` were computed by; "" if the client does not say.
     """
 
     request_id: str
@@ -70,6 +68,7 @@ class GenerationRequest:
     priority: int = 0
     session_id: str = ""
     resume_ids: tuple[int, ...] = ()
+    resume_fingerprint: str = ""
 
 
 def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> GenerationRequest:
@@ -79,7 +78,9 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
     """
     text, prompt_ids = _prompt(message, limits)
     with Within("sampling"):
-        sampling = sampling_from_proto(message.sampling, default_seed=secrets.randbits(_SEED_BITS))
+        sampling: SamplingParams = from_proto(message.sampling)
+        if not message.sampling.HasField("seed"):
+            sampling = dataclasses.replace(sampling, seed=secrets.randbits(_SEED_BITS))
         _check_vocabulary(
             [token_id for token_id, _ in sampling.logit_bias], limits, field="logit_bias"
         )
@@ -119,6 +120,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         priority=message.priority,
         session_id=_short(message.session_id, "session_id"),
         resume_ids=resume_ids,
+        resume_fingerprint=_short(message.resume_fingerprint, "resume_fingerprint"),
     )
 
 
@@ -131,13 +133,7 @@ def with_prompt(
     if not prompt_ids:
         raise InvalidArgumentError(f"{field} gives no token at all; send at least one", field=field)
     _check_vocabulary(prompt_ids, limits, field=field)
-    if len(prompt_ids) >= limits.max_context_len:
-        raise InvalidArgumentError(
-            f"the prompt has {len(prompt_ids)} tokens, the context {limits.max_context_len}; "
-            "shorten it so that at least one token can follow",
-            reason="PROMPT_TOO_LONG",
-            field=field,
-        )
+    _check_fits(len(prompt_ids), limits, field=field)
     if len(prompt_ids) + len(request.resume_ids) > limits.max_context_len:
         raise InvalidArgumentError(
             f"prompt and resume_token_ids have {len(prompt_ids) + len(request.resume_ids)} tokens,"
@@ -155,12 +151,23 @@ def _prompt(message: pb.GenerateRequest, limits: ModelLimits) -> tuple[str | Non
                 raise InvalidArgumentError("text is empty; send a prompt", field="text")
             return message.text, ()
         case "token_ids":
+            _check_fits(len(message.token_ids.ids), limits, field="token_ids")
             ids = require_ids(message.token_ids.ids, "token_ids", at_least=1)
             return None, _check_vocabulary(ids, limits, field="token_ids")
         case _:
             raise InvalidArgumentError(
                 "there is no prompt; set either text or token_ids", field="prompt"
             )
+
+
+def _check_fits(num_tokens: int, limits: ModelLimits, *, field: str) -> None:
+    if num_tokens >= limits.max_context_len:
+        raise InvalidArgumentError(
+            f"the prompt has {num_tokens} tokens, the context {limits.max_context_len}; "
+            "shorten it so that at least one token can follow",
+            reason="PROMPT_TOO_LONG",
+            field=field,
+        )
 
 
 def _request_id(request_id: str) -> str:

@@ -8,6 +8,7 @@
     ├── ResourceExhaustedError    RESOURCE_EXHAUSTED   no room now; `retry_after_s`: when to retry
     ├── UnavailableError          UNAVAILABLE          draining, or no worker
     └── InternalError             INTERNAL             our bug
+        └── NonFiniteError        INTERNAL             the model computes NaN or infinity
     ConfigError, CheckpointError                       refuse to start; never on the wire
 
 docs/errors.md lists every `reason`.
@@ -106,6 +107,12 @@ class UnavailableError(CoppiceError):
 
 class InternalError(CoppiceError):
     """A bug of ours."""
+
+
+class NonFiniteError(InternalError):
+    """A request's logits are no numbers; it would end so on every worker, so it is not retried."""
+
+    default_reason = "NON_FINITE_LOGITS"
 
 
 class ConfigError(ValueError):

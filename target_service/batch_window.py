@@ -2,9 +2,9 @@
 
 A step streams the weights once, for one tree or for many: on a GPU two steps of a few trees each
 cost nearly twice as much as one of all. So requests whose trees were ordered together are verified
-together, and one that fell out of step falls in again at the next. Groups that take turns, one with
-the draft while the other is verified, would hide the draft's time; but each pays for a step of its
-own on the host as well, and they were slower wherever weights were most of a step.
+together, and a request that missed the step is in the next one again. Two groups that take turns,
+one with the draft while the other is verified, would hide the draft's time; but each group pays for
+a step of its own on the host as well, and that was slower wherever weights were most of a step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class BatchWindow:
         self._mean_s = 0.0  # from an order to its tree
 
     @property
-    def is_awaited(self) -> bool:
-        """Return whether trees are on the way."""
+    def is_growing(self) -> bool:
+        """Return whether trees are being grown."""
         return bool(self._ordered)
 
     @property
-    def coming(self) -> Iterator[tuple[str, int]]:
-        """Yield (request_id, rows) of every tree that is on the way."""
+    def growing(self) -> Iterator[tuple[str, int]]:
+        """Yield (request_id, rows) of every tree that is being grown."""
         return ((request_id, rows) for request_id, (_, rows) in self._ordered.items())
 
     def wait_s(self, num_rows: int) -> float:
@@ -56,9 +56,11 @@ class BatchWindow:
         """
         if not self._ordered or self._costs is None:
             return 0.0
-        num_coming = sum(rows for _, rows in self._ordered.values())
+        num_growing_rows = sum(rows for _, rows in self._ordered.values())
         of = self._costs.of
-        if of(num_rows) + of(num_coming) - of(num_rows + num_coming) < _LEAST_SAVING * of(1):
+        if of(num_rows) + of(num_growing_rows) - of(
+            num_rows + num_growing_rows
+        ) < _LEAST_SAVING * of(1):
             return 0.0
         waited_s = (time.monotonic_ns() - self._newest_ns) / 1e9
         return max(0.0, _PATIENCE * self._mean_s - waited_s)
@@ -77,5 +79,5 @@ class BatchWindow:
             self._mean_s += (_EWMA_WEIGHT if self._mean_s else 1.0) * (took_s - self._mean_s)
 
     def gave_up(self, request_id: str) -> None:
-        """Take note that nobody waits for a tree any more."""
+        """Take note that a tree is not waited for any more."""
         self._ordered.pop(request_id, None)

@@ -1,4 +1,7 @@
-"""Turn accepted paths into replies: cut at stops, advance requests. The only place that does."""
+"""Advance requests by what a step computed: the only place that changes committed state.
+
+Accepted paths are cut at stops and become replies; prompt chunks and replays become feature rows.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shared.messages import AcceptedPath, FinishReason, TokenLogprob
-from target_service.batch import SampledTrees
+from target_service.batch import StepBatch
+from target_service.engine_state import EngineState
+from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.request import Phase, TargetRequest
-from target_service.runner import PathOutputs
+from target_service.runner import PathOutputs, StepOutputs
+from target_service.scheduler import PrefillWork
 
 
 class Cut(NamedTuple):
@@ -23,22 +29,6 @@ class Cut(NamedTuple):
     stop_token_id: int | None = None
 
 
-class AcceptedNodes(NamedTuple):
-    """A verified tree and its path.
-
-    Args:
-        seq_len: Logical slot of the root.
-        num_nodes: Of the tree, root included.
-        accept_index: Nodes of the path, root first.
-        token_ids: The target's token at each of them, bonus last.
-    """
-
-    seq_len: int
-    num_nodes: int
-    accept_index: list[int]
-    token_ids: list[int]
-
-
 def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[AcceptedNodes]:
     """Yield the path of every tree of a step."""
     for seq_len, num_nodes, length, index, token_ids in zip(
@@ -50,6 +40,24 @@ def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[Accepted
         strict=True,
     ):
         yield AcceptedNodes(seq_len, num_nodes, index[:length], token_ids[:length])
+
+
+def commit_chains(state: EngineState, batch: StepBatch, outputs: StepOutputs) -> None:
+    """Advance requests by their prefill chunks; give the features of chunks and replays on."""
+    for chain, rows in zip(batch.chains, outputs.chain_features, strict=True):
+        work, request = chain.work, chain.work.request
+        log = request.features
+        if isinstance(work, PrefillWork):
+            request.committed_len = work.stop
+        elif log is not None:
+            log.is_replaying = False
+        if log is None or not state.is_held(request):
+            continue
+        assert rows is not None
+        if isinstance(work, PrefillWork):
+            log.append(work.start, rows.copy())
+        else:
+            state.features.commit_replay(request, work.start, rows)
 
 
 def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int) -> Cut:
@@ -84,7 +92,8 @@ def commit_path(
     Args:
         row: The request's row in `paths`.
     Returns: The reply; `finish_reason` is set when the request is over.
-    Mutates: the request's tokens, seq_len, phase, round_idx, last_reply and num_in_flight.
+    Mutates: the request's tokens, committed_len, launched_len, phase, round_idx, last_reply and
+        num_in_flight.
     """
     cut = cut_path(request, path.token_ids, max_context_len)
     token_ids = path.token_ids[: cut.num_tokens]
@@ -102,7 +111,8 @@ def commit_path(
         matched_stop_token_id=cut.stop_token_id,
     )
     request.tokens.extend(token_ids)
-    request.seq_len = reply.seq_len
+    request.committed_len = reply.seq_len
+    request.launched_len = max(request.launched_len, reply.seq_len)
     request.phase = Phase.RUNNING
     request.round_idx = reply.round_idx
     request.last_reply = reply

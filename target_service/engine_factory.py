@@ -21,8 +21,15 @@ from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec, WorkerInfo
-from shared.models.checkpoint import model_hash, resolve_model, tokenizer_hash, weight_bytes
+from shared.models.checkpoint import (
+    report_reads,
+    resolve_model,
+    stored_bytes,
+    tokenizer_hash,
+    weight_bytes,
+)
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
+from shared.models.digest import start_model_hash
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.peer.channel import PeerChannels, PeerListener, remove_stale_sockets
@@ -30,25 +37,37 @@ from shared.peer.mailbox import Mailbox
 from shared.peer.ring import FeatureRing
 from shared.peer.shared_files import MAILBOXES, RINGS
 from shared.rpc.engine import ProgressCallback
+from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
+from target_service.engine_state import EngineState
+from target_service.fingerprint import finite_logits, take_fingerprint
+from target_service.peer_rounds import PeerRounds
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
 from target_service.self_test import NUM_SLOTS, run_self_test
+from target_service.tree_source import TreeSource
 from target_service.warm_up import NUM_TOKENS, warm_up
 
 logger = logging.getLogger(__name__)
 
 # Steps whose rows a feature ring holds, if it may be as large as that.
 RING_STEPS = 4
+# Share of the start that is over when the weights are loaded.
+LOADED = 0.8
 
 
-def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEngine:
+def create_engine(
+    config: TargetConfig, progress: ProgressCallback, *, has_cpu_mailbox: bool = False
+) -> TargetEngine:
     """Load the target and prove that it is exact.
 
+    Args:
+        has_cpu_mailbox: Run device rounds on a CPU as well, which gains nothing: for tests.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
     device = resolve_device(config.device)
     directory = resolve_model(config.model, "target")
+    model_hash = start_model_hash(directory)
     model_config = ModelConfig.from_checkpoint(directory)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=model_config.dtype, device=device)
     features = resolve_features(config, directory)
@@ -62,10 +81,13 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     require_room(
         num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
     )
-    progress("loading weights", 0.1)
-    model = CausalLM.from_checkpoint(
-        directory, device, dtype, num_positions=longest + MAX_TREE_NODES
-    )
+    progress("loading weights")
+    with report_reads(
+        lambda text, share: progress(text, LOADED * share), num_bytes=stored_bytes(directory)
+    ):
+        model = CausalLM.from_checkpoint(
+            directory, device, dtype, num_positions=longest + MAX_TREE_NODES
+        )
     projection = None
     if features.projection:
         projection = FeatureProjection.from_checkpoint(
@@ -74,7 +96,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             device=device,
             dtype=dtype,
         )
-    progress("allocating the KV pool", 0.8)
+    progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
         bytes_per_page=KVPool.bytes_per_page(
@@ -126,15 +148,17 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
             window=model_config.sliding_window,
             progress=lambda done: progress("capturing graphs", 0.8 + 0.1 * done),
         )
-    if config.self_test:
-        progress("proving exactness", 0.9)
-        if context_len >= NUM_SLOTS:
-            run_self_test(runner, model_config.vocab_size, model_config.sliding_window)
-        else:
-            logger.warning("the context is too short for the self-test; exactness is unproven")
+    progress("proving exactness", 0.9)
+    prompt = {
+        "vocab_size": model_config.vocab_size,
+        "window": model_config.sliding_window,
+        "max_num_tokens": context_len,
+    }
+    finite_logits(runner, directory, **prompt)  # first: NaN differs from itself in the self-test
+    prove_exactness(config, runner, model_config, context_len)
+    fingerprint = take_fingerprint(runner, directory, **prompt)  # of the products that it settled
     ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
     channels = PeerChannels(open_listener(config))
-    mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
     costs = None
     if channels.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
         progress("timing forwards", 0.92)
@@ -143,7 +167,7 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
-        model_hash=model_hash(directory),
+        model_hash=model_hash(),
         tokenizer_hash=tokenizer_hash(directory),
         vocab_size=model_config.vocab_size,
         max_context_len=context_len,
@@ -155,27 +179,56 @@ def create_engine(config: TargetConfig, progress: ProgressCallback) -> TargetEng
         eos_token_ids=model_config.eos_token_ids,
         feature_ring=ring.name if ring is not None else "",
         peer_socket=channels.name,
+        device_model=fingerprint.device_model,
+        versions=fingerprint.versions,
+        cpu_threads=fingerprint.cpu_threads,
+        logits_hash=fingerprint.logits_hash,
     )
-    engine = TargetEngine(
-        runner,
+    state = EngineState.create(
         info,
-        max_batch_rows=max_batch_rows(config, device),
-        prefill_chunk_len=prefill_chunk_len(config, device),
+        device,
         max_context_len=context_len,
         feature_retain_rows=config.feature_retain_rows,
-        runs_ahead=device.type == "cuda",
-        window=model_config.sliding_window,
         ring=ring,
-        mailbox=mailbox,
-        channels=channels,
-        costs=costs,
     )
-    if mailbox is not None:
-        runner.compile_mailbox(mailbox)
+    mailbox = None
+    if device.type == "cuda" or has_cpu_mailbox:
+        mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
+    engine = TargetEngine(
+        runner,
+        state,
+        make_source(state, BatchWindow(costs), channels, mailbox, device),
+        channels,
+        max_batch_rows=max_batch_rows(config, device),
+        prefill_chunk_len=prefill_chunk_len(config, device),
+        overlaps_steps=device.type == "cuda",
+    )
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
         warm_up(engine)
     return engine
+
+
+def prove_exactness(
+    config: TargetConfig, runner: TargetRunner, model: ModelConfig, context_len: int
+) -> None:
+    """Run the self-test if it is asked for.
+
+    Raises: ConfigError if it fails, unless the configuration allows that.
+    """
+    if not config.self_test:
+        return
+    if context_len < NUM_SLOTS:
+        logger.warning("the context is too short for the self-test; exactness is unproven")
+        return
+    result = run_self_test(runner, model.vocab_size, model.sliding_window)
+    if not result.is_exact and not config.allow_inexact:
+        raise ConfigError(
+            "the self-test failed: prefill, decoding and trees do not agree bit for bit on this "
+            f"machine (logits by up to {result.max_logit_difference:g}, KV by up to "
+            f"{result.max_kv_difference:g}), so speculation could change the output; pass "
+            "--allow-inexact to serve all the same"
+        )
 
 
 def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
@@ -201,7 +254,7 @@ def make_mailbox(
     config: TargetConfig, channel: str, features: FeatureSpec, pool: KVPool, dtype: torch.dtype
 ) -> Mailbox | None:
     """Create what the devices of attached drafts and this one talk through; None if they cannot."""
-    if not (config.mailbox and channel and pool.device.type == "cuda"):
+    if not (config.mailbox and channel):
         return None
     try:
         return Mailbox(
@@ -216,8 +269,29 @@ def make_mailbox(
         return None
 
 
+def make_source(
+    state: EngineState,
+    window: BatchWindow,
+    channels: PeerChannels,
+    mailbox: Mailbox | None,
+    device: torch.device,
+) -> TreeSource:
+    """Return where trees come from: the orchestrator, attached drafts, or their devices."""
+    if not channels.name:
+        return TreeSource()
+    if mailbox is None:
+        return PeerRounds(state, window)
+    # Not above: the engine works without this package.
+    from target_service.device_rounds.rounds import DeviceRounds
+
+    source = DeviceRounds(state, window, mailbox, device)
+    if device.type == "cuda":
+        source.compile()
+    return source
+
+
 def open_listener(config: TargetConfig) -> PeerListener | None:
-    """Create the socket to which drafts on this host channel; None if there is nothing to share."""
+    """Create the socket where drafts on this host attach; None if there is nothing to share."""
     if not config.peer_rounds or config.algorithm == "none" or config.draft_model == "none":
         return None
     try:
@@ -225,7 +299,7 @@ def open_listener(config: TargetConfig) -> PeerListener | None:
         MAILBOXES.remove_stale()
         return PeerListener()
     except OSError as error:
-        logger.warning("rounds go through the orchestrator: no socket for channels: %s", error)
+        logger.warning("trees go through the orchestrator: no socket for peer channels: %s", error)
         return None
 
 

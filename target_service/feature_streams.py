@@ -1,4 +1,8 @@
-"""Feature streams of a target, one per draft worker; rows go to a request's newest subscriber."""
+"""Feature streams of a target, one per draft worker: pipes between them and the engine.
+
+The engine decides what is sent and in what order (features.py). The front knows which stream a
+request's newest subscriber has.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import grpc.aio
 from coppice.v1 import target_pb2
 from shared.errors import StaleStateError
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -21,7 +26,6 @@ from shared.messages import (
     RequestFailure,
 )
 from shared.messages.batches import pack_feature_response, unpack_feature_request
-from shared.messages.convert_features import MAX_CHUNK_BYTES
 from shared.rpc.outbox import Outbox
 from shared.rpc.status import failure_of
 
@@ -80,7 +84,7 @@ class FeatureHub:
             if stream is None:
                 continue
             if isinstance(output, FeatureChunk):
-                stream.outbox.put(split_chunk(output))
+                stream.outbox.put([output])
                 continue
             stream.outbox.put([output.failure])
             if _epochs_of(output.failure) == stream.epochs[output.request_id]:
@@ -132,20 +136,8 @@ class FeatureHub:
         self._send(ends)
 
 
-def split_chunk(chunk: FeatureChunk) -> Iterator[FeatureChunk]:
-    """Cut a chunk at row boundaries into ones that carry at most 1 MiB."""
-    num_bytes = chunk.num_inline_bytes
-    if num_bytes <= MAX_CHUNK_BYTES:
-        yield chunk
-        return
-    num_rows = chunk.shape[0]
-    most = max(1, MAX_CHUNK_BYTES // (num_bytes // num_rows))
-    for first in range(0, num_rows, most):
-        yield chunk.rows(first, min(first + most, num_rows))
-
-
 def _bounded(messages: Sequence[Any]) -> Iterator[list[Any]]:
-    """Group messages so that one response carries little more than the bytes of one full chunk."""
+    """Group messages so that a response carries less than the bytes of two full chunks."""
     group: list[Any] = []
     num_bytes = 0
     for message in messages:

@@ -1,90 +1,222 @@
-"""Feature rows of committed tokens: an ordered, acknowledged stream per request.
+"""The owner of all feature streams in the engine: who gets which rows, in what order, and how.
 
-Rows by position:
-
-    [0, start)        gone (acknowledged, or past the budget): replayed when asked for
-    [start, end)      retained
-    [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
+Rows go to one subscriber of a request: over the channel of an attached draft, or through the front.
+They go in order of position, without gaps: rows that are gone are replayed first. They travel in
+the feature ring, or else in chunks of at most MAX_CHUNK_BYTES.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from shared.device import DTYPES
+from shared.errors import InvalidArgumentError, NotFoundError, StaleStateError
+from shared.messages import (
+    MAX_CHUNK_BYTES,
+    FeatureAck,
+    FeatureChunk,
+    FeatureSpec,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    RingRows,
+)
+from shared.peer.channel import PeerChannel
+from shared.peer.ring import FeatureRing
+from target_service.feature_log import FeatureLog, FeatureRows
+from target_service.request import TargetRequest
 
-MAX_CHUNK_BYTES = 1024 * 1024
+logger = logging.getLogger(__name__)
+
+MAX_EARLY_SUBSCRIPTIONS = 4096
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class FeatureLog:
-    """Feature rows of one request.
+class FeatureOutlet:
+    """Subscriptions to the features of an engine's requests, and what is sent to them.
 
     Args:
-        row_bytes: Bytes per row.
-        retain_rows: Budget; the oldest rows go first.
-        start: Position of the oldest row retained.
-        end: Position after the newest row.
-        next: Next position to send; None while nobody subscribes.
-        reads_ring: Whether the subscriber can read the feature ring.
+        requests: Of the engine, by request_id.
+        outbox: Takes chunks for subscribers at the front.
+        spec: What a row is; width 0: the target captures none.
+        retain_rows: Rows kept per request until acknowledged.
+        ring: Carries rows to drafts on this host; None: rows travel in the messages.
     """
 
-    row_bytes: int
-    retain_rows: int
-    start: int = 0
-    end: int = 0
-    next: int | None = None
-    reads_ring: bool = False
-    _blocks: deque[NDArray[np.uint8]] = field(default_factory=deque)  # each [n, row_bytes]
+    def __init__(
+        self,
+        requests: Mapping[str, TargetRequest],
+        outbox: list[Any],
+        spec: FeatureSpec,
+        *,
+        retain_rows: int,
+        ring: FeatureRing | None,
+    ) -> None:
+        self.ring = ring
+        self._requests = requests
+        self._outbox = outbox
+        self._spec = spec
+        self._retain_rows = retain_rows
+        row_bytes = spec.width * DTYPES[spec.dtype].itemsize if spec.width else 0
+        self._rows_per_chunk = max(1, MAX_CHUNK_BYTES // row_bytes) if row_bytes else 0
+        self.early_subscriptions: dict[str, FeatureSubscribe] = {}
 
-    def append(self, position: int, rows: NDArray[np.uint8]) -> None:
-        """Keep the rows of newly committed tokens.
+    # --- subscribers -----------------------------------------------------------------------------
+
+    def start(self, request: TargetRequest) -> FeatureSubscribe | None:
+        """Keep the rows of a request that was just opened, if a draft wants them.
+
+        Returns: The subscription that came before the request did.
+        """
+        if request.open.wants_features and self._spec.width:
+            request.features = FeatureLog(retain_rows=self._retain_rows)
+        return self.early_subscriptions.pop(request.request_id, None)
+
+    def subscribe(self, message: FeatureSubscribe, channel: PeerChannel | None) -> None:
+        """Send a request's rows from a position on.
 
         Args:
-            position: Position of rows[0]; must be `end`.
-            rows: [n, row_bytes] u8.
+            channel: Where the subscription came from, and the rows go; None: the front.
+        Raises: NotFoundError, StaleStateError or InvalidArgumentError.
         """
-        assert position == self.end, f"row {position} appended at {self.end}"
-        self._blocks.append(rows)
-        self.end += len(rows)
-
-    def trim(self) -> None:
-        """Drop the oldest whole blocks past the budget.
-
-        Comes after `take_unsent`: else a subscriber whose gap was just closed would find a new one
-        at every step, and never catch up.
-        """
-        while self._blocks and self.end - self.start - len(self._blocks[0]) >= self.retain_rows:
-            self.start += len(self._blocks.popleft())
-
-    def subscribe(self, from_position: int, *, reads_ring: bool = False) -> None:
-        """Send every row from `from_position` on."""
-        self.next = from_position
-        self.reads_ring = reads_ring
-
-    def acknowledge(self, position: int) -> None:
-        """Drop whole blocks below `position`; the subscriber has them."""
-        while self._blocks and self.start + len(self._blocks[0]) <= position:
-            self.start += len(self._blocks.popleft())
-
-    @property
-    def gap(self) -> tuple[int, int] | None:
-        """Return the rows [from, to) that must be replayed before anything can be sent."""
-        if self.next is None or self.next >= self.start:
-            return None
-        return self.next, self.start
-
-    def take_unsent(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Yield (position, rows [n, row_bytes]) of what can be sent now."""
-        if self.next is None or self.next >= self.end or self.gap is not None:
+        request = self._requests.get(message.request_id)
+        if request is None or request.target_epoch < message.target_epoch:
+            if channel is not None:
+                raise NotFoundError(f"no request {message.request_id!r} here", field="request_id")
+            # The draft's open may overtake the target's: keep the subscription for it.
+            if len(self.early_subscriptions) >= MAX_EARLY_SUBSCRIPTIONS:
+                self.early_subscriptions.pop(next(iter(self.early_subscriptions)))
+            self.early_subscriptions[message.request_id] = message
             return
-        position = self.start
-        for block in self._blocks:
-            first = max(self.next - position, 0)
-            if first < len(block):
-                yield position + first, block[first:]
-                self.next = position + len(block)
-            position += len(block)
+        if request.target_epoch > message.target_epoch:
+            raise StaleStateError(
+                f"target_epoch {message.target_epoch} is over", field="target_epoch"
+            )
+        is_attached = request.draft is not None and request.draft.channel is channel
+        is_older = 0 < message.draft_epoch < request.newest_draft_epoch
+        if is_older or (channel is not None and not is_attached):
+            raise StaleStateError(
+                "a newer draft takes this request's features", reason="SUBSCRIPTION_REPLACED"
+            )
+        log = request.features
+        if log is None:
+            raise InvalidArgumentError(
+                "this request keeps no features; open it with wants_features on a target that "
+                "was started with the draft's checkpoint",
+                field="request_id",
+            )
+        if not 0 <= message.from_position <= len(request.tokens):
+            raise InvalidArgumentError(
+                f"from_position is {message.from_position}, expected 0..{len(request.tokens)}",
+                field="from_position",
+            )
+        reads_ring = self.ring is not None and message.ring_nonce == self.ring.nonce
+        if message.ring_nonce and not reads_ring:
+            logger.warning("a draft read another feature ring than this target's; it gets bytes")
+        request.newest_draft_epoch = max(request.newest_draft_epoch, message.draft_epoch)
+        log.subscribe(message.from_position, reads_ring=reads_ring, channel=channel)
+        self._send(request, log)
+
+    def unsubscribe(self, message: FeatureUnsubscribe) -> None:
+        """Send no more rows to a subscriber at the front."""
+        early = self.early_subscriptions.get(message.request_id)
+        if early is not None and early.target_epoch <= message.target_epoch:
+            del self.early_subscriptions[message.request_id]
+        log = self._log_of(message, None)
+        if log is not None:
+            log.unsubscribe()
+
+    def acknowledge(self, message: FeatureAck, channel: PeerChannel | None) -> None:
+        """Drop rows that the subscriber has."""
+        log = self._log_of(message, channel)
+        if log is not None:
+            log.acknowledge(message.position)
+
+    def detach(self, request: TargetRequest, channel: PeerChannel) -> None:
+        """End a subscription over a channel that is gone; its draft subscribes at the front."""
+        if request.features is not None and request.features.channel is channel:
+            request.features.unsubscribe()
+
+    def _log_of(
+        self, message: FeatureAck | FeatureUnsubscribe, channel: PeerChannel | None
+    ) -> FeatureLog | None:
+        """Return the rows that a message is about, if they go where the message came from."""
+        request = self._requests.get(message.request_id)
+        if request is None or request.target_epoch != message.target_epoch:
+            return None
+        log = request.features
+        return log if log is not None and log.channel is channel else None
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def commit_replay(self, request: TargetRequest, position: int, rows: FeatureRows) -> None:
+        """Send the rows of a replay, unless the request was subscribed to anew meanwhile."""
+        log = request.features
+        assert log is not None
+        if log.next == position:
+            self._emit(request, log, position, rows)
+            log.next = position + len(rows)
+
+    def send(self) -> None:
+        """Send what every subscriber has not got yet, and drop rows past the budget."""
+        for request in self._requests.values():
+            log = request.features
+            if log is not None:
+                self._send(request, log)
+                # A replay in flight ends where the rows held begin: they must stay meanwhile.
+                if not log.is_replaying:
+                    log.trim()
+        if self.ring is not None:
+            self.ring.start_step()
+
+    def can_send_early(self, request: TargetRequest, position: int) -> bool:
+        """Return whether rows at a position may go to the attached draft before their commit."""
+        log = request.features
+        if log is None:
+            return True
+        is_next = log.next == position == log.end
+        is_attached = request.draft is not None and log.channel is request.draft.channel
+        return self.ring is not None and is_next and is_attached
+
+    def send_early(
+        self, requests: Sequence[TargetRequest], rows: Sequence[FeatureRows]
+    ) -> RingRows | None:
+        """Write the rows of accepted paths, which are not committed yet, to the ring.
+
+        Args:
+            rows: Of each request, from its next position on.
+        Returns: Where they lie, one request after the other; None if they are too many for it.
+        """
+        assert self.ring is not None
+        span = self.ring.write(*rows)
+        if span is None:
+            return None
+        for request, part in zip(requests, rows, strict=True):
+            assert request.features is not None and request.features.next is not None
+            request.features.next += len(part)
+        num_rows = sum(map(len, rows))
+        return RingRows(shape=(num_rows, self._spec.width), dtype=self._spec.dtype, data=span)
+
+    def _send(self, request: TargetRequest, log: FeatureLog) -> None:
+        for position, rows in log.take_unsent():
+            self._emit(request, log, position, rows)
+
+    def _emit(
+        self, request: TargetRequest, log: FeatureLog, position: int, rows: FeatureRows
+    ) -> None:
+        """Queue rows for the subscriber, in chunks."""
+        ring = self.ring if log.reads_ring else None
+        put = self._outbox.append if log.channel is None else log.channel.put
+        for begin in range(0, len(rows), self._rows_per_chunk):
+            part = rows[begin : begin + self._rows_per_chunk]
+            span = ring.write(part) if ring is not None else None
+            put(
+                FeatureChunk(
+                    request_id=request.request_id,
+                    target_epoch=request.target_epoch,
+                    start=position + begin,
+                    shape=(len(part), self._spec.width),
+                    dtype=self._spec.dtype,
+                    data=part.tobytes() if span is None else span,
+                )
+            )

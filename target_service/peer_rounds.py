@@ -1,311 +1,268 @@
-"""Rounds whose trees the target orders itself, of drafts whose engines are attached to it.
+"""Peer rounds: the target orders trees of drafts whose engines are attached to it.
 
-The orchestrator grants them, hears of every path, and orders a round itself when one of these does
-not come: whatever is lost here costs a round its tree, or a wait, and no token.
+The orchestrator gives the credit, hears of every path, and orders a round itself when one does not
+come. Whatever is lost here costs a round its tree, or a wait, and no token.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shared.errors import InvalidTreeError
-from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import (
-    AnswerTimes,
     DraftRound,
     PathBatch,
     PathEntry,
     PeerAttach,
     PeerTree,
     PeerTrees,
-    RingRows,
     TreeBatch,
     TreeShape,
-    WorkerInfo,
 )
 from shared.peer.channel import PeerChannel
-from shared.peer.mailbox import NUM_TAGS, tag_of
-from shared.peer.ring import FeatureRing
-from shared.times import clock_id
 from shared.tree import are_trees, check_tree
-from target_service.batch import SampledTrees
 from target_service.batch_window import BatchWindow
-from target_service.commit import AcceptedNodes
-from target_service.request import Phase, QueuedRound, TargetRequest
-from target_service.runner import PathOutputs
+from target_service.draft_peer import DraftPeer, MailboxUse
+from target_service.engine_state import EngineState
+from target_service.feature_log import FeatureRows
+from target_service.nodes import AcceptedNodes, SampledTrees
+from target_service.request import ROOT_ONLY, HostTree, QueuedRound, TargetRequest
+from target_service.tree_source import TreeSource
 
-_MOST_LATE = 10  # times that count
 
-
-class PeerRounds:
+class PeerRounds(TreeSource):
     """Orders trees over channels and queues what comes back.
 
     Args:
-        requests: Of the engine, by request_id.
-        order: Counts whatever is queued, of all kinds.
-        ring: Carries feature rows; None: drafts that take any are ordered one by one.
-        has_mailbox: Drafts may post trees to the target's device.
-        max_context_len: Longest sequence, prompt and output.
+        window: Decides how long trees that are here wait for trees that are being grown.
     """
 
-    def __init__(
-        self,
-        requests: Mapping[str, TargetRequest],
-        batch_window: BatchWindow,
-        info: WorkerInfo,
-        *,
-        order: Iterator[int],
-        ring: FeatureRing | None,
-        has_mailbox: bool,
-        max_context_len: int,
-    ) -> None:
-        self._requests = requests
-        self._batch_window = batch_window
-        self._info = info
-        self._order = order
-        self._ring = ring
-        self._has_mailbox = has_mailbox
-        self._max_context_len = max_context_len
+    def __init__(self, state: EngineState, window: BatchWindow) -> None:
+        self.window = window
+        self._state = state
+        self._requests = state.requests
+        self._max_context_len = state.max_context_len
 
-    def open(self, message: PeerAttach, channel: PeerChannel) -> None:
-        """Take note of a draft, unless a newer one has the request: that one was asleep."""
+    # --- drafts and credit -----------------------------------------------------------------------
+
+    def attach(self, message: PeerAttach, channel: PeerChannel) -> None:
+        """Take note of a draft, unless a newer draft has had the request: this one was asleep."""
         request = self._requests.get(message.request_id)
-        if request is None or request.open.target_epoch != message.target_epoch:
+        if request is None or request.target_epoch != message.target_epoch:
             return
-        if message.draft_epoch >= request.draft_epoch:
-            self.end(request)
-            request.channel, request.draft_epoch = channel, message.draft_epoch
-            request.has_mailbox = message.has_mailbox and self._has_mailbox
-            request.is_draft_ahead = False
-            request.num_late = request.mailed_from = 0
+        if message.draft_epoch >= request.newest_draft_epoch:
+            self.end_credit(request)
+            request.newest_draft_epoch = message.draft_epoch
+            request.draft = DraftPeer(
+                channel=channel,
+                draft_epoch=message.draft_epoch,
+                mailbox=self._mailbox_use(message),
+            )
 
-    def grant(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
-        """Take leave to order trees, and order one if the request waits for it."""
-        if request.channel is None or request.draft_epoch != trees.draft_epoch:
-            return  # it broke meanwhile; the orchestrator orders what it does not hear of
-        if request.grant is None:
-            request.num_tokens_sent = trees.token_offset
-        request.grant, request.grant_until = trees, until_round_idx
-        is_between_rounds = request.queued is None and not request.num_in_flight
-        if request.phase is Phase.RUNNING and is_between_rounds:
+    def extend_credit(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
+        """Order the trees of these rounds from now on; the first one now, if it is due."""
+        peer = request.draft
+        if peer is None or peer.draft_epoch != trees.draft_epoch:
+            return  # the channel broke meanwhile; the orchestrator orders the rounds that it misses
+        if peer.credit is None:
+            peer.num_tokens_sent = trees.token_offset
+        peer.credit, peer.credit_until = trees, until_round_idx
+        if request.is_between_rounds:
             self.order(request)
 
-    def end(self, request: TargetRequest) -> None:
-        """Order no more trees; one that is ordered and not here will not be taken."""
-        num_begun = request.num_in_flight + (request.queued is not None)
-        request.ordered_round = min(request.ordered_round, request.round_idx + num_begun)
-        request.grant = request.mailed = None
-        self._batch_window.gave_up(request.request_id)
+    def end_credit(self, request: TargetRequest) -> None:
+        """Order no more trees, and take none that is ordered and not here."""
+        peer = request.draft
+        if peer is not None:
+            num_begun = request.num_in_flight + (request.queued is not None)
+            peer.ordered_round = min(peer.ordered_round, request.round_idx + num_begun)
+            request.last_peer_round = max(request.last_peer_round, peer.ordered_round)
+            peer.credit = None
+        self.window.gave_up(request.request_id)
+
+    # --- trees -----------------------------------------------------------------------------------
 
     def order(self, request: TargetRequest) -> None:
-        """Order the tree of the next round of the draft, if that is granted and not done yet."""
-        round_idx = request.round_idx + 1
-        grant = request.grant
-        if grant is None or not request.ordered_round < round_idx <= request.grant_until:
+        """Order the tree of a request's next round, if that is due."""
+        peer, round_idx = request.draft, request.round_idx + 1
+        if peer is None or peer.credit is None or not peer.may_order(round_idx):
             return
-        assert request.channel is not None
-        request.ordered_round = round_idx
-        shape = grant.shape.within(self._max_context_len - request.seq_len)
+        peer.ordered_round = round_idx
+        shape = peer.credit.shape.within(self._max_context_len - request.committed_len)
         if shape is None:
-            self._queue(request, None)
+            self._queue(request, ROOT_ONLY)
             return
-        request.channel.put(
+        peer.channel.put(
             DraftRound(
                 request_id=request.request_id,
-                target_epoch=request.open.target_epoch,
-                draft_epoch=grant.draft_epoch,
+                target_epoch=request.target_epoch,
+                draft_epoch=peer.draft_epoch,
                 round_idx=round_idx,
-                seq_len=request.seq_len,
-                token_offset=request.num_tokens_sent,
-                token_ids=tuple(request.tokens[request.num_tokens_sent :]),
+                seq_len=request.committed_len,
+                token_offset=peer.num_tokens_sent,
+                token_ids=tuple(request.tokens[peer.num_tokens_sent :]),
                 shape=shape,
             )
         )
-        request.num_tokens_sent = len(request.tokens)
-        request.ordered_ns = self._batch_window.ordered(request.request_id, shape.num_draft_tokens)
+        peer.num_tokens_sent = len(request.tokens)
+        peer.ordered_ns = self.window.ordered(request.request_id, shape.num_draft_tokens)
 
     def order_next(
-        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], paths: PathOutputs
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
-        """Order the trees of the rounds after those of a step, which is not committed yet.
-
-        Whether a request ends with its path is found out while its tree is being grown; such a tree
-        is grown for nothing.
-        """
+        """Order the trees of the rounds after those of a step, in one PathBatch per draft."""
         rows_of: dict[tuple[PeerChannel, TreeShape, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
-            if trees.awaited is not None:
-                _note_wait(request, path)
-            is_held = self._requests.get(request.request_id) is request
-            if is_held and self._goes_on(request, path):
-                assert request.channel is not None and request.grant is not None
-                key = (request.channel, request.grant.shape, request.features is not None)
+            peer = request.draft
+            if peer is not None and self._goes_on(request, peer, path):
+                assert peer.credit is not None
+                key = (peer.channel, peer.credit.shape, request.features is not None)
                 rows_of.setdefault(key, []).append(row)
         for (channel, shape, has_features), rows in rows_of.items():
-            members = [(trees.requests[row], nodes[row]) for row in rows]
+            requests = [trees.requests[row] for row in rows]
+            paths = [nodes[row] for row in rows]
             ring_rows = None
             if has_features:
-                ring_rows = self._write(paths, rows, members)
+                assert features is not None
+                parts = [features[row, : len(nodes[row].token_ids)] for row in rows]
+                ring_rows = self._state.features.send_early(requests, parts)
                 if ring_rows is None:
                     continue  # too many for the ring: in messages, as each is committed
-            parts = tuple(
-                PathEntry(
-                    request.request_id,
-                    request.open.target_epoch,
-                    request.draft_epoch,
-                    request.round_idx + 2,
-                    path.seq_len,
-                    path.token_ids,
-                    request.req_idx,
-                    self._number(request, shape),
-                )
-                for request, path in members
-            )
+            entries = tuple(map(self._entry, requests, paths, [shape] * len(rows)))
             ordered_ns = time.monotonic_ns()
-            channel.put(PathBatch(parts=parts, shape=shape, rows=ring_rows))
-            if not all([request.is_draft_ahead for request, _ in members]):
-                channel.flush()  # else the draft's device is at work, and nobody waits for this
-            for (request, path), part in zip(members, parts, strict=True):
-                request.ordered_round = request.round_idx + 2
-                request.num_tokens_sent += len(path.token_ids)
-                request.ordered_ns = ordered_ns
-                request.mailed = shape if part.round_tag else None
-                self._batch_window.ordered(request.request_id, shape.num_draft_tokens)
-                if request.features is not None:
-                    assert request.features.next is not None
-                    request.features.next += len(path.token_ids)
+            channel.put(PathBatch(parts=entries, shape=shape, rows=ring_rows))
+            peers = [request.draft for request in requests if request.draft is not None]
+            if not all([peer.is_overlapped for peer in peers]):
+                channel.flush()  # else the draft's device is at work, and nothing waits for this
+            for request, peer, path in zip(requests, peers, paths, strict=True):
+                peer.ordered_round = request.round_idx + 2
+                peer.num_tokens_sent += len(path.token_ids)
+                peer.ordered_ns = ordered_ns
+                self.window.ordered(request.request_id, shape.num_draft_tokens)
 
     def take(
         self, channel: PeerChannel, batch: TreeBatch
     ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:
-        """Queue the rounds of trees that were ordered here, unless they have been given up.
-
-        Yields: Wrong trees.
-        """
-        vocab_size = self._info.vocab_size
+        """Queue the rounds of trees that were ordered here, unless they have been given up."""
+        recorder, vocab_size = self._state.recorder, self._state.info.vocab_size
         are_sound = are_trees(
             batch.token_ids, batch.parent_index, batch.num_nodes, vocab_size=vocab_size
         )
         for tree in batch.trees():
             request = self._requests.get(tree.request_id)
-            if request is None or request.grant is None or request.channel is not channel:
+            peer = request.draft if request is not None else None
+            if request is None or peer is None or peer.credit is None:
+                continue
+            if peer.channel is not channel:
                 continue
             is_current = (
                 tree.round_idx == request.round_idx + 1
-                and tree.draft_epoch == request.draft_epoch
-                and tree.target_epoch == request.open.target_epoch
+                and tree.draft_epoch == peer.draft_epoch
+                and tree.target_epoch == request.target_epoch
             )
-            request.is_draft_ahead = batch.is_ahead
-            if is_current and request.num_in_flight:
-                request.draft_times = tree.times  # the device has the tree already
-            if not is_current or request.queued is not None or request.num_in_flight:
+            peer.is_overlapped = batch.is_overlapped
+            if not is_current:
                 continue
-            self._batch_window.arrived(tree.request_id)
+            if request.num_in_flight:  # the device has the tree already
+                recorder.include(tree.request_id, tree.round_idx, "draft", tree.times)
+                continue
+            if request.queued is not None:
+                continue
+            self.window.arrived(tree.request_id)
             try:
-                self._check(request, tree, is_sound=are_sound)
+                self._check(request, peer.credit, tree, is_sound=are_sound)
             except InvalidTreeError as error:
                 yield tree, error
                 continue
-            if request.open.is_timed:
-                times = AnswerTimes(clock_id=clock_id(), begin_ns=request.ordered_ns)
-                times = times.including("draft", tree.times)
-                request.queued_times = times.then("channel", time.monotonic_ns())
-            self._queue(request, tree)
+            recorder.begin(tree.request_id, tree.round_idx, peer.ordered_ns)
+            recorder.include(tree.request_id, tree.round_idx, "draft", tree.times)
+            recorder.stage(tree.request_id, tree.round_idx, "channel")
+            self._queue(request, HostTree(tree))
 
-    def _number(self, request: TargetRequest, shape: TreeShape) -> int:
-        """Return the number that the round after the one in flight has in the mailbox.
+    def launched(self, requests: Iterable[TargetRequest]) -> None:
+        """Take note that these requests' rounds are in flight: no other tree of theirs will do."""
+        for request in requests:
+            self.window.gave_up(request.request_id)
 
-        Returns: 0 if it has none: the draft does not look there, has been late, or sampling must
-            know the tree.
-        """
-        if not request.has_mailbox or shape.num_steps >= MAX_PATH:
-            return 0
-        if request.round_idx + 2 < request.mailed_from:
-            return 0
-        stopping = request.open.stopping
-        is_masked = stopping.stop_token_ids and stopping.min_new_tokens
-        if is_masked or request.open.sampling.has_penalties:
-            return 0
-        if request.tag_base is None:
-            request.tag_base = secrets.randbelow(NUM_TAGS)  # of nobody who had the slot before
-        return tag_of(request.tag_base, request.round_idx + 2)
+    # --- the batch window ------------------------------------------------------------------------
 
-    def _goes_on(self, request: TargetRequest, path: AcceptedNodes) -> bool:
-        """Return whether the round after a path, not committed yet, can be ordered in a batch."""
-        grant, log, num_tokens = request.grant, request.features, len(path.token_ids)
-        if grant is None or request.num_in_flight > 1:
-            return False
-        if not request.ordered_round < request.round_idx + 2 <= request.grant_until:
-            return False
-        if log is not None:
-            is_next = (
-                request.feature_channel is request.channel and log.next == path.seq_len == log.end
-            )
-            if not is_next or self._ring is None:
-                return False
-        return (
-            request.num_tokens_sent == len(request.tokens)
-            and len(request.tokens) + num_tokens < request.token_limit
-            and path.seq_len + num_tokens + grant.shape.num_draft_tokens <= self._max_context_len
+    @property
+    def is_growing(self) -> bool:
+        """Return whether trees are being grown that steps may wait for."""
+        return self.window.is_growing
+
+    def wait_s(self, num_rows: int) -> float:
+        """Return how long trees of so many rows should wait at most for others; 0: not at all."""
+        return self.window.wait_s(num_rows)
+
+    @property
+    def growing(self) -> Iterable[tuple[str, int]]:
+        """Return (request_id, rows) of every tree that is being grown."""
+        return self.window.growing
+
+    # --- hooks of device rounds ------------------------------------------------------------------
+
+    def _mailbox_use(self, message: PeerAttach) -> MailboxUse | None:
+        """Return how a draft that attaches uses the mailbox; None: it does not."""
+        return None
+
+    def _next_round_tag(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> int:
+        """Return the round tag of the tree that is being ordered; 0: it comes over the channel."""
+        return 0
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _entry(self, request: TargetRequest, path: AcceptedNodes, shape: TreeShape) -> PathEntry:
+        peer = request.draft
+        assert peer is not None
+        return PathEntry(
+            request.request_id,
+            request.target_epoch,
+            peer.draft_epoch,
+            request.round_idx + 2,
+            path.seq_len,
+            path.token_ids,
+            request.req_idx,
+            self._next_round_tag(request, peer, shape),
         )
 
-    def _write(
-        self,
-        paths: PathOutputs,
-        rows: Sequence[int],
-        members: Sequence[tuple[TargetRequest, AcceptedNodes]],
-    ) -> RingRows | None:
-        """Write the feature rows of some paths; return None if the ring does not take as many.
+    def _goes_on(self, request: TargetRequest, peer: DraftPeer, path: AcceptedNodes) -> bool:
+        """Return whether the round after a path, not committed yet, can be ordered in a batch."""
+        credit, num_tokens = peer.credit, len(path.token_ids)
+        if credit is None or request.num_in_flight > 1 or not self._state.is_held(request):
+            return False
+        return (
+            peer.may_order(request.round_idx + 2)
+            and self._state.features.can_send_early(request, path.seq_len)
+            and peer.num_tokens_sent == len(request.tokens)
+            and len(request.tokens) + num_tokens < request.token_limit
+            and path.seq_len + num_tokens + credit.shape.num_draft_tokens <= self._max_context_len
+        )
 
-        Args:
-            rows: Of `paths`, one for each member.
-        """
-        assert self._ring is not None and paths.features is not None
-        counts = [len(path.token_ids) for _, path in members]
-        parts = [paths.features[row, :count] for row, count in zip(rows, counts, strict=True)]
-        span = self._ring.write(*parts)
-        if span is None:
-            return None
-        features = self._info.features
-        return RingRows(shape=(sum(counts), features.width), dtype=features.dtype, data=span)
-
-    def _check(self, request: TargetRequest, tree: PeerTree, *, is_sound: bool) -> None:
+    def _check(
+        self, request: TargetRequest, credit: PeerTrees, tree: PeerTree, *, is_sound: bool
+    ) -> None:
         """Raise InvalidTreeError unless a tree is the one that was ordered.
 
         Args:
             is_sound: It is known to be a tree, of tokens of the vocabulary.
         """
-        if tree.seq_len != request.seq_len:
+        if tree.seq_len != request.committed_len:
             raise InvalidTreeError(
-                f"seq_len is {tree.seq_len}, expected {request.seq_len}", field="seq_len"
+                f"seq_len is {tree.seq_len}, expected {request.committed_len}", field="seq_len"
             )
-        assert request.grant is not None
-        root_token_id, most = request.tokens[-1], request.grant.shape.num_draft_tokens
+        root_token_id, most = request.tokens[-1], credit.shape.num_draft_tokens
         if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
             return
         check_tree(
             tree.token_ids,
             tree.parent_index,
             root_token_id=root_token_id,
-            vocab_size=self._info.vocab_size,
+            vocab_size=self._state.info.vocab_size,
             max_num_nodes=most,
         )
 
-    def _queue(self, request: TargetRequest, tree: PeerTree | None) -> None:
-        request.queued = QueuedRound(tree)
-        request.queued_order = next(self._order)
-
-
-def _note_wait(request: TargetRequest, path: AcceptedNodes) -> None:
-    """Take note whether the device waited for a tree in vain, with all that it was to compute.
-
-    Whoever lets it is trusted with it less each time: after the first, the host waits for one tree,
-    where the orchestrator sees it; then for two, four, ..
-    """
-    if path.num_nodes > 1:
-        request.num_late = max(request.num_late - 1, 0)
-        return
-    request.num_late = min(request.num_late + 1, _MOST_LATE)
-    request.mailed_from = request.round_idx + 2 + (1 << (request.num_late - 1))
+    def _queue(self, request: TargetRequest, queued: QueuedRound) -> None:
+        request.queued = queued
+        request.queue_idx = next(self._state.turns)

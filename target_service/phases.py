@@ -1,4 +1,4 @@
-"""Typed inputs and outputs of the target's phases: extend -> verify -> commit.
+"""Typed inputs and outputs of the target's phases: (take trees) -> extend -> verify -> commit.
 
 T rows are computed by one extend; L of them (the logit rows) are sampled; B requests are sampled,
 each with up to N nodes. A prefill's last row is a tree of one node. Nothing here changes state.
@@ -22,12 +22,15 @@ class ExtendInput:
     Args:
         token_ids: [T] i64.
         position_ids: [T] i64, seq_len + depth for a tree node.
+        root_idx: [T] i64, request whose newest token is the row's token, by row of the page table:
+            only the device knows it so far. -1: `token_ids` holds the token.
         rows: Where their KV goes and what they see.
         bucket: T, if the rows were padded up to it (see buckets.py); else None.
     """
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
+    root_idx: torch.Tensor
     rows: PackedRows
     bucket: int | None = None
 
@@ -46,37 +49,37 @@ class ExtendOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitedTrees:
+class MailboxTrees:
     """Trees that the device takes from the mailbox: those of all B requests of a step.
 
     Args:
         words: [S, 64] i64, the mailbox's trees.
-        slot, seq: [B] i32, where each tree will be, and its number.
+        slot, round_tag: [B] i32, where each tree will be, and the number of its round.
         num_nodes: Of the largest tree, root included.
         max_depth: Of the deepest.
     """
 
     words: torch.Tensor
     slot: torch.Tensor
-    seq: torch.Tensor
+    round_tag: torch.Tensor
     num_nodes: int
     max_depth: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MailedPaths:
+class MailboxPaths:
     """Where the accepted paths of a step are posted.
 
     Args:
         words: [S, MAX_PATH] i64, the mailbox's paths.
         rows: [2, S, MAX_PATH, W], its feature rows; None: drafts take none.
-        slot, seq: [B] i32, place and number of each path; slot -1: it is not posted.
+        slot, round_tag: [B] i32, place and number of each path; slot -1: it is not posted.
     """
 
     words: torch.Tensor
     rows: torch.Tensor | None
     slot: torch.Tensor
-    seq: torch.Tensor
+    round_tag: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +100,8 @@ class VerifyInput:
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: nobody did.
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
-        mail: Where paths are posted; None: nowhere.
-        is_awaited: The host does not know the trees.
+        mailbox_paths: Where paths are posted; None: nowhere.
+        are_trees_on_device: The host does not know the trees.
         sampling: How the rows are sampled.
     """
 
@@ -115,8 +118,8 @@ class VerifyInput:
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
     wants_features: bool
-    mail: MailedPaths | None
-    is_awaited: bool
+    mailbox_paths: MailboxPaths | None
+    are_trees_on_device: bool
     sampling: SamplingInput
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:

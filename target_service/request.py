@@ -6,18 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.messages import (
-    AcceptedPath,
-    AnswerTimes,
-    PeerTree,
-    PeerTrees,
-    TargetOpen,
-    TokenTree,
-    TreeShape,
-)
-from shared.peer.channel import PeerChannel
-from shared.peer.mailbox import tag_of
-from target_service.features import FeatureLog
+from shared.messages import AcceptedPath, PeerTree, TargetOpen, TokenTree, TreeShape
+from target_service.draft_peer import DraftPeer
+from target_service.feature_log import FeatureLog
 
 
 class Phase(enum.Enum):
@@ -26,21 +17,46 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     """No pages yet."""
     PREFILL = "prefill"
-    """Pages held; tokens [seq_len, len(tokens)) have no KV yet."""
+    """Pages held; tokens [committed_len, len(tokens)) have no committed KV yet."""
     RUNNING = "running"
     """tokens[-1] is the root; between rounds, or with a round queued."""
 
 
-class QueuedRound(NamedTuple):
-    """A round to run.
+@dataclass(frozen=True, slots=True)
+class RootOnlyRound:
+    """A round of the root alone."""
+
+    @property
+    def num_rows(self) -> int:
+        return 1
+
+
+class HostTree(NamedTuple):
+    """A round whose tree is here: relayed by the orchestrator, or sent by the draft's engine."""
+
+    tree: TokenTree | PeerTree
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tree.token_ids)
+
+
+class DeviceTree(NamedTuple):
+    """A round whose tree the device takes from the mailbox.
 
     Args:
-        tree: None: the root alone, unless `awaited_shape` says otherwise.
-        awaited_shape: Of a tree that the device takes from the mailbox.
+        shape: The largest that the tree may be.
     """
 
-    tree: TokenTree | PeerTree | None
-    awaited_shape: TreeShape | None = None
+    shape: TreeShape
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape.num_draft_tokens
+
+
+QueuedRound = RootOnlyRound | HostTree | DeviceTree
+ROOT_ONLY = RootOnlyRound()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,68 +65,45 @@ class TargetRequest:
 
     Args:
         open: What the orchestrator asked for.
-        order: Admission order; the newest is retracted first.
-        tokens: Prompt + output. While RUNNING, seq_len == len(tokens) - 1.
-        seq_len: Tokens with committed KV; excludes the root.
+        admission_idx: Order of admission; the newest request is retracted first.
+        tokens: Prompt + output. While RUNNING, committed_len == len(tokens) - 1.
+        token_limit: Tokens, the prompt included, with which the request ends.
+        committed_len: Tokens with committed KV; excludes the root. `seq_len` on the wire.
+        launched_len: Tokens whose KV is computed by what was launched, for certain; a round in
+            flight counts as its root. The next round's root, or the next prompt chunk, goes here.
         req_idx: Row of the page table; -1 while WAITING.
         round_idx: Last round answered; -1 before the prefill is.
         last_reply: Answer of that round, repeated when the round is.
         queued: The round to run next.
-        queued_times: Of its order, if the request is timed.
-        draft_times: Of the tree that the device awaits, if the request is timed.
-        queued_order: Order in which it came; rounds that have waited longest run first.
-        granted_until: Last round of the root alone that needs no order.
-        grant: Leave to order trees over `channel`, up to round `grant_until`.
-        channel: To the draft's engine, if that is on this host; opened with `draft_epoch`.
-        feature_channel: Where features go; None: to the front, or nowhere.
-        feature_epoch: Newest draft_epoch that has asked for them.
-        num_tokens_sent: Tokens that the draft has, under `grant`.
-        ordered_round: Round whose tree was ordered last, at `ordered_ns`.
-        has_mailbox: That draft posts trees to this target's mailbox.
-        is_draft_ahead: That draft's device grew the newest tree before its order came.
-        tag_base: Of the numbers of its rounds there (see mailbox.py); None: they have none.
-        num_late: Times that the device waited for that draft in vain, less those that it did not.
-        mailed_from: First round whose tree may be ordered by mail again.
-        mailed: Shape of the tree of the next round, if that was ordered by mail.
-        token_limit: Tokens, the prompt included, with which the request ends.
+        queue_idx: Order of queueing; rounds that have waited longest run first.
+        root_only_until: Last round of the root alone that needs no order.
         num_in_flight: Rounds launched and not committed yet.
         is_tree_in_flight: One of them may commit more than one token.
-        is_replaying: Features are being computed again.
+        draft: The attached draft; None: there is none.
+        newest_draft_epoch: Of the drafts that attached or subscribed; older ones are over.
+        last_peer_round: Last round that began with a tree which the target ordered, as of the end
+            of the newest credit.
         features: Rows kept for a draft; None when no draft wants any.
     """
 
     open: TargetOpen
-    order: int
+    admission_idx: int
     tokens: list[int] = field(default_factory=list)
-    seq_len: int = 0
+    token_limit: int = 0
+    committed_len: int = 0
+    launched_len: int = 0
     phase: Phase = Phase.WAITING
     req_idx: int = -1
     round_idx: int = -1
     last_reply: AcceptedPath | None = None
     queued: QueuedRound | None = None
-    queued_times: AnswerTimes | None = None
-    draft_times: AnswerTimes | None = None
-    queued_order: int = 0
-    granted_until: int = 0
-    grant: PeerTrees | None = None
-    grant_until: int = 0
-    channel: PeerChannel | None = None
-    draft_epoch: int = 0
-    feature_channel: PeerChannel | None = None
-    feature_epoch: int = 0
-    num_tokens_sent: int = 0
-    ordered_round: int = 0
-    ordered_ns: int = 0
-    has_mailbox: bool = False
-    is_draft_ahead: bool = False
-    tag_base: int | None = None
-    num_late: int = 0
-    mailed_from: int = 0
-    mailed: TreeShape | None = None
-    token_limit: int = 0
+    queue_idx: int = 0
+    root_only_until: int = 0
     num_in_flight: int = 0
     is_tree_in_flight: bool = False
-    is_replaying: bool = False
+    draft: DraftPeer | None = None
+    newest_draft_epoch: int = 0
+    last_peer_round: int = 0
     features: FeatureLog | None = None
 
     @property
@@ -118,49 +111,50 @@ class TargetRequest:
         return self.open.request_id
 
     @property
-    def next_seq_len(self) -> int:
-        """Return the logical slot of the next round's root; rounds in flight are of one token."""
-        return self.seq_len + self.num_in_flight
+    def target_epoch(self) -> int:
+        return self.open.target_epoch
 
     @property
     def next_num_rows(self) -> int:
         """Return the rows of the next round."""
-        if self.queued is None:
-            return 1
-        if self.queued.awaited_shape is not None:
-            return self.queued.awaited_shape.num_draft_tokens
-        return len(self.queued.tree.token_ids) if self.queued.tree else 1
+        return 1 if self.queued is None else self.queued.num_rows
 
     @property
-    def next_round_tag(self) -> int:
-        """Return the number of the next round in the mailbox; 0: it has none."""
-        if self.tag_base is None:
-            return 0
-        return tag_of(self.tag_base, self.round_idx + self.num_in_flight + 1)
+    def is_between_rounds(self) -> bool:
+        """Return whether the root is known and no round is queued or in flight."""
+        return self.phase is Phase.RUNNING and self.queued is None and not self.num_in_flight
 
     @property
-    def can_await_mail(self) -> bool:
-        """Return whether the next round can be launched before its tree is here."""
-        is_between_rounds = self.queued is None and not self.num_in_flight
-        return self.mailed is not None and self.phase is Phase.RUNNING and is_between_rounds
-
-    def can_run_alone(self, *, runs_ahead: bool) -> bool:
-        """Return whether a granted round of the root alone can be launched.
-
-        Args:
-            runs_ahead: Also when the root is still being computed. Penalties count tokens, so they
-                need to know it.
-        """
-        if self.phase is not Phase.RUNNING or self.queued is not None:
-            return False
-        if self.num_in_flight:
-            is_known = not self.is_tree_in_flight and not self.open.sampling.has_penalties
-            if not (runs_ahead and is_known):
-                return False
-        is_granted = self.round_idx + self.num_in_flight < self.granted_until
-        return is_granted and len(self.tokens) + self.num_in_flight < self.token_limit
+    def is_prefilling(self) -> bool:
+        """Return whether tokens of the prompt are left to launch."""
+        return self.phase is Phase.PREFILL and self.launched_len < len(self.tokens)
 
     @property
     def num_output_tokens(self) -> int:
         """Return the output tokens so far, those of earlier epochs included."""
         return len(self.tokens) - self.open.num_prompt_tokens
+
+    def can_run_alone(self, *, overlaps_steps: bool) -> bool:
+        """Return whether a round of the root alone can be launched by credit, without an order.
+
+        Args:
+            overlaps_steps: Also when the root is still being computed. Penalties count tokens, so
+                they need to know the root.
+        """
+        if self.phase is not Phase.RUNNING or self.queued is not None:
+            return False
+        if self.num_in_flight:
+            is_known = not self.is_tree_in_flight and not self.open.sampling.has_penalties
+            if not (overlaps_steps and is_known):
+                return False
+        has_credit = self.round_idx + self.num_in_flight < self.root_only_until
+        return has_credit and len(self.tokens) + self.num_in_flight < self.token_limit
+
+    def note_launch(self, queue_idx: int) -> None:
+        """Take note that the next round is in flight, and of the turn of the round after it."""
+        self.is_tree_in_flight = self.next_num_rows > 1
+        self.queued = None
+        self.queue_idx = queue_idx
+        self.num_in_flight += 1
+        if self.phase is Phase.RUNNING:
+            self.launched_len += 1

@@ -12,20 +12,19 @@ from numpy.typing import NDArray
 
 from shared.kernels.accept_walk import accept_walk
 from shared.kernels.logprobs import chosen_logprobs
-from shared.kernels.mailbox_paths import post_paths
-from shared.kernels.mailbox_trees import TakenTrees, take_trees
+from shared.kernels.mailbox_trees import TakenTrees
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
-from shared.messages import MAX_TREE_NODES, FeatureSpec
+from shared.messages import FeatureSpec
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
-from shared.peer.mailbox import Mailbox
 from shared.step.buckets import ROW_BUCKETS
 from shared.step.graphs import GraphCache
 from shared.step.packing import NO_BLOCKS, pack_rows
 from shared.step.read_back import PendingRead, ReadBack
 from shared.step.staging import Staging
-from target_service.batch import StepBatch
+from target_service.batch import StepBatch, build_batch, build_verify, extend_fields
+from target_service.nodes import TOKEN_IS_KNOWN, SampledTrees
 from target_service.phases import (
     ExtendInput,
     ExtendOutput,
@@ -34,14 +33,14 @@ from target_service.phases import (
     VerifyOutput,
 )
 from target_service.sampler import Sampler
+from target_service.scheduler import StepPlan
 from target_service.step_costs import StepCosts
+from target_service.tree_source import TreeSource
 
 # Far more than a step of trees takes; longer steps go round it.
 EXTEND_BYTES = 8 << 20
 VERIFY_BYTES = 1 << 20
 _NUM_TIMED = 3
-# A tree takes a millisecond or two; one that has to wait for a prompt, ten.
-MAILBOX_PATIENCE_US = 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +52,9 @@ class PathOutputs:
         accept_index: Nodes of the path, root first, -1 padded.
         accept_length: [B], bonus included.
         token_ids: The target's token at each path node.
-        num_nodes: [B], of trees that were awaited, root included; 1: the tree did not come in time.
-            None: they were here.
+        is_finite: 0 where the raw logits of that token were not all finite.
+        num_nodes: [B], of trees from the mailbox, root included; 1: the tree did not come in time.
+            None: the trees were here.
         logprobs: Of those tokens; None when nobody asked.
         top_ids, top_logprobs: [B, D + 1, num_top].
         features: [B, D + 1, row_bytes] u8; None when nobody keeps them.
@@ -63,6 +63,7 @@ class PathOutputs:
     accept_index: NDArray[np.int64]
     accept_length: NDArray[np.int64]
     token_ids: NDArray[np.int32]
+    is_finite: NDArray[np.uint8]
     num_nodes: NDArray[np.int64] | None = None
     logprobs: NDArray[np.float32] | None = None
     top_ids: NDArray[np.int64] | None = None
@@ -115,33 +116,31 @@ class TargetRunner:
         self._graphs = GraphCache(pool.device)
         self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
 
-    @torch.inference_mode()
-    def take_trees(self, batch: StepBatch) -> TakenTrees | None:
-        """Let the device wait for the trees of a step, if it does, and lay them out.
+    @property
+    def window(self) -> int:
+        """Return the sliding window of the model's attention, tokens; 0 = none."""
+        return self.model.config.sliding_window
 
-        Mutates: the rows of `batch.extend`.
-        """
-        awaited = batch.trees.awaited if batch.trees is not None else None
-        if awaited is None:
-            return None
-        inputs, rows = batch.extend, batch.extend.rows
-        return take_trees(
-            awaited.words,
-            awaited.slot,
-            awaited.seq,
-            rows.attention.row_indptr,
-            rows.attention.prefix_len,
-            inputs.token_ids,
-            inputs.position_ids,
-            rows.attention.path_len,
-            rows.attention.path_offset,
-            num_trees=len(awaited.slot),
-            num_nodes=awaited.num_nodes,
-            max_depth=awaited.max_depth,
-            num_rows=batch.num_rows,
-            vocab_size=self.sampler.vocab_size,
-            timeout_us=MAILBOX_PATIENCE_US,
+    def pack(self, plan: StepPlan, source: TreeSource) -> StepBatch:
+        """Pack the rows of a step, and start to bring them over."""
+        return build_batch(
+            plan,
+            self.pool,
+            self.extend_staging,
+            source,
+            window=self.window,
+            pads_rows=self.pads_rows,
         )
+
+    def pack_verify(
+        self, batch: StepBatch, trees: SampledTrees, source: TreeSource, taken: TakenTrees | None
+    ) -> VerifyInput:
+        """Lay out how a step's trees are sampled and walked, and start to bring it over.
+
+        Args:
+            taken: What the device took from the mailbox, if the trees are there.
+        """
+        return build_verify(batch, trees, self.verify_staging, self.sampler, source, taken=taken)
 
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
         """Compute rows of new tokens.
@@ -154,7 +153,7 @@ class TargetRunner:
         output: ExtendOutput = self._graphs.run(
             inputs.bucket,
             lambda: self._forward(inputs),
-            (inputs.token_ids, inputs.position_ids, *inputs.rows.tensors),
+            (inputs.token_ids, inputs.position_ids, inputs.root_idx, *inputs.rows.tensors),
         )
         return output
 
@@ -172,44 +171,6 @@ class TargetRunner:
             features = self.extend(self._padding(bucket, window)).features
             if features is not None:
                 self._project(features)  # compiles it; no graph has it
-
-    def compile_mailbox(self, mailbox: Mailbox) -> None:
-        """Compile what reads and writes the mailbox; nothing comes and nothing is posted."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.pool.device)
-
-        nowhere = zeros(1, dtype=torch.int32) - 1
-        take_trees(
-            mailbox.trees,
-            nowhere,
-            nowhere,
-            torch.arange(2, dtype=torch.int32, device=self.pool.device),
-            zeros(1, dtype=torch.int32),
-            zeros(1),
-            zeros(1),
-            zeros(1, dtype=torch.int32),
-            zeros(1, MAX_TREE_NODES, dtype=torch.int32),
-            num_trees=1,
-            num_nodes=1,
-            max_depth=1,
-            num_rows=1,
-            vocab_size=self.sampler.vocab_size,
-            timeout_us=0,
-        )
-        features = None
-        if mailbox.rows is not None:
-            features = zeros(1, self.features.width, dtype=self.model.dtype)
-        post_paths(
-            mailbox.paths,
-            mailbox.rows,
-            nowhere,
-            nowhere,
-            zeros(1),
-            zeros(1, 1),
-            zeros(1, dtype=torch.int32),
-            features,
-        )
 
     def measure_costs(self, *, window: int) -> StepCosts:
         """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""
@@ -234,11 +195,8 @@ class TargetRunner:
     def _padding(self, bucket: int, window: int) -> ExtendInput:
         """Return rows that belong to no request."""
         self.extend_staging.begin()
-        host, device = self.extend_staging.place(
-            token_ids=(torch.int64, (bucket,)), position_ids=(torch.int64, (bucket,))
-        )
-        for array in host.values():
-            array.fill(0)
+        host, device = self.extend_staging.place_zeros(extend_fields, bucket)
+        host["root_idx"].fill(TOKEN_IS_KNOWN)
         rows = pack_rows(
             NO_BLOCKS, self.pool, window=window, staging=self.extend_staging, num_rows=bucket
         )
@@ -256,6 +214,7 @@ class TargetRunner:
             inputs.rows.slot_mapping,
             capture_layers=self.features.layer_ids,
             roots=self._roots,
+            root_idx=inputs.root_idx,
         )
         features = output.captured
         if self.features.width and not self.features.layer_ids:
@@ -275,9 +234,10 @@ class TargetRunner:
         if raw_rows is not None and sampling.edits_logits:
             raw = logits[raw_rows]
             raw_rows = torch.arange(len(raw), device=raw.device)
-        tokens = self.sampler.sample(logits, sampling, inputs.position)  # [L]
+        tokens, is_finite = self.sampler.sample(logits, sampling, inputs.position)  # [L] each
         outputs = NodeOutputs(len(tokens))
         outputs.register("token_ids", tokens)
+        outputs.register("is_finite", is_finite)
         if extended.features is not None and inputs.wants_features:
             outputs.register("features", self._project(inputs.gather(extended.features)))
         if inputs.logprob_rows is not None:
@@ -305,18 +265,8 @@ class TargetRunner:
             page_size=self.pool.page_size,
             max_depth=inputs.max_depth,
         )
-        if inputs.mail is not None:
-            post_paths(
-                inputs.mail.words,
-                inputs.mail.rows,
-                inputs.mail.slot,
-                inputs.mail.seq,
-                walk.accept_length,
-                walk.path_rows,
-                tokens,
-                outputs.get("features"),
-            )
-        num_nodes = (inputs.parent_index >= -1).sum(dim=1) if inputs.is_awaited else None
+        on_device = inputs.are_trees_on_device
+        num_nodes = (inputs.parent_index >= -1).sum(dim=1) if on_device else None
         return VerifyOutput(node_outputs=outputs, walk=walk, num_nodes=num_nodes)
 
     @torch.inference_mode()

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
-from shared.kernels.sampling import sample
+from shared.kernels.sampling import finite_rows, sample
 from shared.step.packing import to_device
 from shared.step.staging import Staging
-from target_service.batch import SampledNodes
+from target_service.nodes import SampledNodes
 from target_service.phases import BiasInput, ForbiddenInput, PenaltyInput, SamplingInput
 from target_service.request import TargetRequest
 
@@ -133,22 +133,25 @@ class Sampler:
 
     def sample(
         self, logits: torch.Tensor, inputs: SamplingInput, position: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the target's token at each row.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the target's token at each row, and whether its logits are numbers.
 
         Args:
             logits: [L, V] f32, raw; rows of the trees in order.
             position: [L] i64, absolute position of the token being sampled.
-        Returns: [L] i32.
+        Returns: [L] i32, and [L] u8: 0 where a raw logit is NaN or infinite.
         Mutates: rows of `logits` with a bias, penalties, or tokens that are still forbidden.
         """
+        is_finite = torch.empty(len(logits), dtype=torch.uint8, device=logits.device)
+        if inputs.edits_logits:
+            is_finite.copy_(finite_rows(logits))
         if inputs.bias is not None:
             apply_logit_bias(logits, inputs.bias.rows, inputs.bias.token_ids, inputs.bias.values)
         if inputs.penalties is not None:
             self._penalise(logits, inputs.penalties)
         if inputs.forbidden is not None:
             apply_min_new_tokens(logits, inputs.forbidden.rows, inputs.forbidden.token_ids)
-        return sample(
+        tokens = sample(
             logits,
             inputs.temperature,
             inputs.top_k,
@@ -157,7 +160,10 @@ class Sampler:
             inputs.seed,
             position,
             has_filters=inputs.has_filters,
+            # What bias, penalties and masks make infinite is as the client wants it.
+            is_finite=None if inputs.edits_logits else is_finite,
         )
+        return tokens, is_finite
 
     def _biases(self, nodes: SampledNodes, per_tree: NDArray, staging: Staging) -> BiasInput | None:
         if not per_tree["has_bias"].any():

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import heapq
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
-from target_service.request import Phase, QueuedRound, TargetRequest
+from target_service.request import Phase, TargetRequest
 
 # Trees leave one row in so many to prefills and replays, if there are any.
 CHAIN_SHARE = 4
 
-_QUEUED_ORDER = operator.attrgetter("queued_order")
+_QUEUE_IDX = operator.attrgetter("queue_idx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +53,6 @@ class StepPlan:
     retracted: list[TargetRequest] = field(default_factory=list)
 
     @property
-    def awaits_mail(self) -> bool:
-        """Return whether the device waits for the trees; if so, for all of them."""
-        return any(
-            r.queued is not None and r.queued.awaited_shape is not None for r in self.verifies
-        )
-
-    @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to compute."""
         return not (self.verifies or self.prefills or self.replays)
@@ -72,7 +66,7 @@ class Scheduler:
     a share of the rows to prefills and replays.
 
     Args:
-        runs_ahead: Plan granted rounds whose root is still being computed.
+        overlaps_steps: Plan rounds of the root alone whose root is still being computed.
     """
 
     def __init__(
@@ -81,13 +75,15 @@ class Scheduler:
         *,
         max_batch_rows: int,
         prefill_chunk_len: int,
-        runs_ahead: bool = False,
+        overlaps_steps: bool = False,
     ) -> None:
-        self.runs_ahead = runs_ahead
+        self.overlaps_steps = overlaps_steps
         self._pool = pool
         self._max_batch_rows = max_batch_rows
         self._chunk_len = prefill_chunk_len
-        self._waiting: list[tuple[int, int, TargetRequest]] = []  # (-priority, order, request)
+        self._waiting: list[
+            tuple[int, int, TargetRequest]
+        ] = []  # (-priority, admission_idx, request)
         self._held: dict[str, TargetRequest] = {}  # in order of admission
 
     @property
@@ -99,13 +95,14 @@ class Scheduler:
         return len(self._held)
 
     @property
+    def held(self) -> Collection[TargetRequest]:
+        """Return the requests that hold pages, in order of admission."""
+        return self._held.values()
+
+    @property
     def has_work(self) -> bool:
-        """Return whether a step would compute or admit anything."""
-        return (
-            any(self._has_round(r) or _has_chain(r) for r in self._held.values())
-            or self._can_admit()
-            or self.can_await_mail
-        )
+        """Return whether a step would compute or admit anything that is here."""
+        return any(self._has_round(r) or _has_chain(r) for r in self.held) or self._can_admit()
 
     @property
     def num_tree_rows(self) -> int:
@@ -113,7 +110,7 @@ class Scheduler:
         if self._can_admit():
             return 0
         num_rows = 0
-        for request in self._held.values():
+        for request in self.held:
             if _has_chain(request):
                 return 0
             if self._has_round(request):
@@ -122,32 +119,14 @@ class Scheduler:
                 num_rows += request.next_num_rows
         return num_rows
 
-    def await_mail(self) -> bool:
-        """Queue the rounds of trees that are being grown, if all requests wait for such.
-
-        The device waits for them: whoever else came meanwhile would wait as well.
-
-        Returns: Whether it did; they must be in the next step, and nobody else.
-        """
-        if not self.can_await_mail:
-            return False
-        for request in self._held.values():
-            request.queued = QueuedRound(None, awaited_shape=request.mailed)
-        return True
-
-    @property
-    def can_await_mail(self) -> bool:
-        """Return whether all that is to be done is to await trees that come by mail."""
-        held = self._held.values()
-        if not held or not all([request.can_await_mail for request in held]):
-            return False
-        num_rows = sum([r.mailed.num_draft_tokens for r in held if r.mailed is not None])
-        has_chain = any([_has_chain(request) for request in held])
+    def fits_alone(self, num_rows: int) -> bool:
+        """Return whether a step can take so many rows of trees, and nothing but trees is due."""
+        has_chain = any([_has_chain(request) for request in self.held])
         return num_rows <= self._max_batch_rows and not has_chain and not self._can_admit()
 
     def enqueue(self, request: TargetRequest) -> None:
         """Let a request wait for pages."""
-        heapq.heappush(self._waiting, (-request.open.priority, request.order, request))
+        heapq.heappush(self._waiting, (-request.open.priority, request.admission_idx, request))
 
     def remove(self, request: TargetRequest) -> None:
         """Free whatever a request holds, in whatever phase it is."""
@@ -159,12 +138,12 @@ class Scheduler:
         request.req_idx = -1
         request.phase = Phase.WAITING
 
-    def reserve_ahead(self, request_id: str, num_rows: int) -> None:
-        """Reserve the pages of a round that is on its way, if they are free; `plan` sees to it."""
+    def reserve_early(self, request_id: str, num_rows: int) -> None:
+        """Reserve the pages of a tree that is being grown, if they are free; `plan` makes sure."""
         request = self._held.get(request_id)
         if request is not None:
             with contextlib.suppress(OutOfPagesError):
-                self._pool.reserve(request.req_idx, request.next_seq_len + num_rows)
+                self._pool.reserve(request.req_idx, request.launched_len + num_rows)
 
     def plan(self) -> StepPlan:
         """Choose the rows of the next step and reserve their pages."""
@@ -178,18 +157,18 @@ class Scheduler:
         chained = [request for request in held if _has_chain(request)]
         set_aside = budget // CHAIN_SHARE if chained else 0
         queued = [request for request in held if self._has_round(request)]
-        for request in sorted(queued, key=_QUEUED_ORDER):
+        for request in sorted(queued, key=_QUEUE_IDX):
             if request.phase is Phase.WAITING:
                 continue  # retracted for an older one
             num_rows = request.next_num_rows
             if num_rows > budget - set_aside and verifies:
                 continue
-            if self._reserve(request, request.next_seq_len + num_rows, retracted):
+            if self._reserve(request, request.launched_len + num_rows, retracted):
                 verifies.append(request)
                 budget -= num_rows
         for request in chained:
-            if _is_prefilling(request) and budget > 0:
-                start = request.seq_len
+            if request.is_prefilling and budget > 0:
+                start = request.launched_len
                 stop = min(len(request.tokens), start + min(self._chunk_len, budget))
                 if self._reserve(request, stop, retracted):
                     prefills.append(PrefillWork(request=request, start=start, stop=stop))
@@ -213,7 +192,9 @@ class Scheduler:
         )
 
     def _has_round(self, request: TargetRequest) -> bool:
-        return request.queued is not None or request.can_run_alone(runs_ahead=self.runs_ahead)
+        return request.queued is not None or request.can_run_alone(
+            overlaps_steps=self.overlaps_steps
+        )
 
     def _can_admit(self) -> bool:
         """Return whether the first waiting request fits: its tokens and a whole round."""
@@ -224,7 +205,7 @@ class Scheduler:
         pages_for = self._pool.pages_for
         # Pages that requests in prefill were promised but have not reserved yet.
         promised = sum(
-            max(0, pages_for(len(held.tokens) + MAX_TREE_NODES) - pages_for(held.seq_len))
+            max(0, pages_for(len(held.tokens) + MAX_TREE_NODES) - pages_for(held.launched_len))
             for held in self._held.values()
             if held.phase is Phase.PREFILL
         )
@@ -253,7 +234,7 @@ class Scheduler:
             try:
                 self._pool.reserve(request.req_idx, num_tokens)
             except OutOfPagesError:
-                newest = max(self._held.values(), key=lambda held: held.order)
+                newest = max(self._held.values(), key=lambda held: held.admission_idx)
                 self.remove(newest)
                 retracted.append(newest)
                 if newest is request:
@@ -264,16 +245,9 @@ class Scheduler:
 
 def _has_chain(request: TargetRequest) -> bool:
     """Return whether a prefill or a replay of the request is unfinished."""
-    return _is_prefilling(request) or _replay_gap(request) is not None
-
-
-def _is_prefilling(request: TargetRequest) -> bool:
-    """Return whether rows of the prompt are left; the last ones may be in flight."""
-    return request.phase is Phase.PREFILL and request.seq_len < len(request.tokens)
+    return request.is_prefilling or _replay_gap(request) is not None
 
 
 def _replay_gap(request: TargetRequest) -> tuple[int, int] | None:
     """Return the feature rows [from, to) to replay now."""
-    if request.features is None or request.is_replaying:
-        return None
-    return request.features.gap
+    return None if request.features is None else request.features.gap_to_replay

@@ -1,8 +1,10 @@
 """Start-up proof that a token's logits and KV are bitwise a function of the tokens before it.
 
-The same tokens are computed by one prefill, by prefill chunks and plain decoding, and as the
-winding path of a bushy tree whose accepted KV is then moved. All three must agree bit for bit; on a
-machine or a model where they do not, the worker says that exactness is off.
+On a CPU the products of the loaded weights are probed first, and ways to multiply that fail are
+given up. Then the same tokens are computed by one prefill, by prefill chunks and plain decoding,
+and as the winding path of a bushy tree whose accepted KV is then moved. All three must agree bit
+for bit. A CPU where they do not gives up every library; a worker that then fails still, or has none
+to give up, says that exactness is off.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from shared.kernels.move_kv import move_kv
+from shared.kernels.probe_cpu import settle_products
 from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks, pack_rows, to_device
 from shared.tree import TreeLayout, depths_of, lay_out_tree
+from target_service.batch import extend_fields
+from target_service.nodes import TOKEN_IS_KNOWN
 from target_service.phases import ExtendInput
 from target_service.runner import TargetRunner
 
@@ -48,6 +53,37 @@ class SelfTestResult:
 
 @torch.inference_mode()
 def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTestResult:
+    """Probe a CPU's products, and compute the same tokens in three ways.
+
+    Mutates: how the model multiplies on a CPU; nothing else that outlives it.
+    """
+    products, config = runner.model.products, runner.model.config
+    if products.weights:  # none are a CPU's on a GPU
+        heads = (config.num_heads // config.num_kv_heads, config.head_dim)
+        settle_products(products, heads)
+    result = _compare_ways(runner, vocab_size, window)
+    if products.weights and not result.is_exact and not products.is_invariant:
+        logger.warning(
+            "exactness: prefill, decoding and trees differ by %s and %s, though both passed their "
+            "probes; everything is multiplied by elementwise arithmetic from now on, which is slow",
+            products.linear.name,
+            products.attention.name,
+        )
+        products.give_up_libraries()
+        result = _compare_ways(runner, vocab_size, window)
+    if result.is_exact:
+        logger.info("self-test passed: prefill, decoding and trees agree bit for bit")
+    else:
+        logger.error(
+            "EXACTNESS IS OFF: prefill, decoding and trees differ on this machine (logits by up to "
+            "%g, KV by up to %g); speculation may change the output",
+            result.max_logit_difference,
+            result.max_kv_difference,
+        )
+    return result
+
+
+def _compare_ways(runner: TargetRunner, vocab_size: int, window: int) -> SelfTestResult:
     """Compute PATH_LEN tokens after PREFIX_LEN others in three ways and compare the bits.
 
     Mutates: nothing that outlives it; the pages it takes are given back.
@@ -82,21 +118,31 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
             runner.pool.release(row)
     logits = _spread(outcomes)
     committed = _spread(kv)
-    result = SelfTestResult(
+    return SelfTestResult(
         is_exact=logits == 0.0 and committed == 0.0,
         max_logit_difference=logits,
         max_kv_difference=committed,
     )
-    if result.is_exact:
-        logger.info("self-test passed: prefill, decoding and trees agree bit for bit")
-    else:
-        logger.error(
-            "EXACTNESS IS OFF: prefill, decoding and trees differ on this machine (logits by up to "
-            "%g, KV by up to %g); speculation may change the output",
-            logits,
-            committed,
-        )
-    return result
+
+
+@torch.inference_mode()
+def fixed_prompt_logits(
+    runner: TargetRunner, vocab_size: int, window: int, *, max_num_tokens: int
+) -> torch.Tensor:
+    """Return the logits of the self-test's tokens, [n, vocab_size], computed by one prefill.
+
+    Args:
+        max_num_tokens: The prompt is cut to so many tokens.
+    Mutates: nothing that outlives it; the pages it takes are given back.
+    """
+    num_tokens = min(PREFIX_LEN + PATH_LEN, max_num_tokens)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, PREFIX_LEN + PATH_LEN)[:num_tokens]
+    row = runner.pool.acquire()
+    try:
+        runner.pool.reserve(row, num_tokens)
+        return _SelfTest(runner, row, window).chain(tokens, 0, num_tokens)
+    finally:
+        runner.pool.release(row)
 
 
 class _SelfTest:
@@ -150,13 +196,10 @@ class _SelfTest:
         bucket = bucket_of(count) if runner.pads_rows and not is_prefill else None
         staging = runner.extend_staging
         staging.begin()
-        shape = (bucket or count,)
-        host, device = staging.place(
-            token_ids=(torch.int64, shape), position_ids=(torch.int64, shape)
-        )
-        for array, values in ((host["token_ids"], tokens), (host["position_ids"], positions)):
-            array[:count] = values
-            array[count:] = 0
+        host, device = staging.place_zeros(extend_fields, bucket or count)
+        host["token_ids"][:count] = tokens
+        host["position_ids"][:count] = positions
+        host["root_idx"].fill(TOKEN_IS_KNOWN)
         rows = pack_rows(block, runner.pool, window=self._window, staging=staging, num_rows=bucket)
         inputs = ExtendInput(**device, rows=rows, bucket=bucket)
         staging.flush()

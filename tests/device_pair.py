@@ -15,12 +15,12 @@ from draft_service.device_rounds.overlap import OverlapRunner
 from draft_service.device_rounds.rounds import DeviceRounds
 from draft_service.engine import DraftEngine
 from draft_service.path_source import ConfirmedTrees
-from shared.messages import SamplingParams, TargetClose, TreeBatch, TreeShape
+from shared.messages import PeerAttach, SamplingParams, TargetClose, TreeBatch, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import Mailbox
+from target_service.device_rounds.rounds import DeviceRounds as TargetDeviceRounds
 from target_service.engine import TargetEngine
-from target_service.phases import AwaitedTrees
-from target_service.runner import TargetRunner
+from target_service.phases import MailboxTrees
 from tests.engines import (
     SHAPES,
     Models,
@@ -41,24 +41,8 @@ Make = Callable[..., Engines]
 BUSHY = SHAPES[2]
 _MUCH = 1e4
 
-EditTrees = Callable[[AwaitedTrees], object]
+EditTrees = Callable[[MailboxTrees], object]
 EditPaths = Callable[[MailboxPaths], object]
-
-
-def give_mailbox(target: TargetEngine) -> Mailbox:
-    """Let a target on a CPU have a mailbox, before any draft channels to it."""
-    runner: TargetRunner = target._runner
-    width = runner.features.width
-    mailbox = Mailbox(
-        target.info.peer_socket,
-        num_slots=runner.pool.max_num_requests,
-        width=width,
-        dtype=runner.model.dtype if width else None,
-        device=runner.pool.device,
-    )
-    target._mailbox = mailbox
-    target._direct._has_mailbox = True
-    return mailbox
 
 
 @contextmanager
@@ -75,8 +59,10 @@ def device_engines(models: Models) -> Iterator[Make]:
     ) -> Engines:
         pairing = models.pairing(kind)
         target_page, draft_page = page_sizes
-        target = make_target(pairing, feature_ring_mb=1, page_size=target_page, **options)
-        mailbox = give_mailbox(target)
+        options = {"feature_ring_mb": 1, "page_size": target_page, **options}
+        target = make_target(pairing, has_mailbox=True, **options)
+        assert isinstance(target.source, TargetDeviceRounds)
+        mailbox = target.source.mailbox
         draft_options = {"page_size": draft_page, "make_source": DeviceRounds, **(draft or {})}
         made.append((target, make_draft(pairing, **draft_options), mailbox))
         return made[-1]
@@ -136,6 +122,7 @@ class DevicePair(PeerPair):
 
     Args:
         edit_trees: Sees the words of awaited trees before the target's device does.
+        has_mailbox: The draft says that it looks into the mailbox.
         edit_paths: Sees paths and rows, and where they are, before the draft's device does.
     """
 
@@ -144,26 +131,30 @@ class DevicePair(PeerPair):
         *args: Any,
         edit_trees: EditTrees = lambda awaited: None,
         edit_paths: EditPaths = lambda paths: None,
+        has_mailbox: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.edit_trees, self.edit_paths = edit_trees, edit_paths
+        self.has_mailbox = has_mailbox
         self.late: list[tuple[PeerChannel, Any]] = []
         """Trees that the target's host has not heard of."""
         self.awaited: list[tuple[str, int]] = []
         """Request and round of the trees that the target took from the mailbox, or would have."""
         self.num_ahead = 0
         """Trees that the draft grew before its host was told to."""
-        target_runner: TargetRunner = self.target._runner
+        source = self.target.source
+        assert isinstance(source, TargetDeviceRounds)
 
-        def take_trees(batch: Any) -> Any:
-            awaited = batch.trees.awaited if batch.trees is not None else None
-            if awaited is not None:
-                self.edit_trees(awaited)
-                self.awaited += [(r.request_id, r.round_idx + 1) for r in batch.trees.requests]
-            return TargetRunner.take_trees(target_runner, batch)
+        def take_trees(trees: MailboxTrees, *rest: Any) -> Any:
+            self.edit_trees(trees)
+            by_slot = {held.req_idx: held for held in self.target.requests.values()}
+            for slot in trees.slot.tolist():
+                held = by_slot[slot]
+                self.awaited.append((held.request_id, held.round_idx + 1))
+            return TargetDeviceRounds.take_trees(source, trees, *rest)
 
-        target_runner.take_trees = take_trees  # type: ignore[method-assign]
+        source.take_trees = take_trees  # type: ignore[method-assign]
         if self.draft is None:
             return
         draft_device = self.draft_device
@@ -186,10 +177,12 @@ class DevicePair(PeerPair):
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
         self.pump()
-        if self.target._scheduler.runs_ahead:
-            self.target.launch_awaited()
+        if self.target.scheduler.overlaps_steps:
+            self.target.launch_deferred()
         self.step_target()
-        if self.target._in_flight is not None:  # it waits for that before it looks for messages
+        if (
+            self.target.pipeline.in_flight is not None
+        ):  # it waits for that before it looks for messages
             self.step_target()
         self.hear_late()
         self.pump()
@@ -197,6 +190,11 @@ class DevicePair(PeerPair):
         self.pump()
         has_work = self.target.has_work or self.target.has_work_in_s is not None or self.late
         return bool(has_work) or (self.draft is not None and self.draft.has_work)
+
+    @property
+    def can_launch_early(self) -> bool:
+        """Return whether the target could launch a step before its trees are here."""
+        return self.target.source.can_launch_early(self.target.scheduler)
 
     @property
     def num_awaited(self) -> int:
@@ -235,7 +233,9 @@ class DevicePair(PeerPair):
 
     def tell_target(self, channel: PeerChannel, message: Any) -> None:
         """Let the target's engine hear one message; of trees that it can await, later."""
-        if isinstance(message, TreeBatch) and self.target._scheduler.can_await_mail:
+        if isinstance(message, PeerAttach):
+            message = replace(message, has_mailbox=message.has_mailbox and self.has_mailbox)
+        if isinstance(message, TreeBatch) and self.can_launch_early:
             self.late.append((channel, message))
         else:
             super().tell_target(channel, message)
@@ -265,7 +265,7 @@ class PoisonedDevicePair(DevicePair):
     def step(self) -> bool:
         """Step both engines once, then poison their scratch."""
         is_busy = super().step()
-        if self.target._in_flight is None:
+        if self.target.pipeline.in_flight is None:
             poison_scratch(self.target)
         assert self.draft is not None
         if not self.is_draft_ahead:

@@ -86,8 +86,12 @@ class Models:
         return Pairing(target=target, draft=draft, algorithm=kind)
 
 
-def make_target(pairing: Pairing, **options: Any) -> TargetEngine:
-    """Build a target engine; the start-up self-test has tests of its own."""
+def make_target(pairing: Pairing, *, has_mailbox: bool = False, **options: Any) -> TargetEngine:
+    """Build a target engine; the start-up self-test has tests of its own.
+
+    Args:
+        has_mailbox: Device rounds, on a CPU.
+    """
     options = {
         "self_test": False,
         "feature_ring_mb": 0,
@@ -100,7 +104,7 @@ def make_target(pairing: Pairing, **options: Any) -> TargetEngine:
         device="cpu",
         **options,
     )
-    return create_target_engine(config, lambda *_: None)
+    return create_target_engine(config, lambda *_: None, has_cpu_mailbox=has_mailbox)
 
 
 def make_draft(
@@ -208,6 +212,11 @@ def pool_of(engine: TargetEngine | DraftEngine) -> KVPool:
     return engine._runner.pool
 
 
+def requests_of(engine: TargetEngine | DraftEngine) -> dict[str, Any]:
+    """Return the engine's requests by request_id."""
+    return engine.requests if isinstance(engine, TargetEngine) else engine._requests
+
+
 def poison(pool: KVPool, value: float = float("nan")) -> None:
     """Fill the whole pool with a value, and every page again when it is freed."""
     caches = [*pool.k, *pool.v]
@@ -228,10 +237,10 @@ def poison(pool: KVPool, value: float = float("nan")) -> None:
 def poison_scratch(engine: TargetEngine | DraftEngine, value: float = float("nan")) -> None:
     """Fill every slot past the committed ones of every request with a value."""
     pool = pool_of(engine)
-    for request in engine._requests.values():
+    for request in requests_of(engine).values():
         if request.req_idx < 0:
             continue
-        committed = request.kv_len if isinstance(engine, DraftEngine) else request.seq_len
+        committed = request.kv_len if isinstance(engine, DraftEngine) else request.launched_len
         pages = pool._first[request.req_idx] + len(pool._pages[request.req_idx])
         logical = np.arange(committed, pages * pool.page_size, dtype=np.int64)
         slots = torch.from_numpy(pool.slots(request.req_idx, logical).astype(np.int64))
@@ -262,7 +271,7 @@ class PoisonedPair(LocalPair):
 def committed_kv(engine: TargetEngine | DraftEngine, request_id: str, count: int) -> torch.Tensor:
     """Return K and V of a request's first `count` slots. [2 * num_layers, count, Hkv, d]."""
     pool = pool_of(engine)
-    req_idx = engine._requests[request_id].req_idx
+    req_idx = requests_of(engine)[request_id].req_idx
     slots = torch.from_numpy(pool.slots(req_idx, np.arange(count)).astype(np.int64))
     return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
 

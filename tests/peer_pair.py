@@ -103,7 +103,7 @@ class PeerPair(LocalPair):
             edited = [tree for tree in map(self.edit_tree, trees) if tree is not None]
             if not edited:
                 return
-            message = replace(batch_of(*edited), is_ahead=message.is_ahead)
+            message = replace(batch_of(*edited), is_overlapped=message.is_overlapped)
         self.target.submit_peer(channel, message)
 
     def tell_draft(self, channel: PeerChannel, message: Any) -> None:
@@ -185,7 +185,7 @@ class PeerPair(LocalPair):
         if epochs == (request.target_epoch, request.draft_epoch):
             self.detached.append(message.request_id)
             # Else its end is in the same batch: on the wire paths come first.
-            is_held = message.request_id in self.target._requests
+            is_held = message.request_id in self.target.requests
             if message.request_id in self.peer_until and is_held:
                 self.miss(request)
 

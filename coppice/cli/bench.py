@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coppice.cli.options import add_server_option
+from coppice.cli.options import add_server_option, require_server
 from coppice.stack.config import split_list
 from shared.config.check import parse_shape
 from shared.errors import ConfigError
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from coppice.bench import DEFAULT_PROMPTS, run_bench
     from coppice.bench_plot import draw_plot
     from coppice.svg import draw_charts
-    from coppice.timeline import chart, measure_timelines
+    from coppice.timeline import chart, measure_timelines, stage_colors
 
     prompts = _read_prompts(arguments.prompts) if arguments.prompts else list(DEFAULT_PROMPTS)
     what: dict[str, Any] = {
@@ -95,13 +95,15 @@ def run(arguments: argparse.Namespace) -> int:
             "ignore_eos": True,
         },
     }
+    require_server(arguments.server)
     if arguments.timeline is not None:
         timelines = asyncio.run(measure_timelines(arguments.server, **what))
         for timeline in timelines:
             _print_timeline(timeline)
         _write_json(arguments, prompts, timelines)
         if arguments.timeline:
-            Path(arguments.timeline).write_text(draw_charts([chart(each) for each in timelines]))
+            charts = [chart(each) for each in timelines]
+            Path(arguments.timeline).write_text(draw_charts(charts, colors=stage_colors()))
         return 0
     results = asyncio.run(run_bench(arguments.server, **what, on_cell=_say))
     _print_table(results)

@@ -83,7 +83,7 @@ def _compare(client: Client, arguments: argparse.Namespace, started: float) -> d
     }
     _warm_up(client, arguments.prompt)
     printer = TokenPrinter(sys.stdout, shows_tree=True)
-    _headline("With speculation: " + printer.legend())
+    _headline("With speculation: " + printer.legend(sys.stdout))
     sys.stdout.write(arguments.prompt)
     fast = show(client.stream(arguments.prompt, **keywords), printer)
     _headline("Without")

@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coppice.cli.options import add_server_option
+from coppice.cli.options import add_server_option, require_server
 from coppice.cli.render import TokenPrinter, print_stats, stats_rows
 from coppice.cli.request_options import add_request_options, request_keywords
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
+from shared.errors import CoppiceError
+from shared.messages import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--show-tree",
         action="store_true",
-        help="colour accepted draft tokens and bonus tokens (brackets where NO_COLOR is set)",
+        help="colour accepted draft tokens and bonus tokens (brackets where there are no colours)",
     )
     parser.add_argument("--stats", action="store_true", help="say what it took, on stderr")
     add_request_options(parser)
@@ -38,13 +39,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Stream the completion to stdout."""
     from coppice.client import Client
 
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     keywords = request_keywords(arguments)
+    require_server(arguments.server)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     printer = TokenPrinter(sys.stdout, shows_tree=arguments.show_tree)
     if arguments.show_tree:
-        sys.stderr.write(printer.legend() + "\n")
-    with Client(arguments.server) as client:
-        shown = show(client.stream(prompt, timeout_s=arguments.timeout_s, **keywords), printer)
+        sys.stderr.write(printer.legend(sys.stderr) + "\n")
+    try:
+        with Client(arguments.server) as client:
+            shown = show(client.stream(prompt, timeout_s=arguments.timeout_s, **keywords), printer)
+    except (CoppiceError, KeyboardInterrupt):
+        printer.end_line()  # what went wrong is said on a line of its own
+        raise
     sys.stdout.write("\n")
     if arguments.stats:
         rows = stats_rows(

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from coppice import __version__
 from shared.config.loader import suggestion
 from shared.errors import ConfigError, CoppiceError
 
@@ -22,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Tree speculative decoding with draft and target as separate services.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"coppice {__version__}")
     # After main() has set what gRPC reads from the environment when it is imported.
     from coppice.cli import bench, demo, generate, health, serve, up
 

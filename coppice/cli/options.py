@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 from coppice.stack.config import UpConfig
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import ENV_PREFIX, load_config, read_config_file, variables_of
+from shared.errors import UnavailableError
 
 Config = TypeVar("Config")
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 SERVER_VARIABLE = ENV_PREFIX + "SERVER"
 DEFAULT_SERVER = "localhost:50051"
+CONNECT_TIMEOUT_S = 5.0
 SECTIONS = ("up", "orchestrator", "target", "draft")
 CONFIG_TYPES = (UpConfig, OrchestratorConfig, TargetConfig, DraftConfig)
 
@@ -38,6 +40,20 @@ def add_server_option(parser: argparse.ArgumentParser) -> None:
         default=default,
         help=f"orchestrator to talk to; also {SERVER_VARIABLE} (default: {default})",
     )
+
+
+def require_server(address: str) -> None:
+    """Raise unless something listens at an address; said at once, where a request would retry.
+
+    Raises: UnavailableError that says what to start.
+    """
+    from coppice.health import can_connect
+
+    if not can_connect(address, timeout_s=CONNECT_TIMEOUT_S):
+        raise UnavailableError(
+            f"no server listens at {address}; start one with `coppice up`, or name another one "
+            "with --server HOST:PORT"
+        )
 
 
 def known_variables() -> set[str]:

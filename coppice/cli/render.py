@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
-from shared.messages.generation import FinishInfo, PromptInfo, TokenDelta
+from shared.messages import FinishInfo, PromptInfo, TokenDelta
 
 DRAFT_STYLE = "\x1b[32m"
 BONUS_STYLE = "\x1b[1;33m"
 RESET = "\x1b[0m"
+
+
+def has_color(out: TextIO) -> bool:
+    """Return whether colours may be written there: to a terminal, unless NO_COLOR is set."""
+    return out.isatty() and not os.environ.get("NO_COLOR")
 
 
 class TokenPrinter:
@@ -18,19 +23,34 @@ class TokenPrinter:
     Args:
         out: Where to.
         shows_tree: Tell what was drafted from what the target sampled: by colour, or between
-            brackets where NO_COLOR asks for it.
+            brackets where there are no colours.
     """
 
     def __init__(self, out: TextIO, *, shows_tree: bool) -> None:
         self._out = out
         self._shows_tree = shows_tree
-        self._is_colored = not os.environ.get("NO_COLOR")
+        self._is_colored = has_color(out)
+        self._last = "\n"
 
-    def legend(self) -> str:
-        """Say how to read the output."""
-        draft = self._mark("accepted draft tokens", is_draft=True)
-        bonus = self._mark("bonus tokens of the target", is_draft=False)
+    def legend(self, out: TextIO) -> str:
+        """Say how to read the output.
+
+        Args:
+            out: Where the legend goes, which may know no colours although the output does.
+        """
+        draft, bonus = "accepted draft tokens", "bonus tokens of the target"
+        if self._is_colored and not has_color(out):
+            draft, bonus = f"green: {draft}", f"yellow: {bonus}"
+        else:
+            draft, bonus = self._mark(draft, is_draft=True), self._mark(bonus, is_draft=False)
         return f"{draft}, {bonus} (one per round)"
+
+    def end_line(self) -> None:
+        """Make what comes next stand on a line of its own."""
+        if self._last != "\n":
+            self._out.write("\n")
+            self._out.flush()
+            self._last = "\n"
 
     def write(self, delta: TokenDelta) -> None:
         """Write the text of one delta at once."""
@@ -41,6 +61,7 @@ class TokenPrinter:
         else:
             self._out.write(delta.text)
         self._out.flush()
+        self._last = delta.text[-1:] or self._last
 
     def _mark(self, text: str, *, is_draft: bool) -> str:
         if not text:

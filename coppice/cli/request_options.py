@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from coppice.request import DEFAULT_MAX_NEW_TOKENS
 from shared.config.check import check_tree_shape
 from shared.errors import ConfigError
 
@@ -27,7 +28,7 @@ SHAPE = (
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of a request; those not given leave the choice to the server."""
+    """Add every flag of a request."""
     sampling = parser.add_argument_group("sampling")
     for flag, kind, text in SAMPLING:
         sampling.add_argument(flag, type=kind, help=text)
@@ -38,7 +39,12 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         help="add VALUE to a token's logit; may be repeated",
     )
     stopping = parser.add_argument_group("stopping")
-    stopping.add_argument("--max-new-tokens", type=int, help="default: up to the context length")
+    stopping.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=DEFAULT_MAX_NEW_TOKENS,
+        help=f"0 = up to the context length; default: {DEFAULT_MAX_NEW_TOKENS}",
+    )
     stopping.add_argument("--min-new-tokens", type=int, help="no stop token before; default 0")
     stopping.add_argument(
         "--stop",
@@ -74,8 +80,9 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises: ConfigError if a flag cannot work whatever the server.
     """
     names = [flag[2:].replace("-", "_") for flag, _, _ in (*SAMPLING, *SHAPE)]
-    names += ["max_new_tokens", "min_new_tokens", "stop_strings", "stop_token_ids"]
+    names += ["min_new_tokens", "stop_strings", "stop_token_ids"]
     keywords = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    keywords["max_new_tokens"] = arguments.max_new_tokens or None
     for name in ("ignore_eos", "include_stop_in_output"):
         if getattr(arguments, name):
             keywords[name] = True

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import os
 import signal
-import sys
 import threading
 from typing import Any
 
 from coppice.cli.options import add_config_option, load_service_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import add_config_flags
+from shared.logs import LEVELS, configure_logging
 
 # role -> (configuration, module whose main(config) serves until SIGTERM)
 ROLES: dict[str, tuple[type, str]] = {
@@ -33,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         service.add_argument(
             "--log-level",
             default="info",
-            choices=("debug", "info", "warning", "error"),
+            choices=LEVELS,
             help="least severity that is logged (default: info)",
         )
         service.add_argument(
@@ -49,11 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     config_type, module_name = ROLES[arguments.role]
     config: Any = load_service_config(arguments, config_type, section=arguments.role)
-    logging.basicConfig(
-        level=arguments.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(arguments.log_level)
     if arguments.exit_with_parent:
         threading.Thread(target=_end_with_stdin, name="parent-watch", daemon=True).start()
     return int(importlib.import_module(module_name).main(config) or 0)

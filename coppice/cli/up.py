@@ -18,6 +18,8 @@ from shared.config.loader import add_config_flags, explicit_values, load_config
 
 Config = TypeVar("Config")
 
+EXIT_CONFIG = 2  # of a service, and of `up`: the configuration cannot work
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `up`."""
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             stack.start()
     except ServiceFailedError as error:
         sys.stderr.write(f"coppice: {error}\n")
-        return 1
+        return EXIT_CONFIG if error.exit_code == EXIT_CONFIG else 1
     starting.clear()
     speculation = "" if config.num_drafts else ", without speculation"
     sys.stdout.write(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.\n")

@@ -16,6 +16,7 @@ from shared.config import (
 )
 from shared.config.check import check_config
 from shared.errors import ConfigError
+from shared.logs import LEVELS
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
 LOOPBACK = "127.0.0.1"
@@ -35,6 +36,7 @@ class StackConfig:
         draft_gpus: GPU of each draft in turn; the same as a target's is allowed.
         start_timeout_s: Budget for everything to become ready.
         stop_timeout_s: Budget for requests to end on `stop` before processes are killed.
+        log_level: Least severity that the services log.
     """
 
     orchestrator: OrchestratorConfig = field(
@@ -48,6 +50,7 @@ class StackConfig:
     draft_gpus: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
     stop_timeout_s: float = 30.0
+    log_level: str = "info"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,10 @@ class UpConfig:
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("auto", "dtype of the target", choices=DTYPES)
     draft_dtype: str = option("auto", "dtype of the draft", choices=DTYPES)
+    allow_inexact: bool = option(
+        default=False,
+        help="serve even if the target's self-test finds that speculation may change the output",
+    )
     target_gpus: str = option("", "GPU of each target in turn, e.g. 0,1; empty = the first")
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
     num_targets: int = option(1, "target processes", minimum=1)
@@ -100,6 +107,9 @@ class UpConfig:
     host: str = option(LOOPBACK, "address that the orchestrator listens on")
     port: int = option(
         50051, "port that the orchestrator listens on; 0 = any free port", minimum=0, maximum=65535
+    )
+    log_level: str = option(
+        "info", "least severity that is logged: debug, info, warning or error", choices=LEVELS
     )
 
 
@@ -139,6 +149,7 @@ def stack_config(
             page_size="page_size",
             device="device",
             dtype="dtype",
+            allow_inexact="allow_inexact",
         ),
     )
     if num_drafts == 0:
@@ -173,6 +184,7 @@ def stack_config(
         num_drafts=num_drafts,
         target_gpus=split_list(up.target_gpus),
         draft_gpus=split_list(up.draft_gpus),
+        log_level=up.log_level,
     )
 
 

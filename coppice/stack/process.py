@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from coppice.health import health_probe
+from coppice.health import HealthProbe, health_probe
+from shared.rpc.health_names import process_name
 
 LOG_TAIL_LINES = 40
 FIRST_BACKOFF_S = 0.25
@@ -39,7 +40,15 @@ class ServiceState(enum.Enum):
 
 
 class ServiceFailedError(RuntimeError):
-    """A service ended before it was ready, or was not ready in time; the message has its log."""
+    """A service ended before it was ready, or was not ready in time; the message has its log.
+
+    Args:
+        exit_code: Of the service that ended; None if it is late.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class ServiceProcess:
@@ -81,6 +90,8 @@ class ServiceProcess:
         self._state = ServiceState.STOPPED
         self._has_been_ready = False
         self._stopping = threading.Event()
+        self.exit_code: int | None = None
+        """Of the last child that ended by itself."""
         self._process: subprocess.Popen[bytes] | None = None
         self._supervisor: threading.Thread | None = None
 
@@ -172,7 +183,7 @@ class ServiceProcess:
             )
             reader.start()
             ready_at = self._wait_ready(process)
-            code = process.wait()
+            code = self.exit_code = process.wait()
             # What is left of the group, an engine whose front was killed, must not hold the GPU.
             _signal_group(process.pid, signal.SIGKILL)
             reader.join()
@@ -183,7 +194,7 @@ class ServiceProcess:
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> float | None:
         with health_probe(self.address) as probe:
             while process.poll() is None:
-                if probe.status(self._health_service, timeout_s=0.2) == "SERVING":
+                if _answers(probe, process.pid, self._health_service):
                     self._has_been_ready = True
                     self._set_state(ServiceState.READY)
                     return time.monotonic()
@@ -207,6 +218,13 @@ class ServiceProcess:
 def _signal_group(pid: int, signal_number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal_number)
+
+
+def _answers(probe: HealthProbe, pid: int, service: str) -> bool:
+    """Return whether it is this child that answers, and not who had the port before; and ready."""
+    return all(
+        probe.status(name, timeout_s=0.2) == "SERVING" for name in (process_name(pid), service)
+    )
 
 
 def _describe_exit(code: int) -> str:

@@ -7,6 +7,7 @@ with Stack(StackConfig()) as stack:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServicePr
 from shared.config import DraftConfig, TargetConfig
 from shared.config.check import check_config
 from shared.config.loader import ENV_PREFIX, to_arguments
+from shared.errors import ConfigError
 from shared.gpu_lease import list_machine_gpus
 
 PAIRING_TIMEOUT_S = 20.0
@@ -84,9 +86,10 @@ class Stack:
     def start(self) -> Stack:
         """Launch everything at once and wait until every service is ready.
 
-        Raises: ServiceFailedError with the log of the service that ended or took too long; nothing
-            is left running then.
+        Raises: ConfigError if the orchestrator's port is taken; ServiceFailedError with the log of
+            the service that ended or took too long. Nothing is left running then.
         """
+        _require_free(self.config.orchestrator.host, self.config.orchestrator.port)
         self._build()
         try:
             for service in self.services.values():
@@ -111,8 +114,10 @@ class Stack:
                 return
             for name, state in states.items():
                 if state in (ServiceState.FAILED, ServiceState.STOPPED):
+                    service = self.services[name]
                     raise ServiceFailedError(
-                        f"{name} ended before it was ready\n{self.services[name].log_tail()}"
+                        f"{name} ended before it was ready\n{service.log_tail()}",
+                        exit_code=service.exit_code,
                     )
             if time.monotonic() > deadline:
                 late = [n for n, s in states.items() if s is not ServiceState.READY]
@@ -205,11 +210,11 @@ class Stack:
 
     def _add(self, name: str, role: str, config: Any, health_service: str) -> None:
         command = [sys.executable, "-m", "coppice", "serve", role, "--exit-with-parent"]
-        host = LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host
+        command.append(f"--log-level={self.config.log_level}")
         self.services[name] = ServiceProcess(
             name,
             command + to_arguments(config),
-            address=f"{host}:{config.port}",
+            address=f"{_dialled(config.host)}:{config.port}",
             health_service=health_service,
             environ=_child_environ(),
             on_log=self._on_log,
@@ -252,6 +257,47 @@ def _gpus_of_workers(config: StackConfig) -> list[str]:
         else:
             gpus.append(worker.gpus)
     return gpus
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise unless the orchestrator can listen there; 0 is any port.
+
+    Raises: ConfigError that says who answers there.
+    """
+    if not port:
+        return
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        where = f"{host}:{port}"
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(
+                f"cannot listen on {where}: {error.strerror or error}; "
+                "choose another --host or --port"
+            ) from None
+        raise ConfigError(
+            f"cannot listen on {where}: {_occupant(host, port)}; stop it, or choose another "
+            "--port (0 = any free one)"
+        ) from None
+
+
+def _occupant(host: str, port: int) -> str:
+    with health_probe(f"{_dialled(host)}:{port}") as probe:
+        status = probe.status(ORCHESTRATOR_SERVICE, timeout_s=1.0)
+    if status in ("SERVING", "NOT_SERVING"):
+        return "another Coppice server runs there"
+    return "another program has the port"
+
+
+def _dialled(host: str) -> str:
+    """Return how this machine dials a host that is listened on."""
+    return LOOPBACK if host in ("0.0.0.0", "::", "[::]", "") else host
 
 
 @contextlib.contextmanager

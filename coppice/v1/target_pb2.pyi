@@ -63,14 +63,16 @@ class TargetOpen(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ...) -> None: ...
 
 class TargetAdmitted(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "num_cached_tokens")
+    __slots__ = ("request_id", "target_epoch", "num_cached_tokens", "times")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    times: _tree_pb2.AnswerTimes
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_tree_pb2.AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class VerifyRound(_message.Message):
     __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "root_token_id", "tree", "credit")

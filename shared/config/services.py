@@ -113,6 +113,10 @@ class TargetConfig(WorkerConfig):
     model: str = option(
         "demo", "checkpoint directory of the target, or demo", aliases=("model_path",)
     )
+    allow_inexact: bool = option(
+        default=False,
+        help="serve even if the self-test finds that speculation may change the output",
+    )
     draft_model: str = option(
         "demo",
         "draft checkpoint whose features to capture: a directory, demo or none",
@@ -226,7 +230,7 @@ class OrchestratorConfig:
     max_message_bytes: int = option(16 * 1024 * 1024, "largest request message", minimum=1024)
     draft_timeout_ms: float = option(
         500.0,
-        "floor of the time a round waits for its tree, a direct one for its path, before it goes "
+        "floor of the time a round waits for its tree, a peer round for its path, before it goes "
         "root-only",
         minimum=0,
     )

@@ -21,9 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
-
-# Rows of one CPU product. BLAS picks another order of accumulation for another height.
-CPU_ROW_TILE = 8
+from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 
 # Splits are made until there are this many programs of SPLIT_BLOCK_N outputs, about as many as keep
 # the memory of a large GPU busy, but none shorter than MIN_SPLIT_K.
@@ -178,7 +176,7 @@ def sum_addends_block(addends_ptr, offset, split_stride, mask, NUM_SPLITS: tl.co
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
@@ -187,13 +185,13 @@ def linear(
 
     Args:
         x: [T, K].
-        weight: [N, K], dtype of x.
+        weight: [N, K], dtype of x; packed, if a CPU computes with it often.
         bias: [N] or None.
         out_dtype: dtype of the result; None: that of x.
     Returns: [T, N], accumulated in float32.
     """
-    if not use_triton(x):
-        return linear_ref(x, weight, bias, out_dtype=out_dtype)
+    if isinstance(weight, CpuWeight) or not use_triton(x):
+        return linear_cpu(x, weight, bias, out_dtype=out_dtype)
     num_rows, width_n = x.shape[0], weight.shape[0]
     dtype = out_dtype or x.dtype
     if num_splits(*weight.shape) > 1 and num_rows <= MAX_SPLIT_ROWS:
@@ -204,18 +202,18 @@ def linear(
     return out
 
 
-def linear_addends(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_addends(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Return the addends of x W^T, for a kernel that adds them up on its way.
 
     Added in order they give, bit for bit, what `linear` rounds when there is no bias.
 
     Args:
         x: [T, K].
-        weight: [N, K], dtype of x.
+        weight: [N, K], dtype of x; packed, if a CPU computes with it often.
     Returns: [S, T, N] f32; S depends on T and the weight's shape.
     """
-    if not use_triton(x):
-        return linear_ref(x, weight, out_dtype=torch.float32).unsqueeze(0)
+    if isinstance(weight, CpuWeight) or not use_triton(x):
+        return linear_cpu(x, weight, out_dtype=torch.float32).unsqueeze(0)
     num_rows, width_n = x.shape[0], weight.shape[0]
     splits = num_splits(*weight.shape) if num_rows <= MAX_SPLIT_ROWS else 1
     addends = torch.empty((splits, num_rows, width_n), dtype=torch.float32, device=x.device)
@@ -335,33 +333,3 @@ def sum_addends_ref(
     if bias is not None:
         total = total + bias.float()
     return total.to(dtype) if residual is None else residual + total.to(dtype)
-
-
-def linear_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Do what `linear` does, in tiles of CPU_ROW_TILE zero-padded rows."""
-    dtype = out_dtype or x.dtype
-    num_rows, width_n = x.shape[0], weight.shape[0]
-    padding = -num_rows % CPU_ROW_TILE
-    # BLAS adds in another order for transposed operands.
-    x, weight = x.float().contiguous(), weight.float().t()
-    bias = None if bias is None else bias.float()
-    if padding:
-        x = functional.pad(x, (0, 0, 0, padding))
-    if len(x) == CPU_ROW_TILE:
-        out = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-        return (out[:num_rows] if padding else out).to(dtype)
-    out = x.new_empty((num_rows + padding, width_n))
-    tiles = x.view(-1, CPU_ROW_TILE, x.shape[1]).unbind()
-    out_tiles = out.view(-1, CPU_ROW_TILE, width_n).unbind()
-    for tile, out_tile in zip(tiles, out_tiles, strict=True):
-        if bias is None:
-            torch.mm(tile, weight, out=out_tile)
-        else:
-            torch.addmm(bias, tile, weight, out=out_tile)
-    return (out[:num_rows] if padding else out).to(dtype)

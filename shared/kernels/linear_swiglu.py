@@ -12,7 +12,8 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
-from shared.kernels.linear import INTERPRETED_TILES, Tiles, blocks_of, linear_ref
+from shared.kernels.linear import INTERPRETED_TILES, Tiles, blocks_of
+from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.swiglu import swiglu
 
 
@@ -70,18 +71,18 @@ def _linear_swiglu_kernel(
 
 
 def linear_swiglu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return silu(gate) * up of two products; a row's bits do not depend on the other rows.
 
     Args:
         x: [T, K].
-        weight: [2 F, K], the rows of gate above those of up; dtype of x.
+        weight: [2 F, K], the rows of gate above those of up; dtype of x; see `linear`.
         bias: [2 F] or None.
     Returns: [T, F] in the dtype of x; gate and up are rounded to it before they are combined.
     """
-    if not use_triton(x):
-        return linear_swiglu_ref(x, weight, bias)
+    if isinstance(weight, CpuWeight) or not use_triton(x):
+        return linear_swiglu_cpu(x, weight, bias)
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
     num_rows, width_f, width_k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     out = torch.empty((num_rows, width_f), dtype=x.dtype, device=x.device)
@@ -110,9 +111,9 @@ def linear_swiglu(
     return out
 
 
-def linear_swiglu_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+def linear_swiglu_cpu(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Do what `linear_swiglu` does in plain torch."""
-    gate, up = linear_ref(x, weight, bias).chunk(2, dim=-1)
+    """Do what `linear_swiglu` does on a CPU."""
+    gate, up = linear_cpu(x, weight, bias).chunk(2, dim=-1)
     return swiglu(gate, up)

@@ -34,6 +34,12 @@ _STEP = 128
 def load_scaled(logits_ptr, row, column, width, temperature):
     """Return a block of a row's logits / T; NaN and columns past the end are -inf, -0 is +0."""
     x = tl.load(logits_ptr + row * width + column, mask=column < width, other=-float("inf"))
+    return scaled_by(x, temperature)
+
+
+@triton.jit
+def scaled_by(x, temperature):
+    """Return logits / T; NaN is -inf, -0 is +0."""
     x = tl.div_rn(tl.where(x == x, x, -float("inf")), temperature)
     return tl.where(x == 0.0, 0.0, x)
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.products_cpu import CpuProducts
 from shared.kernels.tree_attention_kernels import (
     _SEQUENTIAL_STATES,
     _finish_rows_kernel,
@@ -50,6 +51,8 @@ def tree_attention(
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
+    *,
+    products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Attend from every row to its prefix and its own path.
 
@@ -62,10 +65,11 @@ def tree_attention(
         v_cache: [num_slots, Hkv, d].
         metadata: TreeAttentionMetadata of the T rows.
         scale: Multiplies the scores.
+        products: How a CPU multiplies; None: by a library.
     Returns: [T, Hq, d] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
-        return tree_attention_ref(q, k_cache, v_cache, metadata, scale)
+        return tree_attention_ref(q, k_cache, v_cache, metadata, scale, products=products)
     return attend_in_chunks(q, k_cache, v_cache, metadata, scale)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.kernels.products_cpu import BATCH_ITEMS
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 
 # KV indices of one tile; tiles are cut at multiples of it, whatever the batch.
@@ -29,17 +30,21 @@ class RowSlice:
     Args:
         where: Its rows of the step.
         num_rows: How many.
+        num_padded: At least a whole batch of products where tiles are shared; what is more than
+            num_rows repeats the last row.
         num_shared: Tiles that all rows share.
         num_own: Tiles that each row has for itself, after the shared ones.
-        index: [(num_shared + num_own * num_rows) * Hkv * TILE] i64 rows of a cache viewed as
-            [num_slots * Hkv, d]; own tiles lie as [num_own, num_rows]. What a row may not see is
-            replaced by something that it does see: finite, and given a weight of exactly 0.
+        index: [(num_shared + num_own * num_padded) * Hkv * TILE] i64 rows of a cache viewed as
+            [num_slots * Hkv, d]; shared tiles lie as [num_shared, Hkv], own tiles as
+            [num_own, Hkv, num_padded]. What a row may not see is replaced by something that it
+            does see: finite, and given a weight of exactly 0.
         masked_tile: First tile, shared or own, with a KV index that some row may not see.
-        mask: [num_shared + num_own - masked_tile, num_rows, 1, TILE] f32, 0 or -inf.
+        mask: [num_shared + num_own - masked_tile, 1, num_padded, 1, TILE] f32, 0 or -inf.
     """
 
     where: slice | torch.Tensor
     num_rows: int
+    num_padded: int
     num_shared: int
     num_own: int
     index: torch.Tensor
@@ -115,24 +120,24 @@ class _Step:
             return first, last, last
         return first, max(first, prefix // CPU_KV_TILE), last
 
-    def cache_rows(self, pages: NDArray, logical: NDArray) -> torch.Tensor:
+    def cache_rows(self, pages: NDArray, logical: NDArray, num_rows: int) -> NDArray:
         """Return where the logical slots of tiles lie in a cache, head by head.
 
         Args:
             pages: Page of each logical slot.
-            logical: [tiles * TILE].
-        Returns: [tiles * Hkv * TILE].
+            logical: [tiles, num_rows, TILE], flat.
+        Returns: [tiles * Hkv * num_rows * TILE] i64.
         """
         slots = pages.astype(np.int64) * self.page_size + logical % self.page_size
         if self._num_kv_heads > 1:
-            tiles = slots.reshape(-1, 1, CPU_KV_TILE) * self._num_kv_heads
-            slots = (tiles + np.arange(self._num_kv_heads)[:, None]).reshape(-1)
-        return torch.from_numpy(slots).to(self.device)
+            tiles = slots.reshape(-1, 1, num_rows, CPU_KV_TILE) * self._num_kv_heads
+            slots = (tiles + np.arange(self._num_kv_heads)[:, None, None]).reshape(-1)
+        return slots
 
     def mask(self, is_visible: NDArray) -> torch.Tensor:
-        """Return [tiles, n, 1, TILE] to be added to scores, from [n, tiles * TILE]."""
+        """Return [tiles, 1, n, 1, TILE] to be added to scores, from [n, tiles * TILE]."""
         mask = np.where(is_visible, np.float32(0), np.float32(-np.inf))
-        mask = mask.reshape(len(mask), -1, 1, CPU_KV_TILE).transpose(1, 0, 2, 3)
+        mask = mask.reshape(len(mask), -1, 1, 1, CPU_KV_TILE).transpose(1, 2, 0, 3, 4)
         return torch.from_numpy(mask).to(self.device)
 
 
@@ -140,8 +145,10 @@ def _plan_segment(step: _Step, request: int, begin: int, end: int) -> RowSlice:
     """Plan rows [begin, end) of one request."""
     first, shared_end, last = step.tiles(request, begin, end)
     num_shared = shared_end - first
+    num_padded = max(end - begin, BATCH_ITEMS) if num_shared else end - begin
+    rows = np.minimum(np.arange(begin, begin + num_padded), end - 1)
     prefix = step.prefix[request]
-    row_end = prefix + step.path_len[begin:end]  # [n], a row sees KV indices [start, end)
+    row_end = prefix + step.path_len[rows]  # [n], a row sees KV indices [start, end)
     least_end, most_end = int(row_end.min()), int(row_end.max())
     index = np.arange(first * CPU_KV_TILE, last * CPU_KV_TILE)
 
@@ -155,20 +162,23 @@ def _plan_segment(step: _Step, request: int, begin: int, end: int) -> RowSlice:
     logical = index[: num_shared * CPU_KV_TILE]
     if step.is_chain[request] or step.window:
         logical = np.clip(logical, step.start(least_end), most_end - 1)
+    page_ids = step.page_table[step.req_idx[request]]
+    where = step.cache_rows(page_ids[logical // step.page_size], logical, 1)
     if last > shared_end:
         own = seen[:, (num_shared - masked_tile) * CPU_KV_TILE :]
         path = own - prefix
-        rows = np.arange(begin, end)[:, None]
-        own = np.where(path < 0, own, prefix + step.path_offset[rows, np.maximum(path, 0)])
-        own = own.reshape(end - begin, -1, CPU_KV_TILE).swapaxes(0, 1)
-        logical = np.concatenate((logical, own.reshape(-1)))
-    pages = step.page_table[step.req_idx[request]][logical // step.page_size]
+        offset = step.path_offset[rows[:, None], np.maximum(path, 0)]
+        own = np.where(path < 0, own, prefix + offset)
+        own = own.reshape(num_padded, -1, CPU_KV_TILE).swapaxes(0, 1).reshape(-1)
+        own_where = step.cache_rows(page_ids[own // step.page_size], own, num_padded)
+        where = np.concatenate((where, own_where))
     return RowSlice(
         where=slice(begin, end),
         num_rows=end - begin,
+        num_padded=num_padded,
         num_shared=num_shared,
         num_own=last - shared_end,
-        index=step.cache_rows(pages, logical),
+        index=torch.from_numpy(where).to(step.device),
         masked_tile=masked_tile,
         mask=step.mask(seen == masked_index),
     )
@@ -213,10 +223,8 @@ def _plan_singles(step: _Step, requests: Sequence[int]) -> RowSlice:
         logical = np.where(is_path, prefix + offset, seen)
     req_idx = np.array([step.req_idx[request] for request in requests])[:, None]
     pages = step.page_table[req_idx, logical // step.page_size]
-    by_tile = [
-        part.reshape(len(rows), -1, CPU_KV_TILE).swapaxes(0, 1).reshape(-1)
-        for part in (pages, logical)
-    ]
+    by_tile = (len(rows), -1, CPU_KV_TILE)
+    pages, logical = (part.reshape(by_tile).swapaxes(0, 1).reshape(-1) for part in (pages, logical))
     masked_tile = 0 if step.window else int(row_end.min()) // CPU_KV_TILE
     masked = slice(masked_tile * CPU_KV_TILE, None)
     is_run = bool((np.diff(rows) == 1).all())
@@ -225,9 +233,10 @@ def _plan_singles(step: _Step, requests: Sequence[int]) -> RowSlice:
         if is_run
         else torch.from_numpy(rows).to(step.device),
         num_rows=len(rows),
+        num_padded=len(rows),
         num_shared=0,
         num_own=num_tiles,
-        index=step.cache_rows(*by_tile),
+        index=torch.from_numpy(step.cache_rows(pages, logical, len(rows))).to(step.device),
         masked_tile=masked_tile,
         mask=step.mask(seen[:, masked] == index[:, masked]),
     )

@@ -1,10 +1,11 @@
 """Tree attention in plain torch: the reference of the kernel, and what CPU servers run.
 
 Exact by construction. KV tiles are cut at multiples of KV index; every (row, KV head, tile) is one
-item of a batched product, [group, d] x [d, TILE] and [group, TILE] x [TILE, d], whose bits depend
-on nothing but its operands; a row's tiles are added in ascending order. Where the operands of an
-item come from is free: tiles that all rows of a request share are gathered once, the tiles that
-hold a row's own path once per row.
+item of a batched product, [group, d] x [d, TILE] and [group, TILE] x [TILE, d]; a row's tiles are
+added in ascending order. Where the operands of an item come from is free: tiles that all rows of a
+request share are gathered once, the tiles that hold a row's own path once per row. Items are
+aligned, padded copies, and batches have one size, so that whoever multiplies them always sees the
+same call (see products_cpu.py).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import math
 
 import torch
 
+from shared.kernels.products_cpu import BatchLibrary, CpuProducts
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_plan import plan_rows
-from shared.kernels.tree_attention_workspace import Workspace, make_workspaces
+from shared.kernels.tree_attention_workspace import Workspace, make_workspaces, multiply
 from shared.kernels.vector_math import settle_vector_math
 
 _LOG2_E = math.log2(math.e)
@@ -27,9 +29,12 @@ def tree_attention_ref(
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
+    *,
+    products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Do what `tree_attention` does in plain torch."""
     settle_vector_math()
+    library = (products or CpuProducts()).attention
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     shape = (num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -44,10 +49,11 @@ def tree_attention_ref(
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     for space in spaces:
         where = space.rows.where
-        acc = out[where]  # a view of adjacent rows, else a copy
-        _attend(scaled[where], keys, values, space, acc)
+        rows = _attend(scaled[where], keys, values, space, library)
         if isinstance(where, torch.Tensor):
-            out.index_copy_(0, where, acc)
+            out.index_copy_(0, where, rows)
+        else:
+            out[where] = rows
     return out.view(q.shape).to(q.dtype)
 
 
@@ -56,52 +62,54 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     space: Workspace,
-    acc: torch.Tensor,
-) -> None:
+    library: BatchLibrary,
+) -> torch.Tensor:
     """Attend from the rows of a slice.
 
     Args:
         q: [n, Hkv, group, d], scaled.
         keys: [num_slots * Hkv, d].
         values: [num_slots * Hkv, d].
-        acc: [n, Hkv, group, d] of 0.
-    Mutates: `acc`; the workspace.
+    Returns: [n, Hkv, group, d], a view of the workspace.
+    Mutates: the workspace.
     """
-    num_own = space.rows.num_own
+    num_rows, _, group, head_dim = q.shape
+    q = q.transpose(0, 1)
+    if q.shape != space.q.shape:
+        space.q.zero_()
+    space.q[:, :num_rows, :group, :head_dim] = q
+    if space.rows.num_own > 1:
+        space.own_q.copy_(space.q.expand_as(space.own_q))
     _gather(keys, space.rows.index, space.k)
     _gather(values, space.rows.index, space.v)
 
-    for head, tiles in enumerate(space.shared):
-        head_q = q[:, head]
-        for tile in tiles:
-            torch.bmm(head_q, tile.k, out=tile.scores)
-    if num_own:
-        own_q = q.expand(num_own, *q.shape).reshape(-1, *q.shape[2:])
-        torch.bmm(own_q, space.own_k, out=space.own_scores)
-
+    multiply(library, space.score_batches)
     totals = _softmax(space)
 
-    for head, tiles in enumerate(space.shared):
-        head_acc = acc[:, head]
-        for tile in tiles:
-            head_acc += torch.bmm(tile.scores, tile.v, out=space.product)
-    if num_own:
-        torch.bmm(space.own_scores, space.own_v, out=space.own_products)
-        for product in space.own_product_tiles:
-            acc += product
-    acc /= totals.view(*acc.shape[:3], 1)
+    space.acc.zero_()
+    for batches in space.shared_batches:
+        multiply(library, batches)
+        space.acc.add_(space.product)
+    multiply(library, space.own_batches)
+    for product in space.own_products:
+        space.acc.add_(product)
+    space.acc.div_(totals.unsqueeze(-1))
+    return space.acc[:, :num_rows, :group, :head_dim].transpose(0, 1)
 
 
 def _gather(cache: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy the rows `index` of a cache to `out`, in float32."""
-    if cache.dtype == out.dtype:
+    """Copy the rows `index` of a cache to `out`, in float32, and zeros beside them."""
+    head_dim = cache.shape[1]
+    if cache.dtype == out.dtype and head_dim == out.shape[1]:
         torch.index_select(cache, 0, index, out=out)
-    else:
-        out.copy_(cache.index_select(0, index))
+        return
+    if head_dim < out.shape[1]:
+        out[:, head_dim:].zero_()
+    out[:, :head_dim] = cache.index_select(0, index)
 
 
 def _softmax(space: Workspace) -> torch.Tensor:
-    """Turn scores into weights and return their sums per row, [n, H], tiles added in order.
+    """Turn scores into weights and return their sums, [Hkv, n, G], tiles added in order.
 
     torch computes 2^x by vectors and the rest of a range by a scalar function of other bits. There
     is never a rest: tiles are wider than vectors, and chunks too short to be cut for threads.
@@ -111,7 +119,7 @@ def _softmax(space: Workspace) -> torch.Tensor:
     if len(space.masked_scores):
         space.masked_scores.add_(space.rows.mask)
     scores = space.scores
-    largest = scores.amax(-1)  # [tiles, n, H]
+    largest = scores.amax(-1)  # [tiles, Hkv, n, G]
     scores.sub_(largest.amax(0).unsqueeze(-1))
     for chunk in space.score_chunks:
         chunk.exp2_()

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+from shared.kernels.products_cpu import (
+    ALIGNED_VALUES,
+    BATCH_ITEMS,
+    GROUP_MULTIPLE,
+    BatchLibrary,
+    padded,
+)
 from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice
 
 # Below torch's grain size: no thread boundary may fall inside of a vector (see exp2 in the
@@ -18,53 +26,65 @@ _ELEMENTWISE_CHUNK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedTile:
-    """One tile that all rows of a slice share, for one KV head.
+class Batch:
+    """Operands of one batched product of BATCH_ITEMS items, each aligned and padded.
 
     Args:
-        k: [n, d, TILE], stride 0 over rows.
-        v: [n, TILE, d], stride 0 over rows.
-        scores: [n, group, TILE].
+        a: [BATCH_ITEMS, M, K].
+        b: [BATCH_ITEMS, K, N], stride 0 over items that share a tile.
+        out: [BATCH_ITEMS, M, N], dense.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    scores: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
     """Where a slice of rows is worked on; nothing in it outlives the slice's turn.
 
+    An item of a product is one row's group of heads and one tile; a row's heads have the same
+    places in every item, whatever the slice. n, G and D are padded numbers of rows, heads of a
+    group, and values of a head.
+
     Args:
         rows: The slice.
-        k: [tiles * Hkv * TILE, d] f32, gathered: shared tiles, then own tiles as [num_own, n].
+        q: [Hkv, n, G, D], to be filled with the rows' queries and zeros.
+        own_q: [num_own, Hkv, n, G, D], to be filled with the same ones.
+        k: [tiles * Hkv * TILE, D] f32, gathered: shared tiles, then own tiles.
         v: as k.
-        shared: The shared tiles of every KV head, ascending.
-        product: [n, group, d], of one shared tile.
-        own_k: [num_own * n * Hkv, d, TILE].
-        own_v: [num_own * n * Hkv, TILE, d].
-        own_scores: [num_own * n * Hkv, group, TILE].
-        own_products: [num_own * n * Hkv, group, d].
-        own_product_tiles: The same by own tile, each [n, Hkv, group, d].
-        scores: [tiles, n, H, TILE].
+        score_batches: Queries by keys of all tiles.
+        shared_batches: Weights by values of every shared tile, ascending; into `product`.
+        own_batches: Weights by values of all own tiles, into `own_products`.
+        product: [Hkv, n, G, D], of one shared tile.
+        own_products: [num_own, Hkv, n, G, D].
+        scores: [tiles, Hkv, n, G, TILE].
         masked_scores: Those to which the slice's mask is added.
         score_chunks: The same memory as scores, flat, in parts.
+        acc: [Hkv, n, G, D].
     """
 
     rows: RowSlice
+    q: torch.Tensor
+    own_q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    shared: tuple[tuple[SharedTile, ...], ...]
+    score_batches: tuple[Batch, ...]
+    shared_batches: tuple[tuple[Batch, ...], ...]
+    own_batches: tuple[Batch, ...]
     product: torch.Tensor
-    own_k: torch.Tensor
-    own_v: torch.Tensor
-    own_scores: torch.Tensor
     own_products: torch.Tensor
-    own_product_tiles: tuple[torch.Tensor, ...]
     scores: torch.Tensor
     masked_scores: torch.Tensor
     score_chunks: tuple[torch.Tensor, ...]
+    acc: torch.Tensor
+
+
+def multiply(library: BatchLibrary, batches: Sequence[Batch]) -> None:
+    """Compute products. Mutates: the `out` of every batch."""
+    for batch in batches:
+        library.multiply(batch.a, batch.b, batch.out)
 
 
 def make_workspaces(
@@ -76,18 +96,28 @@ def make_workspaces(
         shape: (Hkv, group, d).
     """
     num_kv_heads, group, head_dim = shape
-    num_heads = num_kv_heads * group
-    num_items = max((s.num_rows * (s.num_shared + s.num_own) for s in slices), default=0)
-    num_products = max((s.num_rows * max(1, s.num_own) for s in slices), default=0)
+    group, head_dim = padded(group, GROUP_MULTIPLE), padded(head_dim, ALIGNED_VALUES)
+    row = num_kv_heads * group * head_dim  # values of a row's queries
+    tile = CPU_KV_TILE * head_dim
+    # A slice of fewer items than a batch has computes with what lies behind them, too.
+    spare = BATCH_ITEMS
+    num_rows = max((s.num_padded for s in slices), default=0)
+    num_own = max((s.num_padded * s.num_own for s in slices), default=0)
+    num_items = max((s.num_padded * (s.num_shared + s.num_own) for s in slices), default=0)
     num_gathered = max((len(s.index) for s in slices), default=0)
     sizes = (
-        num_gathered * head_dim,
-        num_gathered * head_dim,
-        num_items * num_heads * CPU_KV_TILE,
-        num_products * num_heads * head_dim,
+        (num_rows + spare) * row,
+        (num_own + spare) * row,
+        num_gathered * head_dim + spare * tile,
+        num_gathered * head_dim + spare * tile,
+        (num_items + spare) * num_kv_heads * group * CPU_KV_TILE,
+        num_rows * row,
+        (num_own + spare) * row,
+        num_rows * row,
     )
     buffers = _buffers(sizes, device)
-    return tuple(_workspace(rows, shape, *buffers) for rows in slices)
+    padded_shape = (num_kv_heads, group, head_dim)
+    return tuple(_workspace(rows, padded_shape, *buffers) for rows in slices)
 
 
 class _Memory(threading.local):
@@ -110,58 +140,91 @@ def _buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
         if (index, device) not in held or len(held[index, device]) < size:
             # They outlive this call: a tensor made in inference mode could not be written outside.
             with torch.inference_mode(mode=False):
-                held[index, device] = torch.empty(size + size // 2, device=device)
+                held[index, device] = torch.zeros(size + size // 2, device=device)
     return [held[index, device] for index in range(len(sizes))]
 
 
 def _workspace(
     rows: RowSlice,
     shape: tuple[int, int, int],
+    q_buffer: torch.Tensor,
+    own_q_buffer: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
     score_buffer: torch.Tensor,
     product_buffer: torch.Tensor,
+    own_product_buffer: torch.Tensor,
+    acc_buffer: torch.Tensor,
 ) -> Workspace:
     num_kv_heads, group, head_dim = shape
-    n, num_shared, num_own = rows.num_rows, rows.num_shared, rows.num_own
-    k = _part(k_buffer, (len(rows.index), head_dim))
-    v = _part(v_buffer, (len(rows.index), head_dim))
-    k_tiles = k.view(-1, num_kv_heads, CPU_KV_TILE, head_dim)
-    v_tiles = v.view(-1, num_kv_heads, CPU_KV_TILE, head_dim)
-    scores = _part(score_buffer, (num_shared + num_own, n, num_kv_heads, group, CPU_KV_TILE))
-    own_products = _part(product_buffer, (num_own, n, num_kv_heads, group, head_dim))
-    by_head = scores.flatten(2, 3)
+    n, num_shared, num_own = rows.num_padded, rows.num_shared, rows.num_own
+    by_row = (num_kv_heads, n, group, head_dim)
+    # The same memory where there is one tile of each row: nothing is to be repeated.
+    own_q_buffer = q_buffer if num_own == 1 else own_q_buffer
+    num_shared_items, num_own_items = num_shared * num_kv_heads, num_own * num_kv_heads * n
+    k_tiles = _tiles(k_buffer, num_shared_items + num_own_items, head_dim)
+    v_tiles = _tiles(v_buffer, num_shared_items + num_own_items, head_dim)
+    q = _part(q_buffer, by_row)
+    product = _part(product_buffer, by_row)
+    num_score_rows = (num_shared_items * n + max(num_own_items, BATCH_ITEMS)) * group
+    score_items = _part(score_buffer, (num_score_rows, CPU_KV_TILE)).unflatten(0, (-1, group))
+    scores = _part(score_buffer, (num_shared + num_own, num_kv_heads, n, group, CPU_KV_TILE))
+    shared_scores = score_items[: num_shared_items * n].unflatten(0, (-1, n))
+    score_batches: list[Batch] = []
+    shared_batches: list[tuple[Batch, ...]] = []
+    for tile in range(num_shared):
+        value_batches: list[Batch] = []
+        for head in range(num_kv_heads):
+            item = tile * num_kv_heads + head
+            tile_k = k_tiles[item].t().expand(BATCH_ITEMS, -1, -1)
+            tile_v = v_tiles[item].expand(BATCH_ITEMS, -1, -1)
+            for part in _batches_of(n):
+                weights = shared_scores[item, part]
+                score_batches.append(Batch(a=q[head, part], b=tile_k, out=weights))
+                value_batches.append(Batch(a=weights, b=tile_v, out=product[head, part]))
+        shared_batches.append(tuple(value_batches))
+    own_batches: list[Batch] = []
+    own_k = k_tiles[num_shared_items:].transpose(1, 2)
+    own_v = v_tiles[num_shared_items:]
+    own_scores = score_items[num_shared_items * n :]
+    own_items = (max(num_own_items, BATCH_ITEMS), group, head_dim)
+    own_q, own_products = _part(own_q_buffer, own_items), _part(own_product_buffer, own_items)
+    for part in _batches_of(num_own_items):
+        score_batches.append(Batch(a=own_q[part], b=own_k[part], out=own_scores[part]))
+        own_batches.append(Batch(a=own_scores[part], b=own_v[part], out=own_products[part]))
     return Workspace(
         rows=rows,
-        k=k,
-        v=v,
-        shared=tuple(
-            _shared_tiles(k_tiles, v_tiles, scores, num_shared, head)
-            for head in range(num_kv_heads if num_shared else 0)
-        ),
-        product=_part(product_buffer, (n, group, head_dim)),
-        own_k=k_tiles[num_shared:].flatten(0, 1).transpose(1, 2),
-        own_v=v_tiles[num_shared:].flatten(0, 1),
-        own_scores=scores[num_shared:].flatten(0, 2),
-        own_products=own_products.flatten(0, 2),
-        own_product_tiles=own_products.unbind(),
-        scores=by_head,
-        masked_scores=by_head[rows.masked_tile :],
+        q=q,
+        own_q=_part(own_q_buffer, (num_own, *by_row)),
+        k=_part(k_buffer, (len(rows.index), head_dim)),
+        v=_part(v_buffer, (len(rows.index), head_dim)),
+        score_batches=tuple(score_batches),
+        shared_batches=tuple(shared_batches),
+        own_batches=tuple(own_batches),
+        product=product,
+        own_products=_part(own_product_buffer, (num_own, *by_row)),
+        scores=scores,
+        masked_scores=scores[rows.masked_tile :],
         score_chunks=scores.flatten().split(_ELEMENTWISE_CHUNK),
+        acc=_part(acc_buffer, by_row),
     )
 
 
-def _shared_tiles(
-    k_tiles: torch.Tensor, v_tiles: torch.Tensor, scores: torch.Tensor, num_shared: int, head: int
-) -> tuple[SharedTile, ...]:
-    num_rows = scores.shape[1]
-    k = k_tiles[:num_shared, head, None].expand(-1, num_rows, -1, -1).transpose(2, 3).unbind()
-    v = v_tiles[:num_shared, head, None].expand(-1, num_rows, -1, -1).unbind()
-    tile_scores = scores[:num_shared, :, head].unbind()
-    return tuple(
-        SharedTile(k=one_k, v=one_v, scores=one_scores)
-        for one_k, one_v, one_scores in zip(k, v, tile_scores, strict=True)
-    )
+def _tiles(buffer: torch.Tensor, num_tiles: int, head_dim: int) -> torch.Tensor:
+    """Return tiles [num_tiles + BATCH_ITEMS, TILE, D]: whole batches, whatever their number."""
+    return _part(buffer, (num_tiles + BATCH_ITEMS, CPU_KV_TILE, head_dim))
+
+
+def _batches_of(count: int) -> Iterator[slice]:
+    """Cut items into batches of one size.
+
+    The last one overlaps the one before it, whose items are computed twice with the same bits; of
+    fewer items than a batch has, the rest is whatever lies behind them.
+    """
+    starts = range(0, count - BATCH_ITEMS + 1, BATCH_ITEMS)
+    rest = () if count % BATCH_ITEMS == 0 else (max(0, count - BATCH_ITEMS),)
+    for start in itertools.chain(starts, rest):
+        yield slice(start, start + BATCH_ITEMS)
 
 
 def _part(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -5,12 +5,15 @@ Importing this module does not import torch; only CheckpointReader.load does.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import fnmatch
 import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +26,49 @@ from shared.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+    from shared.kernels.products_cpu import CpuProducts, Weight
+
 DEMO = "demo"
 BUNDLED_ROLES = ("target", "eagle3", "standalone")
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_HASHED_BYTES = 1024  # of each end of a tensor
+
+
+REPORT_INTERVAL_S = 1.0
+
+_on_read: contextvars.ContextVar[Callable[[int], None] | None] = contextvars.ContextVar(
+    "on_read", default=None
+)
+
+
+@contextlib.contextmanager
+def report_reads(
+    report: Callable[[str, float], None], *, num_bytes: int, interval_s: float = REPORT_INTERVAL_S
+) -> Iterator[None]:
+    """Say how far loading is, tensor by tensor, as long as the block takes.
+
+    Args:
+        report: Called with a text and the share that is loaded, 0..1.
+        num_bytes: Of all that will be read; 0 = not known, then the share stays 0.
+        interval_s: Least time between two reports, seconds.
+    """
+    num_read = 0
+    next_report = time.monotonic() + interval_s
+    whole = f" of {num_bytes / 1e9:.1f}" if num_bytes else ""
+
+    def on_read(size: int) -> None:
+        nonlocal num_read, next_report
+        num_read += size
+        now = time.monotonic()
+        if now >= next_report:
+            next_report = now + interval_s
+            share = min(1.0, num_read / num_bytes) if num_bytes else 0.0
+            report(f"loading weights, {num_read / 1e9:.1f}{whole} GB", share)
+
+    token = _on_read.set(on_read)
+    try:
+        yield
+    finally:
+        _on_read.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,25 +107,6 @@ def resolve_model(name: str, role: str) -> Path:
             f"{directory} holds no config.json; pass a Hugging Face checkpoint directory or 'demo'"
         )
     return directory
-
-
-def model_hash(directory: Path) -> str:
-    """Return a fingerprint of a model: SHA-256 over its config and its tensors.
-
-    Covers config.json and each tensor's name, shape, dtype, first and last kilobyte, in order of
-    names: the same for any sharding, and quick for any size.
-    """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    infos = read_tensor_infos(directory)
-    for name in sorted(infos):
-        info = infos[name]
-        digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
-        with info.file.open("rb") as file:
-            file.seek(info.start)
-            digest.update(file.read(min(_HASHED_BYTES, info.end - info.start)))
-            file.seek(max(info.start, info.end - _HASHED_BYTES))
-            digest.update(file.read(info.end - file.tell()))
-    return digest.hexdigest()
 
 
 def tokenizer_hash(directory: Path) -> str:
@@ -128,6 +151,11 @@ def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     if missing:
         raise CheckpointError(f"{directory}: missing tensors that the index names: {missing}")
     return infos
+
+
+def stored_bytes(directory: Path) -> int:
+    """Return the bytes that a checkpoint's tensors take in its files."""
+    return sum(info.end - info.start for info in read_tensor_infos(directory).values())
 
 
 def weight_bytes(directory: Path, itemsize: int) -> int:
@@ -190,6 +218,7 @@ class CheckpointReader:
         device: Where tensors go.
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
+        products: How a CPU multiplies by the weights; None: by a library.
     """
 
     def __init__(
@@ -199,7 +228,11 @@ class CheckpointReader:
         device: torch.device,
         dtype: torch.dtype,
         rename: Callable[[str], str] | None = None,
+        products: CpuProducts | None = None,
     ) -> None:
+        from shared.kernels.products_cpu import CpuProducts
+
+        self.products = products or CpuProducts()
         self.directory = directory
         self._device = device
         self._dtype = dtype
@@ -250,6 +283,10 @@ class CheckpointReader:
                 f"not supported, only {', '.join(sorted(FLOAT_DTYPES))}"
             )
         return self._read(info, self._dtype)
+
+    def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
+        """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
+        return self.products.weight(self.load(name, shape))
 
     def load_int64(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return an integer tensor on the device, as int64.
@@ -308,4 +345,8 @@ class CheckpointReader:
             raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
         # On a CPU the tensor is a view of the mapped file: unaligned, and gone when it is replaced.
         is_view = self._device.type == "cpu"
-        return tensor.to(device=self._device, dtype=dtype, copy=is_view)
+        loaded = tensor.to(device=self._device, dtype=dtype, copy=is_view)
+        on_read = _on_read.get()
+        if on_read is not None:
+            on_read(info.end - info.start)
+        return loaded

@@ -15,7 +15,6 @@ from shared.errors import CheckpointError, ConfigError
 from shared.messages import FeatureSpec
 from shared.models.checkpoint import (
     DEMO,
-    model_hash,
     read_tensor_infos,
     resolve_model,
     tokenizer_hash,
@@ -29,6 +28,7 @@ from shared.models.decoder_config import (
     refuse_fields,
     require_int,
 )
+from shared.models.digest import model_hash
 
 __all__ = [
     "DraftKind",

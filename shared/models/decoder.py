@@ -11,6 +11,7 @@ import torch
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.products_cpu import Weight
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
 from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_attention
@@ -102,6 +103,7 @@ class Attention:
     def __init__(
         self, reader: CheckpointReader, prefix: str, config: ModelConfig, input_width: int
     ) -> None:
+        self._products = reader.products
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
         q_width = config.num_heads * config.head_dim
@@ -110,7 +112,7 @@ class Attention:
         widths += [(f"{prefix}.{name}_proj", kv_width) for name in "kv"]
         self._qkv = _load_rows(reader, widths, input_width)
         self._qkv_bias = _load_biases(reader, widths) if config.has_qkv_bias else None
-        self._o = reader.load(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
+        self._o = reader.load_weight(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
         self._o_bias = None
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
@@ -142,7 +144,9 @@ class Attention:
             v_cache,
             rows.slot_mapping,
         )
-        out = tree_attention(q, k_cache, v_cache, rows.attention, self._scale)
+        out = tree_attention(
+            q, k_cache, v_cache, rows.attention, self._scale, products=self._products
+        )
         return Product(addends=linear_addends(out.flatten(1), self._o), bias=self._o_bias)
 
 
@@ -157,7 +161,7 @@ class MLP:
         hidden, inner = config.hidden_size, config.intermediate_size
         widths = [(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")]
         self._gate_up = _load_rows(reader, widths, hidden)
-        self._down = reader.load(f"{prefix}.down_proj.weight", (hidden, inner))
+        self._down = reader.load_weight(f"{prefix}.down_proj.weight", (hidden, inner))
         self._gate_up_bias = self._down_bias = None
         if config.has_mlp_bias:
             self._gate_up_bias = _load_biases(reader, widths)
@@ -253,9 +257,10 @@ def add_and_norm(
 
 def _load_rows(
     reader: CheckpointReader, widths: Sequence[tuple[str, int]], input_width: int
-) -> torch.Tensor:
+) -> Weight:
     """Load the weights of several projections of one input, above each other."""
-    return torch.cat([reader.load(f"{name}.weight", (n, input_width)) for name, n in widths])
+    rows = [reader.load(f"{name}.weight", (n, input_width)) for name, n in widths]
+    return reader.products.weight(torch.cat(rows))
 
 
 def _load_biases(reader: CheckpointReader, widths: Sequence[tuple[str, int]]) -> torch.Tensor:

@@ -7,6 +7,7 @@ only describe (use_cache, initializer_range, ...) are not looked at.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,7 @@ def parse_model_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_parse_epsilon(fields, source),
         max_position_embeddings=require_int(fields, "max_position_embeddings", source),
         rope=parse_rope(fields, source),
         has_qkv_bias=architecture in _HAS_QKV_BIAS or (can_have_bias and attention_bias),
@@ -202,6 +203,17 @@ def require_int(fields: Mapping[str, Any], name: str, source: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise CheckpointError(f"{source}: {name} must be a positive integer, got {value!r}")
     return value
+
+
+def _parse_epsilon(fields: Mapping[str, Any], source: str) -> float:
+    value = fields.get("rms_norm_eps", 1e-6)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:  # written so that NaN fails too
+        raise CheckpointError(
+            f"{source}: rms_norm_eps must be a finite number >= 0, got {value!r}; 1e-5 or 1e-6 is "
+            "usual"
+        )
+    return float(value)
 
 
 def refuse_fields(

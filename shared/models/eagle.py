@@ -59,7 +59,7 @@ class EagleDraft(Head):
             num_positions=num_positions,
         )
         hidden = decoder.hidden_size
-        self._fc = reader.load("fc.weight", (hidden, 2 * hidden))
+        self._fc = reader.load_weight("fc.weight", (hidden, 2 * hidden))
         has_bias = config.has_fc_bias
         if has_bias is None:
             has_bias = "fc.bias" in reader.names
@@ -68,7 +68,7 @@ class EagleDraft(Head):
             DecoderLayer(reader, f"layers.{i}", decoder, has_input_norm=i > 0)
             for i in range(decoder.num_layers)
         ]
-        self._head = target_head
+        self._head = reader.products.weight(target_head)
         self.vocab_size = target_head.shape[0]
 
     @classmethod

@@ -49,7 +49,7 @@ class FeatureProjection:
 
     def __init__(self, reader: CheckpointReader, config: HeadConfig, width: int) -> None:
         hidden = config.decoder.hidden_size
-        self._weight = reader.load("fc.weight", (hidden, width))
+        self._weight = reader.load_weight("fc.weight", (hidden, width))
         self._bias = reader.load("fc.bias", (hidden,)) if config.has_fc_bias else None
 
     @classmethod
@@ -111,9 +111,9 @@ class Eagle3Draft(Head):
         self._norm = reader.load("norm.weight", (hidden,))
         if target_head is None:
             size = config.draft_vocab_size or decoder.vocab_size
-            self._head = reader.load(_HEAD, (size, hidden))
+            self._head = reader.load_weight(_HEAD, (size, hidden))
         else:
-            self._head = target_head
+            self._head = reader.products.weight(target_head)
         self.vocab_size = self._head.shape[0]
         self._target_ids = self._load_target_ids(reader, decoder.vocab_size)
 

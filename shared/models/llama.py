@@ -42,6 +42,9 @@ class CausalLM:
 
     Args:
         num_positions: Length of the rotary tables; None = max_position_embeddings.
+
+    Attributes:
+        products: How its weights and its attention are multiplied on a CPU.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class CausalLM:
             DecoderLayer(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
         ]
         self._norm = reader.load("model.norm.weight", (config.hidden_size,))
-        self._head = load_head(reader, config, self._embedding)
+        head = load_head(reader, config, self._embedding)
+        self._head = reader.products.weight(head)
+        self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
         self._rope = RopeTable(config, num_positions or config.max_position_embeddings, self.device)
@@ -86,20 +91,22 @@ class CausalLM:
         slot_mapping: torch.Tensor,
         capture_layers: tuple[int, ...] = (),
         roots: torch.Tensor | None = None,
+        root_idx: torch.Tensor | None = None,
     ) -> ForwardOutput:
         """Run rows of new tokens through all layers.
 
         Args:
-            token_ids: [T] i64; with roots, -1 - i stands for roots[i].
+            token_ids: [T] i64.
             position_ids: [T] i64.
             slot_mapping: [T] i32, where each row's K/V goes.
             capture_layers: Layers whose OUTPUT (residual stream) is wanted.
             roots: [num_reqs] i64, tokens that only the device knows; None: there are none.
+            root_idx: [T] i64, which of the roots each row's token is; -1: it is in `token_ids`.
         Returns: ForwardOutput.
         Mutates: `kv` rows named by `slot_mapping`.
         """
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
-        x = embed(token_ids, self._embedding, roots)
+        x = embed(token_ids, self._embedding, roots, root_idx)
         pending: Product | None = None
         captured = {}
         for layer_id, layer in enumerate(self._layers):

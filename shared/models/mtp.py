@@ -63,10 +63,10 @@ class MTPDraft(Head):
         hidden = config.hidden_size
         self._token_norm = reader.load(f"{_PREFIX}.token_layernorm.weight", (hidden,))
         self._hidden_norm = reader.load(f"{_PREFIX}.hidden_layernorm.weight", (hidden,))
-        self._input_proj = reader.load(f"{_PREFIX}.input_proj.weight", (hidden, 2 * hidden))
+        self._input_proj = reader.load_weight(f"{_PREFIX}.input_proj.weight", (hidden, 2 * hidden))
         self._layer = DecoderLayer(reader, _PREFIX, config)
         self._final_norm = reader.load(f"{_PREFIX}.final_layernorm.weight", (hidden,))
-        self._head = load_head(reader, config, embedding)
+        self._head = reader.products.weight(load_head(reader, config, embedding))
         self.vocab_size = config.vocab_size
 
     @classmethod

@@ -7,7 +7,6 @@ middle of a step. Exit codes: 0 = the front closed the pipe, 1 = an error (its t
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import logging
 import os
@@ -20,6 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.logs import configure_logging
+from shared.memory import settle_garbage
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import Engine, EngineFactory, EngineReport
 from shared.rpc.pipe import BlockingPipe
@@ -32,7 +33,6 @@ REPORT_DELAY_S = 0.05
 # Longer than a step of many requests: waking takes 0.2 ms, and an engine that fell asleep in every
 # step of the other one would lose them in every round.
 BUSY_POLL_US = 20_000
-GC_THRESHOLD = 50_000
 MIN_SPINNING_CORES = 8
 
 _PR_SET_PDEATHSIG = 1
@@ -85,13 +85,11 @@ def engine_main(
     # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the front decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(log_level)
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)
-        gc.collect()  # what loading left behind would be kept for ever with the rest
-        gc.freeze()  # what is loaded stays; looking through it would hold a step up now and then
-        gc.set_threshold(GC_THRESHOLD)  # messages hold no cycles: there is next to nothing to find
+        settle_garbage()
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe, busy_poll_s=_busy_poll_s(config.busy_poll_us, engine.info.device))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -115,7 +113,7 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         next_report = time.monotonic() + REPORT_DELAY_S
         pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
-    def hear_peers() -> None:
+    def submit_peers() -> None:
         for channel, message in engine.channels.receive():
             engine.submit_peer(channel, message)
 
@@ -153,16 +151,16 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             if not has_message and not engine.has_work:
                 pipe.poll(begins_in_s, channels)
         received = pipe.receive()
-        hear_peers()  # whatever led to what the front says has come by now, and goes first
+        submit_peers()  # before the front's messages, which may follow from these
         submit(received)
         engine.channels.flush()
         if engine.has_work:
             outputs = engine.step()
-            received = pipe.receive()  # who came meanwhile need not wait for what is launched now
+            received = pipe.receive()  # requests that came during the step join the next launch
             if received:
-                hear_peers()
+                submit_peers()
                 submit(received)
-            engine.launch_awaited()
+            engine.launch_deferred()
             engine.channels.flush()
             if not outputs and time.monotonic() < next_report:
                 continue  # a step that was only launched, or answered over a channel

@@ -1,6 +1,7 @@
 """The gRPC server of every Coppice service: health, reflection, errors, and an orderly end.
 
-Health: "" = the process is alive, the full service name = ready for work. On SIGTERM or SIGINT the
+Health: "" = the process is alive, the full service name = ready for work, "process/PID" =
+this process answers. On SIGTERM or SIGINT the
 service turns NOT_SERVING, `on_drain` gets the drain budget to let its requests end, then the server
 stops.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -18,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from shared.errors import ConfigError
 from shared.rpc.channel import MAX_INTERNAL_MESSAGE_BYTES, server_options
+from shared.rpc.health_names import process_name
 from shared.rpc.interceptors import ErrorInterceptor
 
 logger = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ class RpcServer:
         Raises: ConfigError if the address cannot be listened on.
         """
         await self.set_ready(ready=False)
+        await self.set_detail(process_name(os.getpid()), is_serving=True)
         try:
             port = self.grpc_server.add_insecure_port(f"{self._host}:{self._port}")
         except RuntimeError as error:

@@ -8,7 +8,7 @@ has no record, and every call about it returns at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -130,7 +130,7 @@ class Recorder:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def step(self, request_ids: Sequence[str]) -> StepTimer:
+    def step(self, request_ids: Iterable[str]) -> StepTimer:
         """Return the clock of a step; it measures if one of these requests is timed."""
         is_on = self.is_on and any(request_id in self._records for request_id in request_ids)
         return StepTimer(self._device, is_on=is_on)

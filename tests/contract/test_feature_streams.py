@@ -7,6 +7,7 @@ import pytest
 from coppice.v1 import target_pb2
 from shared.errors import StatusCode
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     AcceptedPath,
     FeatureAck,
     FeatureChunk,
@@ -14,8 +15,6 @@ from shared.messages import (
     TargetAdmitted,
     TargetClose,
 )
-from shared.messages.convert_features import MAX_CHUNK_BYTES
-from target_service.feature_streams import split_chunk
 from tests.contract.driver import (
     Peer,
     Stream,
@@ -217,10 +216,10 @@ async def test_malformed_command_is_answered_and_the_stream_goes_on(field: str) 
         await read_rows(features, "a", 0, 40)
 
 
-async def test_large_chunks_travel_in_pieces_of_a_mebibyte() -> None:
+async def test_large_chunks_travel_as_the_engine_cut_them_and_not_all_at_once() -> None:
     width = 4096
     prompt = [7] * 200
-    engine = FakeTarget(rows_per_chunk=150, width=width)
+    engine = FakeTarget(rows_per_chunk=64, width=width)
     async with (
         fake_target(engine) as target,
         Peer(target.address) as peer,
@@ -234,23 +233,5 @@ async def test_large_chunks_travel_in_pieces_of_a_mebibyte() -> None:
         sizes = [
             len(chunk.handle.inline_data) for message in features.raw for chunk in message.chunks
         ]
-        assert max(sizes) <= MAX_CHUNK_BYTES and len(sizes) == 4
+        assert sizes == [MAX_CHUNK_BYTES] * 3 + [8 * 4 * width]
         assert max(message.ByteSize() for message in features.raw) < 2.1 * MAX_CHUNK_BYTES
-
-
-async def test_split_keeps_rows_whole() -> None:
-    chunk = FeatureChunk(
-        request_id="a",
-        target_epoch=1,
-        start=10,
-        shape=(3, 150_000),
-        dtype="float32",
-        data=bytes(range(256)) * (3 * 600_000 // 256) + bytes(3 * 600_000 % 256),
-    )
-    pieces = list(split_chunk(chunk))
-    assert [(piece.start, piece.shape) for piece in pieces] == [
-        (10, (1, 150_000)),
-        (11, (1, 150_000)),
-        (12, (1, 150_000)),
-    ]
-    assert b"".join(piece.data for piece in pieces) == chunk.data

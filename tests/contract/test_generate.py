@@ -21,7 +21,7 @@ from coppice import AsyncClient, Client, FinishInfo, FinishReason, PromptInfo, T
 from coppice.v1 import generation_pb2 as pb
 from orchestrator.server import SERVICE, SPECULATION
 from shared.messages import DraftRound, FeatureSpec, VerifyRound
-from shared.messages.convert_generation import event_from_proto, event_to_proto
+from shared.messages.batches import pack_event, unpack_event
 from tests.contract.serving import freed, serving, write_model
 from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate
 from tests.fakes.target import FORWARD_NS
@@ -60,6 +60,17 @@ async def test_a_completion_has_everything(model: Path) -> None:
     assert 0 < timings.queue_ms <= timings.time_to_first_token_ms < timings.total_ms
     assert timings.mean_verify_ms > 0 and timings.mean_draft_wait_ms > 0
     assert done.retries == 0
+
+
+async def test_queueing_ends_where_prefilling_begins(model: Path) -> None:
+    async with (
+        fake_target(step_s=0.2) as target,
+        serving(model, [target]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        timings = (await client.generate(token_ids=PROMPT, max_new_tokens=1)).timings
+    assert timings.queue_ms > 0
+    assert timings.time_to_first_token_ms - timings.queue_ms >= 199, "the step is no queueing"
 
 
 @pytest.mark.parametrize("is_timed", [False, True])
@@ -358,10 +369,10 @@ async def test_events_survive_the_wire() -> None:
         pb.GenerateResponse(prompt_info=pb.PromptInfo()),
     ]
     for message in (full, delta, info, *empty):
-        event = event_from_proto(message)
-        assert event_from_proto(event_to_proto(event)) == event
+        event = unpack_event(message)
+        assert unpack_event(pack_event(event)) == event
     for message in (full, delta, info):
-        assert event_to_proto(event_from_proto(message)) == message
+        assert pack_event(unpack_event(message)) == message
 
 
 async def test_the_orchestrator_and_the_client_import_no_tensor_library() -> None:

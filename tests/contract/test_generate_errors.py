@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from coppice import (
 )
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
+from shared.messages import AcceptedPath
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,
@@ -164,7 +167,7 @@ async def test_a_running_request_id_cannot_be_used_twice(model: Path) -> None:
         first = asyncio.create_task(
             client.generate(token_ids=PROMPT, max_new_tokens=4, request_id="x")
         )
-        await eventually(lambda: server.orchestrator._admission.num_requests == 1)
+        await eventually(lambda: server.orchestrator.admission.num_requests == 1)
         code, details = await refusal(server.address, ask(request_id="x"))
         assert code == "INVALID_ARGUMENT"
         assert details["ErrorInfo"].reason == "DUPLICATE_REQUEST_ID"  # type: ignore[attr-defined]
@@ -182,7 +185,7 @@ async def test_too_many_requests_are_refused_with_a_delay(model: Path) -> None:
                 asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
                 for _ in range(2)
             ]
-            await eventually(lambda: server.orchestrator._admission.num_requests == 2)
+            await eventually(lambda: server.orchestrator.admission.num_requests == 2)
             code, details = await refusal(server.address, ask())
             assert code == "RESOURCE_EXHAUSTED"
             assert details["ErrorInfo"].reason == "OVERLOADED"  # type: ignore[attr-defined]
@@ -262,7 +265,7 @@ async def test_a_draining_server_refuses_new_requests_and_ends_the_running_ones(
         running = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=60))
         await eventually(lambda: bool(target.engine.requests))
         server.orchestrator.request_stop()
-        await eventually(lambda: server.orchestrator._server.is_draining)
+        await eventually(lambda: server.orchestrator.is_draining)
         await asyncio.sleep(0.01)
         code, details = await refusal(server.address, ask())
         assert (code, details["ErrorInfo"].reason) == ("UNAVAILABLE", "DRAINING")  # type: ignore[attr-defined]
@@ -327,27 +330,33 @@ async def test_cancelling_frees_both_workers(model: Path) -> None:
 
 async def test_a_request_that_kills_two_targets_is_refused(model: Path) -> None:
     """INTERNAL, not UNAVAILABLE: a client must not send it again."""
+
+    @dataclass(eq=False)
+    class Mortal(FakeTarget):
+        """Dies of the first round after a prompt."""
+
+        die: Callable[[], None] = lambda: None
+
+        def step(self) -> list[Any]:
+            answers = super().step()
+            if any(isinstance(answer, AcceptedPath) and answer.round_idx for answer in answers):
+                self.die()
+                return []
+            return answers
+
     async with contextlib.AsyncExitStack() as stack:
-        targets = [
-            await stack.enter_async_context(
-                fake_target(FakeTarget(incarnation=f"t{index}"), step_s=0.005)
-            )
-            for index in range(3)
-        ]
+        targets = []
+        for index in range(3):
+            engine = Mortal(incarnation=f"t{index}")
+            targets.append(await stack.enter_async_context(fake_target(engine, step_s=0.005)))
+            engine.die = targets[index].handle.kill
         server = await stack.enter_async_context(serving(model, targets))
         client = await stack.enter_async_context(AsyncClient(server.address))
-        poison = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4000))
-        for _ in range(2):
-            await eventually(lambda: any(target.engine.requests for target in targets))
-            (victim,) = [target for target in targets if target.engine.requests]
-            await asyncio.sleep(0.05)
-            victim.handle.kill()
-            await asyncio.gather(victim.running, return_exceptions=True)
-            targets.remove(victim)
         with pytest.raises(CoppiceError) as caught:
-            await poison
+            await client.generate(token_ids=PROMPT, max_new_tokens=4000)
         assert caught.value.reason == "REQUEST_KILLED_WORKERS"
-        assert targets[0].engine.received == []
+        (spared,) = [target for target in targets if not target.engine.received]
+        spared.engine.die = lambda: None
         await check_serves(server)
 
 
@@ -365,3 +374,52 @@ async def test_the_client_refuses_what_no_message_can_hold() -> None:
                 await client.generate(**keywords)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="temprature"):
             await client.generate("x", temprature=1.0)  # type: ignore[call-arg]
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, request_id: str) -> list[str]:
+    """Return what the orchestrator logged about a request."""
+    texts = [r.getMessage() for r in caplog.records if r.name.startswith("orchestrator.")]
+    return [text for text in texts if text.startswith(f"[{request_id} ")]
+
+
+async def test_every_request_leaves_one_line_in_the_log(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with (
+        fake_target(step_s=0.005) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address, max_retries=0) as client,
+    ):
+        long = {"token_ids": PROMPT, "max_new_tokens": 4000}
+        await client.generate(token_ids=PROMPT, max_new_tokens=4, request_id="finished")
+        with pytest.raises(DeadlineExceededError, match="timeout_s is 0.3"):
+            await client.generate(**long, timeout_s=0.3, request_id="late")  # type: ignore[arg-type]
+        await freed(target, draft)
+        task = asyncio.create_task(client.generate(**long, request_id="cancelled"))  # type: ignore[arg-type]
+        await eventually(lambda: bool(draft.engine.requests))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(InvalidArgumentError):
+            await client.generate(token_ids=PROMPT, temperature=-1.0, request_id="refused")
+        with pytest.raises(UnavailableError):
+            async with serving(model, ["127.0.0.1:1"], waits=False) as alone:
+                async with AsyncClient(alone.address, max_retries=0) as other:
+                    await other.generate(token_ids=PROMPT, request_id="failed")
+        with pytest.raises(InvalidArgumentError):
+            await client.generate(token_ids=PROMPT, request_id="two\nlines")
+        await freed(target, draft)
+    said = {
+        "finished": "finished by LENGTH: 4 tokens",
+        "late": "its deadline passed after 0.",
+        "cancelled": "cancelled after ",
+        "refused": "ended by INVALID_ARGUMENT (sampling.temperature): temperature is -1",
+        "failed": "ended by NO_TARGET: no target worker is ready",
+        r"'two\nlines'": "ended by INVALID_ARGUMENT (request_id): ",
+    }
+    for request_id, text in said.items():
+        lines = lines_of(caplog, request_id)
+        assert len(lines) == 1 and text in lines[0], (request_id, lines)
+        assert "\n" not in lines[0]
+    assert not lines_of(caplog, "late")[0].startswith("[late round 0]"), "it says how far it came"

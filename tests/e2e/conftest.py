@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import serving
-from tests.e2e.serving import Server, running, stack_config
+from tests.e2e.serving import PlainOutputs, Server, running, stack_config
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +42,9 @@ def pair() -> Iterator[Server]:
     config = stack_config(target=patient, draft=patient, orchestrator={"draft_timeout_ms": 1500.0})
     with running(config) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def plain_outputs() -> PlainOutputs:
+    """Return plain outputs that are made once, whichever server is asked first."""
+    return PlainOutputs()

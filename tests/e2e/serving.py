@@ -23,6 +23,7 @@ from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import to_arguments
+from shared.peer.ring import RING_DIR
 
 READY_TIMEOUT_S = 180.0
 # What a worker still holds a moment after its last request has ended is a leak.
@@ -81,6 +82,16 @@ class Server(Stack):
 
             eventually(is_free, FREE_TIMEOUT_S, lambda name=name: f"{name}: {self.info(name)}")
 
+    def shared_files(self) -> set[Path]:
+        """Return the files in shared memory that its targets have now."""
+        targets = [name for name in self.workers if name.startswith("target")]
+        infos = [
+            self.info(name) for name in targets if self.services[name].state is ServiceState.READY
+        ]
+        return {
+            RING_DIR / name for info in infos for name in (info.feature_ring, info.channel) if name
+        }
+
     def processes(self) -> set[int]:
         """Return every process of the services, engines included."""
         groups = {service.pid for service in self.services.values()} - {None}
@@ -109,16 +120,18 @@ class Server(Stack):
 
 @contextlib.contextmanager
 def running(config: StackConfig) -> Iterator[Server]:
-    """Run a stack for the length of the block; not one process outlives it."""
+    """Run a stack for the length of the block; no process outlives it, and no file of its."""
     server = Server(config)
     with server:
         STARTED.append(server)
         try:
             yield server
+            files = server.shared_files()
         finally:
             STARTED.remove(server)
             processes = server.processes()
     eventually(lambda: not any(is_alive(pid) for pid in processes), 10.0)
+    assert not any(file.exists() for file in files), files
 
 
 @contextlib.contextmanager
@@ -204,6 +217,32 @@ def generate_alone(address: str, requests: list[dict[str, Any]]) -> list[Complet
     """Send requests one after the other, without speculation; return their completions."""
     with Client(address) as client:
         return [client.generate(**{**request, "speculation": False}) for request in requests]
+
+
+class PlainOutputs:
+    """Solo plain runs, each made once: a target's output depends on nothing but the request."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], Completion] = {}
+
+    def of(self, server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
+        """Return what the server's target says without speculation; ask it what is not known."""
+        keys = [self._key(server, request) for request in requests]
+        missing = {
+            key: request
+            for key, request in zip(keys, requests, strict=True)
+            if key not in self._known
+        }
+        made = generate_alone(server.address, list(missing.values()))
+        self._known.update(zip(missing, made, strict=True))
+        return [self._known[key] for key in keys]
+
+    def _key(self, server: Server, request: dict[str, Any]) -> tuple[str, ...]:
+        """Name model, prompt, sampling and stops; not the tree, which must not matter."""
+        target = server.config.target
+        tree = {"num_steps", "topk", "num_draft_tokens", "round_times"}
+        asked = sorted((name, repr(value)) for name, value in request.items() if name not in tree)
+        return (target.model, target.dtype, *(f"{name}={value}" for name, value in asked))
 
 
 def eventually(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from coppice import Client, FinishInfo, TokenDelta
-from tests.e2e.serving import eventually
+from tests.e2e.serving import PlainOutputs, Server, eventually
 
 TOKENS_TIMEOUT_S = 120.0
 
@@ -87,3 +87,19 @@ def streams(
     """Stream requests all at once; whatever still runs when the block ends is cancelled."""
     with Client(address, max_retries=max_retries) as client:
         yield [Stream(client, request) for request in requests]
+
+
+def share_of_peer_rounds(
+    server: Server, requests: list[dict[str, Any]], plain_outputs: PlainOutputs
+) -> float:
+    """Serve requests, check their outputs, and return the share of direct rounds."""
+    plain = plain_outputs.of(server, requests)
+    rounds = []
+    with streams(
+        server.address, [{**request, "round_times": True} for request in requests]
+    ) as running:
+        for stream, expected in zip(running, plain, strict=True):
+            rounds += stream.result().round_times
+            assert stream.token_ids == expected.token_ids
+    names = [{stage.name for stage in times.stages} for times in rounds]
+    return sum("draft: channel" in stages for stages in names) / len(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from coppice import Client
+from coppice.timeline import stage_colors
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+ROOT = Path(__file__).resolve().parents[2]
 COPPICE = str(Path(sys.executable).parent / "coppice")
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith("COPPICE_")}
 
@@ -37,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [COPPICE, "up", "--port=0", "--device=cpu", "--num-drafts=2"],
-            env=ENVIRON,
+            env={**ENVIRON, "COPPICE_CPU_THREADS": "1"},
             stdout=stream,
             stderr=stream,
         )
@@ -52,9 +57,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         code = process.wait(60)
     said = log.read_text()
     assert code == 0, said
+    check_log(said)
     for name in ("target-0", "draft-0", "draft-1", "orchestrator"):
         assert f"{name:12} * ready" in said
         assert f"{name:12} * stopped" in said
+
+
+def check_log(said: str) -> None:
+    """Check that all processes log in one format, and that a CPU without mailboxes is no news."""
+    stamped = [line for line in said.splitlines() if re.search(r"\d\d:\d\d:\d\d", line)]
+    names = "target-0|draft-0|draft-1|orchestrator"
+    for line in stamped:
+        assert re.fullmatch(
+            rf"({names}) +\| \d{{4}}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) [\w.]+: .+", line
+        ), line
+    assert {line.partition(" ")[0] for line in stamped} == set(names.split("|"))
+    assert "mailbox" not in said and "\x1b" not in said
 
 
 def test_demo_ends_with_one_json_object() -> None:
@@ -68,7 +86,7 @@ def test_demo_ends_with_one_json_object() -> None:
     assert report["tokens_per_second"] > 0 and report["plain_tokens_per_second"] > 0
     assert "tokens per round" in before
     assert result.stdout.count("def load_json(filename):") >= 2
-    assert "\x1b[32m" in result.stdout  # accepted draft tokens are coloured
+    assert "[accepted draft tokens]" in result.stdout and "\x1b" not in result.stdout
 
 
 def test_generate_is_the_same_with_and_without_speculation(server: str) -> None:
@@ -84,14 +102,60 @@ def test_generate_is_the_same_with_and_without_speculation(server: str) -> None:
 def test_show_tree_marks_drafted_text(server: str) -> None:
     flags = ("--server", server, "--max-new-tokens", "40", "--ignore-eos")
     bare = coppice("generate", "class Node:", *flags)
-    colored = coppice("generate", "class Node:", *flags, "--show-tree")
-    marks = ("\x1b[32m", "\x1b[1;33m", "\x1b[0m")
-    assert all(mark in colored.stdout for mark in marks)
-    text = colored.stdout
-    for mark in marks:
-        text = text.replace(mark, "")
-    assert text == bare.stdout
-    assert "accepted draft tokens" in colored.stderr
+    marked = coppice("generate", "class Node:", *flags, "--show-tree")
+
+    def unmarked(text: str) -> str:
+        return text.replace("[", "").replace("]", "")
+
+    assert marked.stdout.count("[") > bare.stdout.count("[")
+    assert unmarked(marked.stdout) == unmarked(bare.stdout)
+    assert "[accepted draft tokens]" in marked.stderr
+    assert "\x1b" not in marked.stdout + marked.stderr
+
+
+def test_a_timeout_is_said_on_a_line_of_its_own(server: str) -> None:
+    flags = ("--server", server, "--ignore-eos", "--max-new-tokens", "0", "--timeout-s", "1")
+    result = subprocess.run(
+        [COPPICE, "generate", "class Node:", *flags],
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    *_, last = result.stdout.splitlines()
+    assert last.startswith("coppice: DEADLINE_EXCEEDED: the deadline passed after "), result.stdout
+
+
+def test_the_example_of_the_readme_runs(server: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert '"localhost:50051"' in code
+    code = code.replace('"localhost:50051"', repr(server))
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "tokens per round" in result.stdout
+
+
+def test_a_prefill_is_no_queueing(server: str) -> None:
+    with Client(server) as client:
+        timings = client.generate("x = [1, 2]\n" * 100, max_new_tokens=1).timings
+    assert timings.queue_ms < timings.time_to_first_token_ms / 2
+
+
+def test_up_beside_a_running_server_says_so(server: str) -> None:
+    result = coppice("up", "--device=cpu", "--port", server.rpartition(":")[2])
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"cannot listen on {server}: another Coppice server runs there" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_up_with_a_checkpoint_that_is_not_there() -> None:
+    result = coppice("up", "--device=cpu", "--port=0", "--target-model=/nowhere")
+    assert result.returncode == 2
+    assert "/nowhere holds no config.json" in result.stderr
 
 
 def test_errors_of_the_server_are_printed(server: str) -> None:
@@ -140,6 +204,7 @@ def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     assert plain["busy_shares"].keys() == {"target"}
     assert 0.1 < tree["busy_shares"]["target"] + tree["busy_shares"]["draft"] < 1
     assert "draft: grow" in result.stdout
+    assert {*names, *(stage["name"] for stage in plain["stages"])} <= stage_colors().keys()
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 

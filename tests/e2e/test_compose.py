@@ -1,4 +1,4 @@
-"""Every service of docker-compose.yml runs by its very command: two targets, two drafts, one front.
+"""Every service of docker-compose.yml runs by its very command: workers in replicas, one front.
 
 Containers become processes, each on a loopback address of its own; what Docker's DNS does, one name
 for all replicas, is done by listing the replicas' addresses.
@@ -23,7 +23,8 @@ from tests.compose_file import ROLES, load_compose, services_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-NUM_REPLICAS = 2
+NUM_REPLICAS = {"cpu": 2, "gpu": 1}
+"""profile -> of each worker; what replicas share, both profiles share."""
 READY_TIMEOUT_S = 120.0
 PROMPT = "def read_lines(path):"
 
@@ -94,14 +95,15 @@ class Container:
 
 
 def addresses(profile: str) -> Iterator[str]:
-    """Yield loopback addresses; another net per profile, so that nothing lingers between them."""
-    net = {"cpu": 31, "gpu": 32}[profile]
-    yield from (f"127.0.{net}.{host}" for host in range(1, 255))
+    """Yield loopback addresses of a net of this process and profile: no other run has them."""
+    high, low = divmod(os.getpid() % (1 << 14), 1 << 8)
+    net = f"127.{64 * (1 + list(NUM_REPLICAS).index(profile)) + high}.{low}"
+    yield from (f"{net}.{host}" for host in range(1, 255))
 
 
 @contextlib.contextmanager
 def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Container]]]:
-    """Start a profile with two replicas of each worker; yields role -> containers."""
+    """Start a profile with replicas of each worker; yields role -> containers."""
     services = services_of(load_compose(), profile)
     hosts = addresses(profile)
     containers: dict[str, list[Container]] = {"target": [], "draft": [], "orchestrator": []}
@@ -113,7 +115,7 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
                 continue
             networks = service["networks"]
             aliases = networks["workers"]["aliases"] if isinstance(networks, dict) else []
-            for index in range(NUM_REPLICAS):
+            for index in range(NUM_REPLICAS[profile]):
                 host = next(hosts)
                 for alias in (name, *aliases):
                     names.setdefault(alias, []).append(host)
@@ -138,7 +140,7 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
         yield containers
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", NUM_REPLICAS)
 def test_every_service_runs_by_its_command(profile: str, tmp_path: Path) -> None:
     assert shutil.which("coppice", path=str(Path(sys.executable).parent)), "run `make install`"
     with compose_up(profile, tmp_path) as containers:
@@ -149,7 +151,7 @@ def test_every_service_runs_by_its_command(profile: str, tmp_path: Path) -> None
             plain = client.generate(PROMPT, max_new_tokens=24, speculation=False)
             both = [
                 client.generate(PROMPT, max_new_tokens=24, speculation=True)
-                for _ in range(2 * NUM_REPLICAS)
+                for _ in range(2 * NUM_REPLICAS[profile])
             ]
         assert plain.usage.num_output_tokens == 24
         for completion in both:

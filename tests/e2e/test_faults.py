@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coppice import Client, Completion, DeadlineExceededError, FinishInfo, TokenLogprob
-from tests.e2e.serving import Server, eventually, generate_plain, running, stack_config
+from tests.e2e.serving import PlainOutputs, Server, eventually, running, stack_config
 from tests.e2e.streaming import Stream, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -36,9 +36,9 @@ TAIL = 100
 
 
 @pytest.fixture(scope="module")
-def plain(pair: Server) -> list[Completion]:
+def plain(pair: Server, plain_outputs: PlainOutputs) -> list[Completion]:
     """Return the outputs without speculation."""
-    return generate_plain(pair.address, REQUESTS)
+    return plain_outputs.of(pair, REQUESTS)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +99,13 @@ def test_a_hung_draft_costs_one_wait_and_catches_up(
             stream.reaches(30)
         pair.kill("draft-0", signal.SIGSTOP)
         for stream in running:
-            stream.goes_on(20)
+            stream.goes_on(12)  # few: after 5 s without an answer its connection is lost
         pair.kill("draft-0", signal.SIGCONT)
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
     for finish in finishes:
         assert finish.retries == 0
-        assert 10 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
+        assert 5 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
 
 
 def test_a_draft_that_comes_late_catches_up(

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from coppice import Completion
 from shared.peer.ring import RING_DIR
-from tests.e2e.serving import Server, eventually, generate_all, running, stack_config
-from tests.e2e.streaming import streams
+from tests.e2e.serving import (
+    PlainOutputs,
+    Server,
+    eventually,
+    generate_all,
+    running,
+    stack_config,
+)
+from tests.e2e.streaming import share_of_peer_rounds, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -60,46 +68,67 @@ def alone(server: Server) -> list[Completion]:
     return [generate_all(server.address, [request])[0] for request in REQUESTS]
 
 
-@pytest.mark.parametrize("ways", [{"project_features": False}, {}], ids=["raw", "projected"])
-def test_speculation_is_the_same_by_ring_and_by_bytes(
-    by_bytes: list[object], ways: dict[str, bool]
-) -> None:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="raw", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="projected"),
+    ],
+)
+def relayed(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Serve with the orchestrator between the engines, and features that are projected or not."""
+    ways = {"project_features": request.param}
     with running(stack_config(target={**ways, "peer_rounds": False}, draft=ways)) as server:
         server.wait_paired()
-        ring = server.info("target-0").feature_ring
-        assert is_there(ring)
-        assert speculated(alone(server)) == by_bytes
-        assert server.logged(BY_RING, service="draft-0") == 1
-        projection = server.info("target-0").features.projection
-        assert bool(projection) == (ways == {})
-        assert projection == server.info("draft-0").features.projection
-    assert not is_there(ring)
+        yield server
+
+
+def test_speculation_is_the_same_by_ring_and_by_bytes(
+    by_bytes: list[object], relayed: Server
+) -> None:
+    assert is_there(relayed.info("target-0").feature_ring)
+    assert speculated(alone(relayed)) == by_bytes
+    assert relayed.logged(BY_RING, service="draft-0") == 1
+    projection = relayed.info("target-0").features.projection
+    assert bool(projection) == relayed.config.draft.project_features
+    assert projection == relayed.info("draft-0").features.projection
+
+
+def test_without_direct_rounds_the_orchestrator_drives_them(
+    relayed: Server, plain_outputs: PlainOutputs
+) -> None:
+    assert relayed.info("target-0").peer_socket == ""
+    assert share_of_peer_rounds(relayed, REQUESTS, plain_outputs) == 0.0
 
 
 @pytest.mark.parametrize("killed", ["engine", "target-0", "draft-0"])
-def test_a_worker_that_is_killed_comes_back_to_the_ring(killed: str) -> None:
+def test_a_worker_that_is_killed_comes_back_to_the_ring(
+    pair: Server, plain_outputs: PlainOutputs, killed: str
+) -> None:
     """Nothing changes for clients; rings of dead targets are swept by their successors."""
-    with running(stack_config()) as server:
-        server.wait_paired()
-        undisturbed = [c.token_ids for c in alone(server)]
-        first = server.info("target-0").feature_ring
-        with streams(server.address, REQUESTS) as running_streams:
-            for stream in running_streams:
-                stream.reaches(20)
-            if killed == "engine":
-                os.kill(server.engine("target-0"), signal.SIGKILL)
-            else:
-                server.kill(killed)
-            for stream, token_ids in zip(running_streams, undisturbed, strict=True):
-                stream.result()
-                assert stream.token_ids == token_ids
-        name = "target-0" if killed == "engine" else killed
-        eventually(lambda: server.services[name].num_restarts == 1)
-        server.wait_paired()
-        assert [c.token_ids for c in alone(server)] == undisturbed
-        ring = server.info("target-0").feature_ring
-        assert (ring == first) == (killed == "draft-0")
-        assert is_there(ring)
-        assert is_there(first) == (killed == "draft-0")
-        assert server.logged(LINKED, service="draft-0") >= 2
-    assert not is_there(ring)
+    pair.wait_paired()
+    expected = [c.token_ids for c in plain_outputs.of(pair, REQUESTS)]
+    name = "target-0" if killed == "engine" else killed
+    num_restarts = pair.services[name].num_restarts
+    num_linked = pair.logged(LINKED, service="draft-0")
+    first = pair.info("target-0").feature_ring
+    with streams(pair.address, REQUESTS) as running_streams:
+        for stream in running_streams:
+            stream.reaches(20)
+        if killed == "engine":
+            os.kill(pair.engine("target-0"), signal.SIGKILL)
+        else:
+            pair.kill(killed)
+        for stream, token_ids in zip(running_streams, expected, strict=True):
+            stream.result()
+            assert stream.token_ids == token_ids
+    eventually(lambda: pair.services[name].num_restarts == num_restarts + 1)
+    pair.wait_paired()
+    again = alone(pair)
+    assert [c.token_ids for c in again] == expected
+    assert all(c.speculation.accept_length > 1 for c in again)
+    ring = pair.info("target-0").feature_ring
+    assert (ring == first) == (killed == "draft-0")
+    assert is_there(ring)
+    assert is_there(first) == (killed == "draft-0")
+    assert pair.logged(LINKED, service="draft-0") > num_linked

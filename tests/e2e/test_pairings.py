@@ -90,7 +90,7 @@ def accept_length(completions: list[Completion]) -> float:
 @pytest.mark.parametrize(
     ("kind", "dtype", "draft_dtype"),
     [
-        ("eagle", "float32", "bfloat16"),
+        pytest.param("eagle", "float32", "bfloat16", marks=pytest.mark.exhaustive),
         ("mtp", "bfloat16", "float32"),
     ],
 )

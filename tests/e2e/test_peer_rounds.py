@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shared.peer.ring import RING_DIR
-from tests.e2e.serving import Server, eventually, generate_plain, running, stack_config
-from tests.e2e.streaming import streams
+from tests.e2e.serving import PlainOutputs, Server, eventually
+from tests.e2e.streaming import share_of_peer_rounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -26,37 +26,18 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def share_of_peer_rounds(server: Server) -> float:
-    """Serve the requests, check their outputs, and return the share of direct rounds."""
-    plain = generate_plain(server.address, REQUESTS)
-    rounds = []
-    timed = [{**request, "round_times": True} for request in REQUESTS]
-    with streams(server.address, timed) as running_streams:
-        for stream, expected in zip(running_streams, plain, strict=True):
-            rounds += stream.result().round_times
-            assert tuple(stream.token_ids) == expected.token_ids
-    names = [{stage.name for stage in times.stages} for times in rounds]
-    return sum("draft: channel" in stages for stages in names) / len(names)
-
-
-def test_rounds_are_direct_on_one_host_also_after_the_target_was_killed() -> None:
-    with running(stack_config()) as server:
-        server.wait_paired()
-        first = server.info("target-0").channel
-        assert (RING_DIR / first).is_socket()
-        assert share_of_peer_rounds(server) > 0.8
-        os.kill(server.engine("target-0"), signal.SIGKILL)
-        eventually(lambda: server.services["target-0"].num_restarts == 1)
-        server.wait_paired()
-        second = server.info("target-0").channel
-        assert second != first and (RING_DIR / second).is_socket()
-        assert not (RING_DIR / first).exists()
-        assert share_of_peer_rounds(server) > 0.8
-    assert not (RING_DIR / second).exists()
-
-
-def test_without_direct_rounds_the_orchestrator_drives_them() -> None:
-    with running(stack_config(target={"peer_rounds": False})) as server:
-        server.wait_paired()
-        assert server.info("target-0").channel == ""
-        assert share_of_peer_rounds(server) == 0.0
+def test_rounds_are_direct_on_one_host_also_after_the_target_was_killed(
+    pair: Server, plain_outputs: PlainOutputs
+) -> None:
+    pair.wait_paired()
+    num_restarts = pair.services["target-0"].num_restarts
+    first = pair.info("target-0").peer_socket
+    assert (RING_DIR / first).is_socket()
+    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8
+    os.kill(pair.engine("target-0"), signal.SIGKILL)
+    eventually(lambda: pair.services["target-0"].num_restarts == num_restarts + 1)
+    pair.wait_paired()
+    second = pair.info("target-0").peer_socket
+    assert second != first and (RING_DIR / second).is_socket()
+    assert not (RING_DIR / first).exists()
+    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 
 from coppice import Client, PromptInfo, TokenDelta
 from coppice.stack import ServiceFailedError, ServiceState, Stack, StackConfig
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import OrchestratorConfig, TargetConfig
+from tests.e2e.serving import PlainOutputs, Server
 from tests.processes import is_alive, members_of, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -22,27 +22,20 @@ PROMPT = "def read_config(path):"
 NUM_TOKENS = 96
 
 
-def demo_config(*, num_targets: int = 1, num_drafts: int = 1) -> StackConfig:
+def plain_config() -> StackConfig:
+    """Return a configuration without a draft."""
     return StackConfig(
         orchestrator=OrchestratorConfig(host="127.0.0.1", port=0),
         target=TargetConfig(device="cpu", cpu_threads=1),
-        draft=DraftConfig(device="cpu", cpu_threads=1),
-        num_targets=num_targets,
-        num_drafts=num_drafts,
+        num_drafts=0,
         start_timeout_s=120.0,
     )
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with Stack(demo_config()) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def expected(stack: Stack) -> tuple[int, ...]:
-    with Client(stack.address) as client:
-        return client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).token_ids
+def expected(pair: Server, plain_outputs: PlainOutputs) -> tuple[int, ...]:
+    request = {"prompt": PROMPT, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    return plain_outputs.of(pair, [request])[0].token_ids
 
 
 def processes_of(stack: Stack) -> set[int]:
@@ -52,12 +45,12 @@ def processes_of(stack: Stack) -> set[int]:
 
 @pytest.mark.parametrize("victim", ["draft-0", "target-0"])
 def test_a_worker_killed_in_mid_stream_changes_nothing(
-    stack: Stack, expected: tuple[int, ...], victim: str
+    pair: Server, expected: tuple[int, ...], victim: str
 ) -> None:
-    service = stack.services[victim]
-    stack.wait_ready(*stack.services, timeout_s=60.0)
+    service = pair.services[victim]
+    pair.wait_ready(*pair.services, timeout_s=60.0)
     num_restarts, token_ids = service.num_restarts, []
-    with Client(stack.address) as client:
+    with Client(pair.address) as client:
         events = client.stream(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True)
         assert isinstance(next(events), PromptInfo)
         is_killed = False
@@ -65,24 +58,24 @@ def test_a_worker_killed_in_mid_stream_changes_nothing(
             if isinstance(event, TokenDelta):
                 token_ids += event.token_ids
                 if not is_killed:
-                    stack.kill(victim)
+                    pair.kill(victim)
                     is_killed = True
     assert tuple(token_ids) == expected
     wait_for(lambda: service.num_restarts == num_restarts + 1)
     wait_for(lambda: service.state is ServiceState.READY)
 
 
-def test_a_stopped_draft_leaves_plain_decoding(stack: Stack, expected: tuple[int, ...]) -> None:
-    stack.stop_service("draft-0")
-    assert stack.services["draft-0"].pid is None
-    with Client(stack.address) as client:
+def test_a_stopped_draft_leaves_plain_decoding(pair: Server, expected: tuple[int, ...]) -> None:
+    pair.stop_service("draft-0")
+    assert pair.services["draft-0"].pid is None
+    with Client(pair.address) as client:
         completion = client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True)
     assert completion.token_ids == expected
     assert completion.speculation.num_draft_tokens == 0
-    stack.start_service("draft-0")
+    pair.start_service("draft-0")
 
     def speculates() -> bool:
-        with Client(stack.address) as client:
+        with Client(pair.address) as client:
             stats = client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).speculation
         return stats.accept_length > 1.5
 
@@ -90,7 +83,7 @@ def test_a_stopped_draft_leaves_plain_decoding(stack: Stack, expected: tuple[int
 
 
 def test_stop_leaves_no_process() -> None:
-    stack = Stack(demo_config(num_drafts=0)).start()
+    stack = Stack(plain_config()).start()
     assert stack.draft_addresses == []
     running = processes_of(stack)
     assert len(running) >= 3  # orchestrator, front and engine of the target
@@ -100,14 +93,15 @@ def test_stop_leaves_no_process() -> None:
 
 
 def test_a_stack_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    config = demo_config()
+    config = plain_config()
     config = replace(config, target=replace(config.target, model=str(tmp_path / "none")))
     stack = Stack(config)
     with pytest.raises(ServiceFailedError) as caught:
         stack.start()
     assert "target-0 ended before it was ready" in str(caught.value)
     assert str(tmp_path / "none") in str(caught.value)
-    assert [service.pid for service in stack.services.values()] == [None] * 3
+    assert caught.value.exit_code == 2
+    assert [service.pid for service in stack.services.values()] == [None] * 2
 
 
 def test_a_dead_parent_takes_its_services_along(tmp_path: Path) -> None:

@@ -247,13 +247,13 @@ def sampling_kernels():
     for has_filters in (True, False):
         yield (
             sampling._best_of_chunk_kernel,
-            ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32", "i32"],
+            ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32", "*u8", "i32"],
             {"HAS_FILTERS": has_filters, "BLOCK": sampling.BLOCK},
         )
         yield (
             sampling._best_of_row_kernel,
             ["*fp32", *filters, *noise, "*fp32", "*i32", "*fp32"]
-            + ["*i64", "*i32", "*fp32", "*i64", "*i32", "i32"],
+            + ["*i64", "*i32", "*fp32", "*i64", "*u8", "*i32", "*u8", "i32"],
             {"HAS_FILTERS": has_filters, **chunks, "BLOCK": sampling.BLOCK}
             | {**listed, "STEP": sampling.STEP, **lanes},
             {"num_warps": sampling.STEP // 32 if has_filters else 4},

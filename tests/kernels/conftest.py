@@ -6,9 +6,14 @@ Triton reads TRITON_INTERPRET when a kernel is decorated, so a pytest process is
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
 
 from shared.kernels.dispatch import reset_launch_counts
 
@@ -36,3 +41,37 @@ def device() -> torch.device:
 def _fresh_state() -> None:
     torch.manual_seed(0)
     reset_launch_counts()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny operations on several threads wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let interpreted kernels multiply in one order, as a tensor core does.
+
+    The interpreter's tl.dot is numpy's BLAS, whose bits depend on a row's address and place. That
+    a dot gives equal rows equal bits is a property of GPUs, which test_products.py checks there;
+    what a kernel adds to it is what the tests of this folder are about.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
+
+
+def _dot_in_order(
+    builder: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any
+) -> TensorHandle:
+    """Return a b + d, each output adding its products in order of k, one operation at a time."""
+    dtype = d.data.dtype
+    left = np.moveaxis(a.data.astype(dtype), -1, 0)[..., None]  # [K, M, 1]
+    right = np.moveaxis(b.data.astype(dtype), -2, 0)[..., None, :]  # [K, 1, N]
+    out = left[0] * right[0]
+    for k in range(1, len(left)):
+        out += left[k] * right[k]
+    return TensorHandle(out + d.data, d.dtype.scalar)

@@ -19,9 +19,11 @@ def test_rows_of_the_table(device: torch.device, dtype: torch.dtype) -> None:
     assert launch_counts().get("embed", 0) == 2 * int(use_triton(table))
 
 
-def test_negative_ids_stand_for_roots(device: torch.device) -> None:
+def test_rows_may_name_roots_instead_of_tokens(device: torch.device) -> None:
     table = torch.randn(11, 6).to(device)
     roots = torch.tensor([4, 9, 0, 10]).to(device)
-    token_ids = torch.tensor([-1, 5, -4, -2, 0, -3]).to(device)
-    assert torch.equal(embed(token_ids, table, roots), table[[4, 5, 10, 9, 0, 0]])
-    assert torch.equal(embed(roots, table, roots), table[roots])
+    token_ids = torch.tensor([0, 5, 0, 0, 0, 7]).to(device)
+    root_idx = torch.tensor([0, -1, 3, 1, -1, 2]).to(device)
+    assert torch.equal(embed(token_ids, table, roots, root_idx), table[[4, 5, 10, 9, 0, 0]])
+    none = torch.full_like(roots, -1)
+    assert torch.equal(embed(roots, table, roots, none), table[roots])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.sampling import sample
+from shared.kernels.sampling import BLOCK, finite_rows, sample
 from tests.kernels.noise_seeds import int64, lucky_seed
 from tests.kernels.sampling_oracle import Row, arguments, check_rows
 
@@ -65,6 +65,37 @@ def test_nan_and_infinity(device: torch.device) -> None:
         for top_k, top_p in ((0, 1.0), (2, 0.9))
     ]
     check_rows(rows, device)
+
+
+@pytest.mark.parametrize("has_filters", [True, False])
+def test_rows_that_are_not_all_finite_are_flagged(
+    device: torch.device, *, has_filters: bool
+) -> None:
+    """Wherever the value stands, chunks past the first included, and whatever is sampled."""
+    width = 2 * BLOCK + 3
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(1, width, generator=generator)
+    places = [(value, column) for value in (NAN, INF, -INF) for column in (0, BLOCK - 1, width - 1)]
+    logits = clean.repeat(2 + len(places), 1)
+    logits[1] = 3e38  # finite, though a sum of them is not
+    for row, (value, column) in enumerate(places, start=2):
+        logits[row, column] = value
+    num_rows = len(logits)
+    temperature = torch.tensor([0.0, 0.7, 1e-5]).repeat(num_rows)[:num_rows]
+    args = (
+        temperature,
+        torch.full((num_rows,), 5 if has_filters else 0, dtype=torch.int32),
+        torch.ones(num_rows),
+        torch.zeros(num_rows),
+        torch.arange(num_rows),
+        torch.arange(num_rows),
+    )
+    flags = torch.full((num_rows,), 9, dtype=torch.uint8, device=device)
+    on_device = [value.to(device) for value in (logits, *args)]
+    tokens = sample(*on_device, has_filters=has_filters, is_finite=flags)
+    assert flags.tolist() == [1, 1] + [0] * len(places)
+    assert torch.equal(tokens, sample(*on_device, has_filters=has_filters))
+    assert finite_rows(logits.to(device)).int().tolist() == flags.tolist()
 
 
 def test_hopeless_rows(device: torch.device) -> None:
@@ -185,15 +216,23 @@ FLAT = [0.3, -0.5, 1.0, 0.0, 0.6, -0.2, 0.9, 0.5]
 CRITICAL = {8: 24.3, 5: 18.5, 3: 13.8}
 
 
-@pytest.mark.parametrize("axis", ["positions", "seeds"])
+ALL = Row(logits=FLAT, temperature=0.8)
+TOP_K = Row(logits=FLAT, temperature=1.3, top_k=5)
+TOGETHER = Row(logits=FLAT, temperature=1.0, top_k=7, top_p=0.7, min_p=0.65)
+# Interpreted, these take 40 s; the tests above compare filtered rows with the oracle by the token.
+SLOW_IF_INTERPRETED = [pytest.mark.exhaustive] if IS_INTERPRETED else []
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("row", "axis"),
     [
-        Row(logits=FLAT, temperature=0.8),
-        Row(logits=FLAT, temperature=1.3, top_k=5),
-        Row(logits=FLAT, temperature=1.0, top_k=7, top_p=0.7, min_p=0.65),
+        pytest.param(ALL, "positions", id="all-positions"),
+        pytest.param(ALL, "seeds", id="all-seeds"),
+        pytest.param(TOP_K, "positions", id="top_k-positions"),
+        pytest.param(TOP_K, "seeds", id="top_k-seeds", marks=SLOW_IF_INTERPRETED),
+        pytest.param(TOGETHER, "positions", id="together-positions", marks=SLOW_IF_INTERPRETED),
+        pytest.param(TOGETHER, "seeds", id="together-seeds", marks=SLOW_IF_INTERPRETED),
     ],
-    ids=["all", "top_k", "together"],
 )
 def test_samples_follow_the_distribution(device: torch.device, row: Row, axis: str) -> None:
     kept = row.kept()

@@ -1,12 +1,9 @@
-"""Fixtures of the engine tests: tiny checkpoints, one torch thread, repeatable examples."""
+"""Fixtures of the engine tests: tiny checkpoints, repeatable examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import hypothesis
 import pytest
-import torch
 
 from tests.engines import Models
 
@@ -20,12 +17,3 @@ hypothesis.settings.load_profile("repeatable")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Tiny checkpoints, each written once."""
     return Models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Exactness is promised for a fixed number of threads; one is the fastest for tiny models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

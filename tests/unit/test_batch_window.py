@@ -10,6 +10,8 @@ from shared.messages import SamplingParams, StoppingParams, TargetClose, TargetO
 from target_service import batch_window as batch_window_module
 from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
+from target_service.peer_rounds import PeerRounds
+from target_service.request import HostTree
 from target_service.step_costs import StepCosts
 from tests.engines import SHAPES, Models, make_draft, make_target
 from tests.local_pair import LocalRequest
@@ -53,9 +55,9 @@ def experienced(clock: Clock, costs: StepCosts | None = FLAT) -> BatchWindow:
 
 def test_trees_wait_somewhat_longer_than_growing_took(clock: Clock) -> None:
     batch_window = experienced(clock)
-    assert batch_window.wait_s(8) == 0.0 and not batch_window.is_awaited, "nobody is missing"
+    assert batch_window.wait_s(8) == 0.0 and not batch_window.is_growing, "nobody is missing"
     batch_window.ordered("b", 8)
-    assert batch_window.is_awaited
+    assert batch_window.is_growing
     wait_s = batch_window.wait_s(8)
     assert GROWTH_S < wait_s <= 2 * GROWTH_S
     clock.pass_s(wait_s / 2)
@@ -63,7 +65,7 @@ def test_trees_wait_somewhat_longer_than_growing_took(clock: Clock) -> None:
     clock.pass_s(wait_s / 2 + 1e-6)
     assert batch_window.wait_s(8) == 0.0, "it is late: the others go"
     batch_window.arrived("b")
-    assert not batch_window.is_awaited
+    assert not batch_window.is_growing
 
 
 def test_a_tree_that_does_not_come_holds_the_others_up_once(clock: Clock) -> None:
@@ -131,9 +133,8 @@ class TwoRequests:
         pairing = models.pairing("standalone")
         self.clock = clock
         self.target, self.draft = make_target(pairing), make_draft(pairing)
-        self.target._batch_window = self.target._direct._batch_window = batch_window = experienced(
-            clock
-        )
+        assert isinstance(self.target.source, PeerRounds)
+        self.target.source.window = batch_window = experienced(clock)
         self.pair = pair = PeerPair(self.target, self.draft)
         self.requests = [
             LocalRequest(prompt=[i + 1, 2], max_new_tokens=40, shape=SHAPES[2]) for i in range(2)
@@ -241,7 +242,7 @@ def test_other_work_or_nothing_to_wait_for_ends_the_wait(
     happens(two)
     assert two.target.has_work and two.target.has_work_in_s is None
     engine: TargetEngine = two.target
-    (here,) = [r for r in engine._requests.values() if r.queued and r.queued.tree]
+    (here,) = [r for r in engine.requests.values() if isinstance(r.queued, HostTree)]
     round_idx = here.round_idx
     engine.step()
     assert here.round_idx == round_idx + 1

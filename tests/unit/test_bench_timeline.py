@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from coppice.svg import draw_charts
-from coppice.timeline import chart, summarize
-from shared.messages import StageTime
-from shared.messages.generation import RoundTimes
+from coppice.timeline import IN_ENGINES, TimelineResult, chart, stage_colors, summarize
+from shared.messages import RoundTimes, StageTime
 
 
 def round_times(begin_us: int, **took_us: int) -> RoundTimes:
@@ -67,10 +67,36 @@ def test_a_stage_that_few_rounds_have_stands_in_its_place() -> None:
 
 def test_the_picture_holds_every_stage_of_every_mode() -> None:
     results = [summarize("a < b", 1, ROUNDS), summarize("plain", 2, ROUNDS)]
-    root = ElementTree.fromstring(draw_charts([chart(result) for result in results]))
+    root = drawn(results)
     name = "{http://www.w3.org/2000/svg}"
     texts = [text.text or "" for text in root.findall(f"{name}text")]
     assert sum(text == "target: forward" for text in texts) == 2
     assert any(text.startswith("a < b, 1 at once: 220 us a round") for text in texts)
     height = float(root.get("height", "0"))
     assert all(float(rect.get("y", "0")) < height for rect in root.findall(f"{name}rect"))
+
+
+def drawn(results: list[TimelineResult]) -> ElementTree.Element:
+    charts = [chart(result) for result in results]
+    return ElementTree.fromstring(draw_charts(charts, colors=stage_colors()))
+
+
+def test_a_stage_has_one_color_in_all_pictures_that_every_renderer_knows() -> None:
+    """hsl() and styles are for browsers: others draw black."""
+    first, other = summarize("x", 1, ROUNDS), summarize("y", 1, [round_times(0, draft_grow=5)])
+    known = stage_colors()
+    for root in (drawn([first, other]), drawn([other]), drawn([other, first])):
+        assert not root.findall(".//{*}style")
+        colors: dict[str, set[str]] = {}
+        for rect in root.findall("{*}rect"):
+            fill, title = rect.get("fill", ""), rect.findtext("{*}title")
+            assert re.fullmatch("#[0-9a-f]{6}", fill) and not rect.get("style")
+            if title:
+                colors.setdefault(re.sub(r": [\d.]+ us at .*", "", title), set()).add(fill)
+        assert {len(found) for found in colors.values()} == {1}
+        assert colors["draft: grow"] == {known["draft: grow"]}
+    assert len(set(known.values())) == len(known)
+
+
+def test_every_stage_that_engines_name_has_a_color() -> None:
+    assert {name for name in IN_ENGINES if "busy" not in name} <= stage_colors().keys()

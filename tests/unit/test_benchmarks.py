@@ -19,8 +19,7 @@ from benchmarks.steps import chart, gaps_us, summarize
 from benchmarks.timing import time_ms
 from coppice.bench import RequestResult
 from coppice.svg import Span, draw_charts
-from shared.messages import FinishReason
-from shared.messages.generation import FinishInfo
+from shared.messages import FinishInfo, FinishReason
 from shared.tree import check_tree
 
 CHECKS = ("is_right", "is_exact", "identical", "identical_outputs", "identical_trees")
@@ -39,7 +38,10 @@ KERNELS = [
         (forward, "--rows 2 --trees 1x4 --contexts 20,70 --prefill-len 40", 4),
         (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
         (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 8", 2),
-        (fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
+        pytest.param(
+            *(fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
+            marks=pytest.mark.exhaustive,  # tests/unit/test_inflate.py proves the same, to the bit
+        ),
         (steps, "--requests 2 --shape 3/2/5 --context 20", None),
         (
             speculation,
@@ -113,6 +115,7 @@ def test_a_picture_holds_every_kernel() -> None:
 @pytest.mark.parametrize("num_nodes", [1, 4, 16, 64])
 def test_made_up_trees_are_trees(num_nodes: int) -> None:
     parents = tree_of(num_nodes).tolist()
+    assert len(parents) == num_nodes
     check_tree(range(num_nodes), parents, root_token_id=0, vocab_size=100)
 
 

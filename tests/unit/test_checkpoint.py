@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from shared.errors import CheckpointError
 from shared.models.checkpoint import (
     CheckpointReader,
-    model_hash,
     read_tensor_infos,
+    report_reads,
     resolve_model,
+    stored_bytes,
     tokenizer_hash,
 )
+from shared.models.digest import HashCache, default_cache_dir, model_hash, start_model_hash
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
 from tests import checkpoints
@@ -362,17 +365,81 @@ def test_model_hash_sees_a_change(tmp_path: Path, change: Callable[[Tensors], No
     assert model_hash(directory) != before
 
 
-def test_model_hash_sees_the_config_and_not_the_middle(tmp_path: Path) -> None:
+def test_model_hash_sees_the_config_and_every_byte(tmp_path: Path) -> None:
     directory = checkpoints.write_llama(tmp_path)
-    before = model_hash(directory)
+    hashes = {model_hash(directory)}
     path = directory / "model.safetensors"
     info = read_tensor_infos(directory)["model.embed_tokens.weight"]
-    data = bytearray(path.read_bytes())
-    data[info.start + 2048] ^= 1
-    path.write_bytes(bytes(data))
-    assert model_hash(directory) == before
+    for offset in (0, 2048, info.end - info.start - 1):
+        data = bytearray(path.read_bytes())
+        data[info.start + offset] ^= 1
+        path.write_bytes(bytes(data))
+        hashes.add(model_hash(directory))
     (directory / "config.json").write_text((directory / "config.json").read_text() + " ")
-    assert model_hash(directory) != before
+    assert model_hash(directory) not in hashes
+    assert len(hashes) == 4
+
+
+def test_a_digest_is_remembered_until_size_or_time_of_a_file_changes(tmp_path: Path) -> None:
+    directory = checkpoints.write_llama(tmp_path / "model")
+    cache = HashCache(tmp_path / "cache", settle_s=0.0)
+    weights = directory / "model.safetensors"
+    first = model_hash(directory, cache)
+    (entry,) = (tmp_path / "cache").rglob("*.json")
+    assert list(directory.rglob("*cache*")) == []
+
+    # What is remembered is what is answered: a digest that no computation gives shows it.
+    entry.write_text(entry.read_text().replace(first, "0" * 64))
+    assert model_hash(directory, cache) == "0" * 64
+
+    stat = weights.stat()
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert model_hash(directory, cache) == first
+
+    entry.write_text(entry.read_text().replace(first, "0" * 64))
+    data = weights.read_bytes()
+    weights.write_bytes(data + b"\0")
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert model_hash(directory, cache) == first  # of a longer file with the same tensors
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
+    """It could change again within one tick of its clock."""
+    directory = checkpoints.write_llama(tmp_path / "model")
+    model_hash(directory, HashCache(tmp_path / "cache", settle_s=3600.0))
+    assert list((tmp_path / "cache").rglob("*")) == []
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"version": 1}', "\xff"])
+def test_a_cache_that_cannot_be_used_is_no_obstacle(tmp_path: Path, content: str | None) -> None:
+    directory = checkpoints.write_llama(tmp_path / "model")
+    expected = model_hash(directory)
+    cache = HashCache(tmp_path / "cache", settle_s=0.0)
+    if content is None:
+        (tmp_path / "cache").write_text("a file where a directory should be")
+    else:
+        model_hash(directory, cache)
+        (entry,) = (tmp_path / "cache").rglob("*.json")
+        entry.write_text(content, encoding="latin-1")
+    assert model_hash(directory, cache) == expected
+
+
+def test_the_cache_lies_in_the_users_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "coppice"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "coppice"
+
+
+def test_a_hash_beside_other_work(tmp_path: Path) -> None:
+    directory = checkpoints.write_llama(tmp_path)
+    assert start_model_hash(directory)() == model_hash(directory)
+    wait = start_model_hash(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        wait()
 
 
 def test_tokenizer_hash_is_of_what_ids_mean(tmp_path: Path) -> None:
@@ -424,3 +491,24 @@ def test_single_file_of_another_name_is_read(tmp_path: Path) -> None:
     (directory / "model.safetensors").unlink()
     save_file(tensors, directory / "weights.safetensors")
     load(directory)
+
+
+def test_loading_is_reported_by_bytes(tmp_path: Path) -> None:
+    directory = checkpoints.write_qwen2(tmp_path, is_tied=False)
+    num_bytes = stored_bytes(directory)
+    assert 0 < num_bytes < (directory / "model.safetensors").stat().st_size
+    said: list[tuple[str, float]] = []
+
+    def note(text: str, share: float) -> None:
+        said.append((text, share))
+
+    with report_reads(note, num_bytes=num_bytes, interval_s=0.0):
+        load(directory)
+    shares = [share for _, share in said]
+    assert len(said) == len(read_tensor_infos(directory))
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] == 1.0
+    assert said[-1][0] == f"loading weights, {num_bytes / 1e9:.1f} of {num_bytes / 1e9:.1f} GB"
+    with report_reads(note, num_bytes=num_bytes):
+        load(directory)
+    load(directory)
+    assert len(said) == len(shares), "not in its first second, and not outside of the block"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,25 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+import coppice
 from coppice.cli import bench, generate, serve, up
 from coppice.cli.main import build_parser, main
 from coppice.cli.render import TokenPrinter, stats_rows
 from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
-from coppice.request import RequestOptions
+from coppice.request import RequestOptions, build_request
 from coppice.stack import StackConfig
+from coppice.stack.stack import _free_ports
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
 from shared.errors import ConfigError
-from shared.messages import FinishReason, TreeShape
-from shared.messages.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
+from shared.messages import (
+    FinishInfo,
+    FinishReason,
+    PromptInfo,
+    SpeculationStats,
+    TokenDelta,
+    TreeShape,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +82,7 @@ def test_unknown_arguments_are_refused(
             "(num_steps - 1) * topk^2 = 11; lower it, or raise topk or num_steps",
         ),
         (["up", "--num-draft-tokens", "65"], "--num-draft-tokens is 65, expected at most 64"),
+        (["up", "--log-level", "loud"], "--log-level is 'loud', expected one of debug, info"),
         (["up", "--page-size", "many"], "--page-size is 'many', expected a whole number"),
         (["up", "--draft-model", "none", "--num-drafts", "1"], "--num-drafts needs a draft"),
         (["serve", "orchestrator", "--num-steps", "17"], "--num-steps is 17"),
@@ -90,6 +100,27 @@ def test_impossible_options_exit_with_2_and_the_fix(
 ) -> None:
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"coppice {coppice.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["bench"]])
+def test_without_a_server_it_says_at_once_what_to_start(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _free_ports(1) as (port,):
+        pass
+    started = time.monotonic()
+    assert main([*command, "--server", f"127.0.0.1:{port}"]) == 1
+    assert time.monotonic() - started < 2.0
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"no server listens at 127.0.0.1:{port}; start one with `coppice up`" in err
 
 
 # --- up ---
@@ -130,6 +161,7 @@ def test_up_spreads_its_options_over_the_services() -> None:
     shape = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
     assert config.orchestrator == OrchestratorConfig(host="127.0.0.1", port=7, model="/t", **shape)
     assert (config.target_gpus, config.draft_gpus) == (("0", "1"), ("1",))
+    assert (config.log_level, up_config("--log-level", "debug").log_level) == ("info", "debug")
     assert (config.num_targets, config.num_drafts) == (2, 3)
 
 
@@ -219,8 +251,18 @@ def test_request_flags_become_keywords() -> None:
         "num_steps": 2,
         "min_new_tokens": 1,
     }
-    assert request_keywords(parse("generate", "hi")) == {}
-    assert request_keywords(parse("generate", "hi", "--no-speculation")) == {"speculation": False}
+    assert request_keywords(parse("generate", "hi", "--no-speculation"))["speculation"] is False
+
+
+def test_no_request_runs_to_the_end_of_the_context_unless_asked_to() -> None:
+    def limit_of(prompt: str, **options: Any) -> int | None:
+        stopping = build_request(prompt, RequestOptions(**options)).stopping
+        return stopping.max_new_tokens if stopping.HasField("max_new_tokens") else None
+
+    assert request_keywords(parse("generate", "hi")) == {"max_new_tokens": 256}
+    assert limit_of("hi") == limit_of("hi", **request_keywords(parse("generate", "hi"))) == 256
+    whole = request_keywords(parse("generate", "hi", "--max-new-tokens", "0"))
+    assert limit_of("hi", **whole) is limit_of("hi", max_new_tokens=None) is None
 
 
 def test_every_request_flag_is_a_keyword_of_the_client() -> None:
@@ -248,23 +290,47 @@ DELTA = TokenDelta(
 )
 
 
-def render(*, shows_tree: bool) -> str:
-    out = io.StringIO()
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def render(out: io.StringIO, *, shows_tree: bool) -> str:
     TokenPrinter(out, shows_tree=shows_tree).write(DELTA)
     return out.getvalue()
 
 
-def test_drafted_text_is_coloured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_text_is_coloured_apart_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert render(shows_tree=True) == "\x1b[32mdrafted \x1b[0m\x1b[1;33mbonus\x1b[0m"
-    assert render(shows_tree=False) == "drafted bonus"
-    legend = TokenPrinter(io.StringIO(), shows_tree=True).legend()
+    assert render(Terminal(), shows_tree=True) == "\x1b[32mdrafted \x1b[0m\x1b[1;33mbonus\x1b[0m"
+    assert render(Terminal(), shows_tree=False) == "drafted bonus"
+    printer = TokenPrinter(Terminal(), shows_tree=True)
+    legend = printer.legend(Terminal())
     assert "\x1b[32maccepted draft tokens" in legend and "\x1b[1;33mbonus" in legend
+    in_a_file = printer.legend(io.StringIO())
+    assert in_a_file.startswith("green: accepted draft tokens, yellow: bonus")
 
 
-def test_without_colour_drafted_text_is_bracketed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_and_without_colour_drafted_text_is_bracketed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert render(io.StringIO(), shows_tree=True) == "[drafted ]bonus"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert render(shows_tree=True) == "[drafted ]bonus"
+    assert render(Terminal(), shows_tree=True) == "[drafted ]bonus"
+    legend = TokenPrinter(io.StringIO(), shows_tree=True).legend(Terminal())
+    assert legend.startswith("[accepted draft tokens], bonus")
+
+
+def test_what_follows_a_broken_output_stands_on_its_own_line() -> None:
+    out = io.StringIO()
+    printer = TokenPrinter(out, shows_tree=False)
+    printer.end_line()
+    assert out.getvalue() == "", "nothing was written"
+    printer.write(DELTA)
+    printer.end_line()
+    printer.end_line()
+    assert out.getvalue() == "drafted bonus\n"
 
 
 INFO = PromptInfo(request_id="r", model="m", num_prompt_tokens=4, num_cached_tokens=0, seed=9)

@@ -18,6 +18,7 @@ import torch
 from shared.messages import FeatureSpec
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
+from target_service.nodes import TOKEN_IS_KNOWN
 from target_service.phases import ExtendInput
 from tests import checkpoints
 from tests.checkpoints import Shape
@@ -88,7 +89,7 @@ class Rig:
         self.pool = pool_of(target)
         self.runner = target._runner
         self.runner.features = FeatureSpec(layer_ids=(1, 0), width=96, dtype="float32")
-        self.window = target._window
+        self.window = target._runner.window
 
     def open(self) -> int:
         """Return the row of a new request, its slots poisoned."""
@@ -110,6 +111,7 @@ class Rig:
         inputs = ExtendInput(
             token_ids=torch.tensor([token for work in works for token in work.token_ids]),
             position_ids=torch.from_numpy(position),
+            root_idx=torch.full((len(position),), TOKEN_IS_KNOWN),
             rows=pack_rows(blocks, self.pool, staging=staging, window=self.window),
         )
         staging.flush()

@@ -46,7 +46,7 @@ def requests_of(rng: random.Random) -> list[LocalRequest]:
     ]  # fmt: skip
 
 
-SEEDS = 3
+SEEDS = [0, 1, pytest.param(2, marks=pytest.mark.exhaustive)]
 
 
 class Chaos(PoisonedPair):
@@ -142,7 +142,7 @@ class Chaos(PoisonedPair):
         return self.target.has_work
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_is_plain_whatever_happens(models: Models, kind: str, seed: int) -> None:
     pairing = models.pairing(kind)

@@ -33,7 +33,7 @@ STOPS = tuple(range(5, 250, 9))
 
 def ahead(target: TargetEngine) -> TargetEngine:
     """Make an engine launch steps before it reads, as on a GPU."""
-    target._scheduler.runs_ahead = True
+    target.scheduler.overlaps_steps = True
     return target
 
 
@@ -51,7 +51,7 @@ def roots_in_flight(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> li
     extend = target._runner.extend
 
     def count(inputs: ExtendInput) -> Any:
-        counts.append(int((inputs.token_ids < 0).sum()))
+        counts.append(int((inputs.root_idx >= 0).sum()))
         return extend(inputs)
 
     monkeypatch.setattr(target._runner, "extend", count)

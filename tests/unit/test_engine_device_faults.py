@@ -15,8 +15,10 @@ import torch
 from draft_service.device_rounds.mailbox_io import MailboxPaths
 from draft_service.engine_factory import EXTRA_SLOTS
 from shared.messages import FinishReason, VerifyRound
+from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
-from target_service.phases import AwaitedTrees
+from target_service.peer_rounds import PeerRounds
+from target_service.phases import MailboxTrees
 from target_service.step_costs import StepCosts
 from tests.device_pair import (
     BUSHY,
@@ -68,7 +70,7 @@ def test_a_prompt_in_the_middle_takes_the_rounds_to_the_hosts_and_back(
     make: Make, *, is_ahead: bool
 ) -> None:
     target, draft, _ = make("eagle", prefill_chunk_len=16)
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
     late = replace(requests.pop(), prompt=random_tokens(random.Random(1), 60))
     expected = plain_of(target, [*requests, late])
@@ -101,7 +103,7 @@ def moments_of(pair: DevicePair, *, is_ahead: bool) -> list[Callable[[], object]
             pair._on_target(message)
 
     return [
-        *[pair.target.launch_awaited] * is_ahead,
+        *[pair.target.launch_deferred] * is_ahead,
         verify,
         pair.run_draft_device,
         pair.to_target,
@@ -137,7 +139,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
 ) -> None:
     """Its tree may be ordered, awaited, in the mailbox, in flight, or answered."""
     target, draft, _ = make("eagle")
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=40, shape=BUSHY)
     (plain,) = run_plain(target, [request])
     answered = set()
@@ -146,7 +148,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
         served = fresh(request)
         pair.open(served)
         steps_by_mail(pair, 2)
-        while not (target._scheduler.can_await_mail and pair.draft_device.is_running):
+        while not (pair.can_launch_early and pair.draft_device.is_running):
             pair.step()
         pair.is_deaf = True
         ways = moments_of(pair, is_ahead=is_ahead)
@@ -176,13 +178,13 @@ def test_nobody_waits_for_the_device_behind_a_lost_link(
     request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY)
     pair.open(request)
     steps_by_mail(pair, 3)
-    while not (target._scheduler.can_await_mail and pair.draft_device.is_running):
+    while not (pair.can_launch_early and pair.draft_device.is_running):
         pair.step()
     cut(pair, request)
     before = pair.num_awaited
     pair.pump()
     pair.pump()
-    assert not target._scheduler.can_await_mail
+    assert not pair.can_launch_early
     assert not pair.draft_device.is_running and not pair.draft_device.overlap.is_deferred
     pair.finish()
     assert pair.num_awaited == before
@@ -197,7 +199,7 @@ def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
     """Its slot, page-table rows and pages are another's while devices still work on it."""
     num_pages = 1 + 200 // 4
     target, draft, _ = make("eagle", (4, 4), num_pages=num_pages, max_num_requests=2)
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     requests = [replace(request, max_new_tokens=60) for request in requests_of(2, 0)]
     other = replace(requests_of(1, 3)[0], max_new_tokens=20)
     expected = plain_of(target, [*requests, other])
@@ -210,12 +212,12 @@ def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
         ways = moments_of(pair, is_ahead=is_ahead)
         for way in itertools.islice(itertools.cycle(ways), moment):
             way()
-        slot = target._requests[gone.request_id].req_idx
+        slot = target.requests[gone.request_id].req_idx
         pair.cancel(gone)
         joins.request_id = f"new{moment}"
         pair.open(joins)
         pair.step_target()
-        assert target._requests[joins.request_id].req_idx == slot
+        assert target.requests[joins.request_id].req_idx == slot
         steps_by_mail(pair, 2)
         pair.finish()
         check([stays, joins], expected[1:])
@@ -233,7 +235,7 @@ def test_retraction_ends_mailed_rounds_and_they_come_back(
     few = {"num_pages": 1 + num_slots // 4}
     options = few if scarce == "target" else {"draft": few}
     target, draft, _ = make("eagle", (4, 4), **options)
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     requests = [
         LocalRequest(
             prompt=random_tokens(rng, length),
@@ -278,16 +280,16 @@ def test_grants_that_end_and_are_renewed(make: Make, num_granted: int, margin: i
 def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool) -> None:
     """A step with an answer to give and nothing else known; a prompt must not get in between."""
     target, draft, _ = make("eagle")
-    target._scheduler.runs_ahead = is_ahead
-    target._batch_window._costs = StepCosts([1, 64], [1.0, 1.01])
+    target.scheduler.overlaps_steps = is_ahead
+    window_of(target)._costs = StepCosts([1, 64], [1.0, 1.01])
     pair = DevicePair(target, draft)
     requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
     for request in requests[:2]:
         pair.open(request)
     steps_by_mail(pair, 4)
-    while not target._scheduler.can_await_mail:
+    while not pair.can_launch_early:
         pair.step()
-    target._batch_window._mean_s = 10.0
+    window_of(target)._mean_s = 10.0
     before = pair.num_awaited
     stray = VerifyRound(request_id="", target_epoch=1, round_idx=1, seq_len=1, root_token_id=1)
     target.submit(stray)
@@ -295,7 +297,7 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
     pair.step_target()
     assert pair.num_awaited == before + 2
     pair.failures.clear()
-    target._batch_window._mean_s = 0.0
+    window_of(target)._mean_s = 0.0
     pair.open(requests[2])
     pair.finish()
     check(requests, plain_of(target, requests))
@@ -304,10 +306,15 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
 # --- times ---------------------------------------------------------------------------------------
 
 
+def window_of(target: TargetEngine) -> BatchWindow:
+    assert isinstance(target.source, PeerRounds)
+    return target.source.window
+
+
 def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let messages of drafts come to a step only while it waits for its result."""
     finish, finish_read, receive = (
-        target._finish,
+        target.pipeline.finish,
         target._runner.finish_read,
         target.channels.receive,
     )
@@ -323,7 +330,7 @@ def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) ->
         is_deaf = False
         return finish_read(*args)
 
-    monkeypatch.setattr(target, "_finish", finish_deaf)
+    monkeypatch.setattr(target.pipeline, "finish", finish_deaf)
     monkeypatch.setattr(target._runner, "finish_read", read_and_listen)
     monkeypatch.setattr(target.channels, "receive", lambda: [] if is_deaf else receive())
 
@@ -355,7 +362,7 @@ def test_a_timed_round_of_the_devices_says_what_both_did(
         pair.step_draft()
         draft.channels.flush()
         if is_first_timed:  # as on a GPU, whose steps end when the device says so
-            target._device_free_ns = earliest_ns
+            target.pipeline.times.device_free_ns = earliest_ns
         pair.step_target()
     rounds = timed.paths[last + 2 :]  # the tree before was on its way already
     assert len(rounds) > 5 and all(path.times is None for path in requests[0].paths)
@@ -404,12 +411,12 @@ class DeviceChaos(Chaos):
         if self.rng.random() < 0.5:
             self.pair.run_draft_device()
         if self.rng.random() < 0.3:
-            self.pair.target.launch_awaited()
+            self.pair.target.launch_deferred()
         if self.rng.random() < 0.5:
             self.pair.hear_late()
         return self._to_draft()
 
-    def spoil_trees(self, awaited: AwaitedTrees) -> None:
+    def spoil_trees(self, awaited: MailboxTrees) -> None:
         for words, seq in words_of(awaited):
             self.spoil_words(WRONG_TREES, words, seq)
 
@@ -445,7 +452,7 @@ class DeviceChaos(Chaos):
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
 def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
     target, draft, _ = make(kind, (4, 16), num_pages=1 + 70, max_num_requests=8)
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     num_wrong = num_awaited = num_ahead = 0
     for seed in range(3):
         requests = [replace(request, max_new_tokens=80) for request in requests_of(3, seed)]

@@ -18,7 +18,7 @@ from draft_service.device_rounds.rounds import DeviceRounds
 from shared.messages import PathBatch, SamplingParams, TokenTree, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import is_tag
-from target_service.phases import AwaitedTrees
+from target_service.phases import MailboxTrees
 from tests.checkpoints import VOCAB_SIZE
 from tests.device_pair import (
     BUSHY,
@@ -56,9 +56,9 @@ Nodes = dict[int, tuple[int, int]]
 """(token id, parent) by node."""
 
 
-def words_of(awaited: AwaitedTrees) -> Iterator[tuple[torch.Tensor, int]]:
+def words_of(awaited: MailboxTrees) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield of each awaited tree its words, [63], and its number."""
-    for slot, seq in zip(awaited.slot.tolist(), awaited.seq.tolist(), strict=True):
+    for slot, seq in zip(awaited.slot.tolist(), awaited.round_tag.tolist(), strict=True):
         yield awaited.words[slot, 1:], seq
 
 
@@ -81,8 +81,8 @@ def graft_mailbox(
 ) -> None:
     """Let trees in the mailbox hold what the target will say, so that long paths are accepted."""
 
-    def edit(awaited: AwaitedTrees) -> None:
-        by_slot = {held.req_idx: held for held in pair.target._requests.values()}
+    def edit(awaited: MailboxTrees) -> None:
+        by_slot = {held.req_idx: held for held in pair.target.requests.values()}
         for slot, (words, seq) in zip(awaited.slot.tolist(), words_of(awaited), strict=True):
             held, nodes = by_slot[slot], nodes_in(words, seq)
             plain = expected[list(pair.requests).index(held.request_id)]
@@ -137,7 +137,7 @@ def test_output_equals_the_plain_run(make: Make, kind: str, shape: TreeShape) ->
 @pytest.mark.parametrize("page_sizes", [(1, 64), (64, 1), (4, 16)])
 def test_output_does_not_depend_on_page_sizes(make: Make, page_sizes: tuple[int, int]) -> None:
     target, draft, _ = make("mtp", page_sizes)
-    target._scheduler.runs_ahead = True
+    target.scheduler.overlaps_steps = True
     requests = requests_of(5, 7)
     expected = plain_of(target, requests)
     pair = PoisonedDevicePair(target, draft)
@@ -301,7 +301,7 @@ def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) 
     requests = requests_of(2, 1, SHAPES[3])
     expected = plain_of(target, requests)
 
-    def edit(awaited: AwaitedTrees) -> None:
+    def edit(awaited: MailboxTrees) -> None:
         for words, seq in words_of(awaited):
             before = words.clone()
             spoil(words, seq, rng)
@@ -347,14 +347,14 @@ def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
 ) -> None:
     target, draft, _ = make("standalone")
     pair = DevicePair(target, draft)
-    finish = target._finish
+    finish = target.pipeline.finish
 
     def finish_alone(launched: Any) -> None:
-        if launched.batch.trees is not None and launched.batch.trees.awaited is not None:
-            assert not target._batch_window.is_awaited
+        if launched.batch.mailbox_trees is not None:
+            assert not target.source.is_growing
         finish(launched)
 
-    monkeypatch.setattr(target, "_finish", finish_alone)
+    monkeypatch.setattr(target.pipeline, "finish", finish_alone)
     pair.run(requests_of(2, 0))
     assert pair.num_awaited > 10
 
@@ -376,7 +376,7 @@ def test_a_draft_that_was_late_once_in_a_while_is_waited_for_again(make: Make) -
     target, draft, _ = make("standalone")
     num_seen = itertools.count()
 
-    def lose_some(awaited: AwaitedTrees) -> None:
+    def lose_some(awaited: MailboxTrees) -> None:
         if next(num_seen) % 4 == 0:
             awaited.words.zero_()
 
@@ -462,8 +462,8 @@ def test_a_draft_guesses_the_same_ahead_or_when_told_or_once_more(make: Make, ki
         (True, another_path, False),
         (True, now_and_then_another_path, True),
     ]:
-        target._direct._has_mailbox = is_mailed
-        pair = PoisonedDevicePair(target, draft, edit_paths=spoiled(spoil))
+        edit = spoiled(spoil)
+        pair = PoisonedDevicePair(target, draft, edit_paths=edit, has_mailbox=is_mailed)
         requests = requests_of(3, 1, SHAPES[3])
         pair.run(requests)
         found.append([path.token_ids for request in requests for path in request.paths])

@@ -20,8 +20,6 @@ from tests.reference.causal_lm import ReferenceLM
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
-
 VOCAB_SIZE = 9
 PROMPT = [3, 1, 4]
 NUM_SAMPLES = 2000
@@ -131,7 +129,14 @@ def sampled(pairing: Pairing, params: SamplingParams) -> list[LocalRequest]:
     return requests
 
 
-@pytest.mark.parametrize("name", FILTERS)
+# The others are proved alone by tests/kernels, and here in the company of "all".
+OFTEN = ("T=1", "all")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in FILTERS],
+)
 def test_output_through_trees_follows_the_distribution(pairing: Pairing, name: str) -> None:
     params = FILTERS[name]
     requests = sampled(pairing, params)

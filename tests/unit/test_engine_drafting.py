@@ -34,8 +34,6 @@ from tests.reference.drafts import (
 )
 from tests.reference.trees import draft_tree
 
-pytestmark = pytest.mark.slow
-
 # Scores closer than this may change places with another order of summation.
 SAFE_MARGIN = 2e-5
 
@@ -185,9 +183,15 @@ def test_trees_in_a_sliding_window_equal_the_reference(models: Models, kind: str
     blind = reference_of(pairing, target)
     late = [tree for tree in request.trees if tree.seq_len > 2 * window][-4:]
     assert sum(compare(tree, request, target, draft) for tree in late) >= 2
-    with pytest.raises(AssertionError):  # the window matters, or this proves nothing
-        assert not all(compare(tree, request, target, blind) for tree in late)
-        raise AssertionError
+
+    def differs(tree: TokenTree) -> bool:
+        try:
+            compare(tree, request, target, blind)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(map(differs, late)), "the window does not matter, so this proves nothing"
 
 
 def test_ties_go_to_the_lower_id(models: Models) -> None:

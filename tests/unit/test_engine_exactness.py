@@ -28,8 +28,6 @@ from tests.engines import (
 )
 from tests.local_pair import LocalRequest
 
-pytestmark = pytest.mark.slow
-
 PAGE_SIZES = {1: 16, 2: 64, 4: 1, 16: 2, 64: 4}  # the target's: the draft's
 BIASES = ((3, 8.0), (17, -100.0), (40, 7.5), (41, 7.0))
 
@@ -72,8 +70,23 @@ def requests_of(page_size: int, seed: int) -> list[LocalRequest]:
 
 
 FAST = {("eagle3", 16), ("standalone", 4)}
+# Pages meet kinds nowhere but in a slot's number: every size with two kinds, every kind with two
+# sizes at least.
+OFTEN = FAST | {
+    ("eagle3", 1), ("eagle3", 4), ("eagle", 2), ("eagle", 16),
+    ("mtp", 1), ("mtp", 64), ("standalone", 2), ("standalone", 64),
+}  # fmt: skip
+
+
+def marks_of(kind: str, page_size: int) -> list[pytest.MarkDecorator]:
+    """Return when a cell is run: always, but in `make check`, or in `make test-slow`."""
+    if (kind, page_size) in FAST:
+        return []
+    return [pytest.mark.slow if (kind, page_size) in OFTEN else pytest.mark.exhaustive]
+
+
 CELLS = [
-    pytest.param(kind, page_size, marks=[] if (kind, page_size) in FAST else pytest.mark.slow)
+    pytest.param(kind, page_size, marks=marks_of(kind, page_size))
     for kind in KINDS
     for page_size in PAGE_SIZES
 ]

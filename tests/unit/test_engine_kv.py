@@ -29,8 +29,6 @@ from tests.engines import (
 )
 from tests.local_pair import LocalPair, LocalRequest
 
-pytestmark = pytest.mark.slow
-
 
 class Eavesdropper(PoisonedPair):
     """A pair that keeps a copy of every feature row it forwards."""
@@ -98,16 +96,18 @@ def test_kv_and_features_equal_those_of_a_fresh_prefill(models: Models, kind: st
     other_draft = make_draft(pairing, page_size=16)
     num_compared = 0
     for request in requests:
-        held = target._requests.get(request.request_id)
-        if held is None or not held.seq_len:
+        held = target.requests.get(request.request_id)
+        if held is None or not held.committed_len:
             continue  # finished early
         num_compared += 1
-        tokens = held.tokens[: held.seq_len]
-        kv = committed_kv(target, request.request_id, held.seq_len)
+        tokens = held.tokens[: held.committed_len]
+        kv = committed_kv(target, request.request_id, held.committed_len)
         assert torch.equal(kv, prefilled_kv(other_target, tokens))
         if kind != "standalone":
             rows = pair.rows[request.request_id]
-            assert sorted(rows) == list(range(held.seq_len)), "a committed token without its row"
+            assert sorted(rows) == list(range(held.committed_len)), (
+                "a committed token without its row"
+            )
         # A draft that reads everything at once from a target that prefills everything at once.
         other = Eavesdropper(other_target, other_draft)
         replica = fresh(request, prompt=held.tokens[:-1], max_new_tokens=2, request_id="replica")
@@ -120,7 +120,7 @@ def test_kv_and_features_equal_those_of_a_fresh_prefill(models: Models, kind: st
         ours = draft_kv(draft, request.request_id)
         theirs = draft_kv(other_draft, "replica")
         shared_len = min(ours.shape[1], theirs.shape[1])
-        assert shared_len >= held.seq_len - 12
+        assert shared_len >= held.committed_len - 12
         assert torch.equal(ours[:, :shared_len], theirs[:, :shared_len])
         other.finish()
     assert num_compared >= 6
@@ -139,7 +139,7 @@ def test_poison_is_really_there_and_really_read_by_whoever_looks(models: Models)
         pair.step()
     pool = target._runner.pool
     assert committed_kv(target, "r1", 10).isfinite().all()
-    page_row = target._requests["r1"].req_idx
+    page_row = target.requests["r1"].req_idx
     reserved = len(pool._pages[page_row]) * pool.page_size
     assert reserved > 10
     assert committed_kv(target, "r1", reserved)[:, 10:].isnan().all()
@@ -176,11 +176,11 @@ def test_replayed_rows_are_the_same_bits(models: Models, retain_rows: int) -> No
     expected_next: int | None = None
     num_subscriptions = 0
     while True:
-        held = target._requests.get(request.request_id)
+        held = target.requests.get(request.request_id)
         is_last = len(request.output) == 16  # the rest is left for catching up
         is_asking = is_last or (len(request.output) < 16 and rng.random() < 0.5)
         if held is not None and held.req_idx >= 0 and is_asking:
-            start = 0 if is_last else rng.randrange(held.seq_len + 1)
+            start = 0 if is_last else rng.randrange(held.committed_len + 1)
             target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=start))
             expected_next, num_subscriptions = start, num_subscriptions + 1
         if not target.has_work:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shared.kernels.linear import linear_addends
+from shared.kernels.products_cpu import CpuProducts, Weight
 from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
 from shared.messages import AcceptedPath, FeatureChunk, TokenTree
@@ -57,10 +58,10 @@ def test_registering_wrong_rows_or_twice_is_our_bug() -> None:
 
 
 class Tagged(NodeOutputs):
-    """Every value but the tokens is replaced by the number of its row."""
+    """Every value but what decides about tokens is replaced by the number of its row."""
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
-        if name != "token_ids":
+        if name not in ("token_ids", "is_finite"):
             tags = torch.arange(len(tensor)).view(-1, *[1] * (tensor.dim() - 1))
             tensor = tags.expand_as(tensor).to(tensor.dtype).contiguous()
         super().register(name, tensor)
@@ -167,7 +168,7 @@ def self_test_target(models: Models, family: str = "llama", **options: Any) -> A
 
 
 def run(target: Any) -> Any:
-    result = run_self_test(target._runner, target.info.vocab_size, target._window)
+    result = run_self_test(target._runner, target.info.vocab_size, target._runner.window)
     assert target.load.num_free_pages == target.load.num_pages, "the self-test kept its pages"
     target.check_integrity()
     return result
@@ -193,23 +194,27 @@ def test_it_runs_at_start_up(models: Models, caplog: pytest.LogCaptureFixture) -
     assert "exactness is unproven" in caplog.text
 
 
-def linear_by_height(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_by_height(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Another order of summation for another number of rows, as a plain BLAS call has."""
     if x.shape[0] % 2:
         return linear_addends(x, weight)
     half = x.shape[1] // 2
-    parts = (
-        linear_addends(x[:, :half], weight[:, :half]),
-        linear_addends(x[:, half:], weight[:, half:]),
-    )
-    return parts[0] + parts[1]
+    left, right = x.clone(), x.clone()
+    left[:, half:], right[:, :half] = 0, 0
+    return linear_addends(left, weight) + linear_addends(right, weight)
 
 
 def attention_by_node(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: TreeAttentionMetadata, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    metadata: TreeAttentionMetadata,
+    scale: float,
+    *,
+    products: CpuProducts,
 ) -> torch.Tensor:
     """Rounds rows of trees otherwise than those of chains."""
-    out = tree_attention(q, k, v, metadata, scale)
+    out = tree_attention(q, k, v, metadata, scale, products=products)
     return out if metadata.is_chain.all() else out * 3 / 3
 
 
@@ -219,9 +224,15 @@ def store_by_height(addends: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def nan_in_trees(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: TreeAttentionMetadata, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    metadata: TreeAttentionMetadata,
+    scale: float,
+    *,
+    products: CpuProducts,
 ) -> torch.Tensor:
-    out = tree_attention(q, k, v, metadata, scale)
+    out = tree_attention(q, k, v, metadata, scale, products=products)
     return out if metadata.is_chain.all() else out * float("nan")
 
 
@@ -261,6 +272,7 @@ def test_kv_that_was_never_written_is_noticed(
 ) -> None:
     """The ways use the same pages one after the other: none may live on another's KV."""
     target = self_test_target(models)
+    target._runner.model.products.give_up_libraries()  # or all would be compared twice
     num_stores = 0
 
     def store_at_first(*args: Any) -> torch.Tensor:

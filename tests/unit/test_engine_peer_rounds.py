@@ -42,6 +42,7 @@ from tests.engines import (
     graft,
     make_draft,
     make_target,
+    pool_of,
     random_tokens,
     run_plain,
 )
@@ -131,18 +132,18 @@ def test_pages_of_a_tree_are_on_the_device_before_it_comes(make: Make) -> None:
     target, draft = make("eagle3", {"page_size": 4, "feature_ring_mb": 1})
     requests = requests_of(3, 0)
     expected = run_plain(target, requests, alone=True)
-    pool, plan = target._pool, target._scheduler.plan
+    pool, plan = pool_of(target), target.scheduler.plan
     pool._is_table_shared = False
     pool._device_table = pool._device_table.clone()
     are_behind: list[bool] = []
 
     def plan_and_look() -> StepPlan:
         planned = plan()
-        if any(r.ordered_round == r.round_idx + 1 for r in planned.verifies):
+        if any(r.draft and r.draft.ordered_round == r.round_idx + 1 for r in planned.verifies):
             are_behind.append(pool.is_page_table_behind)
         return planned
 
-    target._scheduler.plan = plan_and_look  # type: ignore[method-assign]
+    target.scheduler.plan = plan_and_look  # type: ignore[method-assign]
     PeerPair(target, draft).run(requests)
     assert [r.output for r in requests] == [plain.output for plain in expected]
     assert len(are_behind) > 10
@@ -234,7 +235,7 @@ def test_a_round_that_is_let_down_at_any_moment_is_answered_once(
 ) -> None:
     """Its tree may be ordered, on its way, queued, in flight, or answered with others after it."""
     target, draft = make("eagle")
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=32, shape=SHAPES[2])
     (plain,) = run_plain(target, [request])
     num_moments = 2 * (4 + is_ahead) + 1
@@ -270,9 +271,11 @@ def test_a_round_that_is_let_down_at_any_moment_is_answered_once(
 
 def is_ordered(pair: PeerPair) -> bool:
     """Return whether the target waits for a tree that it has ordered."""
-    (held,) = pair.target._requests.values()
-    is_idle = held.queued is None and not held.num_in_flight
-    return is_idle and held.grant is not None and held.ordered_round == held.round_idx + 1
+    (held,) = pair.target.requests.values()
+    draft = held.draft
+    assert draft is not None
+    is_ordered = draft.ordered_round == held.round_idx + 1
+    return held.is_between_rounds and draft.credit is not None and is_ordered
 
 
 def check_rows(pair: PeerPair) -> None:
@@ -378,12 +381,12 @@ def test_a_tree_that_nobody_waits_for_is_ignored(make: Make, stale: str) -> None
     request = opened(pair)
 
     def twice(tree: TokenTree) -> TokenTree:
-        held = target._requests[tree.request_id]
-        channel, is_awaited = held.channel, target._batch_window.is_awaited
-        assert channel is not None
+        held = target.requests[tree.request_id]
+        assert held.draft is not None
+        channel, is_growing = held.draft.channel, target.source.is_growing
         wrong = {"token_ids": (tree.token_ids[0] ^ 1, *tree.token_ids[1:])}
         target.submit_peer(channel, batch_of(replace(tree, **wrong, **STALE[stale](tree))))
-        assert target._batch_window.is_awaited == is_awaited, "the real one is still to come"
+        assert target.source.is_growing == is_growing, "the real one is still to come"
         assert held.queued is None
         return tree
 
@@ -458,7 +461,7 @@ def test_retraction_ends_direct_rounds_and_they_come_back(
 ) -> None:
     rng = random.Random(2)
     target, draft = make("eagle", **{scarce: {"page_size": 4, "num_pages": 1 + num_slots // 4}})
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     requests = [
         LocalRequest(
             prompt=random_tokens(rng, length),
@@ -480,12 +483,12 @@ def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None
     target, draft = make("standalone")
     pair = PeerPair(target, draft)
     request = opened(pair)
-    (held,) = target._requests.values()
-    assert held.grant is not None
+    (held,) = target.requests.values()
+    assert held.draft is not None and held.draft.credit is not None
     draft.submit(DraftClose(request_id=request.request_id, draft_epoch=request.draft_epoch))
     pair.pump()
-    assert held.grant is held.channel is None
-    assert not target._batch_window.is_awaited
+    assert held.draft is None
+    assert not target.source.is_growing
     request.has_draft = False
     pair.finish()
     assert pair.detached == [request.request_id]
@@ -514,9 +517,21 @@ def test_a_draft_that_was_asleep_takes_nothing_from_a_newer_one(make: Make) -> N
     target, draft = make("eagle")
     pair = PeerPair(target, draft)
     request = opened(pair)
-    (held,) = target._requests.values()
-    assert held.features is not None
-    state = held.channel, held.grant, held.feature_channel, held.features.start, held.features.next
+    (held,) = target.requests.values()
+    features, peer = held.features, held.draft
+    assert features is not None and peer is not None
+
+    def state() -> tuple[Any, ...]:
+        return (
+            held.draft,
+            peer.channel,
+            peer.credit,
+            features.channel,
+            features.start,
+            features.next,
+        )
+
+    before = state()
     asleep = connect(target.info.peer_socket)
     ids = {"request_id": request.request_id, "target_epoch": 1}
     asleep.put(PeerAttach(**ids, draft_epoch=request.draft_epoch - 1))
@@ -527,8 +542,7 @@ def test_a_draft_that_was_asleep_takes_nothing_from_a_newer_one(make: Make) -> N
     for _ in range(2):
         for channel, message in target.channels.receive():
             target.submit_peer(channel, message)
-    features = held.features
-    assert state == (held.channel, held.grant, held.feature_channel, features.start, features.next)
+    assert state() == before
     target.channels.flush()
     (failure,) = asleep.receive()
     assert failure.reason == "SUBSCRIPTION_REPLACED"
@@ -556,10 +570,11 @@ def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_p
     pair.open_draft(request)
     while request.request_id not in pair.peer_until:
         pair.step()
-    (held,) = target._requests.values()
-    log, channel = held.features, held.feature_channel
-    assert log is not None and channel is not None and held.draft_epoch == 2
-    before, late = log.next, subscription(draft_epoch=1)
+    (held,) = target.requests.values()
+    log, peer = held.features, held.draft
+    assert log is not None and peer is not None and peer.draft_epoch == 2
+    channel, before, late = log.channel, log.next, subscription(draft_epoch=1)
+    assert channel is peer.channel
     failures: list[RequestFailure] = []
     tell, on_target = pair.tell_draft, pair._on_target
 
@@ -580,7 +595,7 @@ def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_p
         target.submit_peer(channel, late)
     else:
         target.submit(late)
-    assert (held.feature_channel, log.next) == (channel, before)
+    assert (log.channel, log.next) == (channel, before)
     pair.step()
     (failure,) = failures
     assert (failure.reason, failure.draft_epoch) == ("SUBSCRIPTION_REPLACED", 1)
@@ -593,16 +608,17 @@ def test_an_older_linked_draft_takes_no_features_from_one_that_is_not(make: Make
     target, draft = make("eagle")
     pair = PeerPair(target, draft)
     request = opened(pair)
-    (held,) = target._requests.values()
-    channel = held.channel
-    assert channel is not None and channel is held.feature_channel
+    (held,) = target.requests.values()
+    log, peer = held.features, held.draft
+    assert log is not None and peer is not None and log.channel is peer.channel
+    channel = peer.channel
     target.submit(subscription(draft_epoch=2))
-    assert held.feature_channel is None
+    assert log.channel is None
     target.submit_peer(channel, subscription(draft_epoch=1))
-    assert held.feature_channel is None
+    assert log.channel is None
     target.submit(subscription())  # of a draft that does not say its epoch: the last one wins
     target.submit_peer(channel, subscription(draft_epoch=2))
-    assert held.feature_channel is channel
+    assert log.channel is channel
     pair.close_draft(request)
     pair.finish()
 
@@ -610,7 +626,7 @@ def test_an_older_linked_draft_takes_no_features_from_one_that_is_not(make: Make
 def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> None:
     """Trees still go over the channel; rows come as bytes from then on."""
     target, draft = make("eagle", {"feature_ring_mb": 1})
-    ring = target._ring
+    ring = target.features.ring
     assert ring is not None
     pair = PeerPair(target, draft)
     request = opened(pair)
@@ -719,7 +735,7 @@ class Chaos:
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
 def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
     target, draft = make(kind, {"feature_ring_mb": 1, "page_size": 4, "num_pages": 1 + 60})
-    target._scheduler.runs_ahead = is_ahead
+    target.scheduler.overlaps_steps = is_ahead
     num_trees: Counter[str] = Counter()
     for seed in range(4):
         requests = requests_of(3, seed)

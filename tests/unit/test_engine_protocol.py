@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,8 +59,11 @@ def answers(target: TargetEngine, *messages: Any) -> list[Any]:
 
 
 def opened(target: TargetEngine, **changes: Any) -> AcceptedPath:
+    began_ns = time.monotonic_ns()
     admitted, path = answers(target, open_message(**changes))
     assert isinstance(admitted, TargetAdmitted) and isinstance(path, AcceptedPath)
+    assert admitted.times is not None
+    assert began_ns < admitted.times.begin_ns < time.monotonic_ns()
     return path
 
 
@@ -83,12 +87,21 @@ def with_tree(
 
 def state(target: TargetEngine) -> tuple[Any, ...]:
     """Return everything about request "r" that a refused message must leave alone."""
-    request = target._requests["r"]
+    request = target.requests["r"]
     plain = {
         name: copy.deepcopy(getattr(request, name))
-        for name in ("tokens", "seq_len", "phase", "req_idx", "round_idx", "last_reply", "queued")
+        for name in (
+            "tokens",
+            "committed_len",
+            "launched_len",
+            "phase",
+            "req_idx",
+            "round_idx",
+            "last_reply",
+            "queued",
+        )
     }
-    kv = committed_kv(target, "r", request.seq_len)
+    kv = committed_kv(target, "r", request.committed_len)
     return plain, kv.numpy().tobytes(), target.load.num_free_pages
 
 
@@ -217,7 +230,7 @@ def test_bad_opens_are_refused_and_leave_an_older_epoch_alone(
         assert (failure.code, failure.field) == (StatusCode.INVALID_ARGUMENT, field)
         assert failure.request_id == request_id
     assert state(target) == before
-    assert "new" not in target._requests
+    assert "new" not in target.requests
     [reply] = answers(target, next_round(path))
     assert reply.round_idx == 1
 

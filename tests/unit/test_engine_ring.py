@@ -13,7 +13,7 @@ import torch
 from draft_service.engine import DraftEngine
 from shared.device import DTYPES
 from shared.messages import FeatureChunk, FeatureSpec, RingSpan, SamplingParams
-from shared.models.checkpoint import model_hash
+from shared.models.digest import model_hash
 from shared.peer.ring import RING_DIR, RingReader
 from shared.peer.shared_files import RINGS
 from target_service.engine import TargetEngine
@@ -99,8 +99,8 @@ def target(pairing: Pairing) -> Iterator[TargetEngine]:
     engine = make_target(pairing, project_features=False, feature_ring_mb=1)
     assert (RING_DIR / engine.info.feature_ring).exists()
     yield engine
-    assert engine._ring is not None
-    engine._ring.close()
+    assert engine.features.ring is not None
+    engine.features.ring.close()
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def draft(pairing: Pairing) -> DraftEngine:
 
 def overwrite(target: TargetEngine) -> None:
     """Let the target's ring be lapped."""
-    ring = target._ring
+    ring = target.features.ring
     assert ring is not None
     for _ in range(9):
         ring.start_step()
@@ -182,8 +182,8 @@ def test_a_new_target_has_a_new_ring_and_spans_of_the_old_one_are_refused(
 
     first = requests_of(2)
     PoisonedPair(target, draft, edit_chunk=keep).run(first)
-    assert target._ring is not None
-    target._ring.close()
+    assert target.features.ring is not None
+    target.features.ring.close()
     # The same draft goes on with another target process; what it had mapped is gone.
     successor = make_target(pairing, project_features=False, feature_ring_mb=1)
     assert successor.info.feature_ring != target.info.feature_ring
@@ -244,7 +244,7 @@ def test_without_room_features_go_as_bytes(
 
     monkeypatch.setattr("shared.peer.shared_files._require_room", refuse)
     engine = make_target(pairing, feature_ring_mb=1)
-    assert engine.info.feature_ring == "" and engine._ring is None
+    assert engine.info.feature_ring == "" and engine.features.ring is None
     assert "features go as bytes: /dev/shm has 3 MiB left" in caplog.text
 
 
@@ -252,12 +252,12 @@ def test_a_ring_is_as_large_as_a_few_steps_and_only_if_there_are_features(
     pairing: Pairing, models: Models
 ) -> None:
     engine = make_target(pairing, feature_ring_mb=64, max_batch_rows=64)
-    assert engine._ring is not None
+    assert engine.features.ring is not None
     row_bytes = 4 * engine.info.features.width
-    assert 4 * 64 * row_bytes <= engine._ring.capacity < 4 * 64 * row_bytes + 4096
-    engine._ring.close()
+    assert 4 * 64 * row_bytes <= engine.features.ring.capacity < 4 * 64 * row_bytes + 4096
+    engine.features.ring.close()
     standalone = make_target(models.pairing("standalone"), feature_ring_mb=64)
-    assert standalone._ring is None and standalone.info.feature_ring == ""
+    assert standalone.features.ring is None and standalone.info.feature_ring == ""
 
 
 # --- projected by the target ----------------------------------------------------------------------

@@ -29,8 +29,6 @@ from tests.local_pair import LocalPair, LocalRequest
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
-
 WINDOW = 24
 
 
@@ -47,11 +45,19 @@ def requests_of(lengths: tuple[int, ...], max_new_tokens: int) -> list[LocalRequ
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("target_dtype", "draft_dtype"),
-    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")],
-)
+DTYPES = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+# Features are converted in one place for all kinds: each kind with two of three pairs of dtypes.
+KINDS_AND_DTYPES = [
+    pytest.param(
+        *(kind, target_dtype, draft_dtype),
+        marks=[pytest.mark.exhaustive] if (k + pair) % 3 == 2 else [],
+    )
+    for k, kind in enumerate(KINDS)
+    for pair, (target_dtype, draft_dtype) in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("kind", "target_dtype", "draft_dtype"), KINDS_AND_DTYPES)
 def test_draft_and_target_in_different_dtypes(
     models: Models, kind: str, target_dtype: str, draft_dtype: str
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -22,7 +23,7 @@ from shared.messages import (
 )
 from target_service.batch import StepBatch, build_batch
 from target_service.engine import TargetEngine
-from target_service.features import MAX_CHUNK_BYTES, FeatureLog
+from target_service.feature_log import FeatureLog
 from target_service.scheduler import ReplayWork
 from tests.engines import SHAPES, Models, make_target, random_tokens
 from tests.local_pair import LocalPair, LocalRequest
@@ -38,7 +39,7 @@ class FeatureLogMachine(RuleBasedStateMachine):
 
     @initialize(retain_rows=st.sampled_from([0, 1, 3, 10, 1000]))
     def start(self, retain_rows: int) -> None:
-        self.log = FeatureLog(row_bytes=4, retain_rows=retain_rows)
+        self.log = FeatureLog(retain_rows=retain_rows)
         self.end = 0
         self.wanted: int | None = None
         self.blocks: list[int] = []
@@ -107,7 +108,7 @@ test_log_against_a_counting_subscriber = FeatureLogMachine.TestCase
 
 
 def test_rows_out_of_order_are_our_bug() -> None:
-    log = FeatureLog(row_bytes=4, retain_rows=9)
+    log = FeatureLog(retain_rows=9)
     log.append(0, rows_at(0, 2))
     with pytest.raises(AssertionError, match="row 3 appended at 2"):
         log.append(3, rows_at(3, 1))
@@ -115,7 +116,7 @@ def test_rows_out_of_order_are_our_bug() -> None:
 
 @pytest.mark.parametrize("position", range(11))
 def test_acknowledging_drops_whole_blocks_below_the_position(position: int) -> None:
-    log = FeatureLog(row_bytes=4, retain_rows=99)
+    log = FeatureLog(retain_rows=99)
     for start, stop in ((0, 3), (3, 5), (5, 6), (6, 10)):
         log.append(start, rows_at(start, stop - start))
     log.acknowledge(position)
@@ -159,7 +160,7 @@ def test_a_late_subscriber_catches_up_while_rounds_go_on(models: Models, retain_
             assert chunk.start == position
             position += chunk.shape[0]
         if step >= 4:  # 65 rows in replays of 20
-            assert position == target._requests["r1"].seq_len
+            assert position == target.requests["r1"].committed_len
     assert len(request.output) == 26, "rounds went on meanwhile"
     target.submit(TargetClose(request_id="r1", target_epoch=1))
     pair.check_idle()
@@ -172,7 +173,7 @@ def test_a_late_subscriber_catches_up_with_a_target_that_runs_ahead(
     target = make_target(
         models.pairing("eagle3"), feature_retain_rows=retain_rows, prefill_chunk_len=20
     )
-    target._scheduler.runs_ahead = True
+    target.scheduler.overlaps_steps = True
     pair, request = open_request(target)
     for _ in range(5):
         pair.step()
@@ -183,7 +184,7 @@ def test_a_late_subscriber_catches_up_with_a_target_that_runs_ahead(
             assert chunk.start == position
             position += chunk.shape[0]
         if step > 8:  # 65 rows in replays of 20
-            log = target._requests["r1"].features
+            log = target.requests["r1"].features
             assert log is not None and position == log.end
     assert len(request.output) == 13, "rounds went on meanwhile, each two steps long"
     target.submit(TargetClose(request_id="r1", target_epoch=1))
@@ -202,7 +203,7 @@ def test_replays_write_no_kv(models: Models, monkeypatch: pytest.MonkeyPatch) ->
         batches.append((batch, batch.extend.rows.slot_mapping.clone()))
         return batch
 
-    monkeypatch.setattr("target_service.engine.build_batch", build_and_note)
+    monkeypatch.setattr("target_service.runner.build_batch", build_and_note)
     target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=0))
     for _ in range(4):
         pair.step()
@@ -223,7 +224,7 @@ def test_acknowledged_rows_are_dropped_and_unsubscribed_ones_not_sent(models: Mo
     pair, _ = open_request(target)
     target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=0))
     assert sum(chunk.shape[0] for chunk in chunks_of_step(pair)) == 61
-    log = target._requests["r1"].features
+    log = target.requests["r1"].features
     assert log is not None and (log.start, log.end) == (0, 61)
     target.submit(FeatureAck(request_id="r1", target_epoch=0, position=60))  # another epoch's
     assert log.start == 0
@@ -235,16 +236,23 @@ def test_acknowledged_rows_are_dropped_and_unsubscribed_ones_not_sent(models: Mo
     pair.check_idle()
 
 
-def test_chunks_hold_at_most_one_mebibyte(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target(models.pairing("eagle3"))
-    width = target.info.features.width
-    monkeypatch.setattr("target_service.engine.MAX_CHUNK_BYTES", 10 * 4 * width + 1)
+@pytest.mark.parametrize("rows_per_chunk", [10, 0])  # 0: a row is larger than a chunk should be
+def test_chunks_hold_at_most_one_mebibyte(
+    models: Models, monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int
+) -> None:
+    pairing = models.pairing("eagle3")
+    width = make_target(pairing).info.features.width
     assert MAX_CHUNK_BYTES == 1 << 20
+    monkeypatch.setattr("target_service.features.MAX_CHUNK_BYTES", rows_per_chunk * 4 * width + 1)
+    target = make_target(pairing)
     pair, _ = open_request(target)
     target.submit(FeatureSubscribe(request_id="r1", target_epoch=1, from_position=3))
     chunks = chunks_of_step(pair)
-    assert [chunk.start for chunk in chunks] == [3, 13, 23, 33, 43, 53, 60]
-    assert [chunk.shape[0] for chunk in chunks] == [10, 10, 10, 10, 10, 7, 1]
+    if rows_per_chunk:
+        assert [chunk.start for chunk in chunks] == [3, 13, 23, 33, 43, 53, 60]
+        assert [chunk.shape[0] for chunk in chunks] == [10, 10, 10, 10, 10, 7, 1]
+    else:
+        assert [chunk.start for chunk in chunks] == list(range(3, 61)), "rows are kept whole"
     assert all(len(chunk.data) == chunk.shape[0] * 4 * width for chunk in chunks)
     target.submit(TargetClose(request_id="r1", target_epoch=1))
 
@@ -290,14 +298,14 @@ def test_a_request_that_keeps_no_features_says_so(models: Models) -> None:
 def test_early_subscriptions_are_held_bounded_and_can_be_withdrawn(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("target_service.engine.MAX_PENDING_SUBSCRIPTIONS", 3)
+    monkeypatch.setattr("target_service.features.MAX_EARLY_SUBSCRIPTIONS", 3)
     target = make_target(models.pairing("eagle3"))
     for name in ("a", "b", "c", "d"):
         target.submit(FeatureSubscribe(request_id=name, target_epoch=1, from_position=0))
-    assert list(target._early_subscriptions) == ["b", "c", "d"]
+    assert list(target.features.early_subscriptions) == ["b", "c", "d"]
     target.submit(FeatureUnsubscribe(request_id="c", target_epoch=0))
     target.submit(FeatureUnsubscribe(request_id="d", target_epoch=1))
-    assert list(target._early_subscriptions) == ["b", "c"]
+    assert list(target.features.early_subscriptions) == ["b", "c"]
     assert not target.has_work
 
     pair = LocalPair(target)
@@ -310,4 +318,4 @@ def test_early_subscriptions_are_held_bounded_and_can_be_withdrawn(
     chunks = chunks_of_step(pair)
     assert [(chunk.request_id, chunk.shape[0]) for chunk in chunks] == [("b", 2)]
     pair.finish()
-    assert list(target._early_subscriptions) == ["c"]
+    assert list(target.features.early_subscriptions) == ["c"]

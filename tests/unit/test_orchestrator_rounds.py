@@ -20,10 +20,11 @@ from shared.messages import (
     SamplingParams,
     TargetClose,
     TargetOpen,
+    TokenDelta,
     TokenTree,
+    TreeShape,
     VerifyRound,
 )
-from shared.messages.generation import TokenDelta
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import (
@@ -161,6 +162,30 @@ def test_a_request_that_kills_two_workers_is_refused() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("shape", [SHAPE, None])
+@pytest.mark.parametrize("has_peer", [False, True])
+def test_logits_that_are_no_numbers_end_the_request(
+    shape: TreeShape | None, *, has_peer: bool
+) -> None:
+    """At once, in any kind of round, and on no other worker: the same would happen there."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=has_peer)
+        broken = failed(StatusCode.INTERNAL, "NON_FINITE_LOGITS")
+        for _ in range(2):
+            scene.add_target(on_reply=scripted(iter([pass_on] * 5 + [broken]), only=AcceptedPath))
+        scene.add_draft()
+        with pytest.raises(InternalError) as caught:
+            await scene.serve(shape=shape, max_new_tokens=400)
+        assert caught.value.reason == "NON_FINITE_LOGITS"
+        assert asyncio.get_running_loop().time() < 1.0
+        opens = [m for t in scene.targets for m in t.engine.received if isinstance(m, TargetOpen)]
+        assert len(opens) == 1
+        await scene.check_free()
+
+    run_virtual(main())
+
+
 def test_a_prompt_that_kills_in_its_first_step_is_refused_too() -> None:
     """The engine never got to say that it had admitted the request."""
 
@@ -281,17 +306,13 @@ def test_a_retracted_request_comes_back_when_there_is_room() -> None:
         older = asyncio.create_task(scene.serve("older", max_new_tokens=60))
         newer = asyncio.create_task(scene.serve("newer", max_new_tokens=30))
         await asyncio.sleep(0.1)
-        target.worker.load = dataclasses.replace(target.worker.load, num_free_pages=0)
-        full = dataclasses.replace(target.engine.load, num_free_pages=0)
-        type(target.engine).load, plain = property(lambda self: full), type(target.engine).load  # type: ignore[method-assign,assignment]
-        try:
-            target.engine.retract("test.newer")
-            target.step()
-            await asyncio.sleep(0.3)
-            assert "test.newer" not in target.engine.requests
-            assert "test.older" in target.engine.requests
-        finally:
-            type(target.engine).load = plain  # type: ignore[method-assign]
+        target.engine.num_pages_taken = target.engine.num_free_pages
+        target.engine.retract("test.newer")
+        target.step()
+        await asyncio.sleep(0.3)
+        assert "test.newer" not in target.engine.requests
+        assert "test.older" in target.engine.requests
+        target.engine.num_pages_taken = 0
         check_stream(await newer, generate(PROMPT, 30))
         finish = check_stream(await older, generate(PROMPT, 60))
         assert finish.retries == 0

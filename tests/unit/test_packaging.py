@@ -88,13 +88,20 @@ def test_bundled_models_are_package_data_and_small() -> None:
     assert size < MAX_BUNDLED_BYTES
 
 
+def test_the_map_of_the_tests_names_what_there_is() -> None:
+    tests = ROOT / "tests"
+    names = re.findall(r"`([\w/*]+\.py|\w+/)`", (tests / "README.md").read_text())
+    assert len(names) > 40
+    assert [name for name in names if not list(tests.glob(name))] == []
+
+
 def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "format", "protos"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "check", "format", "protos"])
 def test_every_make_target_sets_up_the_environment(target: str, tmp_path: Path) -> None:
     """In a folder without .venv, make would install before anything else."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):

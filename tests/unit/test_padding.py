@@ -13,6 +13,7 @@ from shared.messages import SamplingParams
 from shared.step.buckets import ROW_BUCKETS, bucket_of
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
+from target_service.nodes import TOKEN_IS_KNOWN
 from target_service.phases import ExtendInput, ExtendOutput
 from tests.engines import (
     SHAPES,
@@ -78,6 +79,7 @@ class Trees:
         inputs = ExtendInput(
             token_ids=staging.add(np.pad(token_ids, padding)),
             position_ids=staging.add(np.pad(position, padding)),
+            root_idx=staging.add(np.full(len(position) + padding[1], TOKEN_IS_KNOWN)),
             rows=pack_rows(blocks, self.pool, staging=staging, num_rows=bucket),
             bucket=bucket,
         )

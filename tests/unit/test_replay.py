@@ -94,9 +94,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def _plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU keeps its plan of a step with the metadata; on a GPU there is none to go stale."""
 
-    def attend(q: Any, k: Any, v: Any, metadata: Any, scale: float) -> torch.Tensor:
+    def attend(
+        q: Any, k: Any, v: Any, metadata: Any, scale: float, *, products: Any
+    ) -> torch.Tensor:
         metadata.plans.clear()
-        return tree_attention_ref(q, k, v, metadata, scale)
+        return tree_attention_ref(q, k, v, metadata, scale, products=products)
 
     monkeypatch.setattr(tree_attention, "tree_attention_ref", attend)
 
@@ -117,7 +119,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     pool._device_table = pool._device_table.clone()
     pool._is_table_shared = False
     if isinstance(engine, TargetEngine):
-        engine._scheduler.runs_ahead = True
+        engine.scheduler.overlaps_steps = True
     return graphs
 
 

@@ -18,8 +18,8 @@ from shared.messages import (
     TargetOpen,
     TokenTree,
 )
-from target_service.features import FeatureLog
-from target_service.request import Phase, QueuedRound, TargetRequest
+from target_service.feature_log import FeatureLog
+from target_service.request import ROOT_ONLY, HostTree, Phase, TargetRequest
 from target_service.scheduler import CHAIN_SHARE, Scheduler, StepPlan
 
 
@@ -54,7 +54,7 @@ class World:
             stopping=StoppingParams(max_new_tokens=10), priority=priority,
         )  # fmt: skip
         request = TargetRequest(
-            open=message, order=next(self.order), tokens=list(message.token_ids)
+            open=message, admission_idx=next(self.order), tokens=list(message.token_ids)
         )
         self.scheduler.enqueue(request)
         return request
@@ -62,27 +62,27 @@ class World:
     def queue(self, request: TargetRequest, num_nodes: int) -> None:
         tree = TokenTree(
             request_id=request.request_id, target_epoch=1, draft_epoch=1, round_idx=1,
-            seq_len=request.seq_len, token_ids=(0,) * num_nodes,
+            seq_len=request.committed_len, token_ids=(0,) * num_nodes,
             parent_index=(-1,) + (0,) * (num_nodes - 1),
         )  # fmt: skip
-        request.queued = QueuedRound(tree if num_nodes > 1 else None)
-        request.queued_order = next(self.order)
+        request.queued = HostTree(tree) if num_nodes > 1 else ROOT_ONLY
+        request.queue_idx = next(self.order)
 
     def step(self, num_accepted: int = 1) -> StepPlan:
         """Plan, check the plan, commit it."""
         plan = self.scheduler.plan()
         self.check(plan)
         for work in plan.prefills:
-            work.request.seq_len = work.stop
+            work.request.launched_len = work.request.committed_len = work.stop
             if work.is_last:
                 work.request.phase = Phase.RUNNING
                 work.request.tokens.append(0)
         for request in plan.verifies:
             assert request.queued is not None
-            num_nodes = len(request.queued.tree.token_ids) if request.queued.tree else 1
-            count = min(num_accepted, num_nodes)
+            count = min(num_accepted, request.queued.num_rows)
             request.tokens.extend([0] * count)
-            request.seq_len += count
+            request.committed_len += count
+            request.launched_len = request.committed_len
             request.queued = None
         for replay in plan.replays:
             assert replay.request.features is not None
@@ -91,9 +91,7 @@ class World:
 
     def check(self, plan: StepPlan) -> None:
         self.pool.check_integrity()
-        sizes = [
-            len(r.queued.tree.token_ids) if r.queued and r.queued.tree else 1 for r in plan.verifies
-        ]
+        sizes = [request.next_num_rows for request in plan.verifies]
         chains = [w.stop - w.start for w in (*plan.prefills, *plan.replays)]
         assert all(1 <= length <= self.chunk_len for length in chains)
         total = sum(sizes) + sum(chains)
@@ -101,10 +99,10 @@ class World:
         gone = {id(r) for r in plan.retracted}
         for request, size in zip(plan.verifies, sizes, strict=True):
             assert id(request) not in gone
-            assert self.num_reserved(request) >= request.seq_len + size
+            assert self.num_reserved(request) >= request.committed_len + size
         for work in plan.prefills:
             assert id(work.request) not in gone
-            assert work.start == work.request.seq_len
+            assert work.start == work.request.committed_len
             assert self.num_reserved(work.request) >= work.stop
         for request in plan.retracted:
             assert request.req_idx == -1 and request.phase is Phase.WAITING
@@ -134,7 +132,7 @@ def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int)
         before = {name: len(request.tokens) for name, request in live.items()}
         plan = world.step(rng.randrange(1, 7))
         for name in rng.sample(names, rng.randrange(len(names) + 1)):
-            world.scheduler.reserve_ahead(name, rng.choice([2, 8, 64]))
+            world.scheduler.reserve_early(name, rng.choice([2, 8, 64]))
         for request in plan.retracted:
             num_retracted += 1
             name = request.request_id
@@ -182,7 +180,7 @@ def test_the_newest_is_retracted_for_an_older_one() -> None:
     world.queue(old, 64)
     assert world.step().verifies == [new, old]
     old.tokens.extend([0] * 36)
-    old.seq_len += 36  # old needs 120 slots, new holds 84 of the 184
+    old.launched_len += 36  # old needs 120 slots, new holds 84 of the 184
     world.queue(new, 1)
     world.queue(old, 64)
     plan = world.step()
@@ -261,7 +259,7 @@ def test_saturating_rounds_leave_rows_for_prefills_and_replays() -> None:
     world = World(num_pages=2000, max_batch_rows=64, chunk_len=16)
     requests = running(world, "abcd")
     listener = requests[0]
-    listener.features = FeatureLog(row_bytes=1, retain_rows=0, start=4, end=4)
+    listener.features = FeatureLog(retain_rows=0, start=4, end=4)
 
     def saturate() -> StepPlan:
         for request in requests:
@@ -294,14 +292,14 @@ def test_a_tree_larger_than_the_budget_runs_alone() -> None:
 def test_pages_are_reserved_ahead_only_if_they_are_free() -> None:
     world = World(num_pages=1 + 20, page_size=4)
     old, new = running(world, "ab", num_tokens=8)
-    reserve_ahead = world.scheduler.reserve_ahead
-    reserve_ahead("a", 60)
+    reserve_early = world.scheduler.reserve_early
+    reserve_early("a", 60)
     assert world.num_reserved(old) == 68
-    reserve_ahead("b", 8)
+    reserve_early("b", 8)
     assert world.pool.num_free_pages == 1, "one page is too few, and nobody goes for it"
-    reserve_ahead("b", 4)
+    reserve_early("b", 4)
     assert world.num_reserved(new) == 12 and world.pool.num_free_pages == 0
-    reserve_ahead("gone", 4)
+    reserve_early("gone", 4)
     world.queue(new, 8)
     world.queue(old, 60)
     plan = world.step()

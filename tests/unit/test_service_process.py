@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from coppice.health import health_probe
 from coppice.stack.process import ServiceProcess, ServiceState
 from coppice.stack.stack import _free_ports
 from tests.processes import is_alive, wait_for
@@ -35,6 +37,8 @@ SERVICE = textwrap.dedent(
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
+    if mode != "impostor":
+        servicer.set(f"process/{os.getpid()}", health_pb2.HealthCheckResponse.SERVING)
     if mode != "never":
         servicer.set("some.Service", health_pb2.HealthCheckResponse.SERVING)
     ended = threading.Event()
@@ -153,6 +157,16 @@ def test_it_can_be_stopped_before_it_is_ready_and_started_again(make_service: Ma
     assert service.state is ServiceState.STOPPED
     service.start()
     wait_for(lambda: service.pid is not None)
+    assert service.state is ServiceState.STARTING
+
+
+def test_another_server_on_its_port_does_not_count_as_ready(make_service: MakeService) -> None:
+    service = make_service("impostor")
+    service.start()
+    with health_probe(service.address) as probe:
+        wait_for(lambda: probe.status("some.Service") == "SERVING")
+    wait_for(lambda: "child" in service.log_tail())
+    time.sleep(0.5)  # many looks
     assert service.state is ServiceState.STARTING
 
 

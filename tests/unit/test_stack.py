@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from coppice.cli.main import build_parser
 from coppice.cli.options import load_service_config
 from coppice.cli.serve import ROLES
+from coppice.health import ORCHESTRATOR_SERVICE
 from coppice.stack import Stack, StackConfig
 from coppice.stack import stack as stack_module
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
@@ -98,3 +102,37 @@ def test_a_cpu_worker_and_a_lease_are_left_alone(monkeypatch: pytest.MonkeyPatch
 def test_a_configuration_that_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="--page-size is 0"):
         Stack(StackConfig(draft=DraftConfig(page_size=0)))
+
+
+@pytest.mark.parametrize("is_coppice", [True, False])
+def test_a_taken_port_is_refused_before_anything_starts(*, is_coppice: bool) -> None:
+    """And who has it is said."""
+    servicer = health.HealthServicer()
+    if is_coppice:
+        servicer.set(ORCHESTRATOR_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    states: list[str] = []
+    config = StackConfig(orchestrator=OrchestratorConfig(host="127.0.0.1", port=port))
+    stack = Stack(config, on_state=lambda name, state: states.append(name))
+    try:
+        with pytest.raises(ConfigError) as caught:
+            stack.start()
+    finally:
+        server.stop(None).wait()
+    who = "another Coppice server runs there" if is_coppice else "another program has the port"
+    assert f"cannot listen on 127.0.0.1:{port}: {who}; stop it" in str(caught.value)
+    assert states == [] and stack.services == {}
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    config = StackConfig(orchestrator=OrchestratorConfig(host="192.0.2.1", port=50051))
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:50051: .*--host"):
+        Stack(config).start()
+
+
+def test_services_log_from_the_level_that_the_stack_is_given() -> None:
+    stack = built(StackConfig(log_level="warning", orchestrator=OrchestratorConfig(port=0)))
+    assert all("--log-level=warning" in each.command for each in stack.services.values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import draft_service.warm_up
-import target_service.engine
+import target_service.runner
 import target_service.warm_up
 from draft_service.phases import DraftOutput
 from draft_service.pipeline import CHUNK_ROWS
@@ -31,22 +31,22 @@ def test_a_target_warms_up(
     target = make_target(models.pairing("standalone"), **{"prefill_chunk_len": 512} | options)
     expected = run_plain(target, [LocalRequest(prompt=[5, 6, 7], max_new_tokens=9)])
     steps = target.load.num_steps
-    target._scheduler.runs_ahead = runs_ahead
-    build_batch = target_service.engine.build_batch
+    target.scheduler.overlaps_steps = runs_ahead
+    build_batch = target_service.runner.build_batch
     batches: list[StepBatch] = []
 
     def noted_batch(*args: Any, **options: Any) -> StepBatch:
         batches.append(build_batch(*args, **options))
         return batches[-1]
 
-    monkeypatch.setattr(target_service.engine, "build_batch", noted_batch)
+    monkeypatch.setattr(target_service.runner, "build_batch", noted_batch)
     target_service.warm_up.warm_up(target)
     has_long_step = any(
         batch.num_rows > 400 and batch.extend.rows.attention.has_trees for batch in batches
     )
     assert has_long_step == (not options), "a long prompt beside trees, if there is room"
     assert target.load.num_steps > steps + 3 and target.load.num_moved_rounds >= 0
-    assert target._requests == {} and not target.has_work
+    assert target.requests == {} and not target.has_work
     assert target.load.num_free_pages == target.load.num_pages
     assert run_plain(target, expected)[0].output == expected[0].output
 

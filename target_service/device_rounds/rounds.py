@@ -1,0 +1,177 @@
+"""Peer rounds whose paths and trees also go from device to device, through a mailbox.
+
+The hosts exchange the same messages as in peer rounds. But the target launches a step before its
+trees are here: its device takes them from the mailbox, and posts the accepted paths there, which
+the draft's device may be waiting for. A tree that does not come in time makes a round of the root
+alone, and its draft is trusted with such rounds less often.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shared.kernels.mailbox_trees import TakenTrees
+from shared.kernels.mailbox_words import MAX_PATH
+from shared.messages import PeerAttach, TreeShape
+from shared.peer.mailbox import NUM_TAGS, Mailbox, tag_of
+from shared.step.staging import Staging
+from target_service.batch_window import BatchWindow
+from target_service.device_rounds.mailbox_io import MailboxIO
+from target_service.draft_peer import DraftPeer, MailboxUse
+from target_service.engine_state import EngineState
+from target_service.feature_log import FeatureRows
+from target_service.nodes import AcceptedNodes, SampledTrees
+from target_service.peer_rounds import PeerRounds
+from target_service.phases import (
+    ExtendInput,
+    MailboxPaths,
+    MailboxTrees,
+    VerifyInput,
+    VerifyOutput,
+)
+from target_service.request import DeviceTree, TargetRequest
+from target_service.scheduler import Scheduler
+
+_MOST_LATE = 10  # times that count
+
+
+class DeviceRounds(PeerRounds):
+    """Orders trees through the mailbox where the draft reads it, and over channels elsewhere.
+
+    Args:
+        device: That the target runs on.
+    """
+
+    def __init__(
+        self, state: EngineState, window: BatchWindow, mailbox: Mailbox, device: torch.device
+    ) -> None:
+        super().__init__(state, window)
+        self.mailbox = mailbox
+        self._io = MailboxIO(mailbox, state.info.vocab_size, device)
+
+    def compile(self) -> None:
+        """Compile what reads and writes the mailbox; nothing comes and nothing is posted."""
+        self._io.compile()
+
+    def end_credit(self, request: TargetRequest) -> None:
+        """Order no more trees, and take none that is ordered and not here."""
+        super().end_credit(request)
+        _clear_order(request)
+
+    def order_next(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
+    ) -> None:
+        """Order the trees of the rounds after those of a step; note which of its own were late."""
+        if trees.are_on_device:
+            for request, path in zip(trees.requests, nodes, strict=True):
+                _note_wait(request, path)
+        super().order_next(trees, nodes, features)
+
+    def launched(self, requests: Iterable[TargetRequest]) -> None:
+        """Take note that these requests' rounds are in flight."""
+        requests = list(requests)
+        super().launched(requests)
+        for request in requests:
+            _clear_order(request)
+
+    def can_launch_early(self, scheduler: Scheduler) -> bool:
+        """Return whether all that is to be done is to wait for trees from the mailbox."""
+        shapes = [_ordered_shape(request) for request in scheduler.held]
+        num_rows = sum([shape.num_draft_tokens for shape in shapes if shape is not None])
+        return bool(shapes) and None not in shapes and scheduler.fits_alone(num_rows)
+
+    def queue_early(self, scheduler: Scheduler) -> bool:
+        """Queue the rounds of all requests, if all wait for trees from the mailbox.
+
+        The device waits for them: a request that came meanwhile would wait as well.
+        """
+        if not self.can_launch_early(scheduler):
+            return False
+        for request in scheduler.held:
+            shape = _ordered_shape(request)
+            assert shape is not None
+            request.queued = DeviceTree(shape)
+        return True
+
+    def place_trees(self, requests: Sequence[TargetRequest], staging: Staging) -> MailboxTrees:
+        """Say where the device finds the trees of these requests."""
+        shapes = [r.queued.shape for r in requests if isinstance(r.queued, DeviceTree)]
+        slots = [request.req_idx for request in requests]
+        return self._io.place_trees(slots, list(map(_round_tag, requests)), shapes, staging)
+
+    def take_trees(self, trees: MailboxTrees, inputs: ExtendInput, num_rows: int) -> TakenTrees:
+        """Let the device wait for trees and lay them out. Mutates: the rows of `inputs`."""
+        return self._io.take_trees(trees, inputs, num_rows)
+
+    def place_paths(
+        self, requests: Sequence[TargetRequest], max_depth: int, staging: Staging
+    ) -> MailboxPaths | None:
+        """Say where the paths go of requests whose rounds have tags; None if none has one."""
+        tags = list(map(_round_tag, requests))
+        if max_depth >= MAX_PATH or not any(tags):
+            return None
+        return self._io.place_paths([request.req_idx for request in requests], tags, staging)
+
+    def post_paths(self, verify: VerifyInput, verified: VerifyOutput) -> None:
+        """Let the device post the accepted paths of a step, if `place_paths` said where."""
+        if verify.mailbox_paths is not None:
+            self._io.post_paths(verify.mailbox_paths, verified)
+
+    def _mailbox_use(self, message: PeerAttach) -> MailboxUse | None:
+        return MailboxUse() if message.has_mailbox else None
+
+    def _next_round_tag(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> int:
+        """Return the round tag of the round after the one in flight.
+
+        Returns: 0 if the draft does not look into the mailbox, has been late, or sampling must know
+            the tree.
+        """
+        use, round_idx = peer.mailbox, request.round_idx + 2
+        if use is None or shape.num_steps >= MAX_PATH or round_idx < use.resumes_at:
+            return 0
+        stopping = request.open.stopping
+        is_masked = stopping.stop_token_ids and stopping.min_new_tokens
+        if is_masked or request.open.sampling.has_penalties:
+            return 0
+        if use.tag_base is None:
+            use.tag_base = secrets.randbelow(NUM_TAGS)  # of no request that had the slot before
+        use.ordered_shape = shape
+        return tag_of(use.tag_base, round_idx)
+
+
+def _ordered_shape(request: TargetRequest) -> TreeShape | None:
+    """Return the shape of the tree that the device could wait for now; None: there is none."""
+    use = request.draft.mailbox if request.draft is not None else None
+    return use.ordered_shape if use is not None and request.is_between_rounds else None
+
+
+def _round_tag(request: TargetRequest) -> int:
+    """Return the tag of the next round to launch; 0: it has none."""
+    use = request.draft.mailbox if request.draft is not None else None
+    if use is None or use.tag_base is None:
+        return 0
+    return tag_of(use.tag_base, request.round_idx + request.num_in_flight + 1)
+
+
+def _clear_order(request: TargetRequest) -> None:
+    if request.draft is not None and request.draft.mailbox is not None:
+        request.draft.mailbox.ordered_shape = None
+
+
+def _note_wait(request: TargetRequest, path: AcceptedNodes) -> None:
+    """Take note whether the device waited for a tree in vain, with all that it was to compute.
+
+    A draft that is late is trusted with less each time: after the first, the host waits for one
+    tree, where the orchestrator sees it; then for two, four, ..
+    """
+    use = request.draft.mailbox if request.draft is not None else None
+    if use is None:
+        return
+    if path.num_nodes > 1:
+        use.num_late = max(use.num_late - 1, 0)
+        return
+    use.num_late = min(use.num_late + 1, _MOST_LATE)
+    use.resumes_at = request.round_idx + 2 + (1 << (use.num_late - 1))

@@ -1,0 +1,54 @@
+"""A request's draft whose engine is attached to this target's engine, on the same host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.messages import PeerTrees, TreeShape
+from shared.peer.channel import PeerChannel
+
+
+@dataclass(slots=True, kw_only=True)
+class MailboxUse:
+    """What a request and its draft exchange through the target's mailbox.
+
+    Args:
+        tag_base: Its round tags count from here (see mailbox.py); None: no tree was ordered yet.
+        ordered_shape: Shape of the tree of the next round, if that comes through the mailbox.
+        num_late: Times that the device waited in vain for a tree, less the times that it did not.
+        resumes_at: First round whose tree may be ordered through the mailbox again.
+    """
+
+    tag_base: int | None = None
+    ordered_shape: TreeShape | None = None
+    num_late: int = 0
+    resumes_at: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DraftPeer:
+    """The draft of one request, from PeerAttach to PeerDetach or to the end of the channel.
+
+    Args:
+        channel: To the draft's engine.
+        draft_epoch: Of the draft's state.
+        mailbox: None: the draft posts no trees to this target's mailbox.
+        credit: Leave to order trees, up to round `credit_until`; None: every round is ordered.
+        num_tokens_sent: Tokens of the request that the draft has.
+        ordered_round: Last round whose tree the target ordered, at `ordered_ns`.
+        is_overlapped: The draft's device grew the newest tree before its host had the order.
+    """
+
+    channel: PeerChannel
+    draft_epoch: int
+    mailbox: MailboxUse | None = None
+    credit: PeerTrees | None = None
+    credit_until: int = 0
+    num_tokens_sent: int = 0
+    ordered_round: int = 0
+    ordered_ns: int = 0
+    is_overlapped: bool = False
+
+    def may_order(self, round_idx: int) -> bool:
+        """Return whether the tree of a round is covered by the credit and not ordered yet."""
+        return self.credit is not None and self.ordered_round < round_idx <= self.credit_until

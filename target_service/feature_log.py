@@ -1,0 +1,107 @@
+"""Feature rows of one request's committed tokens: an ordered, acknowledged stream.
+
+Rows by position:
+
+    [0, start)        gone (acknowledged, or past the budget): replayed when asked for
+    [start, end)      retained
+    [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.peer.channel import PeerChannel
+
+FeatureRows = NDArray[np.uint8]
+"""[.., row_bytes]"""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FeatureLog:
+    """Feature rows of one request, and where its subscriber stands.
+
+    Args:
+        retain_rows: Budget; the oldest rows go first.
+        start: Position of the oldest row retained.
+        end: Position after the newest row.
+        next: Next position to send; None while nobody subscribes.
+        reads_ring: Whether the subscriber can read the feature ring.
+        channel: To the subscriber's engine; None: the subscriber has a stream at the front.
+        is_replaying: A step in flight computes rows again.
+    """
+
+    retain_rows: int
+    start: int = 0
+    end: int = 0
+    next: int | None = None
+    reads_ring: bool = False
+    channel: PeerChannel | None = None
+    is_replaying: bool = False
+    _blocks: deque[FeatureRows] = field(default_factory=deque)  # each [n, row_bytes]
+
+    def append(self, position: int, rows: FeatureRows) -> None:
+        """Keep the rows of newly committed tokens.
+
+        Args:
+            position: Position of rows[0]; must be `end`.
+            rows: [n, row_bytes] u8.
+        """
+        assert position == self.end, f"row {position} appended at {self.end}"
+        self._blocks.append(rows)
+        self.end += len(rows)
+
+    def trim(self) -> None:
+        """Drop the oldest whole blocks past the budget.
+
+        Comes after `take_unsent`: else a subscriber whose gap was just closed would find a new one
+        at every step, and never catch up.
+        """
+        while self._blocks and self.end - self.start - len(self._blocks[0]) >= self.retain_rows:
+            self.start += len(self._blocks.popleft())
+
+    def subscribe(
+        self, from_position: int, *, reads_ring: bool = False, channel: PeerChannel | None = None
+    ) -> None:
+        """Send every row from `from_position` on."""
+        self.next = from_position
+        self.reads_ring = reads_ring or channel is not None
+        self.channel = channel
+
+    def unsubscribe(self) -> None:
+        """Send nothing more."""
+        self.next = self.channel = None
+
+    def acknowledge(self, position: int) -> None:
+        """Drop whole blocks below `position`; the subscriber has them."""
+        while self._blocks and self.start + len(self._blocks[0]) <= position:
+            self.start += len(self._blocks.popleft())
+
+    @property
+    def gap(self) -> tuple[int, int] | None:
+        """Return the rows [from, to) that must be replayed before anything can be sent."""
+        if self.next is None or self.next >= self.start:
+            return None
+        return self.next, self.start
+
+    @property
+    def gap_to_replay(self) -> tuple[int, int] | None:
+        """Return the rows [from, to) to replay now, unless a step in flight replays some."""
+        return None if self.is_replaying else self.gap
+
+    def take_unsent(self) -> Iterator[tuple[int, FeatureRows]]:
+        """Yield (position, rows [n, row_bytes]) of what can be sent now."""
+        if self.next is None or self.next >= self.end or self.gap is not None:
+            return
+        position = self.start
+        for block in self._blocks:
+            first = max(self.next - position, 0)
+            if first < len(block):
+                yield position + first, block[first:]
+                self.next = position + len(block)
+            position += len(block)

@@ -1,0 +1,154 @@
+"""The trees of a step, as columns: gathered from its plan, and what was accepted of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.messages import TreeShape
+from shared.tree import TreeLayout, depths_of, lay_out_tree, paths_of
+from target_service.request import DeviceTree, HostTree, TargetRequest
+from target_service.scheduler import StepPlan
+
+_ROOT_ONLY: tuple[int, ...] = (-1,)
+_ROOT_LAYOUT = lay_out_tree(_ROOT_ONLY)
+TOKEN_IS_KNOWN = -1
+"""In a column of roots: the host knows the token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTrees:
+    """The requests whose next tokens a step decides: B trees of L nodes in all, tree by tree.
+
+    Args:
+        requests: [B].
+        req_idx: [B], rows of the page table.
+        seq_len: [B], logical slot of each root.
+        layouts: [B].
+        token_ids: [L], roots included; 0 where only the device knows the token.
+        root_idx: [L], row of the page table whose request's newest token is the node's; the device
+            keeps these. TOKEN_IS_KNOWN: `token_ids` has it.
+        parent_index: [L] within the own tree, root = -1.
+        are_on_device: The device takes the trees from the mailbox; the nodes here, but for the
+            roots, hold their places.
+    """
+
+    requests: Sequence[TargetRequest]
+    req_idx: list[int]
+    seq_len: list[int]
+    layouts: list[TreeLayout]
+    token_ids: list[int]
+    root_idx: list[int]
+    parent_index: list[int]
+    are_on_device: bool
+
+    @property
+    def num_nodes(self) -> list[int]:
+        """Return the nodes of each tree, [B]; roots included."""
+        return [len(layout.path_len) for layout in self.layouts]
+
+
+class SampledNodes:
+    """The trees of a step once more, as arrays.
+
+    Args:
+        first_node: [B] i64, node of the step that each root is.
+        tree: [L] i64, which tree each node belongs to.
+        depth: [L] i64.
+    """
+
+    def __init__(self, trees: SampledTrees) -> None:
+        self.requests, self._layouts = trees.requests, trees.layouts
+        per_tree = np.array([trees.req_idx, trees.seq_len, trees.num_nodes])
+        per_node = np.array([trees.token_ids, trees.parent_index])
+        self.req_idx, self.seq_len, self.num_nodes = per_tree
+        self.token_ids, self.parent_index = per_node
+        self.depth = depths_of(trees.layouts)
+        self.first_node = np.cumsum(self.num_nodes) - self.num_nodes
+        self.tree = np.repeat(np.arange(len(trees.layouts)), self.num_nodes)
+        self.max_depth = max(layout.max_depth for layout in trees.layouts)
+
+    @property
+    def path(self) -> NDArray[np.int64]:
+        """Return [L, D], nodes of the step from the root to each; its root past it."""
+        paths = paths_of(self._layouts)[:, : self.max_depth + 1]
+        return paths + self.first_node[self.tree][:, None]
+
+
+class AcceptedNodes(NamedTuple):
+    """A verified tree and its path.
+
+    Args:
+        seq_len: Logical slot of the root.
+        num_nodes: Of the tree, root included.
+        accept_index: Nodes of the path, root first.
+        token_ids: The target's token at each of them, bonus last.
+    """
+
+    seq_len: int
+    num_nodes: int
+    accept_index: list[int]
+    token_ids: list[int]
+
+
+def gather_trees(plan: StepPlan) -> SampledTrees | None:
+    """Collect the trees of a step: those to verify, then the last tokens of prompts."""
+    token_ids: list[int] = []
+    root_idx: list[int] = []
+    parent_index: list[int] = []
+    layouts: list[TreeLayout] = []
+    are_on_device = False
+    for request in plan.verifies:
+        parents, layout, known = _ROOT_ONLY, _ROOT_LAYOUT, TOKEN_IS_KNOWN
+        match request.queued:
+            case HostTree(tree):
+                token_ids += tree.token_ids
+                parents = tree.parent_index
+                layout = lay_out_tree(parents)
+            case DeviceTree(shape):
+                are_on_device = True
+                num_drafts = shape.num_draft_tokens - 1
+                token_ids += [request.tokens[-1], *[0] * num_drafts]
+                parents = (-1, *[0] * num_drafts)
+                layout = _place_holder(shape)
+            case _ if request.num_in_flight:  # the root is still being computed
+                token_ids.append(0)
+                known = request.req_idx
+            case _:
+                token_ids.append(request.tokens[-1])
+        root_idx += (known, *[TOKEN_IS_KNOWN] * (len(parents) - 1))
+        parent_index += parents
+        layouts.append(layout)
+    seq_len = [request.launched_len for request in plan.verifies]
+    endings = [work.request for work in plan.prefills if work.is_last]
+    for request in endings:
+        token_ids.append(request.tokens[-1])
+        root_idx.append(TOKEN_IS_KNOWN)
+        parent_index += _ROOT_ONLY
+        layouts.append(_ROOT_LAYOUT)
+        seq_len.append(len(request.tokens) - 1)
+    requests = [*plan.verifies, *endings]
+    if not requests:
+        return None
+    return SampledTrees(
+        requests=requests,
+        req_idx=[request.req_idx for request in requests],
+        seq_len=seq_len,
+        layouts=layouts,
+        token_ids=token_ids,
+        root_idx=root_idx,
+        parent_index=parent_index,
+        are_on_device=are_on_device,
+    )
+
+
+@functools.cache
+def _place_holder(shape: TreeShape) -> TreeLayout:
+    """Return what holds the place of a tree that is not here; it may turn out to be of any kind."""
+    layout = lay_out_tree((-1, *[0] * (shape.num_draft_tokens - 1)))
+    return layout._replace(max_depth=shape.num_steps, is_chain=False)

@@ -1,0 +1,165 @@
+"""The step of a target: plan -> pack -> launch -> read -> commit -> answer.
+
+On a GPU steps overlap: a step is launched before the result of the one before is read, so that the
+device does not wait for the host. A round of the root alone needs nothing of that result but the
+root's token, which the device has. What turns out to be past the end of a request is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shared.messages import FinishReason
+from shared.step.read_back import PendingRead
+from shared.step.step_timer import StepTimer
+from target_service.batch import StepBatch
+from target_service.commit import accepted_nodes, commit_chains, commit_path
+from target_service.engine_state import EngineState
+from target_service.nodes import SampledTrees
+from target_service.request import Phase
+from target_service.request_table import RequestTable
+from target_service.round_times import RoundTimes
+from target_service.runner import PathOutputs, TargetRunner
+from target_service.scheduler import Scheduler, StepPlan
+from target_service.tree_source import TreeSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    """A step that the device works on."""
+
+    batch: StepBatch
+    read: PendingRead
+    timer: StepTimer
+
+
+@dataclass(kw_only=True)
+class Pipeline:
+    """Advances requests step by step.
+
+    Args:
+        hear_peers: Takes what drafts' engines have sent.
+        flush_peers: Sends what is queued for them.
+        in_flight: The step that was launched and not read yet.
+    """
+
+    state: EngineState
+    runner: TargetRunner
+    scheduler: Scheduler
+    source: TreeSource
+    table: RequestTable
+    times: RoundTimes
+    hear_peers: Callable[[], None]
+    flush_peers: Callable[[], None]
+    in_flight: LaunchedStep | None = None
+
+    def step(self, *, waits: bool) -> None:
+        """Launch a step; commit and answer the one before, and without overlap this one too.
+
+        Args:
+            waits: Trees that are here wait for others; only trees from the mailbox are launched.
+        """
+        before, launched = self.in_flight, None
+        if before is None or not before.read.is_done:  # a result that is here is answered at once
+            is_early = before is None and self.source.queue_early(self.scheduler)
+            launched = self.launch(StepPlan() if waits and not is_early else self.scheduler.plan())
+        if before is not None:
+            self.finish(before)
+        if launched is not None and not self.scheduler.overlaps_steps:
+            self.finish(launched)
+            launched = None
+        self.in_flight = launched
+        self.state.features.send()
+        if not self.source.can_launch_early(self.scheduler):  # else that step is launched at once
+            self._reserve_for_growing_trees()
+        self.state.recorder.end_step()
+
+    def launch_early(self) -> bool:
+        """Launch the step of trees that the device is to wait for; return whether there is one."""
+        if self.in_flight is None and self.source.queue_early(self.scheduler):
+            self.in_flight = self.launch(self.scheduler.plan())
+            return True
+        return False
+
+    def launch(self, plan: StepPlan) -> LaunchedStep | None:
+        """Launch the rows of a plan; nothing waits for the device."""
+        self.table.answer_plan(plan)
+        for request in plan.admitted:
+            self.runner.sampler.start(request)
+        if plan.is_empty:
+            return None
+        runner, source = self.runner, self.source
+        timer = self.state.recorder.step(request.request_id for request in plan.verifies)
+        batch = runner.pack(plan, source)
+        timer.host("pack")
+        taken = None
+        if batch.mailbox_trees is not None:
+            taken = source.take_trees(batch.mailbox_trees, batch.extend, batch.num_rows)
+            timer.device("take")
+        extended = runner.extend(batch.extend)
+        timer.device("forward")
+        verified = None
+        if batch.trees is not None:
+            verify = runner.pack_verify(batch, batch.trees, source, taken)
+            verified = runner.verify(verify, extended)
+            source.post_paths(verify, verified)
+            runner.commit_kv(verify, verified)
+        timer.device("sample")  # before the read, which is all that is waited for
+        # Before the next step is launched: that step overwrites what this one computes.
+        read = runner.start_read(batch, extended, verified)
+        self.table.note_launch(plan, batch)
+        return LaunchedStep(batch=batch, read=read, timer=timer)
+
+    def finish(self, launched: LaunchedStep) -> None:
+        """Wait for a launched step, commit and answer it."""
+        batch, timer = launched.batch, launched.timer
+        is_device_round = batch.mailbox_trees is not None
+        if is_device_round:  # what drafts say of these trees is old once the device is done
+            self.hear_peers()
+        outputs = self.runner.finish_read(batch, launched.read)
+        timer.host("read")
+        if is_device_round and timer.is_on:  # but for the times of these trees
+            self.hear_peers()
+        commit_chains(self.state, batch, outputs)
+        if batch.trees is not None and outputs.paths is not None:
+            self._commit_paths(batch.trees, outputs.paths, timer)
+
+    def _commit_paths(self, trees: SampledTrees, paths: PathOutputs, timer: StepTimer) -> None:
+        """Advance every request by its path; attached drafts hear of the paths first."""
+        state = self.state
+        nodes = list(accepted_nodes(trees, paths))
+        self.source.order_next(trees, nodes, paths.features)
+        step = self.times.end_step(timer)
+        advanced = []
+        for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
+            if not state.is_held(request):
+                continue
+            if not paths.is_finite[row, : len(path.token_ids)].all():
+                self.table.fail_numerically(request)
+                continue
+            is_prefill = request.phase is Phase.PREFILL
+            reply = commit_path(request, path, paths, row, max_context_len=state.max_context_len)
+            if request.open.is_timed and not is_prefill:
+                times = self.times.of_answer(reply, step, is_device_round=trees.are_on_device)
+                reply = replace(reply, times=times)
+            state.outbox.append(reply)
+            state.counts.moved_rounds += reply.accept_index != tuple(range(len(reply.token_ids)))
+            if reply.finish_reason is not FinishReason.NONE:
+                self.table.drop(request)
+                continue
+            advanced.append((request, reply.token_ids))
+            self.source.order(request)
+            if request.features is not None and paths.features is not None and not is_prefill:
+                rows = paths.features[row, : len(reply.token_ids)]
+                request.features.append(path.seq_len, rows.copy())
+        if not trees.are_on_device:  # else the next step is launched first
+            self.flush_peers()
+        self.runner.sampler.count(advanced)
+
+    def _reserve_for_growing_trees(self) -> None:
+        """Reserve pages for trees that are being grown: nothing is left to do once they come."""
+        if self.source.is_growing:
+            for request_id, num_rows in self.source.growing:
+                self.scheduler.reserve_early(request_id, num_rows)
+            self.runner.bring_page_table()

@@ -1,0 +1,123 @@
+"""Where the trees of rounds come from: the one interface of all kinds of rounds to the engine.
+
+    relayed rounds   `TreeSource` itself: the orchestrator brings every tree in its order
+    peer rounds      `PeerRounds`: the target orders trees of drafts whose engines are attached
+    device rounds    `DeviceRounds`: peer rounds whose paths and trees also go from device to device
+                     through a mailbox, so that no device waits for a host
+
+Each kind does what the kinds above it do, and more. An engine works with any of them; a method that
+is not overridden does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from shared.errors import InvalidTreeError
+from shared.kernels.mailbox_trees import TakenTrees
+from shared.messages import PeerAttach, PeerTree, PeerTrees, TreeBatch
+from shared.peer.channel import PeerChannel
+from shared.step.staging import Staging
+from target_service.feature_log import FeatureRows
+from target_service.nodes import AcceptedNodes, SampledTrees
+from target_service.phases import (
+    ExtendInput,
+    MailboxPaths,
+    MailboxTrees,
+    VerifyInput,
+    VerifyOutput,
+)
+from target_service.request import TargetRequest
+from target_service.scheduler import Scheduler
+
+
+class TreeSource:
+    """Relayed rounds only: no draft is attached, and no credit brings trees."""
+
+    # --- drafts and credit -----------------------------------------------------------------------
+
+    def attach(self, message: PeerAttach, channel: PeerChannel) -> None:
+        """Take note of a draft whose engine can be asked for a request's trees."""
+
+    def extend_credit(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
+        """Order the trees of these rounds from now on; the first one now, if it is due."""
+
+    def end_credit(self, request: TargetRequest) -> None:
+        """Give up: order no more trees, and take none that is ordered and not here."""
+
+    # --- trees -----------------------------------------------------------------------------------
+
+    def order(self, request: TargetRequest) -> None:
+        """Order the tree of a request's next round, if the credit covers it and it is not ordered.
+
+        The request's last round is committed.
+        """
+
+    def order_next(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
+    ) -> None:
+        """Order the trees of the rounds after those of a step, which is not committed yet.
+
+        Whether a request ends with its path is found out while its tree is being grown; such a tree
+        is grown for nothing. Lateness of the step's own trees is noted as well.
+
+        Args:
+            features: [B, D + 1, row_bytes], rows of each path; None: nobody keeps any.
+        """
+
+    def take(
+        self, channel: PeerChannel, batch: TreeBatch
+    ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:
+        """Queue the rounds of trees that were ordered; yield the trees that are wrong."""
+        yield from ()
+
+    def launched(self, requests: Iterable[TargetRequest]) -> None:
+        """Take note that these requests' rounds are in flight: no other tree of theirs will do."""
+
+    # --- the batch window: trees that are here wait for trees that are being grown ---------------
+
+    @property
+    def is_growing(self) -> bool:
+        """Return whether trees are being grown that steps may wait for."""
+        return False
+
+    def wait_s(self, num_rows: int) -> float:
+        """Return how long trees of so many rows should wait at most for others; 0: not at all."""
+        return 0.0
+
+    @property
+    def growing(self) -> Iterable[tuple[str, int]]:
+        """Return (request_id, rows) of every tree that is being grown."""
+        return ()
+
+    # --- device rounds ---------------------------------------------------------------------------
+
+    def can_launch_early(self, scheduler: Scheduler) -> bool:
+        """Return whether the next step can be launched before its trees are here, and nobody who
+        could be served at once would wait for them.
+        """
+        return False
+
+    def queue_early(self, scheduler: Scheduler) -> bool:
+        """Queue the rounds of trees that the device will wait for, if `can_launch_early`.
+
+        Returns: Whether it did: these rounds are the next step, and nothing else is in it.
+        """
+        return False
+
+    def place_trees(self, requests: Sequence[TargetRequest], staging: Staging) -> MailboxTrees:
+        """Say where the device finds the trees of these requests."""
+        raise AssertionError("only a source with a mailbox queues a DeviceTree")
+
+    def take_trees(self, trees: MailboxTrees, inputs: ExtendInput, num_rows: int) -> TakenTrees:
+        """Let the device wait for trees and lay them out. Mutates: the rows of `inputs`."""
+        raise AssertionError("only a source with a mailbox places trees")
+
+    def place_paths(
+        self, requests: Sequence[TargetRequest], max_depth: int, staging: Staging
+    ) -> MailboxPaths | None:
+        """Say where the device posts the accepted paths of these requests; None: nowhere."""
+        return None
+
+    def post_paths(self, verify: VerifyInput, verified: VerifyOutput) -> None:
+        """Let the device post the accepted paths of a step, if `place_paths` said where."""
