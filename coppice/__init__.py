@@ -29,14 +29,15 @@ if TYPE_CHECKING:
         ResourceExhaustedError,
         UnavailableError,
     )
-    from shared.messages import FinishReason, TokenLogprob
-    from shared.messages.generation import (
+    from shared.messages import (
         FinishInfo,
+        FinishReason,
         GenerateEvent,
         PromptInfo,
         SpeculationStats,
         Timings,
         TokenDelta,
+        TokenLogprob,
         Usage,
     )
 
@@ -54,13 +55,13 @@ _MODULE_OF = {
     "InvalidArgumentError": "shared.errors",
     "ResourceExhaustedError": "shared.errors",
     "UnavailableError": "shared.errors",
-    "FinishInfo": "shared.messages.generation",
-    "GenerateEvent": "shared.messages.generation",
-    "PromptInfo": "shared.messages.generation",
-    "SpeculationStats": "shared.messages.generation",
-    "Timings": "shared.messages.generation",
-    "TokenDelta": "shared.messages.generation",
-    "Usage": "shared.messages.generation",
+    "FinishInfo": "shared.messages",
+    "GenerateEvent": "shared.messages",
+    "PromptInfo": "shared.messages",
+    "SpeculationStats": "shared.messages",
+    "Timings": "shared.messages",
+    "TokenDelta": "shared.messages",
+    "Usage": "shared.messages",
     "FinishReason": "shared.messages",
     "TokenLogprob": "shared.messages",
 }

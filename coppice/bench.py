@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.client import AsyncClient
-from shared.messages.generation import FinishInfo, TokenDelta
+from shared.messages import FinishInfo, TokenDelta
 
 # A prompt ends where a token may begin: before a line break, not after it.
 DEFAULT_PROMPTS = (

@@ -27,17 +27,18 @@ from coppice.request import RequestOptions, build_request
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.errors import CoppiceError, InternalError, StaleStateError, UnavailableError
-from shared.messages import FinishReason, TokenLogprob
-from shared.messages.convert_generation import event_from_proto
-from shared.messages.generation import (
+from shared.messages import (
     FinishInfo,
+    FinishReason,
     GenerateEvent,
     PromptInfo,
     SpeculationStats,
     Timings,
     TokenDelta,
+    TokenLogprob,
     Usage,
 )
+from shared.messages.batches import unpack_event
 from shared.rpc.channel import channel_options, open_channel
 from shared.rpc.status import from_rpc_error
 
@@ -249,7 +250,7 @@ class _Transcript:
 
     def take(self, response: pb.GenerateResponse) -> Iterator[GenerateEvent]:
         """Note an event; yield it unless the user has it already."""
-        event = event_from_proto(response)
+        event = unpack_event(response)
         match event:
             case PromptInfo():
                 if self._info is not None:

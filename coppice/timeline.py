@@ -12,7 +12,7 @@ from coppice.bench import Mode, percentile, run_cell
 from coppice.client import AsyncClient
 from coppice.svg import Bar, Chart, Span, color_of
 from shared.errors import ConfigError
-from shared.messages.generation import RoundTimes
+from shared.messages import RoundTimes
 
 WARM_UP_ROUNDS = 4
 """First rounds of a request that are left out: the draft may still be reading the prompt."""
@@ -33,11 +33,20 @@ IN_ENGINES = frozenset(
 _HUES = {"target": (195.0, 275.0), "draft": (75.0, 165.0), "orchestrator": (15.0, 45.0)}
 _STAGES = {
     "target": (
-        *("hop to it", "link", "front", "busy engine", "queue", "pack", "busy device", "forward"),
+        *(
+            "hop to it",
+            "channel",
+            "front",
+            "busy engine",
+            "queue",
+            "pack",
+            "busy device",
+            "forward",
+        ),
         *("sample", "read", "commit", "answer", "hop back"),
     ),
     "draft": (
-        *("hop to it", "link", "front", "busy engine", "features", "queue", "pack", "extend"),
+        *("hop to it", "channel", "front", "busy engine", "features", "queue", "pack", "extend"),
         *("grow", "read", "tree", "answer", "hop back"),
     ),
     "orchestrator": ("commit", "order"),

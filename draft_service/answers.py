@@ -1,33 +1,75 @@
-"""Answer orders with the trees that a step grew: those of a channel in one message."""
+"""Answer orders with the trees that a step grew, the way that the orders came."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from draft_service.phases import DraftOutput
 from draft_service.request import DraftRequest
 from shared.messages import AnswerTimes, TokenTree, TreeBatch
+from shared.peer.channel import PeerChannel
+from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
+
+PATH_STAGE = "path"
+"""Stage of an overlapped step in which the device waits for a path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrownTrees:
+    """The trees of a step, on the host.
+
+    Args:
+        requests: Whose pending orders are answered.
+        rows: Of the requests in `output`.
+        timer: Of the step.
+        is_overlapped: The device grew them before the host had the orders.
+    """
+
+    requests: Sequence[DraftRequest]
+    rows: Sequence[int]
+    output: DraftOutput
+    timer: StepTimer
+    is_overlapped: bool = False
+
+
+def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
+    """Send every tree: over a channel at once, those of a channel in one message; or to the front.
+
+    Args:
+        outbox: Takes what goes to the front.
+    Mutates: the requests, none of which has a pending order any more.
+    """
+    by_channel: dict[PeerChannel, list[int]] = {}
+    for i, request in enumerate(trees.requests):
+        channel = request.pending_tree.channel
+        if channel is None:
+            outbox.append(token_tree(trees, i, _times(trees, i, recorder)))
+        else:
+            by_channel.setdefault(channel, []).append(i)
+    for channel, places in by_channel.items():
+        times = {i: _times(trees, i, recorder) for i in places} if recorder.is_on else {}
+        channel.put(tree_batch(trees, places, times))
+        channel.flush()
+    for request in trees.requests:
+        request.pending = None
 
 
 def tree_batch(
-    requests: Sequence[DraftRequest],
-    rows: Sequence[int],
-    output: DraftOutput,
-    timer: StepTimer,
-    *,
-    is_ahead: bool,
+    trees: GrownTrees, places: Sequence[int], times: Mapping[int, AnswerTimes | None]
 ) -> TreeBatch:
-    """Answer the pending rounds of some requests, over a channel.
+    """Return the trees of some requests as one message.
 
     Args:
-        rows: Of the requests in `output`.
-        timer: Of the step.
-        is_ahead: It began before the orders came.
+        places: Of the requests in `trees`.
+        times: Of timed requests, by place.
     """
-    orders = [request.pending_order for request in requests]
+    requests = [trees.requests[i] for i in places]
+    rows = [trees.rows[i] for i in places]
+    orders = [request.pending_tree.order for request in requests]
+    output = trees.output
     counts = output.num_nodes.tolist()
     tokens, parents = output.token_ids.tolist(), output.parent_index.tolist()
     token_ids: list[int] = []
@@ -48,17 +90,16 @@ def tree_batch(
         token_ids=token_ids,
         parent_index=parent_index,
         times={
-            i: _times(request.pending_times, request, timer)
-            for i, request in enumerate(requests)
-            if request.pending_times is not None
+            i: known for i, place in enumerate(places) if (known := times.get(place)) is not None
         },
-        is_ahead=is_ahead,
+        is_overlapped=trees.is_overlapped,
     )
 
 
-def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: StepTimer) -> TokenTree:
-    """Answer the pending round of a request, to the orchestrator."""
-    order, times = request.pending_order, request.pending_times
+def token_tree(trees: GrownTrees, place: int, times: AnswerTimes | None = None) -> TokenTree:
+    """Return the tree of one request as a message to the orchestrator."""
+    request, row, output = trees.requests[place], trees.rows[place], trees.output
+    order = request.pending_tree.order
     count = output.num_nodes[row]
     return TokenTree(
         request_id=order.request_id,
@@ -69,19 +110,27 @@ def token_tree(request: DraftRequest, row: int, output: DraftOutput, timer: Step
         token_ids=(request.tokens[-1], *output.token_ids[row, :count].tolist()),
         parent_index=(-1, *output.parent_index[row, :count].tolist()),
         cumulative_logprobs=(0.0, *output.cumulative_logprobs[row, :count].tolist()),
-        times=None if times is None else _times(times, request, timer),
+        times=times,
         has_peer=request.channel is not None,
     )
 
 
-def _times(times: AnswerTimes, request: DraftRequest, timer: StepTimer) -> AnswerTimes:
-    """Return how a round of a timed request went, from its order on."""
+def _times(trees: GrownTrees, place: int, recorder: Recorder) -> AnswerTimes | None:
+    """Return how the round of a request went, from its order on; None: it is not timed."""
+    order, timer = trees.requests[place].pending_tree.order, trees.timer
+    key = order.request_id, order.round_idx
+    if not recorder.has_begun(*key):
+        return None
     stages = timer.stages()
-    for i, stage in enumerate(stages):
-        if stage.name == "await":  # what it waited for, the device was told before the host
-            times = AnswerTimes(clock_id=times.clock_id, begin_ns=stage.end_ns)
-            # Nor does the target's device wait until the host has read the tree.
-            return replace(times, stages=stages[i + 1 : -1])
-    times = times.then("features", request.features_ns).then("queue", timer.begin_ns)
-    times = replace(times, stages=(*times.stages, *stages))
-    return times.then("tree", time.monotonic_ns())
+    if trees.is_overlapped:
+        # What the device waited for it had before the host had the order. Nor does the target's
+        # device wait until the host has read the tree.
+        begin = [stage.name for stage in stages].index(PATH_STAGE)
+        recorder.begin(*key, stages[begin].end_ns)
+        recorder.stages(*key, stages[begin + 1 : -1])
+    else:
+        recorder.stage_at_mark(*key, "features")
+        recorder.stage(*key, "queue", timer.begin_ns)
+        recorder.stages(*key, stages)
+        recorder.stage(*key, "tree")
+    return recorder.take(*key)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 
-from draft_service.engine import CHUNK_ROWS, DraftEngine
+from draft_service.engine import DraftEngine
+from draft_service.path_source import PathSource
+from draft_service.pipeline import CHUNK_ROWS
 from draft_service.runner import DraftRunner
 from draft_service.warm_up import warm_up
 from shared.config import DraftConfig
@@ -38,9 +41,25 @@ MIN_WINDOW = 16
 LOADED = 0.8
 
 
-def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngine:
+def choose_source(runner: DraftRunner) -> PathSource:
+    """Return device rounds on a GPU; a CPU never waits, so there every path comes with an order."""
+    if runner.pool.device.type != "cuda":
+        return PathSource()
+    from draft_service.device_rounds.rounds import DeviceRounds
+
+    return DeviceRounds(runner)
+
+
+def create_engine(
+    config: DraftConfig,
+    progress: ProgressCallback,
+    *,
+    make_source: Callable[[DraftRunner], PathSource] = choose_source,
+) -> DraftEngine:
     """Load the draft; embedding and head that its checkpoint lacks come from the target's files.
 
+    Args:
+        make_source: Makes the source of paths that the device has before its host.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
     device = resolve_device(config.device)
@@ -116,11 +135,13 @@ def create_engine(config: DraftConfig, progress: ProgressCallback) -> DraftEngin
         kind=str(kind),
         draft_window=window,
     )
+    runner = DraftRunner(model, pool, window=window, vocab_size=target_config.vocab_size)
     engine = DraftEngine(
-        DraftRunner(model, pool, window=window, vocab_size=target_config.vocab_size),
+        runner,
         info,
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,
+        source=make_source(runner),
     )
     if device.type == "cuda":
         progress("compiling kernels", 0.9)

@@ -1,7 +1,9 @@
 """Feature streams of a draft: one per target address, kept up while anything is subscribed there.
 
-A broken stream is dialled again with backoff and every subscription goes on from the last row that
-arrived. A request whose rows cannot be had any more is handed to the engine as a RequestFailure.
+A pipe: rows go to the engine as they came, which keeps them in order and asks for what is missing.
+Only reconnecting is done here. A broken stream is dialled again with backoff, and every
+subscription goes on after the rows that were passed on without a gap. A request whose rows cannot
+be had any more is handed to the engine as a RequestFailure.
 
 A target on this host names the ring in shared memory that it writes rows to. A subscription that
 repeats the nonce found there gets spans of the ring; any other gets bytes.
@@ -22,7 +24,7 @@ import grpc.aio
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from coppice.v1 import target_pb2, target_pb2_grpc
-from shared.errors import CoppiceError, InvalidArgumentError, UnavailableError
+from shared.errors import CoppiceError, UnavailableError
 from shared.messages import (
     FeatureAck,
     FeatureChunk,
@@ -31,7 +33,11 @@ from shared.messages import (
     FeatureUnsubscribe,
     RequestFailure,
 )
-from shared.messages.batches import FeatureRequest, pack_feature_requests, unpack_feature_response
+from shared.messages.batches import (
+    SubscriptionCommand,
+    pack_feature_requests,
+    unpack_feature_response,
+)
 from shared.peer.ring import RING_DIR, read_nonce
 from shared.rpc.channel import open_channel
 from shared.rpc.outbox import Outbox
@@ -58,7 +64,7 @@ class FeatureClient:
     """Everything that a draft worker hears from targets.
 
     Args:
-        deliver: Takes chunks in order per request, and failures of subscriptions.
+        deliver: Takes chunks as they came, and failures of subscriptions.
         reconnect_timeout_s: A target that cannot be reached for so long fails its subscriptions.
         ring_dir: Where the rings of targets on this host are.
     """
@@ -74,7 +80,6 @@ class FeatureClient:
         self._reconnect_timeout_s = reconnect_timeout_s
         self._ring_dir = ring_dir
         self._streams: dict[str, _TargetStream] = {}
-        self.width = 0
 
     def handle(self, command: FeatureCommand) -> None:
         """Carry out what the engine asks for."""
@@ -86,7 +91,6 @@ class FeatureClient:
                 command.target_address,
                 self._deliver,
                 self._reconnect_timeout_s,
-                self.width,
                 self._ring_dir,
             )
             self._streams[command.target_address] = stream
@@ -113,11 +117,16 @@ class FeatureClient:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Subscription:
+    """What the engine asked for.
+
+    Args:
+        next_position: Rows from it on are asked for when the stream is up again.
+    """
+
     target_epoch: int
     draft_epoch: int
     next_position: int
     avoids_ring: bool
-    is_awaiting: bool = True  # rows from next_position on were asked for, none came yet
 
 
 class _TargetStream:
@@ -128,7 +137,6 @@ class _TargetStream:
         address: str,
         deliver: Deliver,
         reconnect_timeout_s: float,
-        width: int,
         ring_dir: Path,
     ) -> None:
         self.address = address
@@ -136,13 +144,12 @@ class _TargetStream:
         self.is_over = False
         self._deliver = deliver
         self._reconnect_timeout_s = reconnect_timeout_s
-        self._width = width
         self._ring_dir = ring_dir
         self._ring_name = ""
         self._subscriptions: dict[str, _Subscription] = {}
         self._outbox: Outbox | None = None  # of the stream that is up; a new one reads the table
 
-    def handle(self, command: FeatureRequest, *, avoids_ring: bool = False) -> None:
+    def handle(self, command: SubscriptionCommand, *, avoids_ring: bool = False) -> None:
         """Update the table of subscriptions and tell the target, if it is connected."""
         match command:
             case FeatureSubscribe():
@@ -233,59 +240,30 @@ class _TargetStream:
 
     def _take(self, response: target_pb2.StreamFeaturesResponse) -> None:
         batch = unpack_feature_response(response)
-        accepted: list[FeatureChunk | RequestFailure] = []
+        passed: list[FeatureChunk | RequestFailure] = []
         for message in batch.messages:
             held = self._subscriptions.get(message.request_id)
             if held is None or held.target_epoch != message.target_epoch:
                 continue
             if isinstance(message, FeatureChunk):
-                accepted += self._take_chunk(message, held)
+                if message.start <= held.next_position:  # else the engine asks for what is missing
+                    end = message.start + message.shape[0]
+                    held.next_position = max(held.next_position, end)
+                passed.append(message)
             elif message.draft_epoch in (0, held.draft_epoch):
                 del self._subscriptions[message.request_id]
-                accepted.append(message)
+                passed.append(message)
         for failure in batch.rejected:
-            accepted += self._reject(failure)
-        if accepted:
-            self._deliver(accepted)
+            passed += self._reject(failure)
+        if passed:
+            self._deliver(passed)
 
-    def _take_chunk(
-        self, chunk: FeatureChunk, held: _Subscription
-    ) -> list[FeatureChunk | RequestFailure]:
-        """Keep the rows in order: drop what came before, ask again when some are missing."""
-        num_rows, width = chunk.shape
-        if self._width and width != self._width:
-            error = InvalidArgumentError(
-                f"rows have {width} values, this draft needs {self._width}",
-                reason="FEATURE_MISMATCH",
-                field="handle.shape",
-            )
-            return self._reject(
-                failure_of(error, request_id=chunk.request_id, target_epoch=chunk.target_epoch)
-            )
-        if chunk.start > held.next_position:
-            if not held.is_awaiting:
-                logger.warning(
-                    "rows [%d, %d) of %s are missing, asking again",
-                    held.next_position,
-                    chunk.start,
-                    chunk.request_id,
-                )
-                assert self._outbox is not None
-                self._outbox.put([self._resume(chunk.request_id)])
-            return []
-        held.is_awaiting = False
-        num_old = held.next_position - chunk.start
-        if num_old >= num_rows:
-            return []
-        held.next_position = chunk.start + num_rows
-        return [chunk.rows(num_old, num_rows) if num_old else chunk]
-
-    def _reject(self, failure: RequestFailure) -> list[FeatureChunk | RequestFailure]:
-        """Give up a subscription whose rows cannot be used."""
+    def _reject(self, failure: RequestFailure) -> list[RequestFailure]:
+        """Give up a subscription whose rows cannot be read."""
         held = self._subscriptions.get(failure.request_id)
         if held is None or held.target_epoch != failure.target_epoch:
             return []
-        logger.error("features of %s are unusable: %s", failure.request_id, failure.message)
+        logger.error("features of %s cannot be read: %s", failure.request_id, failure.message)
         self.handle(
             FeatureUnsubscribe(request_id=failure.request_id, target_epoch=failure.target_epoch)
         )
@@ -293,7 +271,6 @@ class _TargetStream:
 
     def _resume(self, request_id: str) -> FeatureSubscribe:
         held = self._subscriptions[request_id]
-        held.is_awaiting = True
         return FeatureSubscribe(
             request_id=request_id,
             target_epoch=held.target_epoch,
@@ -327,9 +304,9 @@ async def _write(call: Any, outbox: Outbox) -> None:
                 await call.write(message)
 
 
-def _newest_acks(commands: Sequence[FeatureRequest]) -> list[FeatureRequest]:
+def _newest_acks(commands: Sequence[SubscriptionCommand]) -> list[SubscriptionCommand]:
     """Leave out acknowledgements that a later one of the same batch includes."""
-    kept: list[FeatureRequest] = []
+    kept: list[SubscriptionCommand] = []
     seen: set[tuple[str, int]] = set()
     for command in reversed(commands):
         key = (command.request_id, command.target_epoch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from shared.kernels.tree_beams import GrowingTrees
 from shared.kernels.tree_children import ChildNoise
 from shared.messages import TreeShape
-from shared.peer.mailbox import MailboxEnd
 from shared.step.packing import PackedRows
 
 
@@ -49,38 +47,6 @@ class DraftExtendInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MailedTrees:
-    """Where grown trees are posted for a target's device.
-
-    Args:
-        words: [S, 64] i64, the mailbox's trees.
-        slot, seq: [B] i32, place and number of each; slot -1: it is not posted.
-    """
-
-    words: torch.Tensor
-    slot: torch.Tensor
-    seq: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MailedPaths:
-    """Where paths come from, and where the trees go that grow from their ends.
-
-    Args:
-        mailbox: Of all of them.
-        slot, seq: [R] i32, place and number of each.
-        path_width: Tokens of the longest that may come.
-        trees: As many.
-    """
-
-    mailbox: MailboxEnd
-    slot: torch.Tensor
-    seq: torch.Tensor
-    path_width: int
-    trees: MailedTrees
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInput:
     """B trees to grow, each from the last committed row of its request.
 
@@ -92,7 +58,6 @@ class DraftInput:
         child_position: [B] i64, absolute position of the root's children.
         bounds: The largest num_steps, topk and num_draft_tokens of the batch.
         is_random: Whether any temperature is above 0.
-        mail: Where they are posted.
     """
 
     trees: GrowingTrees
@@ -102,7 +67,6 @@ class DraftInput:
     child_position: torch.Tensor
     bounds: TreeShape
     is_random: bool
-    mail: Sequence[MailedTrees] = ()
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -11,12 +11,12 @@ from shared.config import DraftConfig
 from shared.rpc.engine import EngineHandle
 from shared.rpc.engine_process import EngineProcess
 from shared.rpc.identity import WorkerIdentity
-from shared.rpc.worker import Worker, run_worker
+from shared.rpc.worker import WorkerServer, run_worker
 
 ENGINE_FACTORY = "draft_service.engine_factory:create_engine"
 
 
-def create_worker(config: DraftConfig, engine: EngineHandle) -> Worker:
+def create_worker(config: DraftConfig, engine: EngineHandle) -> WorkerServer:
     """Put a draft's front before an engine that is not started yet."""
 
     def register(
@@ -26,7 +26,7 @@ def create_worker(config: DraftConfig, engine: EngineHandle) -> Worker:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
         return servicer
 
-    return Worker(config, engine, role="draft", service=SERVICE_NAME, register=register)
+    return WorkerServer(config, engine, role="draft", service=SERVICE_NAME, register=register)
 
 
 async def serve(config: DraftConfig, engine: EngineHandle | None = None) -> None:

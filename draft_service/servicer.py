@@ -16,9 +16,9 @@ from shared.messages import (
     RequestFailure,
     RequestRetracted,
     WorkerInfo,
+    to_proto,
 )
 from shared.messages.batches import pack_draft_response, unpack_draft_request
-from shared.messages.convert_tree import info_to_proto
 from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.sessions import SessionHub, SessionProtocol
@@ -52,7 +52,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
-        self.features.width = info.features.width
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered."""
@@ -81,4 +80,4 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: grpc.aio.ServicerContext
     ) -> draft_pb2.DraftServiceGetInfoResponse:
         """Return identity, limits and load."""
-        return draft_pb2.DraftServiceGetInfoResponse(info=info_to_proto(self._identity.current()))
+        return draft_pb2.DraftServiceGetInfoResponse(info=to_proto(self._identity.current()))

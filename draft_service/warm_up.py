@@ -1,7 +1,7 @@
 """Have a GPU compile every kernel of extends and growth before the first request comes.
 
 A kernel is compiled at its first launch, for seconds, in which every tree would come too late. So
-the engine grows a few trees for requests that nobody made; nothing of them remains.
+the engine grows a few trees for requests of its own; nothing of them remains.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from draft_service.engine import CHUNK_ROWS, DraftEngine
+from draft_service.engine import DraftEngine
+from draft_service.pipeline import CHUNK_ROWS
 from shared.device import dtype_name
 from shared.messages import (
     DraftClose,
@@ -48,7 +49,7 @@ def warm_up(
         parts = [min(CHUNK_ROWS, bucket - done) for done in range(0, bucket, CHUNK_ROWS)]
         if len(parts) <= max_num_requests:
             _extend(engine, parts, dtype)
-    engine.compile_mailbox(dtype)
+    engine.source.compile(dtype)
     costs = {shape: _grow(engine, 1, shape, 0.0, dtype) for shape in shapes}
     logger.info(
         "ms of a draft round by its tree: %s",

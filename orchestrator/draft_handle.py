@@ -1,31 +1,22 @@
 """The draft side of one request: who drafts, whether it keeps up, which tree a round may use.
 
-    OFF       speculation is off
-    ABSENT    no draft worker; another attempt at `_retry_at`
-    OPENING   DraftOpen was sent, no tree has come yet
-    LIVE      a round waits for its tree
-    DIRECT    target and draft run rounds between themselves, over a channel
-    LATE      a tree was late, or the channel of direct rounds was lost: rounds do not wait, the
-              draft still hears of every token
-
-Any tree, even a stale one, makes a draft LIVE unless it is DIRECT. Loss, failure, retraction, a
-wrong tree or silence make it ABSENT. Nothing here can change the output of a request, or fail it.
+`draft_states.py` holds the states and what leads from one to another; here are the messages, the
+timers and the choice of a worker. Nothing here can change the output of a request, or fail it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from tenacity import RetryCallState, wait_exponential_jitter
-
+from orchestrator.draft_orders import DraftOrders
+from orchestrator.draft_retry import DraftRetry
+from orchestrator.draft_states import TRANSITIONS, WAITING, DraftEvent, DraftState, Effect
+from orchestrator.peer_watch import PeerTrust, PeerWatch
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
-from orchestrator.workers import Garbled, Worker, WorkerLost
+from orchestrator.workers import Garbled, WorkerLost, WorkerSession
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidTreeError
 from shared.messages import (
@@ -39,28 +30,9 @@ from shared.messages import (
     TokenTree,
     TreeShape,
 )
-from shared.times import seen_from
-from shared.tree import check_tree
 
-_NO_WORKER_WAIT_S = 0.5
-_REOPEN_WAIT = wait_exponential_jitter(multiplier=0.05, max=5.0, jitter=0.05)
 # A draft may be silent for so many draft_open_timeout_ms, then it is replaced; doubles each time.
 _SILENCE_FACTOR = 2.0
-_EWMA_WEIGHT = 0.2
-_MAX_MISSES = 3
-_FORGIVEN_AFTER = 64
-"""Direct rounds."""
-
-
-class DraftState(enum.Enum):
-    """See the module."""
-
-    OFF = enum.auto()
-    ABSENT = enum.auto()
-    OPENING = enum.auto()
-    LIVE = enum.auto()
-    DIRECT = enum.auto()
-    LATE = enum.auto()
 
 
 class DraftHandle:
@@ -70,8 +42,8 @@ class DraftHandle:
         request_id: As the workers know it.
         shape: Tree shape to order; None = speculation is off.
         sampling: Temperature and seed matter to the draft.
-        is_timed: Have it say where its time goes.
-        on_miss: Called when rounds that ran directly do so no more, and one may be awaited.
+        is_timed: Have the draft say where its time goes.
+        on_revoke: Called when peer rounds end, while the path of one may be waited for.
     """
 
     def __init__(
@@ -84,11 +56,11 @@ class DraftHandle:
         pool: WorkerPool,
         config: OrchestratorConfig,
         log: RequestLog,
-        on_miss: Callable[[], None],
+        on_revoke: Callable[[], None],
     ) -> None:
         self.state = DraftState.OFF if shape is None else DraftState.ABSENT
         self.num_reopened = 0
-        """Times that the draft state was rebuilt for another reason than a rebuilt target."""
+        """Times that the draft's state was rebuilt for another reason than a rebuilt target."""
         self._request_id = request_id
         self._shape = shape
         self._sampling = sampling
@@ -96,28 +68,17 @@ class DraftHandle:
         self._pool = pool
         self._config = config
         self._log = log
-        self._on_miss = on_miss
-        self._worker: Worker | None = None
-        self._target: Worker | None = None
+        self._on_revoke = on_revoke
+        self._worker: WorkerSession | None = None
+        self._target: WorkerSession | None = None
         self._target_epoch = 0
         self._draft_epoch = 0
-        self._num_tokens_sent = 0
-        self._ordered: dict[int, DraftRound] = {}
-        self._ordered_at: dict[int, float] = {}
-        self._trees: dict[int, TokenTree] = {}
+        self._orders = DraftOrders()
+        self._trust = PeerTrust()
         self._news: asyncio.Future[None] | None = None
-        self._mean_round_s = 0.0  # from the order to the tree; of direct rounds, all of it
-        self._has_peer = False
-        self._detached_epoch = 0  # last draft_epoch whose channel to the target was lost
-        self._num_misses = 0
-        self._num_peer_rounds = 0
-        self._peer_at = 0.0  # when the direct round that is awaited began
-        self._watch: asyncio.TimerHandle | None = None
-        self._num_failures = 0
-        self._retry_at = 0.0
-        self._heard_at = 0.0
-        self._avoid: frozenset[str] = frozenset()
-        self._loss = ""  # why the draft is lost; logged when a tree is ordered in vain
+        self._watch = PeerWatch(lambda: self._patience_s, self._peer_round_overdue)
+        self._retry = DraftRetry()
+        self._loss = ""  # why the draft was lost; logged when the next tree is ordered in vain
 
     @property
     def is_off(self) -> bool:
@@ -126,30 +87,41 @@ class DraftHandle:
 
     @property
     def is_peer(self) -> bool:
-        """Return whether the target has leave to order the next round's tree itself."""
-        return self.state is DraftState.DIRECT
+        """Return whether the target has credit to order the next round's tree of the draft."""
+        return self.state is DraftState.PEER
 
-    def open(self, target: Worker, target_epoch: int, tokens: Sequence[int]) -> None:
+    @property
+    def peer_trees(self) -> PeerTrees | None:
+        """Return the trees that the target may get credit for; None: `order` every tree."""
+        if self.state not in (DraftState.ATTACHED, DraftState.PEER):
+            return None
+        assert self._shape is not None
+        return PeerTrees(
+            draft_epoch=self._draft_epoch,
+            token_offset=self._orders.num_tokens_sent,
+            shape=self._shape,
+        )
+
+    def open(self, target: WorkerSession, target_epoch: int, tokens: Sequence[int]) -> None:
         """Start drafting for a request that a target has (re)built; features come from there."""
-        if self.state is DraftState.OFF:
+        if self.is_off:
             return
-        self._leave()
+        self._fire(DraftEvent.CLOSED)
         self._target, self._target_epoch = target, target_epoch
         self._open(tokens)
 
     async def tree(self, round_idx: int) -> TokenTree | None:
-        """Return the tree of a round, None for the root alone; waits only for a live draft."""
+        """Return the tree of a round, None for the root alone; waits in some states only."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s()
+        deadline = loop.time() + self._patience_s
         while True:
-            tree = self._trees.pop(round_idx, None)
+            tree = self._take(round_idx)
             if tree is not None:
-                return self._checked(tree)
-            if not self._is_awaited(round_idx):
+                return tree
+            if self.state not in WAITING or not self._orders.is_due(round_idx):
                 return None
             if loop.time() >= deadline:
-                self._log.info("the draft is late, the round goes on without it")
-                self.state = DraftState.LATE
+                self._overdue()
                 return None
             self._news = loop.create_future()
             timer = loop.call_at(deadline, self._wake)
@@ -159,26 +131,26 @@ class DraftHandle:
                 timer.cancel()
 
     def order(self, *, round_idx: int, seq_len: int, tokens: Sequence[int]) -> None:
-        """Tell the draft what was committed and order the tree of the next round.
+        """Send the draft what was committed and order the tree of the next round.
 
         Args:
             seq_len: The root is the token at this index, the last one.
+            tokens: Prompt and output so far.
         """
         if self._shape is None or self._target is None:
             return
         now = asyncio.get_running_loop().time()
-        self._replace_if_silent(now)
-        if self._loss:
-            self._log.warning("the draft is lost: %s", self._loss)
-            self._loss = ""
-        if self.state is DraftState.ABSENT and now >= self._retry_at:
+        if self._orders.silent_s(now) > self._max_silence_s:
+            self._lose("it is silent", DraftEvent.SILENT)
+        self._log_loss()
+        if self.state is DraftState.ABSENT and self._retry.is_due(now):
             is_rebuild = self._draft_epoch > 0
             self._open(tokens)
             self.num_reopened += is_rebuild and self._worker is not None
         shape = self._shape.within(self._target.info.max_context_len - seq_len)
         if self._worker is None or shape is None:
             return
-        offset = min(self._num_tokens_sent, seq_len)
+        offset = min(self._orders.num_tokens_sent, seq_len)
         order = DraftRound(
             request_id=self._request_id,
             target_epoch=self._target_epoch,
@@ -189,195 +161,130 @@ class DraftHandle:
             token_ids=tuple(tokens[offset:]),
             shape=shape,
         )
-        self._num_tokens_sent = len(tokens)
-        self._forget_rounds_before(round_idx)
-        self._ordered[round_idx] = order
-        self._ordered_at[round_idx] = now
-        self._heard_at = min(self._heard_at, now)
+        self._orders.add(order, now)
         self._worker.send(order)
+        self._fire(DraftEvent.ORDERED)
 
-    def granted(self) -> PeerTrees | None:
-        """Return what the target may order by itself from now on; None: `order` every tree.
-
-        Rounds run directly from the first tree of a draft on that is attached to the target, until
-        the target says that the channel is lost; whoever is let down by a draft that says it is
-        attached, again and again, stops believing it.
-        """
-        trees = self.grantable()
-        if trees is not None and self.state is not DraftState.DIRECT:
-            self.state = DraftState.DIRECT
-            self._peer_at = asyncio.get_running_loop().time()
-            self._watch_peer()
-        return trees
-
-    def grantable(self) -> PeerTrees | None:
-        """Return what `granted` would, and change nothing: rounds are not direct yet."""
-        is_trusted = self._has_peer and self._num_misses < _MAX_MISSES
-        is_peer = self.state is DraftState.DIRECT
-        if not is_peer and not (self.state is DraftState.LIVE and is_trusted):
-            return None
-        assert self._shape is not None
-        return PeerTrees(
-            draft_epoch=self._draft_epoch, token_offset=self._num_tokens_sent, shape=self._shape
-        )
+    def note_credit(self) -> None:
+        """Take note that the target has credit for `peer_trees`: peer rounds begin."""
+        if self.state is DraftState.ATTACHED:
+            self._fire(DraftEvent.CREDITED)
+            self._watch.start()
 
     def note_peer_round(self, *, had_tree: bool) -> None:
-        """Take note that a round is done that began as a direct one.
+        """Take note that a round is done that began as a peer round.
 
         Args:
-            had_tree: Then the draft did its part: if the round was let down, the target was late.
+            had_tree: Then the draft did its part: if the round was given up, the target was late.
         """
-        now = asyncio.get_running_loop().time()
-        was_missed = self.state is DraftState.LATE and had_tree and self._has_peer
-        if was_missed:
-            self._num_misses -= 1
-            self._heard_at = now
-            self.state = DraftState.LIVE
-        elif self.state is DraftState.DIRECT:
-            self._num_peer_rounds += 1
-            if self._num_peer_rounds % _FORGIVEN_AFTER == 0:
-                self._num_misses = 0
-        if was_missed or self.state is DraftState.DIRECT:
-            # No more than twice what is waited for: a target that paused once is no slow one.
-            took = min(now - self._peer_at, 2 * self._patience_s())
-            self._mean_round_s += _EWMA_WEIGHT * (took - self._mean_round_s)
-            self._peer_at = now
+        if self.state is DraftState.PEER:
+            self._trust.note_round()
+        elif self.state is DraftState.MISSED and had_tree:
+            self._trust.excuse()
+            self._fire(DraftEvent.EXCUSED)
+        else:
+            return
+        # No more than twice what is waited for: a target that paused once is no slow one.
+        self._orders.note_round(min(self._watch.next_round(), 2 * self._patience_s))
 
     def lose_channel(self, draft_epoch: int) -> None:
-        """End direct rounds: the target's channel to that draft is lost, and stays so."""
+        """End peer rounds: the target's channel to that draft is lost, and stays so."""
         if draft_epoch != self._draft_epoch:
             return
-        self._detached_epoch, self._has_peer = draft_epoch, False
-        if self.state is DraftState.DIRECT:
-            self._miss("the draft is not attached to the target any more")
+        self._trust.detach()
+        if self.state is DraftState.PEER:
+            self._log.info("the draft is detached from the target, the round goes on without it")
+        self._fire(DraftEvent.DETACHED)
 
     def refuse(self, reason: str) -> None:
         """Replace a draft whose tree was wrong."""
-        self._fail(f"its tree is wrong: {reason}")
+        self._lose(f"its tree is wrong: {reason}")
 
     def close(self) -> None:
         """Free whatever the draft holds."""
-        self._leave()
+        self._fire(DraftEvent.CLOSED)
 
     def receive(self, message: Any) -> None:
         """Take a tree, or bad news."""
         match message:
             case WorkerLost():
                 self._worker = None  # there is nobody to close it on
-                self._fail("its worker is gone")
+                self._lose("its worker is gone")
             case TokenTree() if message.draft_epoch == self._draft_epoch:
-                self._take(message)
+                self._receive_tree(message)
             case RequestRetracted() if message.draft_epoch == self._draft_epoch:
-                self._fail("its worker needed the room")
+                self._lose("its worker needed the room")
             case RequestFailure() if message.draft_epoch == self._draft_epoch:
-                self._fail(message.message)
+                self._lose(message.message)
             case Garbled() if message.failure.draft_epoch == self._draft_epoch:
-                self._fail(message.failure.message)
+                self._lose(message.failure.message)
 
-    def _take(self, tree: TokenTree) -> None:
-        now = asyncio.get_running_loop().time()
-        ordered_at = self._ordered_at.pop(tree.round_idx, None)
-        if ordered_at is not None:
-            took = now - ordered_at
-            self._mean_round_s += _EWMA_WEIGHT * (took - self._mean_round_s)
-            if tree.times is not None:
-                times = seen_from(
-                    tree.times,
-                    kind="draft",
-                    sent_ns=int(ordered_at * 1e9),
-                    arrived_ns=int(now * 1e9),
-                )
-                tree = replace(tree, times=times)
-        self._heard_at = now
-        self._num_failures = 0
-        self._has_peer = tree.has_peer and self._draft_epoch != self._detached_epoch
-        if self.state is not DraftState.DIRECT:
-            self.state = DraftState.LIVE
-        if tree.round_idx in self._ordered:
-            self._trees[tree.round_idx] = tree
+    def _fire(self, event: DraftEvent) -> bool:
+        """Follow the table; return whether the state has changed."""
+        before = self.state
+        self.state, effect = TRANSITIONS[before, event]
+        if Effect.CLOSE in effect:
+            self._close()
+        if Effect.REVOKE in effect:
+            self._watch.stop()
+            self._on_revoke()
+        return self.state is not before
+
+    def _receive_tree(self, tree: TokenTree) -> None:
+        self._orders.receive(tree, asyncio.get_running_loop().time())
+        self._retry.note_tree()
+        is_attached = tree.has_peer and self._trust.allows_peer_rounds
+        self._fire(DraftEvent.ATTACHED_TREE if is_attached else DraftEvent.TREE)
         self._wake()
+
+    def _take(self, round_idx: int) -> TokenTree | None:
+        """Return the tree of a round if it is here; replace the draft if it is a wrong one."""
+        assert self._target is not None
+        try:
+            return self._orders.take(round_idx, vocab_size=self._target.info.vocab_size)
+        except InvalidTreeError as error:
+            self.refuse(error.message)
+            return None
 
     def _wake(self) -> None:
         """Let a round that waits look again."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def _watch_peer(self) -> None:
-        """Notice when direct rounds cease. One timer serves many rounds."""
-        self._watch = None
-        if self.state is not DraftState.DIRECT:
-            return
-        loop = asyncio.get_running_loop()
-        deadline = self._peer_at + self._patience_s()
-        if deadline > loop.time():
-            self._watch = loop.call_at(deadline, self._watch_peer)
-            return
-        self._miss("the draft is late")
+    def _peer_round_overdue(self) -> None:
+        self._trust.miss()
+        self._overdue()
 
-    def _miss(self, why: str) -> None:
-        """Give up direct rounds until the draft has caught up; the awaited one is without it."""
-        self._log.info("%s, the round goes on without it", why)
-        if self._watch is not None:
-            self._watch.cancel()
-        self._num_misses += 1
-        self.state = DraftState.LATE
-        self._heard_at = math.inf  # its silence counts from the first order that leaves here
-        self._on_miss()
+    def _overdue(self) -> None:
+        self._log.info("the draft is late, the round goes on without it")
+        self._fire(DraftEvent.OVERDUE)
 
+    @property
     def _patience_s(self) -> float:
+        """Return how long a round waits for its tree, seconds."""
         floor_s = self._config.draft_timeout_ms / 1e3
-        match self.state:
-            case DraftState.LIVE | DraftState.DIRECT:
-                return max(3 * self._mean_round_s, floor_s)
-            case DraftState.OPENING if self._draft_epoch == 1:
-                return max(self._config.draft_open_timeout_ms / 1e3, floor_s)
-            case _:
-                return 0.0
-
-    def _is_awaited(self, round_idx: int) -> bool:
-        """Return whether this round may wait: the draft owes its tree and has kept up so far."""
-        if round_idx not in self._ordered:
-            return False
         if self.state is DraftState.OPENING:
-            return self._draft_epoch == 1
-        return self.state is DraftState.LIVE
+            return max(self._config.draft_open_timeout_ms / 1e3, floor_s)
+        return max(3 * self._orders.mean_round_s, floor_s)
 
-    def _checked(self, tree: TokenTree) -> TokenTree | None:
-        """Return the tree if a target can verify it, else replace the draft."""
-        order = self._ordered[tree.round_idx]
-        assert self._target is not None
-        try:
-            check_tree(
-                tree.token_ids,
-                tree.parent_index,
-                root_token_id=order.token_ids[-1],
-                vocab_size=self._target.info.vocab_size,
-                max_num_nodes=order.shape.num_draft_tokens,
-            )
-        except InvalidTreeError as error:
-            self.refuse(error.message)
-            return None
-        if (tree.seq_len, tree.target_epoch) != (order.seq_len, order.target_epoch):
-            self.refuse(f"seq_len is {tree.seq_len}, expected {order.seq_len}")
-            return None
-        if any(map(math.isnan, tree.cumulative_logprobs)):
-            self.refuse("a score is not a number")
-            return None
-        return tree
+    @property
+    def _max_silence_s(self) -> float:
+        """Return how long a draft may leave its orders without an answer, seconds."""
+        allowed_s = self._config.draft_open_timeout_ms / 1e3 * _SILENCE_FACTOR
+        return allowed_s * self._retry.silence_factor
 
     def _open(self, tokens: Sequence[int]) -> None:
         """Open on the best draft worker; without one, try again after a while."""
         assert self._target is not None
-        worker = self._pool.pick_draft(self._target, self._avoid)
+        worker = self._pool.pick_draft(self._target, self._retry.avoid)
         if worker is None:
-            self._retry_at = asyncio.get_running_loop().time() + _NO_WORKER_WAIT_S
+            self._retry.note_no_worker(asyncio.get_running_loop().time())
             return
         self._worker = worker
-        self._num_misses = 0
         self._draft_epoch += 1
-        self._num_tokens_sent = len(tokens)
-        self._heard_at = asyncio.get_running_loop().time()
-        self.state = DraftState.OPENING
+        self._trust = PeerTrust()
+        self._orders.restart(len(tokens))
+        self._fire(DraftEvent.OPENED if self._draft_epoch == 1 else DraftEvent.REOPENED)
         worker.attach(self._request_id, self)
         worker.send(
             DraftOpen(
@@ -392,47 +299,26 @@ class DraftHandle:
             )
         )
 
-    def _leave(self) -> None:
-        """Close the draft state, wherever it is."""
+    def _close(self) -> None:
+        """Free what the draft holds, wherever that is."""
         if self._worker is not None:
             self._worker.send(
                 DraftClose(request_id=self._request_id, draft_epoch=self._draft_epoch)
             )
             self._worker.detach(self._request_id, self)
             self._worker = None
-        was_peer = self.state is DraftState.DIRECT
-        if self.state is not DraftState.OFF:
-            self.state = DraftState.ABSENT
-        if self._watch is not None:
-            self._watch.cancel()
-        self._ordered.clear()
-        self._ordered_at.clear()
-        self._trees.clear()
+        self._orders.clear()
         self._wake()
-        if was_peer:
-            self._on_miss()
 
-    def _fail(self, reason: str) -> None:
-        # News only if the request goes on: one that ends may be gone before its draft asks for it.
-        self._loss = reason
-        if self._worker is not None:
-            self._avoid = frozenset({self._worker.address})
-        self._leave()
-        self._num_failures += 1
-        attempt = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
-        attempt.attempt_number = self._num_failures
-        self._retry_at = asyncio.get_running_loop().time() + _REOPEN_WAIT(attempt)
+    def _lose(self, reason: str, event: DraftEvent = DraftEvent.LOST) -> None:
+        """Give the draft up; one is opened again after a while, elsewhere if that can be."""
+        address = self._worker.address if self._worker is not None else None
+        if self._fire(event):
+            self._loss = reason
+            self._retry.note_loss(address, asyncio.get_running_loop().time())
 
-    def _replace_if_silent(self, now: float) -> None:
-        if self.state in (DraftState.OPENING, DraftState.LATE):
-            allowed_s = self._config.draft_open_timeout_ms / 1e3 * _SILENCE_FACTOR
-            if now - self._heard_at > allowed_s * 2 ** min(self._num_failures, 8):
-                self._fail("it is silent")
-
-    def _forget_rounds_before(self, round_idx: int) -> None:
-        for old in [idx for idx in self._ordered if idx < round_idx]:
-            del self._ordered[old]
-        for old in [idx for idx in self._trees if idx < round_idx]:
-            del self._trees[old]
-        if len(self._ordered_at) > 64:
-            del self._ordered_at[min(self._ordered_at)]
+    def _log_loss(self) -> None:
+        """Log why the draft was lost; not before a tree is missing: the request may be over."""
+        if self._loss:
+            self._log.warning("the draft is lost: %s", self._loss)
+            self._loss = ""

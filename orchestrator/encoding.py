@@ -148,14 +148,14 @@ class _Budget:
         except asyncio.CancelledError:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-                self._admit()  # who is behind it may be smaller
+                self._admit()  # the next prompt may be smaller
             else:
                 self.give_back(num_bytes)
             raise
         return num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Free bytes for those who wait."""
+        """Free bytes for prompts that wait."""
         self._num_free += num_bytes
         self._admit()
 

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
 
-from orchestrator.workers import Role, Worker, run_session, shake_hands
+from orchestrator.workers import Role, WorkerSession, run_session, shake_hands
 from shared.errors import ConfigError, CoppiceError
 from shared.rpc.channel import open_channel
 
@@ -67,8 +67,8 @@ class WorkerEndpoints:
     """Sessions with all workers of one role.
 
     Args:
-        on_open: Told of a worker that may be used; returns why it may not be, or "".
-        on_lost: Told of each worker, accepted or not, when its session has ended.
+        on_open: Takes a worker whose session is open; returns why it must not be used, or "".
+        on_lost: Takes each worker, accepted or not, when its session has ended.
         lookup: Finds the addresses of a name.
     """
 
@@ -78,8 +78,8 @@ class WorkerEndpoints:
         endpoints: tuple[Endpoint, ...],
         *,
         resolve_interval_s: float,
-        on_open: Callable[[Worker], str],
-        on_lost: Callable[[Worker], None],
+        on_open: Callable[[WorkerSession], str],
+        on_lost: Callable[[WorkerSession], None],
         lookup: Lookup = lookup,
     ) -> None:
         self._role = role
@@ -89,12 +89,17 @@ class WorkerEndpoints:
         self._on_lost = on_lost
         self._lookup = lookup
         self._sessions: dict[str, asyncio.Task[None]] = {}
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerSession] = {}
 
     @property
     def is_configured(self) -> bool:
         """Return whether there is any endpoint."""
         return bool(self._endpoints)
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Return the addresses that sessions are kept with."""
+        return frozenset(self._sessions)
 
     async def run(self) -> None:
         """Follow the names until cancelled."""
@@ -115,7 +120,7 @@ class WorkerEndpoints:
         wanted = set().union(*found)
         for address in wanted - self._sessions.keys():
             logger.info("found %s %s", self._role.name, address)
-            self._sessions[address] = asyncio.create_task(self._maintain(address))
+            self._sessions[address] = asyncio.create_task(self.maintain(address))
         if not all(found):
             return  # a name service that fails must not end sessions
         for address in list(self._sessions):
@@ -126,7 +131,7 @@ class WorkerEndpoints:
                 logger.info("%s %s is gone from the name service", self._role.name, address)
                 self._sessions.pop(address).cancel()
 
-    async def _maintain(self, address: str) -> None:
+    async def maintain(self, address: str) -> None:
         """Connect to one address again and again, with backoff while it does not answer."""
         while True:
             async for attempt in AsyncRetrying(
@@ -155,7 +160,7 @@ class WorkerEndpoints:
         if loop.time() - opened < _MIN_SESSION_S:
             raise ConnectionError("the session ended at once")
 
-    def _open(self, worker: Worker) -> None:
+    def _open(self, worker: WorkerSession) -> None:
         problem = self._on_open(worker)
         if problem:
             logger.error("%s %s is refused: %s", self._role.name, worker.address, problem)

@@ -6,8 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from shared.messages import AcceptedPath, AnswerTimes
-from shared.messages.generation import SpeculationStats, Timings
+from shared.messages import AcceptedPath, AnswerTimes, SpeculationStats, Timings
 from shared.times import seen_from
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import Detokenizer
-from shared.messages import AcceptedPath, FinishReason, TokenLogprob
-from shared.messages.generation import TokenDelta
+from shared.messages import AcceptedPath, FinishReason, TokenDelta, TokenLogprob
 
 
 @dataclass(slots=True, kw_only=True)

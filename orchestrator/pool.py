@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from orchestrator.pairing import ModelIdentity, draft_problem, pair_problem, target_problem
-from orchestrator.workers import Worker
+from orchestrator.workers import WorkerSession
 from shared.errors import UnavailableError
 from shared.messages import WorkerInfo
 
@@ -55,14 +55,14 @@ class Need:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Waiter:
     need: Need
-    order: int
-    chosen: asyncio.Future[Worker] = field(
+    arrival_idx: int
+    chosen: asyncio.Future[WorkerSession] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        return (not self.need.is_running, -self.need.priority, self.order)
+        return (not self.need.is_running, -self.need.priority, self.arrival_idx)
 
 
 class WorkerPool:
@@ -78,19 +78,19 @@ class WorkerPool:
     ) -> None:
         self._tokenizer_hash = tokenizer_hash
         self._on_change = on_change
-        self._targets: list[Worker] = []
-        self._drafts: list[Worker] = []
-        self._refused: list[Worker] = []
+        self._targets: list[WorkerSession] = []
+        self._drafts: list[WorkerSession] = []
+        self._refused: list[WorkerSession] = []
         self._waiters: list[_Waiter] = []
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._order = itertools.count()
+        self._arrivals = itertools.count()
         self._was_ready = False
         self.can_speculate = False
         """Whether some draft fits some target."""
         self.pair_problems: dict[tuple[str, str], str] = {}
         """(target address, draft address) -> why they cannot work together."""
 
-    def open_target(self, worker: Worker) -> str:
+    def open_target(self, worker: WorkerSession) -> str:
         """Take a target into use; return why it must not be, or ""."""
         problem = target_problem(
             worker.info,
@@ -99,11 +99,11 @@ class WorkerPool:
         )
         return self._open(worker, self._targets, problem)
 
-    def open_draft(self, worker: Worker) -> str:
+    def open_draft(self, worker: WorkerSession) -> str:
         """Take a draft into use; return why it must not be, or ""."""
         return self._open(worker, self._drafts, draft_problem(worker.info))
 
-    def lose(self, worker: Worker) -> None:
+    def lose(self, worker: WorkerSession) -> None:
         """Forget a worker whose session has ended; one that was refused because of it may serve."""
         for group in (self._targets, self._drafts, self._refused):
             if worker in group:
@@ -116,6 +116,21 @@ class WorkerPool:
         self._workers_changed()
 
     @property
+    def targets(self) -> tuple[WorkerSession, ...]:
+        """Return the targets in use."""
+        return tuple(self._targets)
+
+    @property
+    def drafts(self) -> tuple[WorkerSession, ...]:
+        """Return the drafts in use."""
+        return tuple(self._drafts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the requests that wait for a target."""
+        return len(self._waiters)
+
+    @property
     def is_ready(self) -> bool:
         """Return whether any target takes requests."""
         return any(worker.is_available for worker in self._targets)
@@ -126,14 +141,14 @@ class WorkerPool:
         infos = [worker.info for worker in self._targets if worker.is_available]
         return max(infos, key=lambda info: info.max_context_len, default=None)
 
-    async def acquire_target(self, need: Need, *, patience_s: float) -> Worker:
+    async def acquire_target(self, need: Need, *, patience_s: float) -> WorkerSession:
         """Wait for a target with room; the request counts as opening there from now on.
 
         Args:
             patience_s: How long there may be no target at all that could ever take it.
         Raises: UnavailableError when patience is at its end.
         """
-        waiter = _Waiter(need=need, order=next(self._order))
+        waiter = _Waiter(need=need, arrival_idx=next(self._arrivals))
         self._waiters.append(waiter)
         self._dispatch()
         loop = asyncio.get_running_loop()
@@ -157,7 +172,9 @@ class WorkerPool:
                 self._waiters.remove(waiter)
         return waiter.chosen.result()
 
-    def pick_draft(self, target: Worker, avoid: frozenset[str] = frozenset()) -> Worker | None:
+    def pick_draft(
+        self, target: WorkerSession, avoid: frozenset[str] = frozenset()
+    ) -> WorkerSession | None:
         """Return the least loaded draft that fits the target and has room, if there is one."""
         drafts = [
             draft
@@ -172,7 +189,7 @@ class WorkerPool:
             default=None,
         )
 
-    def _open(self, worker: Worker, group: list[Worker], problem: str) -> str:
+    def _open(self, worker: WorkerSession, group: list[WorkerSession], problem: str) -> str:
         twin = next((w for w in group if w.info.incarnation == worker.info.incarnation), None)
         if twin is not None:
             problem = f"it is the same process as {twin.address}"
@@ -228,7 +245,7 @@ class WorkerPool:
                 # What frees up goes to the one that lost its place, not to newcomers.
                 reserved.update(worker.address for worker in self._candidates(waiter.need))
 
-    def _candidates(self, need: Need) -> list[Worker]:
+    def _candidates(self, need: Need) -> list[WorkerSession]:
         return [
             worker
             for worker in self._targets
@@ -237,7 +254,7 @@ class WorkerPool:
             and need.identity in (None, ModelIdentity.of(worker.info))
         ]
 
-    def _choose(self, need: Need, reserved: set[str]) -> Worker | None:
+    def _choose(self, need: Need, reserved: set[str]) -> WorkerSession | None:
         workers = [
             worker
             for worker in self._candidates(need)
@@ -249,7 +266,7 @@ class WorkerPool:
             return None
         favourite = self._sessions.get(need.session_id)
 
-        def cost(worker: Worker) -> tuple[bool, bool, bool, int, float]:
+        def cost(worker: WorkerSession) -> tuple[bool, bool, bool, int, float]:
             return (
                 worker.address in need.avoid,
                 need.wants_draft and self.pick_draft(worker) is None,
@@ -267,7 +284,7 @@ class WorkerPool:
         return best
 
 
-def _has_room(worker: Worker, need: Need) -> bool:
+def _has_room(worker: WorkerSession, need: Need) -> bool:
     if len(worker.opening) >= _MAX_OPENING:
         return False
     if not need.wants_room or not worker.num_own_requests:

@@ -11,8 +11,16 @@ from orchestrator.pairing import ModelIdentity
 from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
-from shared.messages import AcceptedPath, AnswerTimes, FinishReason, WorkerInfo
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, Usage
+from shared.messages import (
+    AcceptedPath,
+    AnswerTimes,
+    FinishInfo,
+    FinishReason,
+    GenerateEvent,
+    PromptInfo,
+    Usage,
+    WorkerInfo,
+)
 
 
 class Reply:

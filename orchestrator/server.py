@@ -15,7 +15,7 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
 from shared.config import OrchestratorConfig
 from shared.errors import ConfigError
-from shared.garbage import settle_garbage
+from shared.memory import return_large_buffers, settle_garbage
 from shared.models.checkpoint import resolve_model, tokenizer_hash
 from shared.rpc.server import RpcServer
 
@@ -47,7 +47,7 @@ class Orchestrator:
         if tokenizer is None:
             logger.warning("%s has no tokenizer.json: token ids only, no text", directory)
         self._changed = asyncio.Event()
-        self._admission = Admission(config.max_num_requests)
+        self.admission = Admission(config.max_num_requests)
         self.pool = WorkerPool(
             tokenizer_hash=tokenizer_hash(directory), on_change=self._changed.set
         )
@@ -71,11 +71,11 @@ class Orchestrator:
             port=config.port,
             max_message_bytes=config.max_message_bytes,
             drain_timeout_s=config.drain_timeout_s,
-            on_drain=self._admission.drain,
+            on_drain=self.admission.drain,
         )
         pb_grpc.add_GenerationServiceServicer_to_server(
             GenerationService(
-                config, pool=self.pool, admission=self._admission, tokenizer=tokenizer
+                config, pool=self.pool, admission=self.admission, tokenizer=tokenizer
             ),
             self._server.grpc_server,
         )
@@ -105,6 +105,11 @@ class Orchestrator:
         finally:
             await self.stop()
 
+    @property
+    def is_draining(self) -> bool:
+        """Return whether the server lets running requests end and takes no new ones."""
+        return self._server.is_draining
+
     def request_stop(self) -> None:
         """Make `serve_until_stopped` drain and return."""
         self._server.request_stop()
@@ -129,6 +134,7 @@ async def serve(config: OrchestratorConfig) -> None:
 
     Raises: ConfigError if the configuration cannot work.
     """
+    return_large_buffers()
     orchestrator = Orchestrator(config)
     await orchestrator.start()
     settle_garbage()

@@ -22,7 +22,7 @@ from orchestrator.validation import GenerationRequest, ModelLimits, parse_reques
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError, StaleStateError, UnavailableError
 from shared.messages import WorkerInfo
-from shared.messages.convert_generation import event_to_proto
+from shared.messages.batches import pack_event
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -138,7 +138,7 @@ async def _stream(
     task = asyncio.create_task(generation.run())
     try:
         while (event := await generation.events.get()) is not None:
-            await context.write(event_to_proto(event))
+            await context.write(pack_event(event))
         await task
     finally:
         task.cancel()

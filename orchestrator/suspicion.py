@@ -1,8 +1,8 @@
 """Which request brings workers down: the one that several deaths have in common.
 
 A worker that dies or hangs leaves every request that its engine worked on a suspect
-(`Worker.suspects`); nearly all of them are bystanders. A request is acquitted of all that by its
-next verify round, on whatever worker: what brings an engine down does so before that.
+(`WorkerSession.suspects`); nearly all of them are bystanders. A request is acquitted of all that
+by its next verify round, on any worker: what brings an engine down does so before that.
 
     first death     the request is tried again like any other, with the others
     second death    of another incarnation, before it was acquitted: if it is the only request that
@@ -15,7 +15,7 @@ A request that a living worker itself says it cannot serve is its own only suspe
 
 from __future__ import annotations
 
-from orchestrator.workers import Worker
+from orchestrator.workers import WorkerSession
 
 MAX_KILLS = 2
 """Workers that a request may bring down; one more if it is not known which request it was."""
@@ -26,7 +26,7 @@ class Suspicion:
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
-        self._kills: list[Worker] = []
+        self._kills: list[WorkerSession] = []
 
     @property
     def num_kills(self) -> int:
@@ -46,18 +46,18 @@ class Suspicion:
         in_common = set.intersection(*(worker.suspects for worker in self._kills))
         return len(self._kills) > MAX_KILLS or in_common == {self._request_id}
 
-    def note_death(self, worker: Worker) -> None:
+    def note_death(self, worker: WorkerSession) -> None:
         """Note that a worker died or hung with the request; one incarnation dies once."""
         worker.suspects.add(self._request_id)
         if all(worker.info.incarnation != other.info.incarnation for other in self._kills):
             self._kills.append(worker)
 
-    def note_failure(self, worker: Worker) -> None:
+    def note_failure(self, worker: WorkerSession) -> None:
         """Note that a worker, which lives on, failed to serve just this request."""
         worker.suspects.add(self._request_id)
         self._kills.append(worker)
 
-    def acquit(self, worker: Worker) -> None:
+    def acquit(self, worker: WorkerSession) -> None:
         """Forget everything: the request has run a verify round on a worker.
 
         Mutates: the suspects of the workers that went down; the trial on this one, if there is one.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.workers import Garbled, Worker, WorkerLost
+from orchestrator.losses import Loss, TargetGone
+from orchestrator.workers import Garbled, WorkerLost, WorkerSession
 from shared.errors import CoppiceError, InternalError, NonFiniteError, StatusCode
 from shared.messages import (
     AcceptedPath,
@@ -27,49 +27,23 @@ from shared.messages import (
 from shared.rpc.status import error_of
 from shared.times import seen_from
 
-
-class Loss(enum.Enum):
-    """Why a request must be rebuilt."""
-
-    LOST = "the worker is gone"
-    MOVED = "the worker is draining"
-    SILENT = "the worker is silent"
-    FAILED = "the worker failed"
-    FORGOTTEN = "the worker does not hold this state"
-    RETRACTED = "the worker needed the room"
-    NO_ROOM = "the worker has no room"
-
-
-class TargetGone(Exception):
-    """The state on the target is lost; the request is rebuilt from its tokens.
-
-    Args:
-        is_kill: The worker went down, or went wrong, with this request in its hands.
-    """
-
-    def __init__(self, loss: Loss, *, is_kill: bool = False, detail: str = "") -> None:
-        super().__init__(f"{loss.value}{': ' + detail if detail else ''}")
-        self.loss = loss
-        self.is_kill = is_kill
-
-
 CREDIT_ROUNDS = 32
-"""Rounds that a target may be ahead of the orchestrator."""
+"""Rounds that one credit covers."""
 
 
 class TargetHandle:
-    """Talks to one target about one request: one order at a time, or rounds granted in advance.
+    """Talks to one target about one request: one order at a time, or rounds by credit.
 
     Args:
         step_timeout_s: A target that shows no progress for so long is given up.
         on_admitted: Called once, when the target holds pages for the request.
         on_detached: Called with a draft_epoch when the target's channel to that draft is lost.
-        on_gone: Called when the state there is lost, whether or not a reply is awaited.
+        on_gone: Called when the state there is lost, whether or not a path is waited for.
     """
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerSession,
         request_id: str,
         target_epoch: int,
         *,
@@ -85,15 +59,15 @@ class TargetHandle:
         self._on_admitted = on_admitted
         self._on_detached = on_detached
         self._on_gone = on_gone
-        self._awaited_round = -1
+        self._asked_round = -1
         self._asked_at = 0.0
         self._counts_progress = False
         self._watch: asyncio.TimerHandle | None = None
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
         self._credit_until = 0
-        self._ahead_until = 0  # last round of any grant: one that ended may have run that far
+        self._furthest_credit = 0  # the target may have run that far before a credit was revoked
         self._ordered_round = -1
-        self._early: dict[int, AcceptedPath] = {}  # of granted rounds that nobody awaits yet
+        self._early: dict[int, AcceptedPath] = {}  # of rounds by credit, not asked for yet
         self._gone: Exception | None = None
         self._is_admitted = False
         worker.attach(request_id, self)
@@ -134,18 +108,17 @@ class TargetHandle:
         )
 
     def _new_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> Credit:
-        self._credit_until = self._ahead_until = round_idx + CREDIT_ROUNDS
+        self._credit_until = self._furthest_credit = round_idx + CREDIT_ROUNDS
         return Credit(until_round_idx=self._credit_until, trees=trees)
 
     async def credited_path(self, round_idx: int) -> AcceptedPath:
         """Return a round that the target runs by its credit."""
         return await self._ask(None, round_idx=round_idx, counts_progress=False)
 
-    def revoke(self, order: VerifyRound) -> None:
-        """End a credit; the round that is awaited is ordered instead, unless it is done there."""
+    def revoke_credit(self, order: VerifyRound) -> None:
+        """End a credit; the round that was asked for is ordered, unless it is done there."""
         self._credit_until = order.round_idx - 1
-        is_awaited = self._reply is not None and not self._reply.done()
-        if is_awaited and self._gone is None:
+        if self._is_asked and self._gone is None:
             self._asked_at = asyncio.get_running_loop().time()
             self._ordered_round = order.round_idx
             self.worker.send(order)
@@ -164,10 +137,10 @@ class TargetHandle:
                 self._admit(message)
             case AcceptedPath() if message.target_epoch == self.target_epoch:
                 message = self._timed(message)
-                if message.round_idx == self._awaited_round:
+                if message.round_idx == self._asked_round:
                     self._admit(None)
                     self._settle(message)
-                elif self._awaited_round < message.round_idx <= self._ahead_until:
+                elif self._asked_round < message.round_idx <= self._furthest_credit:
                     self._early[message.round_idx] = message
             case DraftDetached() if message.target_epoch == self.target_epoch:
                 self._on_detached(message.draft_epoch)
@@ -180,7 +153,7 @@ class TargetHandle:
             case WorkerLost():
                 loss = Loss.MOVED if message.is_clean else Loss.LOST
                 is_kill = self._is_in_engine and not message.is_clean
-                if is_kill:  # at once: whoever is told next may be judged by it
+                if is_kill:  # at once: it counts when the next request hears of the loss
                     self.worker.suspects.add(self._request_id)
                 self._fail(TargetGone(loss, is_kill=is_kill))
 
@@ -214,7 +187,7 @@ class TargetHandle:
             self.worker.send(message)
         if self._gone is not None:
             raise self._gone
-        self._awaited_round = round_idx
+        self._asked_round = round_idx
         self._reply = loop.create_future()
         if self._watch is None:
             self._watch_silence()
@@ -230,7 +203,7 @@ class TargetHandle:
         question asked, or none.
         """
         self._watch = None
-        if self._reply is None or self._reply.done():
+        if not self._is_asked:
             return
         loop = asyncio.get_running_loop()
         since = self._asked_at
@@ -253,14 +226,19 @@ class TargetHandle:
             )
 
     @property
+    def _is_asked(self) -> bool:
+        """Return whether a path is waited for."""
+        return self._reply is not None and not self._reply.done()
+
+    @property
     def _is_in_engine(self) -> bool:
         """Return whether the engine works on this request, as far as one can know.
 
         It says that it has admitted a request only after the first step with it.
         """
-        is_asked = self._reply is not None and not self._reply.done()
-        is_granted = self._credit_until > self._awaited_round
-        return (is_asked or is_granted) and (self._is_admitted or not self.worker.load.num_waiting)
+        has_credit = self._credit_until > self._asked_round
+        is_admitted = self._is_admitted or not self.worker.load.num_waiting
+        return (self._is_asked or has_credit) and is_admitted
 
     def _settle(self, reply: AcceptedPath | Exception) -> None:
         if self._reply is not None and not self._reply.done():
@@ -274,7 +252,7 @@ class TargetHandle:
         self._settle(error)
 
     def _error_of(self, failure: RequestFailure) -> Exception:
-        """Tell what ends this state from what the request itself got wrong."""
+        """Distinguish what ends this state from what the request itself got wrong."""
         error: CoppiceError = error_of(failure)
         match failure.code:
             case StatusCode.NOT_FOUND | StatusCode.FAILED_PRECONDITION:

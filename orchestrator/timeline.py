@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.messages import AnswerTimes
-from shared.messages.generation import RoundTimes
+from shared.messages import AnswerTimes, RoundTimes
 
 MAX_TIMED_ROUNDS = 4096
 
@@ -14,9 +13,9 @@ class Timeline:
     """The rounds of a timed request; of another one it stays empty.
 
     A round goes from the order to verify a tree to the next such order: what the target did, what
-    the orchestrator did, what the draft did for the round after. Granted rounds of the root alone
-    have no orders; theirs begin in the engine and may overlap. Direct rounds go from one commit to
-    the next, mailed ones from the end of one step on the target's device to that of the next.
+    the orchestrator did, what the draft did for the round after. Rounds of the root alone have no
+    orders: they begin in the target's engine and may overlap. A peer round goes from one commit to
+    the next, a device round from the end of one step on the target's device to that of the next.
     """
 
     def __init__(self) -> None:

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.messages import SamplingParams, TreeShape
-from shared.messages.convert_params import sampling_from_proto
+from shared.messages import MAX_TOP_LOGPROBS, SamplingParams, TreeShape, check_shape, from_proto
 from shared.messages.fields import Within, require_ids, require_range
-from shared.tree import check_shape
 
 MAX_REQUEST_ID_LEN = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
-MAX_TOP_LOGPROBS = 20
 # Small enough to be exact in JSON and in a float.
 _SEED_BITS = 53
 
@@ -81,7 +78,9 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
     """
     text, prompt_ids = _prompt(message, limits)
     with Within("sampling"):
-        sampling = sampling_from_proto(message.sampling, default_seed=secrets.randbits(_SEED_BITS))
+        sampling: SamplingParams = from_proto(message.sampling)
+        if not message.sampling.HasField("seed"):
+            sampling = dataclasses.replace(sampling, seed=secrets.randbits(_SEED_BITS))
         _check_vocabulary(
             [token_id for token_id, _ in sampling.logit_bias], limits, field="logit_bias"
         )

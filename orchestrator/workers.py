@@ -1,7 +1,7 @@
 """One session with one worker: a stream of batched messages, from handshake to loss.
 
-A `Worker` lives as long as its stream. When the stream ends every request on it is told and the
-object is done; `endpoints.py` connects again and makes a new one, perhaps of another incarnation.
+A `WorkerSession` lives as long as its stream. When the stream ends every request on it hears
+WorkerLost, and `endpoints.py` connects again: the next session may be with another incarnation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from shared.messages import RequestFailure, TargetAdmitted, WorkerInfo, WorkerLoad, batches
-from shared.messages.convert import from_proto
+from shared.messages import (
+    RequestFailure,
+    TargetAdmitted,
+    WorkerInfo,
+    WorkerLoad,
+    batches,
+    from_proto,
+)
 from shared.rpc.status import from_rpc_error
 
 logger = logging.getLogger(__name__)
@@ -77,25 +83,26 @@ class WorkerLost:
 
 
 class Handler(Protocol):
-    """A request's ear at one worker."""
+    """What takes the replies of one worker about one request."""
 
     def receive(self, message: Any) -> None:
         """Take a reply, Garbled or WorkerLost; must not block."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Worker:
-    """A worker as requests see it: identity, load, and a way to talk.
+class WorkerSession:
+    """A worker as requests see it: identity, load, messages to it and from it.
 
     Args:
         address: HOST:PORT as dialled.
         info: From the handshake; fixed for the life of the session.
         load: As last reported.
         last_progress: Loop time of the last sign that the engine advances.
-        is_draining: It says that it takes no more requests.
-        is_vanished: Its name no longer stands for this address.
+        is_draining: The worker takes no more requests.
+        is_vanished: The name service no longer gives this address.
+        is_lost: The session has ended.
         opening: Requests whose open was sent and not admitted yet.
-        suspects: Requests that it went down with, as far as they have not run elsewhere since.
+        suspects: Requests that the worker went down with and that have not run elsewhere since.
         on_trial: The request that is tried here because workers went down with it; "" if none.
     """
 
@@ -147,8 +154,8 @@ class Worker:
         return self.load.num_free_pages / self.load.num_pages if self.load.num_pages else 1.0
 
     def attach(self, request_id: str, handler: Handler) -> None:
-        """Let a request hear what is said about it; replaces its former handler."""
-        if self.is_lost:  # meanwhile: whoever chose it could not know yet
+        """Hand replies about a request to a handler from now on; it replaces the former one."""
+        if self.is_lost:  # since it was chosen
             handler.receive(WorkerLost(is_clean=True))
         else:
             self._handlers[request_id] = handler
@@ -210,7 +217,7 @@ class Worker:
         self.on_load()
 
     def lose(self, *, is_clean: bool) -> None:
-        """Tell every request that the worker is gone."""
+        """Hand WorkerLost to every request."""
         self.is_lost = True
         self._outbox.clear()
         handlers, self._handlers = self._handlers, {}
@@ -228,7 +235,7 @@ class Worker:
             handler.receive(message)
 
 
-async def shake_hands(role: Role, channel: grpc.aio.Channel, address: str) -> Worker:
+async def shake_hands(role: Role, channel: grpc.aio.Channel, address: str) -> WorkerSession:
     """Ask a worker who it is.
 
     Raises: AioRpcError while it does not answer, InvalidArgumentError if its answer is malformed.
@@ -237,13 +244,13 @@ async def shake_hands(role: Role, channel: grpc.aio.Channel, address: str) -> Wo
     response = await stub.GetInfo(role.info_request(), timeout=HANDSHAKE_TIMEOUT_S)
     info = from_proto(response.info)
     now = asyncio.get_running_loop().time()
-    return Worker(address=address, info=info, load=info.load, last_progress=now)
+    return WorkerSession(address=address, info=info, load=info.load, last_progress=now)
 
 
 async def run_session(
-    role: Role, channel: grpc.aio.Channel, worker: Worker, on_open: Callable[[], None]
+    role: Role, channel: grpc.aio.Channel, worker: WorkerSession, on_open: Callable[[], None]
 ) -> None:
-    """Talk to a worker until its stream ends, then tell its requests.
+    """Talk to a worker until its stream ends; then its requests hear WorkerLost.
 
     Args:
         on_open: Called when the stream is open and messages may be sent.
@@ -272,7 +279,7 @@ async def run_session(
         worker.lose(is_clean=is_clean)
 
 
-async def _write(role: Role, call: Any, worker: Worker) -> None:
+async def _write(role: Role, call: Any, worker: WorkerSession) -> None:
     while True:
         batch = await worker.take_outgoing()
         try:
@@ -281,7 +288,7 @@ async def _write(role: Role, call: Any, worker: Worker) -> None:
             return  # the reading side says why
 
 
-async def _watch_health(role: Role, channel: grpc.aio.Channel, worker: Worker) -> None:
+async def _watch_health(role: Role, channel: grpc.aio.Channel, worker: WorkerSession) -> None:
     """Note when the worker starts to drain; one without a health service never does."""
     watch = health_pb2_grpc.HealthStub(channel).Watch(
         health_pb2.HealthCheckRequest(service=role.service)

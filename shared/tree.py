@@ -15,39 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import InvalidArgumentError, InvalidTreeError
-from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES, TreeShape
+from shared.errors import InvalidTreeError
+from shared.messages import MAX_TREE_NODES
 
 _NODES = [bytes([node]) for node in range(MAX_TREE_NODES)]
-
-
-def check_shape(shape: TreeShape, *, prefix: str = "speculation.") -> None:
-    """Raise InvalidArgumentError, naming the field, if no tree can have this shape.
-
-    `num_draft_tokens < num_steps + 1` is fine: the tree is cut to its best nodes.
-    """
-
-    def refuse(name: str, value: int, expected: str) -> None:
-        raise InvalidArgumentError(
-            f"{name} is {value}, expected {expected}",
-            reason="INVALID_TREE_SHAPE",
-            field=prefix + name,
-        )
-
-    if not 1 <= shape.num_steps <= MAX_NUM_STEPS:
-        refuse("num_steps", shape.num_steps, f"1..{MAX_NUM_STEPS}")
-    if not 1 <= shape.topk <= MAX_TOPK:
-        refuse("topk", shape.topk, f"1..{MAX_TOPK}")
-    if not 2 <= shape.num_draft_tokens <= MAX_TREE_NODES:
-        refuse("num_draft_tokens", shape.num_draft_tokens, f"2..{MAX_TREE_NODES}, root included")
-    most = shape.max_num_draft_tokens
-    if shape.num_draft_tokens > most:
-        refuse(
-            "num_draft_tokens",
-            shape.num_draft_tokens,
-            f"at most 1 + topk + (num_steps - 1) * topk^2 = {most}; "
-            "lower it, or raise topk or num_steps",
-        )
 
 
 def check_tree(

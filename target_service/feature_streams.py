@@ -17,6 +17,7 @@ import grpc.aio
 from coppice.v1 import target_pb2
 from shared.errors import StaleStateError
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -25,7 +26,6 @@ from shared.messages import (
     RequestFailure,
 )
 from shared.messages.batches import pack_feature_response, unpack_feature_request
-from shared.messages.convert_features import MAX_CHUNK_BYTES
 from shared.rpc.outbox import Outbox
 from shared.rpc.status import failure_of
 

@@ -11,8 +11,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shared.device import DTYPES
 from shared.errors import InvalidArgumentError, NotFoundError, StaleStateError
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     FeatureAck,
     FeatureChunk,
     FeatureSpec,
@@ -20,7 +22,6 @@ from shared.messages import (
     FeatureUnsubscribe,
     RingRows,
 )
-from shared.messages.convert_features import ITEM_BYTES, MAX_CHUNK_BYTES
 from shared.peer.channel import PeerChannel
 from shared.peer.ring import FeatureRing
 from target_service.feature_log import FeatureLog, FeatureRows
@@ -56,7 +57,7 @@ class FeatureOutlet:
         self._outbox = outbox
         self._spec = spec
         self._retain_rows = retain_rows
-        row_bytes = spec.width * ITEM_BYTES.get(spec.dtype, 0)
+        row_bytes = spec.width * DTYPES[spec.dtype].itemsize if spec.width else 0
         self._rows_per_chunk = max(1, MAX_CHUNK_BYTES // row_bytes) if row_bytes else 0
         self.early_subscriptions: dict[str, FeatureSubscribe] = {}
 

@@ -167,7 +167,7 @@ class PeerRounds(TreeSource):
                 continue
             if peer.credit is None:
                 continue  # given up
-            peer.is_overlapped = batch.is_ahead
+            peer.is_overlapped = batch.is_overlapped
             try:
                 self._take_tree(request, peer, peer.credit, tree, is_sound=are_sound)
             except InvalidTreeError as error:

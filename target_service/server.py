@@ -10,13 +10,13 @@ from shared.config import TargetConfig
 from shared.rpc.engine import EngineHandle
 from shared.rpc.engine_process import EngineProcess
 from shared.rpc.identity import WorkerIdentity
-from shared.rpc.worker import Worker, run_worker
+from shared.rpc.worker import WorkerServer, run_worker
 from target_service.servicer import SERVICE_NAME, TargetServicer
 
 ENGINE_FACTORY = "target_service.engine_factory:create_engine"
 
 
-def create_worker(config: TargetConfig, engine: EngineHandle) -> Worker:
+def create_worker(config: TargetConfig, engine: EngineHandle) -> WorkerServer:
     """Put a target's front before an engine that is not started yet."""
 
     def register(
@@ -26,7 +26,7 @@ def create_worker(config: TargetConfig, engine: EngineHandle) -> Worker:
         target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
         return servicer
 
-    return Worker(config, engine, role="target", service=SERVICE_NAME, register=register)
+    return WorkerServer(config, engine, role="target", service=SERVICE_NAME, register=register)
 
 
 async def serve(config: TargetConfig, engine: EngineHandle | None = None) -> None:

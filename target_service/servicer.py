@@ -19,9 +19,9 @@ from shared.messages import (
     TargetClose,
     TargetOpen,
     WorkerInfo,
+    to_proto,
 )
 from shared.messages.batches import pack_target_response, unpack_target_request
-from shared.messages.convert_tree import info_to_proto
 from shared.peer.channel import remove_socket
 from shared.peer.shared_files import MAILBOXES, RINGS, mailbox_name
 from shared.rpc.engine import EngineReport
@@ -111,4 +111,4 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> target_pb2.TargetServiceGetInfoResponse:
         """Return identity, limits and load."""
-        return target_pb2.TargetServiceGetInfoResponse(info=info_to_proto(self._identity.current()))
+        return target_pb2.TargetServiceGetInfoResponse(info=to_proto(self._identity.current()))

@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from draft_service.device_rounds.mailbox_io import MailboxPaths
+from draft_service.device_rounds.overlap import OverlapRunner
+from draft_service.device_rounds.rounds import DeviceRounds
 from draft_service.engine import DraftEngine
-from draft_service.overlap import AheadTrees, ConfirmedTrees
-from draft_service.phases import MailedPaths
-from draft_service.runner import DraftRunner
+from draft_service.path_source import ConfirmedTrees
 from shared.messages import PeerAttach, SamplingParams, TargetClose, TreeBatch, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import Mailbox
-from target_service.device_rounds.rounds import DeviceRounds
+from target_service.device_rounds.rounds import DeviceRounds as TargetDeviceRounds
 from target_service.engine import TargetEngine
 from target_service.phases import MailboxTrees
 from tests.engines import (
@@ -39,7 +42,7 @@ BUSHY = SHAPES[2]
 _MUCH = 1e4
 
 EditTrees = Callable[[MailboxTrees], object]
-EditPaths = Callable[[MailedPaths], object]
+EditPaths = Callable[[MailboxPaths], object]
 
 
 @contextmanager
@@ -58,9 +61,10 @@ def device_engines(models: Models) -> Iterator[Make]:
         target_page, draft_page = page_sizes
         options = {"feature_ring_mb": 1, "page_size": target_page, **options}
         target = make_target(pairing, has_mailbox=True, **options)
-        assert isinstance(target.source, DeviceRounds)
+        assert isinstance(target.source, TargetDeviceRounds)
         mailbox = target.source.mailbox
-        made.append((target, make_draft(pairing, page_size=draft_page, **draft or {}), mailbox))
+        draft_options = {"page_size": draft_page, "make_source": DeviceRounds, **(draft or {})}
+        made.append((target, make_draft(pairing, **draft_options), mailbox))
         return made[-1]
 
     yield make
@@ -140,7 +144,7 @@ class DevicePair(PeerPair):
         self.num_ahead = 0
         """Trees that the draft grew before its host was told to."""
         source = self.target.source
-        assert isinstance(source, DeviceRounds)
+        assert isinstance(source, TargetDeviceRounds)
 
         def take_trees(trees: MailboxTrees, *rest: Any) -> Any:
             self.edit_trees(trees)
@@ -148,26 +152,27 @@ class DevicePair(PeerPair):
             for slot in trees.slot.tolist():
                 held = by_slot[slot]
                 self.awaited.append((held.request_id, held.round_idx + 1))
-            return DeviceRounds.take_trees(source, trees, *rest)
+            return TargetDeviceRounds.take_trees(source, trees, *rest)
 
         source.take_trees = take_trees  # type: ignore[method-assign]
         if self.draft is None:
             return
-        draft, draft_runner = self.draft, self.draft._runner
+        draft_device = self.draft_device
+        overlap = draft_device.overlap
 
-        def launch_ahead(paths: MailedPaths, *rest: Any) -> None:
+        def take_paths(paths: MailboxPaths, *rest: Any) -> torch.Tensor:
             self.edit_paths(paths)
-            DraftRunner._launch_ahead(draft_runner, paths, *rest)
+            return OverlapRunner.take_paths(overlap, paths, *rest)
 
-        def finish_ahead() -> ConfirmedTrees | None:
-            done = AheadTrees.finish(draft._ahead)
+        def confirm() -> ConfirmedTrees | None:
+            done = DeviceRounds.confirm(draft_device)
             if done is not None:
-                assert all(r.is_held for r in done.requests), "its pages are another's"
-                self.num_ahead += len(done.requests)
+                assert all(r.is_held for r in done.trees.requests), "its pages are another's"
+                self.num_ahead += len(done.trees.requests)
             return done
 
-        draft_runner._launch_ahead = launch_ahead  # type: ignore[method-assign]
-        draft._ahead.finish = finish_ahead  # type: ignore[method-assign]
+        overlap.take_paths = take_paths  # type: ignore[method-assign]
+        draft_device.confirm = confirm  # type: ignore[method-assign]
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
@@ -204,17 +209,18 @@ class DevicePair(PeerPair):
 
     def run_draft_device(self) -> None:
         """Let the draft's device do now what it was given to do ahead, as a GPU would."""
-        assert self.draft is not None
-        runner = self.draft._runner
-        if runner._deferred is not None and not self.is_draft_ahead:
-            runner._deferred()
-            runner._deferred = _do_nothing
+        self.draft_device.overlap.run_deferred()
+
+    @property
+    def draft_device(self) -> DeviceRounds:
+        """Return the draft's source of paths."""
+        assert self.draft is not None and isinstance(self.draft.source, DeviceRounds)
+        return self.draft.source
 
     @property
     def is_draft_ahead(self) -> bool:
         """Return whether the draft's device has done what its host has not read."""
-        assert self.draft is not None
-        return self.draft._runner._deferred is _do_nothing
+        return self.draft_device.is_running and not self.draft_device.overlap.is_deferred
 
     def cancel(self, request: LocalRequest) -> None:
         """Close a request, whatever is on the way for it."""
@@ -243,10 +249,6 @@ class DevicePair(PeerPair):
             super()._on_draft(message)
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class PoisonedDevicePair(DevicePair):
     """A mailed pair whose KV is poisoned wherever nothing is committed, between any two steps.
 
@@ -266,6 +268,6 @@ class PoisonedDevicePair(DevicePair):
         if self.target.pipeline.in_flight is None:
             poison_scratch(self.target)
         assert self.draft is not None
-        if not (self.draft._ahead.is_running and self.is_draft_ahead):
+        if not self.is_draft_ahead:
             poison_scratch(self.draft, _MUCH)
         return is_busy

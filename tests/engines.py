@@ -13,7 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.engine import DraftEngine
+from draft_service.engine_factory import choose_source
 from draft_service.engine_factory import create_engine as create_draft_engine
+from draft_service.path_source import PathSource
+from draft_service.runner import DraftRunner
 from shared.config import DraftConfig, TargetConfig
 from shared.kv.pool import KVPool
 from shared.messages import TokenTree, TreeShape
@@ -104,7 +107,12 @@ def make_target(pairing: Pairing, *, has_mailbox: bool = False, **options: Any) 
     return create_target_engine(config, lambda *_: None, has_cpu_mailbox=has_mailbox)
 
 
-def make_draft(pairing: Pairing, **options: Any) -> DraftEngine:
+def make_draft(
+    pairing: Pairing,
+    *,
+    make_source: Callable[[DraftRunner], PathSource] = choose_source,
+    **options: Any,
+) -> DraftEngine:
     """Build a draft engine."""
     options = {"num_pages": -(-16384 // options.get("page_size", 16))} | options
     config = DraftConfig(
@@ -114,7 +122,7 @@ def make_draft(pairing: Pairing, **options: Any) -> DraftEngine:
         device="cpu",
         **options,
     )
-    return create_draft_engine(config, lambda *_: None)
+    return create_draft_engine(config, lambda *_: None, make_source=make_source)
 
 
 def run_plain(

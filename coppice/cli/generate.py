@@ -12,7 +12,7 @@ from coppice.cli.options import add_server_option, require_server
 from coppice.cli.render import TokenPrinter, print_stats, stats_rows
 from coppice.cli.request_options import add_request_options, request_keywords
 from shared.errors import CoppiceError
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
+from shared.messages import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

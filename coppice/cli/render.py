@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
-from shared.messages.generation import FinishInfo, PromptInfo, TokenDelta
+from shared.messages import FinishInfo, PromptInfo, TokenDelta
 
 DRAFT_STYLE = "\x1b[32m"
 BONUS_STYLE = "\x1b[1;33m"

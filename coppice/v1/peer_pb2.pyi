@@ -10,18 +10,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerToTarget(_message.Message):
-    __slots__ = ("opens", "subscribes", "acks", "trees", "closes")
-    OPENS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attaches", "subscribes", "acks", "trees", "detaches")
+    ATTACHES_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBES_FIELD_NUMBER: _ClassVar[int]
     ACKS_FIELD_NUMBER: _ClassVar[int]
     TREES_FIELD_NUMBER: _ClassVar[int]
-    CLOSES_FIELD_NUMBER: _ClassVar[int]
-    opens: _containers.RepeatedCompositeFieldContainer[PeerAttach]
+    DETACHES_FIELD_NUMBER: _ClassVar[int]
+    attaches: _containers.RepeatedCompositeFieldContainer[PeerAttach]
     subscribes: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureSubscribe]
     acks: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureAck]
     trees: _containers.RepeatedCompositeFieldContainer[TreeBatch]
-    closes: _containers.RepeatedCompositeFieldContainer[PeerDetach]
-    def __init__(self, opens: _Optional[_Iterable[_Union[PeerAttach, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[TreeBatch, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[PeerDetach, _Mapping]]] = ...) -> None: ...
+    detaches: _containers.RepeatedCompositeFieldContainer[PeerDetach]
+    def __init__(self, attaches: _Optional[_Iterable[_Union[PeerAttach, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[TreeBatch, _Mapping]]] = ..., detaches: _Optional[_Iterable[_Union[PeerDetach, _Mapping]]] = ...) -> None: ...
 
 class PeerToDraft(_message.Message):
     __slots__ = ("chunks", "failures", "rounds", "path_batches")
@@ -66,7 +66,7 @@ class PathBatch(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ..., mailbox_slots: _Optional[_Iterable[int]] = ..., round_tags: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TreeBatch(_message.Message):
-    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_nodes", "token_ids", "parent_index", "times", "is_ahead")
+    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_nodes", "token_ids", "parent_index", "times", "is_overlapped")
     class TimesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -83,7 +83,7 @@ class TreeBatch(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
-    IS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    IS_OVERLAPPED_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     target_epochs: _containers.RepeatedScalarFieldContainer[int]
     draft_epochs: _containers.RepeatedScalarFieldContainer[int]
@@ -93,8 +93,8 @@ class TreeBatch(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     parent_index: _containers.RepeatedScalarFieldContainer[int]
     times: _containers.MessageMap[int, _tree_pb2.AnswerTimes]
-    is_ahead: bool
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ..., is_ahead: _Optional[bool] = ...) -> None: ...
+    is_overlapped: bool
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ..., is_overlapped: _Optional[bool] = ...) -> None: ...
 
 class PeerAttach(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch", "has_mailbox")

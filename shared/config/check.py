@@ -7,7 +7,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from shared.errors import ConfigError, InvalidArgumentError
-from shared.messages import MAX_NUM_STEPS, MAX_TOPK, TreeShape
+from shared.messages import MAX_NUM_STEPS, MAX_TOPK, TreeShape, check_shape
 
 # What SGLang calls the algorithms that have another name here.
 CHOICE_SYNONYMS = {"nextn": "mtp"}
@@ -41,9 +41,6 @@ def check_config(config: Any) -> None:
 
 def check_tree_shape(num_steps: int, topk: int, num_draft_tokens: int) -> None:
     """Raise ConfigError if no tree has this shape; 0 = still to be chosen, so it always fits."""
-    # Only orchestrators and commands with trees pay for numpy.
-    from shared.tree import check_shape
-
     shape = TreeShape(
         num_steps=num_steps or MAX_NUM_STEPS,
         topk=topk or MAX_TOPK,

@@ -230,7 +230,7 @@ class OrchestratorConfig:
     max_message_bytes: int = option(16 * 1024 * 1024, "largest request message", minimum=1024)
     draft_timeout_ms: float = option(
         500.0,
-        "floor of the time a round waits for its tree, a direct one for its path, before it goes "
+        "floor of the time a round waits for its tree, a peer round for its path, before it goes "
         "root-only",
         minimum=0,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NewType
 
 from shared.errors import CoppiceError, StatusCode
-from shared.messages import PageId
+
+PageId = NewType("PageId", int)
 
 SINK_PAGE = PageId(0)
 

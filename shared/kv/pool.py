@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from shared.kernels.move_kv import cache_addresses
-from shared.kv.allocator import SINK_PAGE, PageAllocator
-from shared.messages import PageId
+from shared.kv.allocator import SINK_PAGE, PageAllocator, PageId
 from shared.step.staging import Staging
 
 

@@ -8,37 +8,86 @@ becomes a RequestFailure in `Batch.rejected`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from coppice.v1 import draft_pb2, peer_pb2, target_pb2, tree_pb2
+from coppice.v1 import draft_pb2, generation_pb2, peer_pb2, target_pb2
 from shared.errors import InvalidArgumentError
-from shared.messages import types
-from shared.messages.convert import from_proto, to_proto
-from shared.messages.convert_tree import load_from_proto, load_to_proto
+from shared.messages import (
+    AcceptedPath,
+    CreditUpdate,
+    DraftClose,
+    DraftDetached,
+    DraftOpen,
+    DraftRound,
+    FeatureAck,
+    FeatureChunk,
+    FeatureSubscribe,
+    FeatureUnsubscribe,
+    FinishInfo,
+    GenerateEvent,
+    PathBatch,
+    PeerAttach,
+    PeerDetach,
+    PromptInfo,
+    RequestFailure,
+    RequestRetracted,
+    TargetAdmitted,
+    TargetClose,
+    TargetOpen,
+    TokenDelta,
+    TokenTree,
+    TreeBatch,
+    VerifyRound,
+    WorkerLoad,
+    from_proto,
+    to_proto,
+)
+from shared.messages.codec import arguments_of
+from shared.messages.fields import Within
 from shared.rpc.status import failure_of
 
-TargetRequest = types.TargetOpen | types.VerifyRound | types.CreditUpdate | types.TargetClose
-TargetReply = (
-    types.TargetAdmitted
-    | types.AcceptedPath
-    | types.RequestFailure
-    | types.RequestRetracted
-    | types.DraftDetached
-)
-DraftRequest = types.DraftOpen | types.DraftRound | types.DraftClose
-DraftReply = types.TokenTree | types.RequestFailure | types.RequestRetracted
-FeatureRequest = types.FeatureSubscribe | types.FeatureAck | types.FeatureUnsubscribe
-FeatureReply = types.FeatureChunk | types.RequestFailure
-ToTarget = (
-    types.PeerAttach
-    | types.FeatureSubscribe
-    | types.FeatureAck
-    | types.TreeBatch
-    | types.PeerDetach
-)
-ToDraft = types.FeatureChunk | types.RequestFailure | types.DraftRound | types.PathBatch
+TargetCommand = TargetOpen | VerifyRound | CreditUpdate | TargetClose
+TargetReply = AcceptedPath | TargetAdmitted | RequestFailure | RequestRetracted | DraftDetached
+DraftCommand = DraftOpen | DraftRound | DraftClose
+DraftReply = TokenTree | RequestFailure | RequestRetracted
+SubscriptionCommand = FeatureSubscribe | FeatureAck | FeatureUnsubscribe
+FeatureReply = FeatureChunk | RequestFailure
+ToTarget = PeerAttach | FeatureSubscribe | FeatureAck | TreeBatch | PeerDetach
+ToDraft = FeatureChunk | RequestFailure | DraftRound | PathBatch
+
+# Of each session message: its fields in the order in which they are worked off, and what they hold.
+_TARGET_COMMANDS = {
+    "opens": TargetOpen,
+    "verifies": VerifyRound,
+    "credits": CreditUpdate,
+    "closes": TargetClose,
+}
+_TARGET_REPLIES = {
+    "admitted": TargetAdmitted,
+    "accepted_paths": AcceptedPath,
+    "failures": RequestFailure,
+    "retracted": RequestRetracted,
+    "detached": DraftDetached,
+}
+_DRAFT_COMMANDS = {"opens": DraftOpen, "rounds": DraftRound, "closes": DraftClose}
+_DRAFT_REPLIES = {"trees": TokenTree, "failures": RequestFailure, "retracted": RequestRetracted}
+_FEATURE_REPLIES = {"chunks": FeatureChunk, "failures": RequestFailure}
+_TO_TARGET = {
+    "attaches": PeerAttach,
+    "subscribes": FeatureSubscribe,
+    "acks": FeatureAck,
+    "trees": TreeBatch,
+    "detaches": PeerDetach,
+}
+_TO_DRAFT = {
+    "chunks": FeatureChunk,
+    "failures": RequestFailure,
+    "rounds": DraftRound,
+    "path_batches": PathBatch,
+}
+_EVENTS = {PromptInfo: "prompt_info", TokenDelta: "delta", FinishInfo: "finish"}
 
 Item = TypeVar("Item")
 
@@ -53,122 +102,87 @@ class Batch(Generic[Item]):
     """
 
     messages: list[Item]
-    rejected: list[types.RequestFailure] = field(default_factory=list)
-    load: types.WorkerLoad | None = None
+    rejected: list[RequestFailure] = field(default_factory=list)
+    load: WorkerLoad | None = None
 
 
 def pack_target_request(
-    messages: Iterable[TargetRequest],
+    messages: Iterable[TargetCommand],
 ) -> target_pb2.TargetServiceSessionRequest:
     """Pack what an orchestrator tells a target."""
-    batch = target_pb2.TargetServiceSessionRequest()
-    fields = {
-        types.TargetOpen: batch.opens,
-        types.VerifyRound: batch.verifies,
-        types.CreditUpdate: batch.credits,
-        types.TargetClose: batch.closes,
-    }
-    _pack(messages, fields)
-    return batch
+    return _pack(target_pb2.TargetServiceSessionRequest, _TARGET_COMMANDS, messages)
 
 
 def unpack_target_request(
     batch: target_pb2.TargetServiceSessionRequest,
-) -> Batch[TargetRequest]:
-    """Unpack what an orchestrator told a target: opens, verifies, credits, closes."""
-    return _unpack(batch.opens, batch.verifies, batch.credits, batch.closes)
+) -> Batch[TargetCommand]:
+    """Unpack what an orchestrator told a target."""
+    return _unpack(batch, _TARGET_COMMANDS)
 
 
 def pack_target_response(
-    messages: Iterable[TargetReply], load: types.WorkerLoad
+    messages: Iterable[TargetReply], load: WorkerLoad
 ) -> target_pb2.TargetServiceSessionResponse:
     """Pack what a target answers."""
-    batch = target_pb2.TargetServiceSessionResponse(load=_brief(load))
-    fields = {
-        types.TargetAdmitted: batch.admitted,
-        types.AcceptedPath: batch.accepted_paths,
-        types.RequestFailure: batch.failures,
-        types.RequestRetracted: batch.retracted,
-        types.DraftDetached: batch.detached,
-    }
-    _pack(messages, fields)
-    return batch
+    response = target_pb2.TargetServiceSessionResponse
+    return _pack(response, _TARGET_REPLIES, messages, load=_brief(load))
 
 
 def unpack_target_response(
     batch: target_pb2.TargetServiceSessionResponse,
 ) -> Batch[TargetReply]:
-    """Unpack what a target answered: admissions, paths, failures, retractions, lost channels."""
-    return _unpack(
-        batch.admitted,
-        batch.accepted_paths,
-        batch.failures,
-        batch.retracted,
-        batch.detached,
-        load=load_from_proto(batch.load),
-    )
+    """Unpack what a target answered."""
+    return _unpack(batch, _TARGET_REPLIES, load=from_proto(batch.load))
 
 
-def pack_draft_request(messages: Iterable[DraftRequest]) -> draft_pb2.DraftServiceSessionRequest:
+def pack_draft_request(messages: Iterable[DraftCommand]) -> draft_pb2.DraftServiceSessionRequest:
     """Pack what an orchestrator tells a draft."""
-    batch = draft_pb2.DraftServiceSessionRequest()
-    fields = {
-        types.DraftOpen: batch.opens,
-        types.DraftRound: batch.rounds,
-        types.DraftClose: batch.closes,
-    }
-    _pack(messages, fields)
-    return batch
+    return _pack(draft_pb2.DraftServiceSessionRequest, _DRAFT_COMMANDS, messages)
 
 
-def unpack_draft_request(batch: draft_pb2.DraftServiceSessionRequest) -> Batch[DraftRequest]:
-    """Unpack what an orchestrator told a draft: opens, rounds, closes."""
-    return _unpack(batch.opens, batch.rounds, batch.closes)
+def unpack_draft_request(batch: draft_pb2.DraftServiceSessionRequest) -> Batch[DraftCommand]:
+    """Unpack what an orchestrator told a draft."""
+    return _unpack(batch, _DRAFT_COMMANDS)
 
 
 def pack_draft_response(
-    messages: Iterable[DraftReply], load: types.WorkerLoad
+    messages: Iterable[DraftReply], load: WorkerLoad
 ) -> draft_pb2.DraftServiceSessionResponse:
     """Pack what a draft answers."""
-    batch = draft_pb2.DraftServiceSessionResponse(load=_brief(load))
-    fields = {
-        types.TokenTree: batch.trees,
-        types.RequestFailure: batch.failures,
-        types.RequestRetracted: batch.retracted,
-    }
-    _pack(messages, fields)
-    return batch
+    response = draft_pb2.DraftServiceSessionResponse
+    return _pack(response, _DRAFT_REPLIES, messages, load=_brief(load))
 
 
 def unpack_draft_response(batch: draft_pb2.DraftServiceSessionResponse) -> Batch[DraftReply]:
-    """Unpack what a draft answered: trees, failures, retractions."""
-    return _unpack(batch.trees, batch.failures, batch.retracted, load=load_from_proto(batch.load))
+    """Unpack what a draft answered."""
+    return _unpack(batch, _DRAFT_REPLIES, load=from_proto(batch.load))
 
 
 def pack_feature_requests(
-    commands: Iterable[FeatureRequest],
+    commands: Iterable[SubscriptionCommand],
 ) -> list[target_pb2.StreamFeaturesRequest]:
     """Pack what a draft tells a target: a message per command, one for all acknowledgements."""
     acks = target_pb2.StreamFeaturesRequest()
     messages = []
     for command in commands:
         match command:
-            case types.FeatureAck():
-                acks.acks.append(to_proto(command))
-            case types.FeatureSubscribe():
+            case FeatureAck():
+                acks.acks.add(**arguments_of(command))
+            case FeatureSubscribe():
                 messages.append(target_pb2.StreamFeaturesRequest(subscribe=to_proto(command)))
-            case types.FeatureUnsubscribe():
+            case FeatureUnsubscribe():
                 messages.append(target_pb2.StreamFeaturesRequest(unsubscribe=to_proto(command)))
     return [acks, *messages] if acks.acks else messages
 
 
-def unpack_feature_request(message: target_pb2.StreamFeaturesRequest) -> Batch[FeatureRequest]:
+def unpack_feature_request(message: target_pb2.StreamFeaturesRequest) -> Batch[SubscriptionCommand]:
     """Unpack what a draft told a target; a message with nothing in it is rejected."""
     name = message.WhichOneof("command")
     if name is None and not message.acks:
         error = InvalidArgumentError("command is absent or unknown", field="command")
         return Batch(messages=[], rejected=[failure_of(error)])
-    return _unpack([getattr(message, name)] if name else [], message.acks)
+    commands = [getattr(message, name)] if name else []
+    return _unpack_entries([*commands, *message.acks])
 
 
 def pack_feature_response(
@@ -179,78 +193,87 @@ def pack_feature_response(
     Args:
         feature_ring: In the first response: the target's ring.
     """
-    batch = target_pb2.StreamFeaturesResponse(feature_ring=feature_ring)
-    _pack(messages, {types.FeatureChunk: batch.chunks, types.RequestFailure: batch.failures})
-    return batch
+    response = target_pb2.StreamFeaturesResponse
+    return _pack(response, _FEATURE_REPLIES, messages, feature_ring=feature_ring)
 
 
 def unpack_feature_response(batch: target_pb2.StreamFeaturesResponse) -> Batch[FeatureReply]:
     """Unpack chunks and failures of a feature stream."""
-    return _unpack(batch.chunks, batch.failures)
+    return _unpack(batch, _FEATURE_REPLIES)
 
 
 def pack_to_target(messages: Iterable[ToTarget]) -> peer_pb2.PeerToTarget:
     """Pack what a draft's engine tells a target's."""
-    batch = peer_pb2.PeerToTarget()
-    fields = {
-        types.PeerAttach: batch.opens,
-        types.FeatureSubscribe: batch.subscribes,
-        types.FeatureAck: batch.acks,
-        types.TreeBatch: batch.trees,
-        types.PeerDetach: batch.closes,
-    }
-    _pack(messages, fields)
-    return batch
+    return _pack(peer_pb2.PeerToTarget, _TO_TARGET, messages)
 
 
 def unpack_to_target(batch: peer_pb2.PeerToTarget) -> Batch[ToTarget]:
     """Unpack what a draft's engine told a target's."""
-    return _unpack(batch.opens, batch.subscribes, batch.acks, batch.trees, batch.closes)
+    return _unpack(batch, _TO_TARGET)
 
 
 def pack_to_draft(messages: Iterable[ToDraft]) -> peer_pb2.PeerToDraft:
     """Pack what a target's engine tells a draft's."""
-    batch = peer_pb2.PeerToDraft()
-    fields = {
-        types.FeatureChunk: batch.chunks,
-        types.RequestFailure: batch.failures,
-        types.DraftRound: batch.rounds,
-        types.PathBatch: batch.path_batches,
-    }
-    _pack(messages, fields)
-    return batch
+    return _pack(peer_pb2.PeerToDraft, _TO_DRAFT, messages)
 
 
 def unpack_to_draft(batch: peer_pb2.PeerToDraft) -> Batch[ToDraft]:
     """Unpack what a target's engine told a draft's: rows before orders."""
-    return _unpack(batch.chunks, batch.failures, batch.rounds, batch.path_batches)
+    return _unpack(batch, _TO_DRAFT)
 
 
-def _brief(load: types.WorkerLoad) -> tree_pb2.WorkerLoad:
+def pack_event(event: GenerateEvent) -> generation_pb2.GenerateResponse:
+    """Pack one event of a Generate stream."""
+    return generation_pb2.GenerateResponse(**{_EVENTS[type(event)]: to_proto(event)})
+
+
+def unpack_event(response: generation_pb2.GenerateResponse) -> GenerateEvent:
+    """Unpack one event of a Generate stream.
+
+    Raises: InvalidArgumentError if the event is of a kind that this version does not know.
+    """
+    name = response.WhichOneof("event")
+    if name is None:
+        raise InvalidArgumentError("the event is absent or unknown", field="event")
+    with Within(name):
+        event: GenerateEvent = from_proto(getattr(response, name))
+        return event
+
+
+def _brief(load: WorkerLoad) -> dict[str, Any]:
     """Return the load without its counts per kernel, which only GetInfo gives."""
-    return load_to_proto(replace(load, kernel_launches=()) if load.kernel_launches else load)
+    return arguments_of(replace(load, kernel_launches=()) if load.kernel_launches else load)
 
 
-def _pack(messages: Iterable[Any], fields: dict[Any, Any]) -> None:
+def _pack(
+    batch_type: type[Any], kinds: Mapping[str, type[Any]], messages: Iterable[Any], **others: Any
+) -> Any:
+    fields: dict[type[Any], list[dict[str, Any]]] = {kind: [] for kind in kinds.values()}
     for message in messages:
-        fields[type(message)].append(to_proto(message))
+        fields[type(message)].append(arguments_of(message))
+    return batch_type(**{name: fields[kind] for name, kind in kinds.items()}, **others)
 
 
-def _unpack(*kinds: Iterable[Any], load: types.WorkerLoad | None = None) -> Batch[Any]:
+def _unpack(
+    batch: Any, kinds: Mapping[str, type[Any]], *, load: WorkerLoad | None = None
+) -> Batch[Any]:
+    return _unpack_entries([entry for name in kinds for entry in getattr(batch, name)], load=load)
+
+
+def _unpack_entries(entries: Iterable[Any], *, load: WorkerLoad | None = None) -> Batch[Any]:
     messages: list[Any] = []
-    rejected: list[types.RequestFailure] = []
-    for entries in kinds:
-        for entry in entries:
-            try:
-                messages.append(from_proto(entry))
-            except InvalidArgumentError as error:
-                rejected.append(
-                    failure_of(
-                        error,
-                        request_id=getattr(entry, "request_id", ""),
-                        target_epoch=getattr(entry, "target_epoch", 0),
-                        draft_epoch=getattr(entry, "draft_epoch", 0),
-                        round_idx=getattr(entry, "round_idx", 0),
-                    )
+    rejected: list[RequestFailure] = []
+    for entry in entries:
+        try:
+            messages.append(from_proto(entry))
+        except InvalidArgumentError as error:
+            rejected.append(
+                failure_of(
+                    error,
+                    request_id=getattr(entry, "request_id", ""),
+                    target_epoch=getattr(entry, "target_epoch", 0),
+                    draft_epoch=getattr(entry, "draft_epoch", 0),
+                    round_idx=getattr(entry, "round_idx", 0),
                 )
+            )
     return Batch(messages=messages, rejected=rejected, load=load)

@@ -1,9 +1,15 @@
-"""Checks of message fields; each failure is an InvalidArgumentError that names the field."""
+"""Rules of message fields; each failure is an InvalidArgumentError that names the field.
+
+A rule is a callable (value, field) -> value. `Annotated[type, rule]` puts a rule on a dataclass
+field: `codec` applies the rule to what it reads from the wire, and trusts what it writes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
 
 from shared.errors import InvalidArgumentError
 
@@ -21,6 +27,13 @@ def require_request_id(value: str, field: str = "request_id") -> str:
             f"{field} has {len(value)} characters, at most {MAX_REQUEST_ID_LEN} are allowed",
             field=field,
         )
+    return value
+
+
+def require_text(value: str, field: str) -> str:
+    """Return a text that is not empty."""
+    if not value:
+        raise InvalidArgumentError(f"{field} is empty", field=field)
     return value
 
 
@@ -60,6 +73,20 @@ def require_ids(values: Sequence[int], field: str, *, at_least: int = 0) -> tupl
     return ids
 
 
+NOT_NEGATIVE = partial(require_range, low=0)
+
+RequestId = Annotated[str, require_request_id]
+Text = Annotated[str, require_text]
+Count = Annotated[int, NOT_NEGATIVE]
+Ids = Annotated[tuple[int, ...], require_ids]
+SomeIds = Annotated[tuple[int, ...], partial(require_ids, at_least=1)]
+
+
+def put_within(parent: str, error: InvalidArgumentError) -> None:
+    """Put the parent's name before the field that an error names."""
+    error.field = f"{parent}.{error.field}" if error.field else parent
+
+
 class Within:
     """Prefixes the field of any InvalidArgumentError raised inside with its parent's name."""
 
@@ -72,4 +99,4 @@ class Within:
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
         """Put the parent's name before the field's."""
         if isinstance(error, InvalidArgumentError):
-            error.field = f"{self._parent}.{error.field}" if error.field else self._parent
+            put_within(self._parent, error)

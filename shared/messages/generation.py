@@ -5,11 +5,36 @@ The orchestrator produces them, the client hands them to its user. Torch-free.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
-from shared.messages import FinishReason, StageTime, TokenLogprob
+from coppice.v1 import generation_pb2
+from shared.messages.codec import message
+from shared.messages.fields import Count
+from shared.messages.times import StageTime
 
 
+class FinishReason(enum.IntEnum):
+    """Why a request ended; the values equal the proto's."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    CONTEXT_LENGTH = 3
+    ABORTED = 4
+
+
+@message(generation_pb2.TokenLogprob)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Raw-logit log-probability of an output token and its most likely alternatives."""
+
+    token_id: Count
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@message(generation_pb2.PromptInfo)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptInfo:
     """Said once, when a target worker has admitted the request.
@@ -32,6 +57,7 @@ class PromptInfo:
         return ""
 
 
+@message(generation_pb2.TokenDelta)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
     """What is new since the delta before.
@@ -51,6 +77,7 @@ class TokenDelta:
     num_accepted_draft_chars: int = 0
 
 
+@message(generation_pb2.Usage)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of one request; `num_output_tokens` excludes resumed tokens."""
@@ -60,6 +87,7 @@ class Usage:
     num_cached_tokens: int = 0
 
 
+@message(generation_pb2.SpeculationStats, derived=("accept_length",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
     """How speculation went; every field as in the proto.
@@ -87,6 +115,7 @@ class SpeculationStats:
         return (self.num_accepted_drafts + self.num_rounds) / self.num_rounds
 
 
+@message(generation_pb2.Timings)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Where the time of one request went, milliseconds."""
@@ -98,6 +127,7 @@ class Timings:
     mean_verify_ms: float = 0.0
 
 
+@message(generation_pb2.RoundTimes)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTimes:
     """Where the time of one round went; see proto RoundTimes."""
@@ -107,6 +137,7 @@ class RoundTimes:
     stages: tuple[StageTime, ...]
 
 
+@message(generation_pb2.FinishInfo)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishInfo:
     """Why and how a request ended.

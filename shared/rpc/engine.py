@@ -45,7 +45,7 @@ class Engine(Protocol):
         """Return progress and room."""
 
     def submit(self, message: Any) -> None:
-        """Take one message of shared/types.py from the front."""
+        """Take one message of shared.messages from the front."""
 
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         """Take one message of another engine, or PeerLost."""
@@ -68,7 +68,7 @@ class EngineReport:
     """What an engine says after a step, and once more when it falls idle.
 
     Args:
-        outputs: Messages of shared/types.py.
+        outputs: Messages of shared.messages.
         num_received: Messages taken since the start.
         has_work: Whether another step follows without new messages.
     """

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.garbage import settle_garbage
 from shared.logs import configure_logging
+from shared.memory import settle_garbage
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import Engine, EngineFactory, EngineReport
 from shared.rpc.pipe import BlockingPipe
@@ -113,7 +113,7 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         next_report = time.monotonic() + REPORT_DELAY_S
         pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
-    def hear_peers() -> None:
+    def submit_peers() -> None:
         for channel, message in engine.channels.receive():
             engine.submit_peer(channel, message)
 
@@ -151,14 +151,14 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
             if not has_message and not engine.has_work:
                 pipe.poll(begins_in_s, channels)
         received = pipe.receive()
-        hear_peers()  # whatever led to what the front says has come by now, and goes first
+        submit_peers()  # before the front's messages, which may follow from these
         submit(received)
         engine.channels.flush()
         if engine.has_work:
             outputs = engine.step()
-            received = pipe.receive()  # who came meanwhile need not wait for what is launched now
+            received = pipe.receive()  # requests that came during the step join the next launch
             if received:
-                hear_peers()
+                submit_peers()
                 submit(received)
             engine.launch_deferred()
             engine.channels.flush()

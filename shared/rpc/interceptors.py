@@ -63,7 +63,9 @@ def _wrap_unary(
         except _PASS:
             raise
         except Exception as error:
-            await abort(context, _known(error, method))
+            known = _known(error, method)
+        del request
+        await abort(context, known)
 
     return call
 
@@ -74,19 +76,25 @@ def _wrap_streaming(
     async def write(request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
             await behavior(check(request), context)
+            return
         except _PASS:
             raise
         except Exception as error:
-            await abort(context, _known(error, method))
+            known = _known(error, method)
+        del request
+        await abort(context, known)
 
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
             async for response in behavior(check(request), context):
                 yield response
+            return
         except _PASS:
             raise
         except Exception as error:
-            await abort(context, _known(error, method))
+            known = _known(error, method)
+        del request
+        await abort(context, known)
 
     return generate if inspect.isasyncgenfunction(behavior) else write
 
@@ -125,7 +133,13 @@ async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _known(error: Exception, method: str) -> CoppiceError:
+    """Return what to tell the caller, without the frames that it comes from.
+
+    gRPC keeps the exception of `abort` with the call in a circle; a request of megabytes that some
+    frame holds would stay until the next full collection.
+    """
     if isinstance(error, CoppiceError):
-        return error
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
     logger.error("%s failed", method, exc_info=error)
     return InternalError(f"{method} failed: {type(error).__name__}; the server's log says more")

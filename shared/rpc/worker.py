@@ -48,7 +48,7 @@ class WorkerServicer(Protocol):
 Register = Callable[[Any, WorkerIdentity, Callable[[Sequence[Any]], None]], WorkerServicer]
 
 
-class Worker:
+class WorkerServer:
     """One worker: server, engine and the task that carries reports between them.
 
     Args:

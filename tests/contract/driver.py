@@ -30,7 +30,6 @@ from shared.messages import (
 )
 from shared.peer.ring import RING_DIR, RingReader
 from shared.rpc.channel import open_channel
-from tests.fakes import WIDTH
 
 REPLY_TIMEOUT_S = 10.0
 Kind = TypeVar("Kind")
@@ -242,13 +241,11 @@ class Listener:
         self,
         *,
         reconnect_timeout_s: float = 10.0,
-        width: int = WIDTH,
         ring_dir: Path = RING_DIR,
     ) -> None:
         self.client = FeatureClient(
             self._take, reconnect_timeout_s=reconnect_timeout_s, ring_dir=ring_dir
         )
-        self.client.width = width
         self._rings = RingReader(ring_dir)
         self.chunks: list[FeatureChunk] = []
         self.failures: list[RequestFailure] = []

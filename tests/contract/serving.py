@@ -35,11 +35,11 @@ class Serving:
 
     @property
     def num_targets(self) -> int:
-        return len(self.orchestrator.pool._targets)
+        return len(self.orchestrator.pool.targets)
 
     @property
     def num_drafts(self) -> int:
-        return len(self.orchestrator.pool._drafts)
+        return len(self.orchestrator.pool.drafts)
 
     async def sees(self, *, targets: int = 1, drafts: int = 1) -> None:
         """Wait until so many workers are in use."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shared.messages import types
-from shared.messages.convert_params import MIN_TEMPERATURE
+import shared.messages as types
+from shared.messages import MIN_TEMPERATURE
 
 request_ids = st.text(min_size=1, max_size=40)
 epochs = st.integers(0, 2**31 - 1)
@@ -96,7 +96,7 @@ def tree_batches(draw: st.DrawFn) -> types.TreeBatch:
         token_ids=draw(st.lists(token_ids, min_size=total, max_size=total)),
         parent_index=draw(st.lists(st.integers(-1, 63), min_size=total, max_size=total)),
         times=draw(st.dictionaries(st.integers(0, count - 1), answer_times)),
-        is_ahead=draw(st.booleans()),
+        is_overlapped=draw(st.booleans()),
     )
 
 
@@ -150,6 +150,17 @@ def shapes(draw: st.DrawFn) -> types.TreeShape:
 
 
 @st.composite
+def ring_rows(draw: st.DrawFn, num_rows: int | None = None) -> types.RingRows:
+    shape = (num_rows or draw(st.integers(1, 8)), draw(st.integers(1, 8)))
+    data = types.RingSpan(
+        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
+        begin=draw(st.integers(0, 2**63 - 1)),
+        num_bytes=4 * shape[0] * shape[1],
+    )
+    return types.RingRows(shape=shape, dtype="float32", data=data)
+
+
+@st.composite
 def path_batches(draw: st.DrawFn) -> types.PathBatch:
     part = st.builds(
         types.PathEntry,
@@ -163,14 +174,8 @@ def path_batches(draw: st.DrawFn) -> types.PathBatch:
         round_tag=counts,
     )
     parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
-    shape = (sum(len(part.token_ids) for part in parts), draw(st.integers(1, 8)))
-    data = types.RingSpan(
-        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
-        begin=draw(st.integers(0, 2**63 - 1)),
-        num_bytes=4 * shape[0] * shape[1],
-    )
-    rows = types.RingRows(shape=shape, dtype="float32", data=data)
-    return types.PathBatch(parts=parts, shape=draw(shapes()), rows=draw(st.none() | st.just(rows)))
+    rows = ring_rows(sum(len(part.token_ids) for part in parts))
+    return types.PathBatch(parts=parts, shape=draw(shapes()), rows=draw(st.none() | rows))
 
 
 @st.composite
@@ -249,11 +254,11 @@ failures = st.builds(
 retractions = st.builds(
     types.RequestRetracted, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs
 )
+peer_trees = st.builds(types.PeerTrees, draft_epoch=epochs, token_offset=counts, shape=shapes())
 credits_ = st.builds(
     types.Credit,
     until_round_idx=st.integers(1, 2**31 - 1),
-    trees=st.just(types.RootOnly())
-    | st.builds(types.PeerTrees, draft_epoch=epochs, token_offset=counts, shape=shapes()),
+    trees=st.just(types.RootOnly()) | peer_trees,
 )
 verify_rounds = st.builds(
     types.VerifyRound,
@@ -319,6 +324,61 @@ draft_rounds = st.builds(
     token_ids=ids(),
     shape=shapes(),
 )
+stats = st.builds(
+    types.SpeculationStats,
+    num_rounds=counts,
+    num_draft_tokens=counts,
+    num_accepted_drafts=counts,
+    accept_length_histogram=ids(max_size=6),
+    num_root_only_rounds=counts,
+    num_moved_rounds=counts,
+)
+milliseconds = st.floats(0, 1e9)
+timings = st.builds(
+    types.Timings,
+    queue_ms=milliseconds,
+    time_to_first_token_ms=milliseconds,
+    total_ms=milliseconds,
+    mean_draft_wait_ms=milliseconds,
+    mean_verify_ms=milliseconds,
+)
+usages = st.builds(
+    types.Usage, num_prompt_tokens=counts, num_output_tokens=counts, num_cached_tokens=counts
+)
+round_times = st.builds(
+    types.RoundTimes,
+    round_idx=counts,
+    begin_ns=times_ns,
+    stages=st.lists(stages, max_size=4).map(tuple),
+)
+prompt_infos = st.builds(
+    types.PromptInfo,
+    model_fingerprint=st.text(max_size=64),
+    request_id=request_ids,
+    model=st.text(max_size=20),
+    num_prompt_tokens=counts,
+    num_cached_tokens=counts,
+    seed=st.integers(0, 2**64 - 1),
+)
+deltas = st.builds(
+    types.TokenDelta,
+    token_offset=counts,
+    token_ids=ids(max_size=6),
+    text=st.text(max_size=20),
+    logprobs=st.lists(logprob, max_size=3).map(tuple),
+    num_accepted_drafts=counts,
+    num_accepted_draft_chars=counts,
+)
+finishes = st.builds(
+    types.FinishInfo,
+    reason=st.sampled_from(types.FinishReason),
+    matched_stop=st.none() | token_ids | st.text(max_size=8),
+    usage=usages,
+    speculation=stats,
+    timings=timings,
+    retries=counts,
+    round_times=st.lists(round_times, max_size=3).map(tuple),
+)
 draft_closes = st.builds(types.DraftClose, request_id=request_ids, draft_epoch=epochs)
 
 BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
@@ -351,4 +411,14 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.DraftOpen: draft_opens,
     types.DraftRound: draft_rounds,
     types.DraftClose: draft_closes,
+    types.RootOnly: st.just(types.RootOnly()),
+    types.PeerTrees: peer_trees,
+    types.RingRows: ring_rows(),
+    types.PromptInfo: prompt_infos,
+    types.TokenDelta: deltas,
+    types.FinishInfo: finishes,
+    types.Usage: usages,
+    types.SpeculationStats: stats,
+    types.Timings: timings,
+    types.RoundTimes: round_times,
 }

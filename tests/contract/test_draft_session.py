@@ -14,9 +14,9 @@ from shared.messages import (
     RequestRetracted,
     TokenTree,
     TreeShape,
+    from_proto,
 )
 from shared.messages.batches import pack_draft_request
-from shared.messages.convert import from_proto
 from tests.contract.driver import Peer, draft_open, failure
 from tests.fakes import FakeDraft, eventually, fake_draft, next_token
 

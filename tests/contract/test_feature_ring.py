@@ -182,7 +182,7 @@ async def test_part_of_a_chunk_is_that_part_of_its_rows(ring: FeatureRing) -> No
         start=0,
         shape=(8, 6),
         dtype="float32",
-        data=engine._to_ring(rows),
+        data=engine.to_ring(rows),
     )
     assert (inline.num_inline_bytes, by_ring.num_inline_bytes) == (8 * 24, 0)
     for first, stop in ((0, 8), (3, 8), (2, 5)):

@@ -7,6 +7,7 @@ import pytest
 from coppice.v1 import target_pb2
 from shared.errors import StatusCode
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     AcceptedPath,
     FeatureAck,
     FeatureChunk,
@@ -14,7 +15,6 @@ from shared.messages import (
     TargetAdmitted,
     TargetClose,
 )
-from shared.messages.convert_features import MAX_CHUNK_BYTES
 from tests.contract.driver import (
     Peer,
     Stream,

@@ -21,7 +21,7 @@ from coppice import AsyncClient, Client, FinishInfo, FinishReason, PromptInfo, T
 from coppice.v1 import generation_pb2 as pb
 from orchestrator.server import SERVICE, SPECULATION
 from shared.messages import DraftRound, FeatureSpec, VerifyRound
-from shared.messages.convert_generation import event_from_proto, event_to_proto
+from shared.messages.batches import pack_event, unpack_event
 from tests.contract.serving import freed, serving, write_model
 from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate
 from tests.fakes.target import FORWARD_NS
@@ -369,10 +369,10 @@ async def test_events_survive_the_wire() -> None:
         pb.GenerateResponse(prompt_info=pb.PromptInfo()),
     ]
     for message in (full, delta, info, *empty):
-        event = event_from_proto(message)
-        assert event_from_proto(event_to_proto(event)) == event
+        event = unpack_event(message)
+        assert unpack_event(pack_event(event)) == event
     for message in (full, delta, info):
-        assert event_to_proto(event_from_proto(message)) == message
+        assert pack_event(unpack_event(message)) == message
 
 
 async def test_the_orchestrator_and_the_client_import_no_tensor_library() -> None:

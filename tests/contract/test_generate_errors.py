@@ -167,7 +167,7 @@ async def test_a_running_request_id_cannot_be_used_twice(model: Path) -> None:
         first = asyncio.create_task(
             client.generate(token_ids=PROMPT, max_new_tokens=4, request_id="x")
         )
-        await eventually(lambda: server.orchestrator._admission.num_requests == 1)
+        await eventually(lambda: server.orchestrator.admission.num_requests == 1)
         code, details = await refusal(server.address, ask(request_id="x"))
         assert code == "INVALID_ARGUMENT"
         assert details["ErrorInfo"].reason == "DUPLICATE_REQUEST_ID"  # type: ignore[attr-defined]
@@ -185,7 +185,7 @@ async def test_too_many_requests_are_refused_with_a_delay(model: Path) -> None:
                 asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
                 for _ in range(2)
             ]
-            await eventually(lambda: server.orchestrator._admission.num_requests == 2)
+            await eventually(lambda: server.orchestrator.admission.num_requests == 2)
             code, details = await refusal(server.address, ask())
             assert code == "RESOURCE_EXHAUSTED"
             assert details["ErrorInfo"].reason == "OVERLOADED"  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ async def test_a_draining_server_refuses_new_requests_and_ends_the_running_ones(
         running = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=60))
         await eventually(lambda: bool(target.engine.requests))
         server.orchestrator.request_stop()
-        await eventually(lambda: server.orchestrator._server.is_draining)
+        await eventually(lambda: server.orchestrator.is_draining)
         await asyncio.sleep(0.01)
         code, details = await refusal(server.address, ask())
         assert (code, details["ErrorInfo"].reason) == ("UNAVAILABLE", "DRAINING")  # type: ignore[attr-defined]

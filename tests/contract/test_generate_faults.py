@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from coppice import AsyncClient, Client, Completion, TokenDelta
+from coppice import AsyncClient, Client, Completion, FinishInfo, PromptInfo, TokenDelta
 from coppice.client import _Transcript
+from coppice.v1 import generation_pb2 as pb
 from shared.errors import StaleStateError, UnavailableError
-from shared.messages import TargetOpen
-from shared.messages.generation import GenerateEvent, PromptInfo
+from shared.messages import GenerateEvent, TargetOpen
 from tests.contract.serving import closed, freed, serving, write_model
 from tests.fakes import (
     FakeDraft,
@@ -46,34 +46,48 @@ def draft(name: str = "d", *, port: int = 0) -> contextlib.AbstractAsyncContextM
     return fake_draft(FakeDraft(incarnation=name), port=port)
 
 
+class Received:
+    """What has come of a stream so far; its deltas must go on from each other."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.seed = 0
+        self.finish: FinishInfo
+
+    def take(self, event: GenerateEvent) -> None:
+        match event:
+            case PromptInfo():
+                self.seed = event.seed
+            case TokenDelta():
+                assert event.token_offset == len(self.token_ids)
+                self.token_ids += event.token_ids
+                self.text += event.text
+            case FinishInfo():
+                self.finish = event
+
+
 class Long:
     """A long request, and how much of it has come."""
 
     def __init__(self, client: AsyncClient) -> None:
-        self.num_tokens = 0
-        self._client = client
+        self._received = Received()
+        self._events = client.stream(token_ids=PROMPT, max_new_tokens=LONG)
         self.task = asyncio.create_task(self._run())
 
-    async def _run(self) -> Completion:
-        transcript = _Transcript(None, {"token_ids": PROMPT, "max_new_tokens": LONG})
-        async for event in self._client._stream(transcript):
-            self.count(event)
-        return transcript.completion()
-
-    def count(self, event: GenerateEvent) -> None:
-        if isinstance(event, TokenDelta):
-            assert event.token_offset == self.num_tokens
-            self.num_tokens += len(event.token_ids)
+    async def _run(self) -> None:
+        async for event in self._events:
+            self._received.take(event)
 
     async def reaches(self, num_tokens: int) -> None:
         """Wait until so many tokens have come."""
-        await eventually(lambda: self.num_tokens >= num_tokens, timeout_s=20)
+        await eventually(lambda: len(self._received.token_ids) >= num_tokens, timeout_s=20)
 
-    async def check(self) -> Completion:
+    async def check(self) -> FinishInfo:
         """Wait for the end and check the output."""
-        done = await asyncio.wait_for(self.task, 60)
-        assert list(done.token_ids) == generate(PROMPT, LONG)
-        return done
+        await asyncio.wait_for(self.task, 60)
+        assert self._received.token_ids == generate(PROMPT, LONG)
+        return self._received.finish
 
 
 @contextlib.asynccontextmanager
@@ -210,7 +224,9 @@ async def test_two_targets_and_two_drafts_share_the_load(model: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         targets = [await stack.enter_async_context(target(name)) for name in ("t0", "t1")]
         drafts = [await stack.enter_async_context(draft(name)) for name in ("d0", "d1")]
-        server = await stack.enter_async_context(serving(model, targets, drafts))
+        server = await stack.enter_async_context(
+            serving(model, targets, drafts, draft_timeout_ms=5000.0)
+        )
         client = await stack.enter_async_context(AsyncClient(server.address))
         completions = await asyncio.gather(
             *(client.generate(token_ids=[i, 7], max_new_tokens=60) for i in range(8))
@@ -265,7 +281,7 @@ async def test_a_name_that_changes_its_addresses_is_followed(model: Path) -> Non
         done = await request.check()
         assert done.retries == 0
         await server.sees(targets=1, drafts=0)
-        assert server.orchestrator.pool._targets[0].address == other.address
+        assert server.orchestrator.pool.targets[0].address == other.address
 
 
 async def test_a_lost_orchestrator_is_resumed_by_both_clients(model: Path) -> None:
@@ -274,20 +290,23 @@ async def test_a_lost_orchestrator_is_resumed_by_both_clients(model: Path) -> No
     async with target() as a_target, draft() as a_draft:
         async with contextlib.AsyncExitStack() as first_life:
             server = await first_life.enter_async_context(serving(model, [a_target], [a_draft]))
-            num_tokens: list[int] = []
-            asynchronous = asyncio.create_task(collect(server.address, sampled, num_tokens.append))
+            streamed = Received()
+            streaming = asyncio.create_task(collect(server.address, sampled, streamed))
             blocking = asyncio.create_task(
                 asyncio.to_thread(collect_blocking, server.address, {**sampled, "request_id": "b"})
             )
-            await eventually(lambda: sum(num_tokens) > 60, timeout_s=20)
+            await eventually(lambda: len(streamed.token_ids) > 60, timeout_s=20)
             port = server.port
         async with serving(model, [a_target], [a_draft], port=port):
-            for done in (await asynchronous, await blocking):
+            await streaming
+            assert streamed.finish.usage.num_output_tokens == LONG
+            blocked = await blocking
+            assert blocked.usage.num_output_tokens == LONG
+            for done in (streamed, blocked):
                 assert len(done.token_ids) == LONG
-                assert done.usage.num_output_tokens == LONG
                 async with AsyncClient(f"127.0.0.1:{port}") as client:
                     again = await client.generate(**sampled, seed=done.seed)  # type: ignore[arg-type]
-                assert again.token_ids == done.token_ids
+                assert list(again.token_ids) == list(done.token_ids)
                 assert again.text == done.text
         await freed(a_target, a_draft)
 
@@ -303,7 +322,7 @@ async def test_a_failover_never_goes_to_a_target_that_computes_otherwise(model: 
             serving(model, [first, other], waits=False, step_timeout_s=1.0)
         )
         await server.sees(targets=1, drafts=0)
-        (used,) = server.orchestrator.pool._targets
+        (used,) = server.orchestrator.pool.targets
         lost, kept = (first, other) if used.address == first.address else (other, first)
         client = await stack.enter_async_context(AsyncClient(server.address, max_retries=0))
         request = await stack.enter_async_context(long_request(client))
@@ -345,16 +364,11 @@ async def test_a_server_that_computes_otherwise_is_not_resumed(model: Path) -> N
         assert list(done.token_ids) == output[3:]  # an old client that sends none
 
 
-async def collect(
-    address: str, options: dict[str, object], on_tokens: Callable[[int], None]
-) -> Completion:
-    """Stream with the asyncio client, telling of tokens as they come."""
+async def collect(address: str, options: dict[str, object], received: Received) -> None:
+    """Stream with the asyncio client."""
     async with AsyncClient(address, max_retries=10) as client:
-        transcript = _Transcript(None, options)  # type: ignore[arg-type]
-        async for event in client._stream(transcript):
-            if isinstance(event, TokenDelta):
-                on_tokens(len(event.token_ids))
-        return transcript.completion()
+        async for event in client.stream(**options):  # type: ignore[arg-type]
+            received.take(event)
 
 
 def collect_blocking(address: str, options: dict[str, object]) -> Completion:
@@ -374,8 +388,29 @@ async def test_a_draining_target_keeps_what_it_has_and_gets_nothing_new(model: P
         request = await stack.enter_async_context(long_request(client))
         await request.reaches(30)
         leaving.worker.server.request_stop()
-        await eventually(lambda: server.orchestrator.pool._targets[0].is_draining)
+        await eventually(lambda: server.orchestrator.pool.targets[0].is_draining)
         assert not server.orchestrator.pool.is_ready
         done = await request.check()
         assert done.retries == 0
         await server.sees(targets=0, drafts=0)
+
+
+async def test_the_client_itself_compares_what_goes_on_with_what_began() -> None:
+    """A server that ignores resume_fingerprint must not mix the output of two models."""
+
+    def info(fingerprint: str) -> pb.GenerateResponse:
+        return pb.GenerateResponse(prompt_info=pb.PromptInfo(model_fingerprint=fingerprint))
+
+    for num_tokens, after in ((0, "b"), (2, "a"), (2, "b")):
+        transcript = _Transcript(None, {"token_ids": PROMPT})
+        list(transcript.take(info("a")))
+        delta = pb.GenerateResponse(delta=pb.TokenDelta(token_ids=[7] * num_tokens))
+        list(transcript.take(delta))
+        request, _ = transcript.next_attempt()
+        assert request.resume_fingerprint == ("a" if num_tokens else "")
+        if num_tokens and after != "a":
+            with pytest.raises(StaleStateError) as caught:
+                list(transcript.take(info(after)))
+            assert caught.value.reason == "MODEL_CHANGED"
+        else:
+            assert list(transcript.take(info(after))) == []

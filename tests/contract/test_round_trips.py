@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.v1 import draft_pb2, peer_pb2, target_pb2, tree_pb2
+import shared.messages as types
+from coppice.v1 import draft_pb2, generation_pb2, peer_pb2, target_pb2, tree_pb2
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
-from shared.messages import batches, types
-from shared.messages.convert import from_proto, to_proto
+from shared.messages import batches, from_proto, to_proto
 from shared.rpc.engine import EngineReport
 from shared.rpc.pipe import BlockingPipe
 from tests.contract.strategies import BY_TYPE
@@ -23,15 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 RING = "coppice-features-" + "0" * 32
 # Parts and wrappers: they have no message of their own.
-NO_MESSAGE = {
-    types.TreeShape,
-    types.RootOnly,
-    types.PeerTrees,
-    types.RingRows,
-    types.RingSpan,
-    types.FeatureCommand,
-    types.FeatureFailure,
-}
+NO_MESSAGE = {types.TreeShape, types.RingSpan, types.FeatureCommand, types.FeatureFailure}
 IN_PIPES = [value_type for value_type in BY_TYPE if value_type is not types.TreeBatch]
 
 
@@ -170,6 +162,25 @@ def test_unknown_feature_command_is_rejected() -> None:
     batch = batches.unpack_feature_request(target_pb2.StreamFeaturesRequest())
     assert batch.messages == []
     assert [failure.field for failure in batch.rejected] == ["command"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(event=st.one_of(*(BY_TYPE[kind] for kind in get_args(types.GenerateEvent))))
+def test_event_survives(event: types.GenerateEvent) -> None:
+    response = batches.pack_event(event)
+    parsed = type(response).FromString(response.SerializeToString())
+    assert batches.unpack_event(parsed) == event
+
+
+def test_unknown_event_is_refused_by_field() -> None:
+    response = generation_pb2.GenerateResponse()
+    with pytest.raises(InvalidArgumentError) as caught:
+        batches.unpack_event(response)
+    assert caught.value.field == "event"
+    response.finish.reason = 99  # type: ignore[assignment]
+    with pytest.raises(InvalidArgumentError) as caught:
+        batches.unpack_event(response)
+    assert caught.value.field == "finish.reason"
 
 
 def _open() -> target_pb2.TargetOpen:

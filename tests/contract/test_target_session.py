@@ -18,9 +18,9 @@ from shared.messages import (
     RequestRetracted,
     TargetAdmitted,
     TargetClose,
+    from_proto,
 )
 from shared.messages.batches import pack_target_request
-from shared.messages.convert import from_proto
 from shared.rpc.status import from_rpc_error
 from target_service.server import create_worker
 from tests.contract.driver import Peer, failure, target_open, tree_after, verify_after

@@ -19,8 +19,7 @@ import grpc.aio
 import pytest
 
 from coppice.v1 import draft_pb2, target_pb2
-from shared.messages import AcceptedPath, TargetClose, WorkerInfo
-from shared.messages.convert import from_proto
+from shared.messages import AcceptedPath, TargetClose, WorkerInfo, from_proto
 from shared.rpc.startup_lines import Loading, Ready, parse_line
 from tests.contract.driver import Peer, target_open, verify_after
 from tests.contract.test_engine_process import is_alive, wait_dead

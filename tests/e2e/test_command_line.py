@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coppice import Client
+from coppice.timeline import stage_colors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -203,6 +204,7 @@ def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     assert plain["busy_shares"].keys() == {"target"}
     assert 0.1 < tree["busy_shares"]["target"] + tree["busy_shares"]["draft"] < 1
     assert "draft: grow" in result.stdout
+    assert {*names, *(stage["name"] for stage in plain["stages"])} <= stage_colors().keys()
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 

@@ -31,13 +31,13 @@ def test_rounds_are_direct_on_one_host_also_after_the_target_was_killed(
 ) -> None:
     pair.wait_paired()
     num_restarts = pair.services["target-0"].num_restarts
-    first = pair.info("target-0").channel
+    first = pair.info("target-0").peer_socket
     assert (RING_DIR / first).is_socket()
     assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8
     os.kill(pair.engine("target-0"), signal.SIGKILL)
     eventually(lambda: pair.services["target-0"].num_restarts == num_restarts + 1)
     pair.wait_paired()
-    second = pair.info("target-0").channel
+    second = pair.info("target-0").peer_socket
     assert second != first and (RING_DIR / second).is_socket()
     assert not (RING_DIR / first).exists()
     assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8

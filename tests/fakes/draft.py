@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.errors import CoppiceError, InvalidArgumentError
+from shared.errors import InvalidArgumentError
 from shared.messages import (
     DraftClose,
     DraftOpen,
@@ -25,12 +25,9 @@ from shared.messages import (
     WorkerInfo,
     WorkerLoad,
 )
-from shared.rpc.status import failure_of
 from shared.times import take
+from tests.fakes.engine import NUM_PAGES, FakeEngine
 from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
-from tests.fakes.without_peer import WithoutPeer
-
-NUM_PAGES = 1000
 
 
 @dataclass(eq=False)
@@ -39,17 +36,16 @@ class _Request:
     tokens: list[int]
     features_end: int = 0
     pending: DraftRound | None = None
-    is_pending_attached: bool = False  # whether it was ordered over the channel
+    is_peer_order: bool = False  # the pending order came over the peer channel
 
 
 @dataclass(eq=False)
-class FakeDraft(WithoutPeer):
+class FakeDraft(FakeEngine[_Request]):
     """Grow a comb: one path of guesses, a wrong sibling BEFORE each of them, so that KV must move.
 
     Args:
         wrong_every: Every so many-th guess (by a hash) is wrong; 0 = never.
         needs_features: Wait for the target's rows, and check every value of them.
-        attached: What is to be carried to the target that a request is attached to.
     """
 
     incarnation: str = "fake-draft"
@@ -57,13 +53,6 @@ class FakeDraft(WithoutPeer):
     needs_features: bool = True
     width: int = WIDTH
     max_context_len: int = 4096
-    attached: list[Any] = field(default_factory=list)
-    requests: dict[str, _Request] = field(default_factory=dict)
-    received: list[Any] = field(default_factory=list)  # every message, in order
-
-    def __post_init__(self) -> None:
-        self._outbox: list[Any] = []
-        self._num_steps = 0
 
     @property
     def info(self) -> WorkerInfo:
@@ -87,77 +76,59 @@ class FakeDraft(WithoutPeer):
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             num_running=len(self.requests),
-            num_free_pages=NUM_PAGES - len(self.requests),
+            num_free_pages=self.num_free_pages,
             num_pages=NUM_PAGES,
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
         )
 
     @property
     def has_work(self) -> bool:
-        return bool(self._outbox) or any(self._can_grow(r) for r in self.requests.values())
+        return bool(self.outbox) or any(self._can_grow(r) for r in self.requests.values())
 
-    def launch_deferred(self) -> None:
-        """Do nothing."""
-
-    def check_integrity(self) -> None:
-        """There is nothing to leak."""
-
-    def submit(self, message: Any) -> None:
-        self.received.append(message)
-        try:
-            match message:
-                case DraftOpen():
-                    self._open(message)
-                case DraftRound():
-                    self._order(message, has_peer=False)
-                case DraftClose():
-                    held = self.requests.get(message.request_id)
-                    if held is not None and held.open.draft_epoch <= message.draft_epoch:
-                        self._drop(held)
-                case FeatureChunk():
-                    self._take(message)
-                case RequestFailure():
-                    held = self.requests.get(message.request_id)
-                    if held is not None and held.open.target_epoch == message.target_epoch:
-                        self._drop(held)
-                        self._outbox.append(_with_epoch(message, held.open.draft_epoch))
-                case _:
-                    raise TypeError(type(message).__name__)
-        except CoppiceError as error:
-            self._outbox.append(
-                failure_of(
-                    error,
-                    request_id=message.request_id,
-                    target_epoch=message.target_epoch,
-                    draft_epoch=message.draft_epoch,
-                )
-            )
+    def take(self, message: Any) -> None:
+        match message:
+            case DraftOpen():
+                self._open(message)
+            case DraftRound():
+                self._order(message, is_peer_order=False)
+            case DraftClose():
+                held = self.requests.get(message.request_id)
+                if held is not None and held.open.draft_epoch <= message.draft_epoch:
+                    self._drop(held)
+            case FeatureChunk():
+                self._take_rows(message)
+            case RequestFailure():
+                held = self.held(message)
+                if held is not None:
+                    self._drop(held)
+                    self.outbox.append(replace(message, draft_epoch=held.open.draft_epoch))
+            case _:
+                raise TypeError(type(message).__name__)
 
     def hear(self, message: DraftRound) -> None:
-        """Take a attached target's order."""
+        """Take what a target orders over the peer channel."""
         request = self.requests.get(message.request_id)
         if request is not None and request.open.target_socket:
-            self._order(replace(message, received_ns=time.monotonic_ns()), has_peer=True)
+            self._order(replace(message, received_ns=time.monotonic_ns()), is_peer_order=True)
 
     def step(self) -> list[Any]:
         for request in self.requests.values():
             if self._can_grow(request):
                 tree = self._grow(request)
-                if request.is_pending_attached:
-                    self.attached.append(tree)
+                if request.is_peer_order:
+                    self.to_peer.append(tree)
                 else:
                     has_peer = bool(request.open.target_socket)
-                    self._outbox.append(replace(tree, has_peer=has_peer))
+                    self.outbox.append(replace(tree, has_peer=has_peer))
                 request.pending = None
-                self._num_steps += 1
-        outbox, self._outbox = self._outbox, []
-        return outbox
+                self.num_steps += 1
+        return self.take_outbox()
 
     def retract(self, request_id: str) -> None:
         """Drop a request as if pages had run out."""
         request = self.requests[request_id]
         self._drop(request)
-        self._outbox.append(
+        self.outbox.append(
             RequestRetracted(
                 request_id=request_id,
                 target_epoch=request.open.target_epoch,
@@ -165,11 +136,11 @@ class FakeDraft(WithoutPeer):
             )
         )
 
-    def unlink(self, request_id: str) -> None:
+    def lose_channel(self, request_id: str) -> None:
         """Lose the channel to a request's target."""
         request = self.requests[request_id]
         request.open = replace(request.open, target_socket="")
-        request.is_pending_attached = False
+        request.is_peer_order = False
 
     def _open(self, message: DraftOpen) -> None:
         known = self.requests.get(message.request_id)
@@ -179,11 +150,11 @@ class FakeDraft(WithoutPeer):
             raise InvalidArgumentError("ids out of the vocabulary", field="token_ids")
         request = _Request(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
-        self._tell_channel(request, PeerAttach)
+        self._to_target(request, PeerAttach)
         if self.needs_features:
             self._subscribe(request)
 
-    def _order(self, message: DraftRound, *, has_peer: bool) -> None:
+    def _order(self, message: DraftRound, *, is_peer_order: bool) -> None:
         request = self.requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return
@@ -193,13 +164,13 @@ class FakeDraft(WithoutPeer):
             raise InvalidArgumentError("tokens are missing", field="token_offset")
         request.tokens[message.token_offset :] = message.token_ids
         assert len(request.tokens) == message.seq_len + 1
-        request.pending, request.is_pending_attached = message, has_peer
+        request.pending, request.is_peer_order = message, is_peer_order
 
-    def _take(self, chunk: FeatureChunk) -> None:
-        request = self.requests.get(chunk.request_id)
-        if request is None or request.open.target_epoch != chunk.target_epoch:
+    def _take_rows(self, chunk: FeatureChunk) -> None:
+        request = self.held(chunk)
+        if request is None:
             return
-        assert chunk.start == request.features_end, "the front must keep rows in order"
+        assert chunk.start == request.features_end, "no row is sent twice, and none is left out"
         end = chunk.start + chunk.shape[0]
         known = min(end, len(request.tokens))
         size = 4 * self.width * (known - chunk.start)
@@ -207,7 +178,7 @@ class FakeDraft(WithoutPeer):
             "wrong feature values"
         )
         request.features_end = end
-        self._tell(
+        self._ask_features(
             request,
             FeatureAck(request_id=chunk.request_id, target_epoch=chunk.target_epoch, position=end),
         )
@@ -250,9 +221,9 @@ class FakeDraft(WithoutPeer):
 
     def _drop(self, request: _Request) -> None:
         del self.requests[request.open.request_id]
-        self._tell_channel(request, PeerDetach)
+        self._to_target(request, PeerDetach)
         if self.needs_features:
-            self._tell(
+            self._ask_features(
                 request,
                 FeatureUnsubscribe(
                     request_id=request.open.request_id, target_epoch=request.open.target_epoch
@@ -260,7 +231,7 @@ class FakeDraft(WithoutPeer):
             )
 
     def _subscribe(self, request: _Request) -> None:
-        self._tell(
+        self._ask_features(
             request,
             FeatureSubscribe(
                 request_id=request.open.request_id,
@@ -270,9 +241,9 @@ class FakeDraft(WithoutPeer):
             ),
         )
 
-    def _tell_channel(self, request: _Request, kind: type[PeerAttach] | type[PeerDetach]) -> None:
+    def _to_target(self, request: _Request, kind: type[PeerAttach] | type[PeerDetach]) -> None:
         if request.open.target_socket:
-            self.attached.append(
+            self.to_peer.append(
                 kind(
                     request_id=request.open.request_id,
                     target_epoch=request.open.target_epoch,
@@ -280,13 +251,9 @@ class FakeDraft(WithoutPeer):
                 )
             )
 
-    def _tell(
+    def _ask_features(
         self, request: _Request, command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe
     ) -> None:
-        self._outbox.append(
+        self.outbox.append(
             FeatureCommand(target_address=request.open.target_address, command=command)
         )
-
-
-def _with_epoch(failure: RequestFailure, draft_epoch: int) -> RequestFailure:
-    return replace(failure, draft_epoch=draft_epoch)

@@ -14,8 +14,8 @@ from shared.errors import CheckpointError
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc.engine import ProgressCallback
 from tests.fakes.draft import FakeDraft
+from tests.fakes.engine import BareEngine
 from tests.fakes.target import FakeTarget
-from tests.fakes.without_peer import WithoutPeer
 
 MODULE = __name__
 
@@ -64,7 +64,7 @@ def create_fragile(config: WorkerConfig, progress: ProgressCallback) -> Fragile:
 
 
 @dataclass(eq=False)
-class Echo(WithoutPeer):
+class Echo(BareEngine):
     """An engine that answers every message with itself; strings are orders.
 
     "sleep <s>": step for so long. "raise": fail in a step. "exit": end the process.
@@ -88,9 +88,6 @@ class Echo(WithoutPeer):
     def step(self) -> list[Any]:
         queue, self.queue = self.queue, []
         return [self._answer(message) for message in queue]
-
-    def launch_deferred(self) -> None:
-        """Do nothing."""
 
     def check_integrity(self) -> None:
         if self.is_broken:

@@ -1,4 +1,4 @@
-"""Fake engines behind the orchestrator's own Worker objects: no gRPC, virtual time, any fault.
+"""Fake engines behind the orchestrator's own sessions: no gRPC, virtual time, any fault.
 
 A fault is a function that sees every message on its way and says what arrives instead, and when.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrator.pool import WorkerPool
-from orchestrator.workers import Worker
+from orchestrator.workers import WorkerSession
 from shared.messages import RequestFailure
 from shared.messages.batches import Batch
 from tests.fakes.draft import FakeDraft
@@ -23,7 +23,7 @@ Fault = Callable[[Any], list[tuple[float, Any]]]
 """Message -> [(delay in seconds, message that arrives instead)]."""
 
 LATENCY_S = 0.001
-LINK_S = 0.0002
+CHANNEL_S = 0.0002
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class InMemoryWorker:
     Args:
         on_request: Fault on what the orchestrator sends.
         on_reply: Fault on what the engine answers.
-        on_channel: Fault on what the engine tells those that it is attached to.
-        attached: Who that may be; it is for them to see whom a message is for.
+        on_channel: Fault on what the engine says over its peer channels.
+        peers: Workers of the other kind; each of them takes what is about a request of its own.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class InMemoryWorker:
         on_request: Fault = pass_on,
         on_reply: Fault = pass_on,
         on_channel: Fault = pass_on,
-        attached: Sequence[InMemoryWorker] = (),
+        peers: Sequence[InMemoryWorker] = (),
     ) -> None:
         self.engine = engine
         self.on_request = on_request
         self.on_reply = on_reply
         self.on_channel = on_channel
-        self._attached = attached
+        self._peers = peers
         self._pool = pool
         self._num_sent = 0
         info = engine.info
-        self.worker = Worker(address=address, info=info, load=info.load)
+        self.worker = WorkerSession(address=address, info=info, load=info.load)
         is_target = isinstance(engine, FakeTarget)
         self.problem = (pool.open_target if is_target else pool.open_draft)(self.worker)
         self._task = asyncio.create_task(self._serve())
@@ -104,12 +104,11 @@ class InMemoryWorker:
         while self.engine.has_work:
             for reply in self.engine.step():
                 for delay, message in self.on_reply(reply):
-                    self._after(LATENCY_S + delay, self._deliver, message)
-        told, self.engine.attached = self.engine.attached, []
-        for said in told:
+                    self._after(LATENCY_S + delay, self.deliver, message)
+        for said in self.engine.take_to_peer():
             for delay, message in self.on_channel(said):
-                for other in self._attached:
-                    self._after(LINK_S + delay, other.hear, message)
+                for peer in self._peers:
+                    self._after(CHANNEL_S + delay, peer.hear, message)
 
     def lose(self, *, is_clean: bool = False) -> None:
         """End the session: the process died, or drained."""
@@ -120,7 +119,7 @@ class InMemoryWorker:
             self._pool.lose(self.worker)
 
     def hear(self, message: Any) -> None:
-        """Take what came over a channel."""
+        """Take what came over a peer channel."""
         if not self.worker.is_lost:
             self.engine.hear(message)
             self.step()
@@ -141,7 +140,8 @@ class InMemoryWorker:
             self.engine.submit(message)
             self.step()
 
-    def _deliver(self, message: Any) -> None:
+    def deliver(self, message: Any) -> None:
+        """Let a reply arrive at the orchestrator, as if the engine had sent it."""
         if self.worker.is_lost:
             return
         if isinstance(message, Unreadable):

@@ -12,10 +12,12 @@ from draft_service.server import create_worker as create_draft_worker
 from shared.config import DraftConfig, TargetConfig
 from shared.messages import WorkerInfo
 from shared.rpc.engine import Engine, EngineDiedError, EngineReport, ProgressCallback
-from shared.rpc.worker import Worker
+from shared.rpc.worker import WorkerServer
 from target_service.server import create_worker as create_target_worker
 from tests.fakes.draft import FakeDraft
 from tests.fakes.target import FakeTarget
+
+_LOCAL: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "drain_timeout_s": 0.05}
 
 
 class LocalEngine:
@@ -106,7 +108,7 @@ class FakeWorker:
         running: Ends when the worker ends; raises EngineDiedError after `handle.kill()`.
     """
 
-    worker: Worker
+    worker: WorkerServer
     engine: Any
     handle: LocalEngine
     running: asyncio.Task[None]
@@ -121,50 +123,32 @@ class FakeWorker:
         await asyncio.gather(self.running, return_exceptions=True)
 
 
-@contextlib.asynccontextmanager
-async def fake_target(
-    engine: FakeTarget | None = None,
-    *,
-    port: int = 0,
-    step_s: float = 0.0,
-    drain_timeout_s: float = 0.05,
-    stall_timeout_s: float = 60.0,
-) -> AsyncIterator[FakeWorker]:
-    """Serve a fake target on the loopback interface."""
-    config = TargetConfig(
-        host="127.0.0.1",
-        port=port,
-        drain_timeout_s=drain_timeout_s,
-        stall_timeout_s=stall_timeout_s,
-    )
+def fake_target(
+    engine: FakeTarget | None = None, *, step_s: float = 0.0, **fields: Any
+) -> contextlib.AbstractAsyncContextManager[FakeWorker]:
+    """Serve a fake target on the loopback interface.
+
+    Args:
+        fields: Of TargetConfig.
+    """
     handle = LocalEngine(engine or FakeTarget(), step_s=step_s)
-    async with _serving(create_target_worker(config, handle), handle) as worker:
-        yield worker
+    return _serving(create_target_worker(TargetConfig(**_LOCAL | fields), handle), handle)
 
 
-@contextlib.asynccontextmanager
-async def fake_draft(
-    engine: FakeDraft | None = None,
-    *,
-    port: int = 0,
-    step_s: float = 0.0,
-    drain_timeout_s: float = 0.05,
-    stall_timeout_s: float = 60.0,
-) -> AsyncIterator[FakeWorker]:
-    """Serve a fake draft on the loopback interface."""
-    config = DraftConfig(
-        host="127.0.0.1",
-        port=port,
-        drain_timeout_s=drain_timeout_s,
-        stall_timeout_s=stall_timeout_s,
-    )
+def fake_draft(
+    engine: FakeDraft | None = None, *, step_s: float = 0.0, **fields: Any
+) -> contextlib.AbstractAsyncContextManager[FakeWorker]:
+    """Serve a fake draft on the loopback interface.
+
+    Args:
+        fields: Of DraftConfig.
+    """
     handle = LocalEngine(engine or FakeDraft(), step_s=step_s)
-    async with _serving(create_draft_worker(config, handle), handle) as worker:
-        yield worker
+    return _serving(create_draft_worker(DraftConfig(**_LOCAL | fields), handle), handle)
 
 
 @contextlib.asynccontextmanager
-async def _serving(worker: Worker, handle: LocalEngine) -> AsyncIterator[FakeWorker]:
+async def _serving(worker: WorkerServer, handle: LocalEngine) -> AsyncIterator[FakeWorker]:
     await worker.start()
     running = asyncio.create_task(worker.run())
     fake = FakeWorker(worker=worker, engine=handle.engine, handle=handle, running=running)

@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from shared.messages import SamplingParams
+from shared.messages import SamplingParams, TokenTree
 
 VOCAB_SIZE = 512
 WIDTH = 6
@@ -27,6 +27,30 @@ def generate(
     for _ in range(count):
         tokens.append(next_token(tokens, sampling))
     return tokens[len(prompt) :]
+
+
+def accept(
+    tokens: Sequence[int], tree: TokenTree | None, sampling: SamplingParams
+) -> tuple[list[int], list[int]]:
+    """Walk a tree from its root as far as it agrees with the model.
+
+    Args:
+        tokens: The root's included.
+        tree: None: the root alone.
+    Returns: accepted nodes, root first; their next tokens, the bonus token last.
+    """
+    children: dict[tuple[int, int], int] = {}
+    if tree is not None:
+        for node, key in enumerate(zip(tree.parent_index, tree.token_ids, strict=True)):
+            children.setdefault(key, node)
+    path: list[int] = [0]
+    emitted: list[int] = []
+    while True:
+        emitted.append(next_token([*tokens, *emitted], sampling))
+        child = children.get((path[-1], emitted[-1]))
+        if child is None:
+            return path, emitted
+        path.append(child)
 
 
 def feature_rows(tokens: Sequence[int], start: int, end: int, width: int = WIDTH) -> bytes:

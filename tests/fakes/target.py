@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
 from shared.messages import (
@@ -18,7 +16,6 @@ from shared.messages import (
     DraftDetached,
     DraftRound,
     FeatureAck,
-    FeatureChunk,
     FeatureFailure,
     FeatureSpec,
     FeatureSubscribe,
@@ -26,9 +23,8 @@ from shared.messages import (
     FinishReason,
     PeerAttach,
     PeerDetach,
-    PeerTrees,
+    RequestFailure,
     RequestRetracted,
-    RingSpan,
     RootOnly,
     TargetAdmitted,
     TargetClose,
@@ -39,70 +35,35 @@ from shared.messages import (
     WorkerInfo,
     WorkerLoad,
 )
-from shared.peer.ring import FeatureRing
 from shared.rpc.status import failure_of
 from shared.times import clock_id, take
 from shared.tree import check_tree
-from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
-from tests.fakes.without_peer import WithoutPeer
+from tests.fakes.engine import NUM_PAGES
+from tests.fakes.features import FakeFeatures, HeldRequest
+from tests.fakes.model import VOCAB_SIZE, accept
 
-NUM_PAGES = 1000
 FORWARD_NS = 1000  # of a timed round
 
 
 @dataclass(eq=False)
-class _Request:
-    open: TargetOpen
-    tokens: list[int]
-    seq_len: int = 0
-    round_idx: int = -1
-    last_reply: AcceptedPath | None = None
-    next_feature: int | None = None  # None: nobody subscribes
-    reads_ring: bool = False
-    acknowledged: int = 0
-    granted_until: int = 0
-    draft_epoch: int = 0  # of the draft that is attached; 0: none
-    grant: PeerTrees | None = None  # to order trees of it
-    grant_until: int = 0
-    num_tokens_sent: int = 0
-    ordered_round: int = 0
-
-    @property
-    def can_run_alone(self) -> bool:
-        """Return whether the next round needs no order."""
-        return 0 <= self.round_idx < self.granted_until
-
-
-@dataclass(eq=False)
-class FakeTarget(WithoutPeer):
+class FakeTarget(FakeFeatures):
     """Verify trees against the hash of the tokens so far.
 
     Args:
-        rows_per_chunk: Feature rows per FeatureChunk.
-        has_features: Whether requests keep features at all.
-        ring: Carries rows to subscribers that can read it.
-        channel: Name that drafts channel to; the messages in `attached` are to be carried there.
+        peer_socket: Name by which drafts attach to it; "": they cannot.
         logits_hash: What tells it from targets that compute otherwise.
     """
 
     incarnation: str = "fake-target"
     max_context_len: int = 4096
-    rows_per_chunk: int = 16
-    has_features: bool = True
-    width: int = WIDTH
     eos_token_ids: tuple[int, ...] = ()
-    ring: FeatureRing | None = None
+    peer_socket: str = ""
     logits_hash: str = "a" * 64
-    channel: str = ""
-    attached: list[Any] = field(default_factory=list)
-    requests: dict[str, _Request] = field(default_factory=dict)
-    received: list[Any] = field(default_factory=list)  # every message, in order
 
     def __post_init__(self) -> None:
-        self._early: dict[str, FeatureSubscribe] = {}
-        self._outbox: list[Any] = []
-        self._queue: list[tuple[_Request, TargetOpen | VerifyRound]] = []
-        self._num_steps = self._num_rows = self._num_request_steps = self._num_moved = 0
+        super().__post_init__()
+        self._queue: list[tuple[HeldRequest, TargetOpen | VerifyRound]] = []
+        self._num_rows = self._num_request_steps = self._num_moved = 0
 
     @property
     def info(self) -> WorkerInfo:
@@ -122,7 +83,7 @@ class FakeTarget(WithoutPeer):
             eos_token_ids=self.eos_token_ids,
             load=self.load,
             feature_ring=self.ring.name if self.ring is not None else "",
-            peer_socket=self.channel,
+            peer_socket=self.peer_socket,
             logits_hash=self.logits_hash,
         )
 
@@ -130,9 +91,9 @@ class FakeTarget(WithoutPeer):
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             num_running=len(self.requests),
-            num_free_pages=NUM_PAGES - len(self.requests),
+            num_free_pages=self.num_free_pages,
             num_pages=NUM_PAGES,
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             num_rows=self._num_rows,
             num_request_steps=self._num_request_steps,
             num_moved_rounds=self._num_moved,
@@ -140,49 +101,39 @@ class FakeTarget(WithoutPeer):
 
     @property
     def has_work(self) -> bool:
-        runs_alone = any(request.can_run_alone for request in self.requests.values())
-        return bool(self._outbox or self._queue or runs_alone)
-
-    def launch_deferred(self) -> None:
-        """Do nothing."""
-
-    def check_integrity(self) -> None:
-        """There is nothing to leak."""
-
-    def submit(self, message: Any) -> None:
-        self.received.append(message)
-        self._handle(message)
+        can_run = any(request.can_run_root_only for request in self.requests.values())
+        return bool(self.outbox or self._queue or can_run)
 
     def hear(self, message: Any) -> None:
-        """Take what a attached draft says."""
-        request = self.requests.get(message.request_id)
-        if request is None or request.open.target_epoch != message.target_epoch:
+        """Take what a draft says over its peer channel."""
+        request = self.held(message)
+        if request is None:
             return
         match message:
             case PeerAttach():
-                request.draft_epoch, request.grant = message.draft_epoch, None
+                request.draft_epoch, request.credit = message.draft_epoch, None
                 request.ordered_round = min(request.ordered_round, request.round_idx)
             case PeerDetach() if request.draft_epoch == message.draft_epoch:
-                self.unlink(message.request_id)
-            case TokenTree() if request.grant is not None:
+                self.lose_channel(message.request_id)
+            case TokenTree() if request.peer_trees is not None:
                 current = (request.draft_epoch, request.round_idx + 1)
                 if (message.draft_epoch, message.round_idx) == current:
                     self._take_tree(request, message)
 
-    def _take_tree(self, request: _Request, tree: TokenTree) -> None:
-        assert request.grant is not None
+    def _take_tree(self, request: HeldRequest, tree: TokenTree) -> None:
+        assert request.peer_trees is not None
         try:
             check_tree(
                 tree.token_ids,
                 tree.parent_index,
                 root_token_id=request.tokens[-1],
                 vocab_size=VOCAB_SIZE,
-                max_num_nodes=request.grant.shape.num_draft_tokens,
+                max_num_nodes=request.peer_trees.shape.num_draft_tokens,
             )
             if tree.seq_len != request.seq_len:
                 raise InvalidArgumentError("another seq_len", field="seq_len")
         except CoppiceError as error:
-            self._outbox.append(
+            self.outbox.append(
                 failure_of(
                     error,
                     request_id=tree.request_id,
@@ -200,21 +151,23 @@ class FakeTarget(WithoutPeer):
         self._num_rows += len(tree.token_ids)
         self._commit(request, tree, times)
 
-    def _order_tree(self, request: _Request) -> None:
-        """Order the tree of the next round over the channel, if that is granted."""
-        grant, round_idx = request.grant, request.round_idx + 1
-        if grant is None or not request.ordered_round < round_idx <= request.grant_until:
+    def _order_tree(self, request: HeldRequest) -> None:
+        """Order the tree of the next round over the peer channel, if there is credit for it."""
+        trees, round_idx = request.peer_trees, request.round_idx + 1
+        if trees is None or request.credit is None:
+            return
+        if not request.ordered_round < round_idx <= request.credit.until_round_idx:
             return
         request.ordered_round = round_idx
-        shape = grant.shape.within(self.max_context_len - request.seq_len)
+        shape = trees.shape.within(self.max_context_len - request.seq_len)
         if shape is None:
             self._commit(request, None)
             return
-        self.attached.append(
+        self.to_peer.append(
             DraftRound(
                 request_id=request.open.request_id,
                 target_epoch=request.open.target_epoch,
-                draft_epoch=grant.draft_epoch,
+                draft_epoch=trees.draft_epoch,
                 round_idx=round_idx,
                 seq_len=request.seq_len,
                 token_offset=request.num_tokens_sent,
@@ -224,49 +177,33 @@ class FakeTarget(WithoutPeer):
         )
         request.num_tokens_sent = len(request.tokens)
 
-    def _handle(self, message: Any) -> None:
-        try:
-            match message:
-                case TargetOpen():
-                    self._open(message)
-                case VerifyRound():
-                    self._queue_round(message)
-                    if message.credit is not None:
-                        self._extend_credit(message, message.credit)
-                case CreditUpdate():
-                    self._extend_credit(message, message.credit)
-                case TargetClose():
-                    held = self.requests.get(message.request_id)
-                    if held is not None and held.open.target_epoch <= message.target_epoch:
-                        self._drop(held)
-                case FeatureSubscribe():
-                    self._subscribe(message)
-                case FeatureAck():
-                    held = self.requests.get(message.request_id)
-                    if held is not None and held.open.target_epoch == message.target_epoch:
-                        held.acknowledged = max(held.acknowledged, message.position)
-                case FeatureUnsubscribe():
-                    self._early.pop(message.request_id, None)
-                    held = self.requests.get(message.request_id)
-                    if held is not None and held.open.target_epoch == message.target_epoch:
-                        held.next_feature = None
-                case _:
-                    raise TypeError(type(message).__name__)
-        except CoppiceError as error:
-            failure = failure_of(
-                error,
-                request_id=message.request_id,
-                target_epoch=message.target_epoch,
-                draft_epoch=getattr(message, "draft_epoch", 0),
-                round_idx=getattr(message, "round_idx", 0),
-            )
-            is_feature = isinstance(message, FeatureSubscribe)
-            self._outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
+    def take(self, message: Any) -> None:
+        match message:
+            case TargetOpen():
+                self._open(message)
+            case VerifyRound():
+                self._queue_round(message)
+            case CreditUpdate():
+                self._extend_credit(self._request_of(message), message.credit)
+            case TargetClose():
+                held = self.requests.get(message.request_id)
+                if held is not None and held.open.target_epoch <= message.target_epoch:
+                    self._drop(held)
+            case FeatureSubscribe():
+                self.subscribe(message)
+            case FeatureAck() | FeatureUnsubscribe():
+                self.follow_reader(message)
+            case _:
+                raise TypeError(type(message).__name__)
+
+    def fail(self, message: Any, failure: RequestFailure) -> None:
+        is_feature = isinstance(message, FeatureSubscribe)
+        self.outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
 
     def step(self) -> list[Any]:
         queue, self._queue = self._queue, []
         for request in list(self.requests.values()):
-            if request.can_run_alone and all(queued is not request for queued, _ in queue):
+            if request.can_run_root_only and all(queued is not request for queued, _ in queue):
                 self._commit(request, None)
                 self._num_rows += 1
         for request, message in queue:
@@ -277,32 +214,31 @@ class FakeTarget(WithoutPeer):
             else:
                 self._verify(request, message)
         if queue:
-            self._num_steps += 1
+            self.num_steps += 1
             self._num_request_steps += len(queue)
         for request in self.requests.values():
-            self._send_features(request)
-        outbox, self._outbox = self._outbox, []
-        return outbox
+            self.send_features(request)
+        return self.take_outbox()
 
     def retract(self, request_id: str) -> None:
         """Drop a request as if pages had run out."""
         request = self.requests[request_id]
         self._drop(request)
-        self._outbox.append(
+        self.outbox.append(
             RequestRetracted(request_id=request_id, target_epoch=request.open.target_epoch)
         )
 
-    def unlink(self, request_id: str) -> None:
+    def lose_channel(self, request_id: str) -> None:
         """Lose the channel to a request's draft."""
         request = self.requests[request_id]
-        self._outbox.append(
+        self.outbox.append(
             DraftDetached(
                 request_id=request_id,
                 target_epoch=request.open.target_epoch,
                 draft_epoch=request.draft_epoch,
             )
         )
-        request.draft_epoch, request.grant = 0, None
+        request.draft_epoch, request.credit = 0, None
 
     def _open(self, message: TargetOpen) -> None:
         known = self.requests.get(message.request_id)
@@ -315,38 +251,42 @@ class FakeTarget(WithoutPeer):
             raise InvalidArgumentError(
                 "the prompt fills the context", reason="PROMPT_TOO_LONG", field="token_ids"
             )
-        request = _Request(open=message, tokens=list(message.token_ids))
+        request = HeldRequest(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
         self._queue.append((request, message))
-        early = self._early.pop(message.request_id, None)
-        if early is not None:
-            self._handle(early)
+        self.subscribe_early(message.request_id)
 
-    def _extend_credit(self, message: VerifyRound | CreditUpdate, credit: Credit) -> None:
+    def _request_of(self, message: VerifyRound | CreditUpdate) -> HeldRequest:
         request = self.requests.get(message.request_id)
         if request is None:
             raise NotFoundError("no such request", field="request_id")
         if request.open.target_epoch != message.target_epoch:
             raise StaleStateError("another epoch", field="target_epoch")
+        return request
+
+    def _extend_credit(self, request: HeldRequest, credit: Credit) -> None:
         trees = credit.trees
         if isinstance(trees, RootOnly):
-            request.granted_until = max(request.granted_until, credit.until_round_idx)
+            request.credit = credit
         elif request.draft_epoch == trees.draft_epoch:
-            if request.grant is None:
+            if request.peer_trees is None:
                 request.num_tokens_sent = trees.token_offset
-            request.grant, request.grant_until = trees, credit.until_round_idx
+            request.credit = credit
             self._order_tree(request)
 
     def _queue_round(self, message: VerifyRound) -> None:
-        request = self.requests.get(message.request_id)
-        if request is None:
-            raise NotFoundError("no such request", field="request_id")
-        if request.open.target_epoch != message.target_epoch:
-            raise StaleStateError("another epoch", field="target_epoch")
+        request = self._request_of(message)
         request.ordered_round = min(request.ordered_round, request.round_idx)
-        request.grant = None
+        if request.peer_trees is not None:
+            request.credit = None
+        self._check_round(request, message)
+        if message.credit is not None:
+            self._extend_credit(request, message.credit)
+
+    def _check_round(self, request: HeldRequest, message: VerifyRound) -> None:
+        """Queue the round if it is the next one; answer again if it was the last one."""
         if request.last_reply is not None and request.round_idx == message.round_idx:
-            self._outbox.append(request.last_reply)
+            self.outbox.append(request.last_reply)
             return
         if 0 < message.round_idx <= min(request.ordered_round, request.round_idx):
             return  # its answer is on the way
@@ -365,8 +305,8 @@ class FakeTarget(WithoutPeer):
             )
         self._queue.append((request, message))
 
-    def _prefill(self, request: _Request) -> None:
-        self._outbox.append(
+    def _prefill(self, request: HeldRequest) -> None:
+        self.outbox.append(
             TargetAdmitted(
                 request_id=request.open.request_id,
                 target_epoch=request.open.target_epoch,
@@ -377,7 +317,7 @@ class FakeTarget(WithoutPeer):
         request.seq_len = len(request.tokens) - 1
         self._commit(request, None)
 
-    def _verify(self, request: _Request, message: VerifyRound) -> None:
+    def _verify(self, request: HeldRequest, message: VerifyRound) -> None:
         self._num_rows += len(message.tree.token_ids) if message.tree else 1
         times = None
         if request.open.is_timed:
@@ -386,18 +326,10 @@ class FakeTarget(WithoutPeer):
         self._commit(request, message.tree, times)
 
     def _commit(
-        self, request: _Request, tree: TokenTree | None, times: AnswerTimes | None = None
+        self, request: HeldRequest, tree: TokenTree | None, times: AnswerTimes | None = None
     ) -> None:
-        """Walk from the root and commit what agrees; a prefill is the root alone."""
-        emitted: list[int] = []
-        path = [0]
-        while True:
-            token = next_token([*request.tokens, *emitted], request.open.sampling)
-            emitted.append(token)
-            child = _child(tree, path[-1], token)
-            if child is None:
-                break
-            path.append(child)
+        """Commit what agrees with the tree; a prefill is the root alone."""
+        path, emitted = accept(request.tokens, tree, request.open.sampling)
         num_accepted = len(path) - 1
         emitted, reason, stop_id = self._cut(request, emitted)
         request.tokens += emitted
@@ -419,14 +351,14 @@ class FakeTarget(WithoutPeer):
             matched_stop_token_id=stop_id,
             times=times,
         )
-        self._outbox.append(request.last_reply)
+        self.outbox.append(request.last_reply)
         if reason is not FinishReason.NONE:
             self._drop(request)
         else:
             self._order_tree(request)
 
     def _cut(
-        self, request: _Request, emitted: list[int]
+        self, request: HeldRequest, emitted: list[int]
     ) -> tuple[list[int], FinishReason, int | None]:
         stopping = request.open.stopping
         num_before = len(request.tokens) - request.open.num_prompt_tokens
@@ -440,57 +372,8 @@ class FakeTarget(WithoutPeer):
                 return emitted[: index + 1], FinishReason.CONTEXT_LENGTH, None
         return emitted, FinishReason.NONE, None
 
-    def _subscribe(self, message: FeatureSubscribe) -> None:
-        request = self.requests.get(message.request_id)
-        if request is None or request.open.target_epoch < message.target_epoch:
-            self._early[message.request_id] = message
-            return
-        if request.open.target_epoch > message.target_epoch:
-            raise StaleStateError("that epoch is over", field="target_epoch")
-        if not (self.has_features and request.open.wants_features):
-            raise InvalidArgumentError("this request keeps no features", field="request_id")
-        if message.from_position > len(request.tokens):
-            raise InvalidArgumentError("past the end", field="from_position")
-        request.next_feature = message.from_position
-        request.reads_ring = self.ring is not None and message.ring_nonce == self.ring.nonce
-        self._send_features(request)
-
-    def _send_features(self, request: _Request) -> None:
-        if request.next_feature is None:
-            return
-        while request.next_feature < request.seq_len:
-            end = min(request.next_feature + self.rows_per_chunk, request.seq_len)
-            data = feature_rows(request.tokens, request.next_feature, end, self.width)
-            self._outbox.append(
-                FeatureChunk(
-                    request_id=request.open.request_id,
-                    target_epoch=request.open.target_epoch,
-                    start=request.next_feature,
-                    shape=(end - request.next_feature, self.width),
-                    dtype="float32",
-                    data=self._to_ring(data) if request.reads_ring else data,
-                )
-            )
-            request.next_feature = end
-
-    def _to_ring(self, data: bytes) -> RingSpan:
-        assert self.ring is not None
-        self.ring.start_step()
-        span = self.ring.write(np.frombuffer(data, np.uint8).reshape(1, -1))
-        assert span is not None
-        return span
-
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: HeldRequest) -> None:
         del self.requests[request.open.request_id]
-
-
-def _child(tree: TokenTree | None, parent: int, token: int) -> int | None:
-    if tree is None:
-        return None
-    for node, (token_id, up) in enumerate(zip(tree.token_ids, tree.parent_index, strict=True)):
-        if up == parent and token_id == token:
-            return node
-    return None
 
 
 def _check_ids(ids: Sequence[int]) -> None:

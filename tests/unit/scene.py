@@ -17,11 +17,14 @@ from orchestrator.validation import GenerationRequest
 from shared.config import OrchestratorConfig
 from shared.errors import StatusCode
 from shared.messages import (
+    FinishInfo,
+    GenerateEvent,
+    PromptInfo,
     RequestFailure,
+    TokenDelta,
     TokenTree,
     TreeShape,
 )
-from shared.messages.generation import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
 from tests.fakes import VOCAB_SIZE, FakeDraft, FakeTarget
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on
 
@@ -57,11 +60,11 @@ class Scene:
             FakeTarget(
                 incarnation=f"target-{index}",
                 has_features=False,
-                channel=f"channel-{index}" if self.has_peer else "",
+                peer_socket=f"socket-{index}" if self.has_peer else "",
             ),
             self.pool,
             address=f"t:{index}",
-            attached=self.drafts,
+            peers=self.drafts,
             **options,
         )
         self.targets.append(target)
@@ -74,7 +77,7 @@ class Scene:
             FakeDraft(incarnation=f"draft-{index}", needs_features=False),
             self.pool,
             address=f"d:{index}",
-            attached=self.targets,
+            peers=self.targets,
             **options,
         )
         self.drafts.append(draft)
@@ -105,7 +108,7 @@ class Scene:
         for worker in (*self.targets, *self.drafts):
             assert worker.engine.requests == {}
             assert worker.worker.num_own_requests == 0
-        assert self.pool._waiters == []
+        assert self.pool.num_waiting == 0
 
 
 def drained(generation: Generation) -> list[GenerateEvent]:

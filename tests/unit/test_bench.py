@@ -13,8 +13,7 @@ import pytest
 from coppice.bench import CellResult, RequestResult, percentile, run_cell, summarize
 from coppice.bench_plot import draw_plot
 from shared.errors import UnavailableError
-from shared.messages import FinishReason
-from shared.messages.generation import FinishInfo, SpeculationStats
+from shared.messages import FinishInfo, FinishReason, SpeculationStats
 
 
 def request(tokens: tuple[int, ...], *, rounds: int, accepted: int) -> RequestResult:

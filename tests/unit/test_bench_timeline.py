@@ -9,8 +9,7 @@ import pytest
 
 from coppice.svg import draw_charts
 from coppice.timeline import IN_ENGINES, TimelineResult, chart, stage_colors, summarize
-from shared.messages import StageTime
-from shared.messages.generation import RoundTimes
+from shared.messages import RoundTimes, StageTime
 
 
 def round_times(begin_us: int, **took_us: int) -> RoundTimes:

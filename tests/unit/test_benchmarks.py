@@ -19,8 +19,7 @@ from benchmarks.steps import chart, gaps_us, summarize
 from benchmarks.timing import time_ms
 from coppice.bench import RequestResult
 from coppice.svg import Span, draw_charts
-from shared.messages import FinishReason
-from shared.messages.generation import FinishInfo
+from shared.messages import FinishInfo, FinishReason
 from shared.tree import check_tree
 
 CHECKS = ("is_right", "is_exact", "identical", "identical_outputs", "identical_trees")

@@ -25,8 +25,14 @@ from coppice.stack.stack import _free_ports
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
 from shared.errors import ConfigError
-from shared.messages import FinishReason, TreeShape
-from shared.messages.generation import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
+from shared.messages import (
+    FinishInfo,
+    FinishReason,
+    PromptInfo,
+    SpeculationStats,
+    TokenDelta,
+    TreeShape,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.answers import token_tree
+from draft_service.answers import GrownTrees, token_tree
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine
-from draft_service.request import DraftRequest, FeatureRows
-from draft_service.runner import DraftRunner, ExtendWork, _joined, _stage_features
+from draft_service.extend_input import joined, stage_features
+from draft_service.features import FeatureRows
+from draft_service.growth_input import num_scratch_slots
+from draft_service.phases import DraftExtendInput
+from draft_service.request import DraftRequest
 from shared.config import DraftConfig
 from shared.device import DTYPES
 from shared.messages import (
@@ -39,19 +42,8 @@ UNTIMED = StepTimer(torch.device("cpu"), is_on=False)
 def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine:
     """Return an engine that pads its batches, or one that does not."""
     engine = make_draft(pairing, **options)
-    runner = DraftRunner(
-        engine._runner.model,
-        engine._runner.pool,
-        window=engine._runner.window,
-        vocab_size=engine._runner.vocab_size,
-        pads_rows=pads,
-    )
-    return DraftEngine(
-        runner,
-        engine.info,
-        max_batch_rows=engine._max_batch_rows,
-        max_context_len=engine._max_context_len,
-    )
+    engine._runner.pads_rows = pads
+    return engine
 
 
 def trees_of(request: LocalRequest) -> list[TokenTree]:
@@ -135,17 +127,19 @@ def open_requests(
 
 def extended(engine: DraftEngine) -> list[DraftRequest]:
     """Extend what was given; return the requests that can grow."""
-    works = engine._plan_extend()
+    works = engine.pipeline.plan_extend()
     engine._runner.extend(works, UNTIMED)
     for work in works:
         work.request.kv_len += work.num_rows
-    return engine._plan_growth()
+    return engine.pipeline.plan_growth()
 
 
-def grown(runner: DraftRunner, growing: list[DraftRequest]) -> list[TokenTree]:
-    runner.grow(growing, UNTIMED)
-    output = runner.read(UNTIMED)
-    return [token_tree(request, row, output, UNTIMED) for row, request in enumerate(growing)]
+def grown(engine: DraftEngine, growing: list[DraftRequest]) -> list[TokenTree]:
+    engine.pipeline.launch_growth(growing, UNTIMED)
+    rows = range(len(growing))
+    output = engine._runner.read(UNTIMED)
+    trees = GrownTrees(requests=growing, rows=rows, output=output, timer=UNTIMED)
+    return [token_tree(trees, row) for row in rows]
 
 
 def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
@@ -162,7 +156,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     keeps[0] = False  # the sink's first slot
     committed = torch.zeros(num_slots, dtype=torch.bool)
     for request in growing:
-        own = request.kv_len + np.arange(runner.num_scratch_slots(request.pending_order.shape))
+        own = request.kv_len + np.arange(num_scratch_slots(request.pending_tree.order.shape))
         keeps[torch.from_numpy(pool.slots(request.req_idx, own)).long()] = False
         rows = np.arange(request.kv_len)
         committed[torch.from_numpy(pool.slots(request.req_idx, rows)).long()] = True
@@ -170,7 +164,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
         cache[~committed] = torch.nan
     before = [cache.clone() for cache in (*pool.k, *pool.v)]
     hidden = runner._last_hidden.clone()
-    trees = grown(runner, growing)
+    trees = grown(engine, growing)
     assert [len(tree.token_ids) for tree in trees] == [s.num_draft_tokens for s in shapes]
     assert torch.equal(runner._last_hidden, hidden)
     for cache, old in zip((*pool.k, *pool.v), before, strict=True):
@@ -197,7 +191,7 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         runner, pool = engine._runner, pool_of(engine)
         for cache in (*pool.k, *pool.v):
             cache.fill_(torch.nan)
-        works = engine._plan_extend()
+        works = engine.pipeline.plan_extend()
         assert sum(work.num_rows for work in works) == num_rows
         runner.extend(works, UNTIMED)
         caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
@@ -219,12 +213,12 @@ def test_features_are_staged_row_by_row_whatever_they_came_in(dtype: torch.dtype
     expected = [0, 1, 2, 4, 5], [1, 2, 3, 4], [7], [3]
     values = [*batch.tensor[expected[0]], *other.tensor[expected[1]].float()]
     values += [*batch.tensor[expected[2]], *batch.tensor[expected[3]]]
-    assert [len(rows) for rows in _joined(parts)] == [3, 2, 4, 1, 1]
+    assert [len(rows) for rows in joined(parts)] == [3, 2, 4, 1, 1]
 
     staging = Staging(torch.device("cpu"), 1 << 12)
     staging._on_device.fill_(0xFF)  # NaN
     staging.begin()
-    staged = _stage_features(parts, staging, 16)
+    staged = stage_features(parts, staging, 16)
     staging.flush()
     assert staged is not None
     assert torch.equal(staged[:11], torch.stack(values))
@@ -268,9 +262,9 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
         sampling = SamplingParams(temperature=temperature, seed=1)
         open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
         growing = extended(engine)
-        trees.append(grown(runner, growing))
+        trees.append(grown(engine, growing))
         with forbidden_waits():
-            trees += [grown(runner, growing) for _ in range(2)]
+            trees += [grown(engine, growing) for _ in range(2)]
         assert len(runner._graphs) == 2 * is_capturing
     assert all(again == trees[0] for again in trees)
 
@@ -283,15 +277,15 @@ def test_prompts_of_more_rows_than_a_graph_has_are_extended_in_parts(models: Mod
         open_requests(engine, lengths, shapes, SamplingParams())
         runner = engine._runner
         num_rows: list[int] = []
-        build = runner._build_extend
+        launch = runner.launch_extend
 
-        def note(works: list[ExtendWork], build: Any = build, num_rows: Any = num_rows) -> Any:
-            num_rows.append(sum(work.num_rows for work in works))
-            return build(works)
+        def note(inputs: DraftExtendInput, launch: Any = launch, num_rows: Any = num_rows) -> Any:
+            num_rows.append(inputs.rows.row_indptr[-1])
+            return launch(inputs)
 
-        runner._build_extend = note  # type: ignore[method-assign]
+        runner.launch_extend = note  # type: ignore[method-assign]
         growing = extended(engine)
         assert len(growing) == len(lengths)
-        trees.append(grown(runner, growing))
+        trees.append(grown(engine, growing))
         assert num_rows == ([477, 511] if pads else [988])
     assert trees[0] == trees[1]

@@ -132,11 +132,11 @@ class Chaos(PoisonedPair):
         """Ask again for rows that were lost, as a front does that noticed a broken stream."""
         if self.draft is not None:
             for held in self.draft._requests.values():
-                if held.pending is not None and held.input_shift and not held.can_grow:
+                if held.pending is not None and held.features is not None and not held.can_grow:
                     self.target.submit(
                         FeatureSubscribe(
                             request_id=held.request_id, target_epoch=held.open.target_epoch,
-                            from_position=held.features_end,
+                            from_position=held.features.end,
                         )
                     )  # fmt: skip
         return self.target.has_work

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from draft_service.device_rounds.mailbox_io import MailboxPaths
 from draft_service.engine_factory import EXTRA_SLOTS
-from draft_service.phases import MailedPaths
 from shared.messages import FinishReason, VerifyRound
 from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
@@ -148,7 +148,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
         served = fresh(request)
         pair.open(served)
         steps_by_mail(pair, 2)
-        while not (pair.can_launch_early and draft._ahead.is_running):
+        while not (pair.can_launch_early and pair.draft_device.is_running):
             pair.step()
         pair.is_deaf = True
         ways = moments_of(pair, is_ahead=is_ahead)
@@ -178,14 +178,14 @@ def test_nobody_waits_for_the_device_behind_a_lost_link(
     request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY)
     pair.open(request)
     steps_by_mail(pair, 3)
-    while not (pair.can_launch_early and draft._ahead.is_running):
+    while not (pair.can_launch_early and pair.draft_device.is_running):
         pair.step()
     cut(pair, request)
     before = pair.num_awaited
     pair.pump()
     pair.pump()
     assert not pair.can_launch_early
-    assert not draft._ahead.is_running and draft._runner._deferred is None
+    assert not pair.draft_device.is_running and not pair.draft_device.overlap.is_deferred
     pair.finish()
     assert pair.num_awaited == before
     check([request], plain_of(target, [request]))
@@ -420,8 +420,8 @@ class DeviceChaos(Chaos):
         for words, seq in words_of(awaited):
             self.spoil_words(WRONG_TREES, words, seq)
 
-    def spoil_paths(self, paths: MailedPaths) -> None:
-        for slot, seq in zip(paths.slot.tolist(), paths.seq.tolist(), strict=True):
+    def spoil_paths(self, paths: MailboxPaths) -> None:
+        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
             self.spoil_words(WRONG_PATHS, paths.mailbox.paths[slot], seq)
         if paths.mailbox.rows is not None and self.rng.random() < 0.1:
             paths.mailbox.rows.normal_()

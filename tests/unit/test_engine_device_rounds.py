@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import draft_service.runner
-from draft_service.phases import MailedPaths
+import draft_service.device_rounds.rounds
+from draft_service.device_rounds.mailbox_io import MailboxPaths
+from draft_service.device_rounds.rounds import DeviceRounds
 from shared.messages import PathBatch, SamplingParams, TokenTree, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import is_tag
@@ -30,8 +32,9 @@ from tests.device_pair import (
     plain_of,
     requests_of,
 )
-from tests.engines import KINDS, SHAPES, Models, graft
+from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target
 from tests.local_pair import LocalRequest
+from tests.peer_pair import PeerPair, peer_rounds, unlink
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
 
 pytestmark = pytest.mark.timeout(60)
@@ -155,6 +158,23 @@ def test_a_path_of_the_longest_kind_goes_by_mail(make: Make) -> None:
     check([request], expected)
     assert sum(path.num_accepted_drafts == 7 for path in request.paths) > 2
     assert pair.num_ahead > 2
+
+
+def test_a_target_without_a_mailbox_is_no_fault(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pairing = models.pairing("eagle")
+    target = make_target(pairing, feature_ring_mb=1)
+    draft = make_draft(pairing, make_source=DeviceRounds)
+    draft.source.compile(torch.float32)
+    (request,) = requests_of(1, 0)
+    pair = PeerPair(target, draft)
+    pair.run([request])
+    check([request], plain_of(target, [request]))
+    unlink(target, draft)
+    assert peer_rounds(pair, request) > 3
+    assert "engine to engine" in caplog.text and "mailbox" not in caplog.text
 
 
 def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
@@ -308,7 +328,7 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, mailbox = make("standalone")
-    monkeypatch.setattr(draft_service.runner, "stage_trees", lambda *_: [])
+    monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
     requests = requests_of(2, 0)
     expected = plain_of(target, requests)
     pair = PoisonedDevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
@@ -344,7 +364,7 @@ def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
 ) -> None:
     """Each time costs 30 ms, and those whose trees are there wait as well."""
     target, draft, _ = make("standalone")
-    monkeypatch.setattr(draft_service.runner, "stage_trees", lambda *_: [])
+    monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
     pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
     pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
     rounds = [round_idx for _, round_idx in pair.awaited]
@@ -413,8 +433,8 @@ WRONG_PATHS: list[EditPath] = [
 def spoiled(spoil: EditPath) -> EditPaths:
     rng = random.Random(1)
 
-    def edit(paths: MailedPaths) -> None:
-        for slot, seq in zip(paths.slot.tolist(), paths.seq.tolist(), strict=True):
+    def edit(paths: MailboxPaths) -> None:
+        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
             spoil(paths.mailbox.paths[slot], seq, rng)
 
     return edit
@@ -460,7 +480,7 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
     expected = plain_of(target, requests)
     num_left = 3
 
-    def edit(paths: MailedPaths) -> None:
+    def edit(paths: MailboxPaths) -> None:
         nonlocal num_left
         assert paths.mailbox.rows is not None
         num_left -= 1
@@ -506,7 +526,7 @@ def test_an_order_for_another_place_costs_no_token(
             num_orders += len(parts)
         tell(channel, message)
         if seq is not None and not is_tag(seq):
-            assert not any(request.round_tag for request in draft._requests.values())
+            assert not any(request.device_tree for request in draft._requests.values())
 
     pair.tell_draft = tell_draft  # type: ignore[method-assign]
     pair.run(requests)

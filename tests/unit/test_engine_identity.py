@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
-from orchestrator.workers import Worker
+from orchestrator.workers import WorkerSession
 from shared.errors import CheckpointError, ConfigError
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
 from shared.messages import WorkerInfo
@@ -48,9 +48,9 @@ def test_targets_that_differ_in_the_middle_of_one_tensor_do_not_serve_together(
     assert ModelIdentity.of(first) == ModelIdentity.of(same)
 
     pool = WorkerPool()
-    assert pool.open_target(Worker(address="t:1", info=first)) == ""
-    assert pool.open_target(Worker(address="t:2", info=same)) == ""
-    problem = pool.open_target(Worker(address="t:3", info=other))
+    assert pool.open_target(WorkerSession(address="t:1", info=first)) == ""
+    assert pool.open_target(WorkerSession(address="t:2", info=same)) == ""
+    problem = pool.open_target(WorkerSession(address="t:3", info=other))
     assert "model_hash" in problem and "logits_hash" in problem
     assert "dtype '" not in problem  # what is equal is not named
 

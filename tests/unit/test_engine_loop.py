@@ -14,10 +14,10 @@ from shared.rpc.engine import EngineReport
 from shared.rpc.engine_main import REPORT_DELAY_S, run_engine
 from shared.rpc.pipe import BlockingPipe
 from tests.fakes import FakeTarget
-from tests.fakes.without_peer import WithoutPeer
+from tests.fakes.engine import BareEngine
 
 
-class Scripted(WithoutPeer):
+class Scripted(BareEngine):
     """An engine that gives these outputs, one list per step, after its first message.
 
     Args:

@@ -108,6 +108,21 @@ def test_order_and_features_may_come_in_any_order_or_overlap(models: Models) -> 
     assert len(set(trees)) == 1
 
 
+def test_a_gap_is_asked_for_once_and_rows_that_came_are_left_out(models: Models) -> None:
+    trees = []
+    for spans, expected in [([(0, 5)], []), ([(0, 2), (1, 3), (0, 1), (4, 5), (4, 5)], [3])]:
+        draft = Draft(models)
+        draft.open()
+        asked: list[int] = []
+        for span in spans:
+            draft.engine.submit(draft.chunk(*span))
+            while draft.engine.has_work:
+                asked += [output.command.from_position for output in draft.engine.step()]
+        assert asked == expected
+        trees += draft.send(*[draft.chunk(2, 5)] * len(expected), draft.order(10))
+    assert content(trees[0]) == content(trees[1]) and len(trees) == 2
+
+
 def test_features_are_acknowledged_now_and_then(draft: Draft) -> None:
     """And a position that was is never acknowledged again."""
     draft.tokens += range(150)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared.messages import (
+    MAX_CHUNK_BYTES,
     FeatureAck,
     FeatureChunk,
     FeatureFailure,
@@ -23,7 +24,6 @@ from shared.messages import (
 from target_service.batch import StepBatch, build_batch
 from target_service.engine import TargetEngine
 from target_service.feature_log import FeatureLog
-from target_service.features import MAX_CHUNK_BYTES
 from target_service.scheduler import ReplayWork
 from tests.engines import SHAPES, Models, make_target, random_tokens
 from tests.local_pair import LocalPair, LocalRequest

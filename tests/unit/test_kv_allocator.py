@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from shared.kv.allocator import SINK_PAGE, OutOfPagesError, PageAllocator
-from shared.messages import PageId
+from shared.kv.allocator import SINK_PAGE, OutOfPagesError, PageAllocator, PageId
 
 
 def test_100k_random_operations_on_a_tiny_pool() -> None:

@@ -19,10 +19,10 @@ from shared.messages import (
     RequestFailure,
     SamplingParams,
     TargetOpen,
+    TokenDelta,
     TokenTree,
     VerifyRound,
 )
-from shared.messages.generation import TokenDelta
 from tests.fakes import generate
 from tests.fakes.in_memory import Unreadable, pass_on, run_virtual
 from tests.unit.scene import (
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_the_order_of_a_tree_leaves_before_the_tokens_do() -> None:
-    """Nobody waits for the text of a round but its client."""
+    """Only the client waits for the text of a round."""
 
     async def main() -> None:
         scene = Scene()
@@ -103,7 +103,7 @@ def test_off_and_no_draft_are_root_only_rounds() -> None:
 
 
 def test_plain_decoding_needs_no_order_per_round() -> None:
-    """The target runs ahead by what it was granted, and what it says early is not lost."""
+    """The target goes on by its credit, and paths that come early are not lost."""
 
     async def main() -> None:
         scene = Scene()
@@ -111,8 +111,8 @@ def test_plain_decoding_needs_no_order_per_round() -> None:
         check_stream(await scene.serve(shape=None), generate(PROMPT, 40))
         received = target.engine.received
         assert not any(isinstance(message, VerifyRound) for message in received)
-        grants = [m.credit.until_round_idx for m in received if isinstance(m, CreditUpdate)]
-        assert grants == [33, 50], "39 rounds, and never less than half of a grant ahead"
+        limits = [m.credit.until_round_idx for m in received if isinstance(m, CreditUpdate)]
+        assert limits == [33, 50], "39 rounds, and never less than half of a credit left"
         await scene.check_free()
 
     run_virtual(main())
@@ -212,7 +212,7 @@ def test_a_tree_that_only_the_target_finds_wrong() -> None:
             requests.append(message)
             if len(requests) == 2:
                 ((_, failure),) = failed(StatusCode.INVALID_ARGUMENT, "INVALID_TREE")(message)
-                asyncio.get_running_loop().call_later(0.001, target._deliver, failure)
+                asyncio.get_running_loop().call_later(0.001, target.deliver, failure)
                 return []
             return pass_on(message)
 
@@ -310,6 +310,22 @@ def test_a_silent_draft_is_replaced() -> None:
     run_virtual(main())
 
 
+def test_a_draft_is_not_silent_while_nothing_is_ordered() -> None:
+    """A prompt that takes the target long to read says nothing about the draft."""
+
+    async def main() -> None:
+        scene = Scene()
+        scene.add_target(on_reply=scripted(iter([delayed(1.5)]), only=AcceptedPath))
+        draft = scene.add_draft()
+        finish = check_stream(await scene.serve(), generate(PROMPT, 40))
+        assert (finish.retries, finish.speculation.num_root_only_rounds) == (0, 0)
+        opens = [m for m in draft.engine.received if isinstance(m, DraftOpen)]
+        assert [m.draft_epoch for m in opens] == [1]
+        await scene.check_free()
+
+    run_virtual(main())
+
+
 def test_a_draft_that_joins_late_is_used() -> None:
     """Opened with everything so far; joining is no retry."""
 
@@ -373,7 +389,7 @@ def test_a_lost_draft_is_news_only_to_a_request_that_goes_on(
                     target_epoch=message.target_epoch,
                     draft_epoch=message.draft_epoch,
                 )
-                asyncio.get_running_loop().call_later(0.002, draft._deliver, failure)
+                asyncio.get_running_loop().call_later(0.002, draft.deliver, failure)
                 refused.append(message)
                 return []
             return pass_on(message)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.meter import Meter
 from orchestrator.output import Output
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import _ByteLevelDetokenizer
-from shared.messages import AcceptedPath, FinishReason, TokenLogprob
-from shared.messages.generation import TokenDelta
+from shared.messages import AcceptedPath, FinishReason, TokenDelta, TokenLogprob
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -256,3 +256,33 @@ def test_without_a_detokenizer_there_are_tokens_only() -> None:
     output = Output(detokenizer=None)
     (delta,) = output.extend(path_of([1, 2, 3]))
     assert (delta.token_ids, delta.text) == ((1, 2, 3), "")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("stop_strings", "num_taken"), [((), 5), (("b",), 2), (("cd",), 4)])
+async def test_drafts_that_a_stop_cuts_off_do_not_count(
+    stop_strings: tuple[str, ...], num_taken: int
+) -> None:
+    """The mean is of tokens that became output; the one that stops it counts as one."""
+    output = Output(detokenizer=Letters(), stop_strings=stop_strings)
+    path = path_of(range(5))
+    output.extend(path)
+    assert output.num_taken == num_taken
+    meter = Meter()
+    meter.count(path, num_tokens=output.num_taken)
+    stats = meter.speculation
+    assert (stats.num_accepted_drafts, stats.accept_length) == (num_taken - 1, num_taken)
+    assert stats.accept_length_histogram[-1] == 1
+
+
+class Letters:
+    """Token 0 is "a", 1 is "b" and so on."""
+
+    is_settled = True
+
+    def push(self, *token_ids: int) -> str:
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""

@@ -1,4 +1,4 @@
-"""Direct rounds as the orchestrator sees them: it hears of paths, and steps in when none comes."""
+"""Peer rounds as the orchestrator sees them: it takes paths, and steps in when none comes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shared.messages import (
     DraftDetached,
     DraftOpen,
     DraftRound,
+    FinishInfo,
     FinishReason,
     PeerTrees,
     TokenTree,
     VerifyRound,
 )
-from shared.messages.generation import FinishInfo
 from tests.fakes import FakeDraft, FakeTarget, generate
 from tests.fakes.in_memory import LATENCY_S, Fault, InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import (
@@ -70,8 +70,8 @@ def nothing(message: Any) -> list[tuple[float, Any]]:
     return []
 
 
-def test_rounds_are_direct_from_the_first_linked_tree_on() -> None:
-    """One round is driven; from then on nothing is sent but grants, and none of them too late."""
+def test_peer_rounds_begin_after_the_first_tree_of_an_attached_draft() -> None:
+    """One round is relayed; then nothing is sent but credit, and it never runs out."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -87,17 +87,17 @@ def test_rounds_are_direct_from_the_first_linked_tree_on() -> None:
         stats = (await serve(scene)).speculation
         assert stats.num_root_only_rounds == 0 and stats.accept_length > 2
         assert len(received(target, VerifyRound)) == len(received(draft, DraftRound)) == 1
-        grants = [credit.until_round_idx for credit in credits_of(target)]
-        assert grants == [
-            2 + CREDIT_ROUNDS + i * (CREDIT_ROUNDS // 2 + 1) for i in range(len(grants))
+        limits = [credit.until_round_idx for credit in credits_of(target)]
+        assert limits == [
+            2 + CREDIT_ROUNDS + i * (CREDIT_ROUNDS // 2 + 1) for i in range(len(limits))
         ]
-        assert len(grants) > 4 and min(left) > 5
+        assert len(limits) > 4 and min(left) > 5
 
     run_virtual(main())
 
 
-def test_the_first_direct_round_follows_without_a_hop() -> None:
-    """The grant comes with the order before it: the path of that may still be on its way."""
+def test_the_first_peer_round_follows_without_a_hop() -> None:
+    """Its credit comes with the order before it, whose path may still be on its way."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -110,7 +110,7 @@ def test_the_first_direct_round_follows_without_a_hop() -> None:
     run_virtual(main())
 
 
-def test_workers_that_are_not_linked_are_driven() -> None:
+def test_rounds_of_workers_that_are_not_attached_are_relayed() -> None:
     async def main() -> None:
         scene = Scene()
         target, draft = scene.add_target(), scene.add_draft()
@@ -140,7 +140,7 @@ HANGS: dict[str, tuple[Fault, int]] = {
 def test_a_missing_tree_costs_one_wait_and_a_round_of_the_root_alone(
     fault: str, number: int
 ) -> None:
-    """Then the draft catches up, and rounds are direct again."""
+    """Then the draft catches up, and peer rounds go on."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -151,8 +151,8 @@ def test_a_missing_tree_costs_one_wait_and_a_round_of_the_root_alone(
         finish = await serve(scene)
         assert finish.retries == 0
         assert finish.speculation.num_root_only_rounds <= 4 * num_misses
-        driven = 1 + 6 * num_misses
-        assert len(received(target, VerifyRound)) <= driven
+        num_relayed = 1 + 6 * num_misses
+        assert len(received(target, VerifyRound)) <= num_relayed
         assert len(received(draft, DraftOpen)) == 1
         wasted = asyncio.get_running_loop().time() - started - 5.0  # of check_free
         assert wasted < 0.15
@@ -160,7 +160,7 @@ def test_a_missing_tree_costs_one_wait_and_a_round_of_the_root_alone(
     run_virtual(main())
 
 
-def test_a_draft_that_lets_rounds_down_again_and_again_is_driven() -> None:
+def test_rounds_of_a_draft_whose_trees_never_come_are_relayed() -> None:
     """It says that it is attached, but no tree of its ever gets to the target."""
 
     async def main() -> None:
@@ -177,7 +177,7 @@ def test_a_draft_that_lets_rounds_down_again_and_again_is_driven() -> None:
 
 
 @pytest.mark.parametrize("wrong", [name for name in BAD_TREES if name != "score is NaN"])
-def test_a_wrong_tree_over_the_link_replaces_the_draft(wrong: str) -> None:
+def test_a_wrong_tree_over_the_peer_channel_replaces_the_draft(wrong: str) -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
         target = scene.add_target()
@@ -185,14 +185,14 @@ def test_a_wrong_tree_over_the_link_replaces_the_draft(wrong: str) -> None:
         finish = await serve(scene)
         assert finish.retries == 1
         assert [m.draft_epoch for m in received(draft, DraftOpen)] == [1, 2]
-        assert credits_of(target)[-1].trees.draft_epoch == 2, "it is direct again"
+        assert credits_of(target)[-1].trees.draft_epoch == 2, "peer rounds again"
         assert finish.speculation.num_root_only_rounds < 60
 
     run_virtual(main())
 
 
-def test_a_wrong_tree_of_a_round_that_was_given_up_fails_nothing() -> None:
-    """The target says so when nobody expects a tree any more; the round is asked for again."""
+def test_a_wrong_tree_of_a_revoked_round_fails_nothing() -> None:
+    """The target says so after the credit was revoked; the round is ordered again."""
 
     async def main() -> None:
         scene = Scene()
@@ -242,17 +242,17 @@ def test_a_draft_that_goes_away_is_replaced(
     run_virtual(main())
 
 
-def unlink(*workers: InMemoryWorker) -> None:
+def detach(*workers: InMemoryWorker) -> None:
     for worker in workers:
-        worker.engine.unlink("test.r")
+        worker.engine.lose_channel("test.r")
         worker.step()
 
 
-# A direct round takes 0.4 ms, a hop to or from the orchestrator 1 ms.
+# A peer round takes 0.4 ms, a hop to or from the orchestrator 1 ms.
 @pytest.mark.parametrize("delay", [0.0101, 0.01025, 0.0104, 0.0123, 0.0207])
 @pytest.mark.parametrize("draft_knows", [False, True])
-def test_a_lost_link_costs_no_wait(*, draft_knows: bool, delay: float) -> None:
-    """The target says so; then the draft may say that it is attached for as long as it likes."""
+def test_a_lost_channel_costs_no_wait(*, draft_knows: bool, delay: float) -> None:
+    """The target says so; that the draft still says it is attached changes nothing."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -260,13 +260,13 @@ def test_a_lost_link_costs_no_wait(*, draft_knows: bool, delay: float) -> None:
         serving = asyncio.create_task(serve(scene))
         await asyncio.sleep(delay)
         assert credits_of(target) and len(received(target, VerifyRound)) == 1
-        unlink(target, *([draft] if draft_knows else []))
+        detach(target, *([draft] if draft_knows else []))
         await asyncio.sleep(2.5 * LATENCY_S)
         assert len(received(target, VerifyRound)) > 1
-        num_grants = len(credits_of(target))
+        num_credits = len(credits_of(target))
         finish = await serving
         assert finish.retries == 0 and len(received(draft, DraftOpen)) == 1
-        assert len(credits_of(target)) == num_grants, "no rounds are direct any more"
+        assert len(credits_of(target)) == num_credits, "no more peer rounds"
         assert finish.speculation.num_root_only_rounds <= 4
         assert finish.speculation.accept_length > 2
 
@@ -274,8 +274,8 @@ def test_a_lost_link_costs_no_wait(*, draft_knows: bool, delay: float) -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0101, 0.01025, 0.0104, 0.0123])
-def test_a_draft_that_hangs_behind_a_lost_link_is_not_waited_for(delay: float) -> None:
-    """The path of the round that was awaited may come yet, with a tree: that vouches for nobody."""
+def test_a_draft_that_hangs_behind_a_lost_channel_is_not_waited_for(delay: float) -> None:
+    """The path of the revoked round may still come with a tree: the draft hangs all the same."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -284,7 +284,7 @@ def test_a_draft_that_hangs_behind_a_lost_link_is_not_waited_for(delay: float) -
         scene.add_draft(on_reply=scripted(iter([pass_on, *[nothing] * 999]), only=TokenTree))
         serving = asyncio.create_task(serve(scene, 120))
         await asyncio.sleep(delay)
-        unlink(target)
+        detach(target)
         await asyncio.sleep(10 * LATENCY_S)
         assert len(received(target, VerifyRound)) >= 5
         await serving
@@ -293,14 +293,14 @@ def test_a_draft_that_hangs_behind_a_lost_link_is_not_waited_for(delay: float) -
 
 
 @pytest.mark.parametrize("delay", [0.0101, 0.0123, 0.0207])
-def test_a_lost_link_that_nobody_tells_of_costs_one_wait(delay: float) -> None:
+def test_a_lost_channel_that_no_message_reports_costs_one_wait(delay: float) -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
         target = scene.add_target(on_reply=scripted(iter([nothing]), only=DraftDetached))
         draft = scene.add_draft()
         serving = asyncio.create_task(serve(scene))
         await asyncio.sleep(delay)
-        unlink(target, draft)
+        detach(target, draft)
         await asyncio.sleep(0.015)
         assert len(received(target, VerifyRound)) == 1
         await asyncio.sleep(0.01)
@@ -312,12 +312,12 @@ def test_a_lost_link_that_nobody_tells_of_costs_one_wait(delay: float) -> None:
     run_virtual(main())
 
 
-def test_a_link_that_is_lost_while_rounds_are_driven_grants_none() -> None:
+def test_no_credit_is_given_for_a_channel_that_is_lost_in_relayed_rounds() -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
 
         def cut(tree: TokenTree) -> list[tuple[float, Any]]:
-            asyncio.get_running_loop().call_later(LATENCY_S / 2, unlink, target)
+            asyncio.get_running_loop().call_later(LATENCY_S / 2, detach, target)
             return [(LATENCY_S, tree)]
 
         target = scene.add_target()
@@ -331,8 +331,8 @@ def test_a_link_that_is_lost_while_rounds_are_driven_grants_none() -> None:
 
 
 @pytest.mark.parametrize("delay_us", range(3500, 9000, 250))
-def test_a_link_that_is_lost_around_the_first_direct_round_costs_no_wait(delay_us: int) -> None:
-    """Rounds are granted by then, direct, or about to be."""
+def test_a_channel_that_is_lost_around_the_first_peer_round_costs_no_wait(delay_us: int) -> None:
+    """Before the credit is given, while it is on its way, or just after."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -347,7 +347,7 @@ def test_a_link_that_is_lost_around_the_first_direct_round_costs_no_wait(delay_u
         serving = asyncio.create_task(serve(scene))
         await asyncio.sleep(delay_us / 1e6)
         assert target.engine.requests["test.r"].draft_epoch == 1, "it is attached"
-        unlink(target, draft)
+        detach(target, draft)
         orders.append(asyncio.get_running_loop().time())
         await serving
         assert len(orders) > 50
@@ -357,7 +357,7 @@ def test_a_link_that_is_lost_around_the_first_direct_round_costs_no_wait(delay_u
 
 
 @pytest.mark.parametrize("stale", [{"target_epoch": 0}, {"draft_epoch": 0}, {"draft_epoch": 2}])
-def test_a_lost_link_of_another_epoch_is_no_news(stale: dict[str, int]) -> None:
+def test_a_lost_channel_of_another_epoch_changes_nothing(stale: dict[str, int]) -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
         target = scene.add_target()
@@ -366,7 +366,7 @@ def test_a_lost_link_of_another_epoch_is_no_news(stale: dict[str, int]) -> None:
         await asyncio.sleep(0.0123)
         epochs = {"target_epoch": 1, "draft_epoch": 1, **stale}
         assert isinstance(target.engine, FakeTarget)
-        target.engine._outbox.append(DraftDetached(request_id="test.r", **epochs))
+        target.engine.outbox.append(DraftDetached(request_id="test.r", **epochs))
         target.step()
         assert (await serving).speculation.num_root_only_rounds == 0
         assert len(received(target, VerifyRound)) == 1
@@ -376,7 +376,7 @@ def test_a_lost_link_of_another_epoch_is_no_news(stale: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("delay", [0.0101, 0.0123, 0.0207])
 @pytest.mark.parametrize("is_clean", [False, True])
-def test_a_lost_target_is_rebuilt_and_direct_again(*, delay: float, is_clean: bool) -> None:
+def test_a_lost_target_is_replaced_and_peer_rounds_go_on(*, delay: float, is_clean: bool) -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
         targets = [scene.add_target(), scene.add_target()]
@@ -395,7 +395,7 @@ def test_a_lost_target_is_rebuilt_and_direct_again(*, delay: float, is_clean: bo
 
 @pytest.mark.parametrize("stall_s", [0.03, 0.1, 0.5])
 def test_answers_that_come_all_at_once_are_not_lost(stall_s: float) -> None:
-    """The target goes on while the orchestrator hears nothing, and lets the awaited round down."""
+    """The target goes on while the orchestrator hears nothing and revokes a round in vain."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -431,13 +431,13 @@ def test_a_target_that_is_late_again_and_again_is_not_held_against_the_draft() -
         assert finish.speculation.num_root_only_rounds <= 1
         misses = [m for m in received(target, VerifyRound) if m.round_idx > 1]
         assert len(misses) > 6, "one of each late answer"
-        assert len(received(draft, DraftRound)) == 1, "rounds are direct again at once"
+        assert len(received(draft, DraftRound)) == 1, "peer rounds go on at once"
 
     run_virtual(main())
 
 
 def test_a_target_that_is_slow_in_every_round_is_soon_waited_for() -> None:
-    """Rounds that take longer than a draft may are let down only until that is known."""
+    """Rounds that take longer than a draft may are revoked only until that is known."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -472,7 +472,7 @@ def test_cancelling_frees_both_workers() -> None:
 
 
 @pytest.mark.parametrize("place", [30, 31, 32, 33, 34])
-def test_a_stop_token_in_a_direct_round(place: int) -> None:
+def test_a_stop_token_in_a_peer_round(place: int) -> None:
     """The target ends the request by itself, wherever in a path the token is."""
 
     async def main() -> None:
@@ -489,7 +489,7 @@ def test_a_stop_token_in_a_direct_round(place: int) -> None:
     run_virtual(main())
 
 
-def test_a_direct_request_that_fills_the_context() -> None:
+def test_peer_rounds_that_fill_the_context() -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
         for worker in (target := scene.add_target(), scene.add_draft()):
@@ -505,7 +505,7 @@ def test_a_direct_request_that_fills_the_context() -> None:
     run_virtual(main())
 
 
-def test_many_requests_are_direct_at_once() -> None:
+def test_many_requests_run_peer_rounds_at_once() -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
         target = scene.add_target()

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.endpoints import Endpoint, WorkerEndpoints, parse_endpoints
 from orchestrator.pairing import ModelIdentity, pair_problem
 from orchestrator.pool import Need, WorkerPool
-from orchestrator.workers import TARGET, Worker
+from orchestrator.workers import TARGET, WorkerLost, WorkerSession
 from shared.errors import ConfigError, UnavailableError
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
 from tests.fakes.in_memory import run_virtual
@@ -40,8 +40,8 @@ DRAFT_INFO = dataclasses.replace(
 )
 
 
-class Ear:
-    """A request that only listens."""
+class Listener:
+    """A request that only takes replies."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -50,15 +50,15 @@ class Ear:
         self.heard.append(message)
 
 
-def target(name: str, **fields: Any) -> Worker:
+def target(name: str, **fields: Any) -> WorkerSession:
     load = fields.pop("load", WorkerLoad(num_free_pages=50, num_pages=100))
     info = dataclasses.replace(TARGET_INFO, incarnation=name, **fields)
-    return Worker(address=name, info=info, load=load)
+    return WorkerSession(address=name, info=info, load=load)
 
 
-def draft(name: str, **fields: Any) -> Worker:
+def draft(name: str, **fields: Any) -> WorkerSession:
     load = fields.pop("load", WorkerLoad(num_free_pages=50, num_pages=100))
-    return Worker(
+    return WorkerSession(
         address=name, info=dataclasses.replace(DRAFT_INFO, incarnation=name, **fields), load=load
     )
 
@@ -141,7 +141,7 @@ def test_waiting_requests_go_by_priority_then_arrival() -> None:
         await asyncio.sleep(0.01)
         assert order == []
         for i in range(5):
-            only.detach(f"busy{i}", Ear())
+            only.detach(f"busy{i}", Listener())
             await asyncio.sleep(0.01)
         assert order == ["running", "high", "first", "second", "low"]
         await asyncio.gather(*tasks)
@@ -155,7 +155,7 @@ def test_what_frees_up_is_kept_for_a_retracted_request() -> None:
     async def main() -> None:
         pool = WorkerPool()
         only = target("a", load=WorkerLoad(num_running=1, num_free_pages=2, num_pages=100))
-        ear = Ear()
+        ear = Listener()
         pool.open_target(only)
         only.attach("other", ear)
         back = need("back", num_tokens=100, is_running=True, wants_room=True)
@@ -231,7 +231,7 @@ def test_cancelling_a_wait_leaves_no_trace() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert worker.num_own_requests == 0
-        assert pool._waiters == []
+        assert pool.num_waiting == 0
 
     run_virtual(main())
 
@@ -335,12 +335,13 @@ def test_messages_leave_in_batches_and_reach_their_request_only() -> None:
             "r1",
             "r2",
         ]
-        ear = Ear()
+        listener = Listener()
         worker.lose(is_clean=False)
-        worker.attach("late", ear)
-        assert len(ear.heard) == 1  # it came too late, and is told so
+        worker.attach("late", listener)
+        assert listener.heard == [WorkerLost(is_clean=True)]
         worker.send(need())
-        assert worker._outbox == []
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.take_outgoing(), 1.0)
 
     run_virtual(main())
 
@@ -368,10 +369,14 @@ def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
         seen: list[set[str]] = []
 
         async def lookup(host: str, port: int) -> set[str]:
-            seen.append(set(endpoints._sessions))
+            seen.append(set(endpoints.addresses))
             return answers[min(len(seen), len(answers)) - 1]
 
-        endpoints = WorkerEndpoints(
+        class Unconnected(WorkerEndpoints):
+            async def maintain(self, address: str) -> None:
+                await asyncio.Event().wait()
+
+        endpoints = Unconnected(
             TARGET,
             (Endpoint("name", 1),),
             resolve_interval_s=1.0,
@@ -380,15 +385,11 @@ def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
             lookup=lookup,
         )
 
-        async def never(address: str) -> None:
-            await asyncio.Event().wait()
-
-        endpoints._maintain = never  # type: ignore[method-assign]
         running = asyncio.create_task(endpoints.run())
         await asyncio.sleep(4.5)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert seen == [set(), {"a:1"}, {"a:1", "b:1"}, {"a:1", "b:1"}, {"b:1"}]
-        assert set(endpoints._sessions) == {"b:1", "c:1"}
+        assert endpoints.addresses == {"b:1", "c:1"}
 
     run_virtual(main())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.suspicion import Suspicion
-from orchestrator.workers import Worker
+from orchestrator.workers import WorkerSession
 from shared.errors import InternalError
 from shared.messages import AcceptedPath, CreditUpdate, TargetOpen, VerifyRound
 from tests.fakes import FakeTarget, generate
@@ -18,8 +18,10 @@ from tests.unit.scene import PROMPT, Scene, check_stream, delayed
 pytestmark = pytest.mark.timeout(60)
 
 
-def dead(incarnation: str, *suspects: str) -> Worker:
-    worker = Worker(address=f"{incarnation}:1", info=FakeTarget(incarnation=incarnation).info)
+def dead(incarnation: str, *suspects: str) -> WorkerSession:
+    worker = WorkerSession(
+        address=f"{incarnation}:1", info=FakeTarget(incarnation=incarnation).info
+    )
     worker.suspects.update(suspects)
     return worker
 

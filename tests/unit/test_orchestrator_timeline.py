@@ -12,8 +12,7 @@ import pytest
 from orchestrator import timeline
 from orchestrator.draft_handle import DraftHandle
 from orchestrator.reply import Reply
-from shared.messages import AcceptedPath, AnswerTimes, TokenTree
-from shared.messages.generation import FinishInfo, RoundTimes
+from shared.messages import AcceptedPath, AnswerTimes, FinishInfo, RoundTimes, TokenTree
 from tests.fakes.in_memory import LATENCY_S, run_virtual
 from tests.unit.scene import Scene, finish_of, scripted
 
@@ -73,7 +72,7 @@ def test_rounds_follow_each_other_without_a_gap() -> None:
     assert names(rounds[-1]) == [*TARGET, "orchestrator: commit"]
 
 
-def test_direct_rounds_go_from_the_order_to_the_commit() -> None:
+def test_peer_rounds_go_from_the_order_to_the_commit() -> None:
     """The answer's way is no part of them: the next one runs meanwhile."""
     finish = serve(round_times=True, has_peer=True)
     first, *rounds = finish.round_times

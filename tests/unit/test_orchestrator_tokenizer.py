@@ -21,8 +21,16 @@ CORPUS = [
 ] * 4
 
 
+class Loaded(Tokenizer):
+    """The orchestrator's tokenizer of a file, and the library's ids of tokens."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.token_to_id = tokenizers.Tokenizer.from_file(str(path)).token_to_id
+
+
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Return a byte-level BPE tokenizer as Llama 3 and Qwen have it, with added tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +52,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Return a Metaspace tokenizer with byte fallback as Llama 2 and Mistral have it."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):
@@ -81,10 +89,10 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return _saved(tokenizer, tmp_path_factory)
 
 
-def _saved(tokenizer: tokenizers.Tokenizer, factory: pytest.TempPathFactory) -> Tokenizer:
+def _saved(tokenizer: tokenizers.Tokenizer, factory: pytest.TempPathFactory) -> Loaded:
     path = factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
-    return Tokenizer(path)
+    return Loaded(path)
 
 
 def _stream(detokenizer: Detokenizer, token_ids: Sequence[int]) -> str:
@@ -94,7 +102,7 @@ def _stream(detokenizer: Detokenizer, token_ids: Sequence[int]) -> str:
 @given(token_ids=st.lists(st.integers(0, 400), max_size=40))
 @pytest.mark.timeout(60)
 def test_byte_level_equals_decoding_at_once_for_any_ids(
-    byte_level: Tokenizer, token_ids: list[int]
+    byte_level: Loaded, token_ids: list[int]
 ) -> None:
     """Random ids are mostly invalid UTF-8: replacement characters must agree, too."""
     assert _stream(byte_level.detokenizer([]), token_ids) == byte_level.decode(token_ids)
@@ -102,7 +110,7 @@ def test_byte_level_equals_decoding_at_once_for_any_ids(
 
 @given(text=st.text(max_size=40))
 @pytest.mark.timeout(60)
-def test_byte_level_round_trip_and_no_half_characters(byte_level: Tokenizer, text: str) -> None:
+def test_byte_level_round_trip_and_no_half_characters(byte_level: Loaded, text: str) -> None:
     """Every piece is whole: the replacement character appears only if the text has it."""
     detokenizer = byte_level.detokenizer([])
     pieces = [detokenizer.push(token_id) for token_id in byte_level.encode(text)]
@@ -113,7 +121,7 @@ def test_byte_level_round_trip_and_no_half_characters(byte_level: Tokenizer, tex
 
 @given(text=st.text(alphabet=" theqrjufo naïé😀日本", max_size=30))
 @pytest.mark.timeout(60)
-def test_metaspace_equals_decoding_at_once(metaspace: Tokenizer, text: str) -> None:
+def test_metaspace_equals_decoding_at_once(metaspace: Loaded, text: str) -> None:
     """Byte fallback may split a character over four tokens; a leading space is dropped once."""
     token_ids = metaspace.encode(text)
     assert _stream(metaspace.detokenizer([]), token_ids) == metaspace.decode(token_ids)
@@ -122,7 +130,7 @@ def test_metaspace_equals_decoding_at_once(metaspace: Tokenizer, text: str) -> N
 @given(text=st.text(alphabet="theqrjufo naé😀", min_size=2, max_size=30), data=st.data())
 @pytest.mark.timeout(60)
 def test_metaspace_output_continues_its_prompt(
-    metaspace: Tokenizer, text: str, data: st.DataObject
+    metaspace: Loaded, text: str, data: st.DataObject
 ) -> None:
     """The space between prompt and output belongs to the output."""
     token_ids = metaspace.encode(text)
@@ -135,9 +143,9 @@ def test_metaspace_output_continues_its_prompt(
 
 
 @pytest.mark.timeout(60)
-def test_a_character_split_over_four_tokens_comes_whole(byte_level: Tokenizer) -> None:
+def test_a_character_split_over_four_tokens_comes_whole(byte_level: Loaded) -> None:
     """Nothing of an emoji leaves before its last byte."""
-    ids = [byte_level._tokenizer.token_to_id(char) for char in ("ð", "Ł", "İ", "Ĭ")]
+    ids = [byte_level.token_to_id(char) for char in ("ð", "Ł", "İ", "Ĭ")]
     detokenizer = byte_level.detokenizer([])
     pieces, settled = [], []
     for token_id in ids:
@@ -149,27 +157,27 @@ def test_a_character_split_over_four_tokens_comes_whole(byte_level: Tokenizer) -
 
 @pytest.mark.timeout(60)
 def test_output_completes_a_character_that_the_prompt_began(
-    byte_level: Tokenizer, metaspace: Tokenizer
+    byte_level: Loaded, metaspace: Loaded
 ) -> None:
     """A prompt of ids may end anywhere."""
-    first, second = (byte_level._tokenizer.token_to_id(char) for char in ("Ã", "©"))
+    first, second = (byte_level.token_to_id(char) for char in ("Ã", "©"))
     assert byte_level.detokenizer([first]).push(second) == "é"
-    first, second = (metaspace._tokenizer.token_to_id(char) for char in ("<0xC3>", "<0xA9>"))
+    first, second = (metaspace.token_to_id(char) for char in ("<0xC3>", "<0xA9>"))
     assert metaspace.detokenizer([first]).push(second) == "é"
 
 
 @pytest.mark.timeout(60)
-def test_special_tokens_have_no_text_and_added_ones_do(byte_level: Tokenizer) -> None:
+def test_special_tokens_have_no_text_and_added_ones_do(byte_level: Loaded) -> None:
     """`<|end|>` is special; the tool token is text of the model."""
-    end = byte_level._tokenizer.token_to_id("<|end|>")
-    tool = byte_level._tokenizer.token_to_id("<|tööl call|>")
+    end = byte_level.token_to_id("<|end|>")
+    tool = byte_level.token_to_id("<|tööl call|>")
     assert _stream(byte_level.detokenizer([]), [end, tool, end]) == "<|tööl call|>"
     assert byte_level.decode([end, tool, end]) == "<|tööl call|>"
 
 
 @pytest.mark.timeout(60)
 def test_prompts_get_the_templates_special_tokens_and_are_never_truncated(
-    byte_level: Tokenizer,
+    byte_level: Loaded,
 ) -> None:
     """A tokenizer.json may carry the truncation of its training run."""
     short = byte_level.encode("def")
@@ -180,9 +188,9 @@ def test_prompts_get_the_templates_special_tokens_and_are_never_truncated(
 
 
 @pytest.mark.timeout(60)
-def test_endless_invalid_utf8_is_not_held_forever(metaspace: Tokenizer) -> None:
+def test_endless_invalid_utf8_is_not_held_forever(metaspace: Loaded) -> None:
     """A decoder that never settles gives up waiting after a bounded number of tokens."""
-    lone = metaspace._tokenizer.token_to_id("<0xF0>")
+    lone = metaspace.token_to_id("<0xF0>")
     detokenizer = metaspace.detokenizer([])
     text = "".join(detokenizer.push(lone) for _ in range(100))
     assert set(text) == {"�"}

@@ -232,3 +232,11 @@ def test_the_default_tree_depends_on_the_targets_device(
 ) -> None:
     """What is not configured is chosen, and always such that it can grow."""
     assert str(default_shape(config, device)) == shape
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("temperature", "resolved"), [(1e-38, 0.0), (9e-6, 0.0), (1e-4, 1e-4)])
+def test_a_temperature_that_would_overflow_is_greedy(temperature: float, resolved: float) -> None:
+    parsed = parse_request(sampling(temperature=temperature), LIMITS)
+    assert parsed.sampling.temperature == pytest.approx(resolved)
+    assert parse_request(sampling(temperature=1e-5), LIMITS).sampling.temperature > 0

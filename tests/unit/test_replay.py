@@ -109,9 +109,12 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     graphs = ReplayedGraphs()
     runner._graphs = graphs
     runner.pads_rows = True
-    for name in ("extend_staging", "verify_staging", "_staging"):
-        if hasattr(runner, name):
-            setattr(runner, name, RemoteStaging(1 << 22))
+    for owner, name in (
+        (runner, "extend_staging"), (runner, "verify_staging"),
+        (getattr(runner, "packer", None), "staging"), (runner, "_growth_staging"),
+    ):  # fmt: skip
+        if hasattr(owner, name):
+            setattr(owner, name, RemoteStaging(1 << 22))
     pool = pool_of(engine)
     pool._device_table = pool._device_table.clone()
     pool._is_table_shared = False

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgumentError, InvalidTreeError, StatusCode
-from shared.messages import MAX_TREE_NODES, TreeShape
-from shared.tree import are_trees, check_shape, check_tree, depths_of, lay_out_tree, paths_of
+from shared.messages import MAX_TREE_NODES, TreeShape, check_shape
+from shared.tree import are_trees, check_tree, depths_of, lay_out_tree, paths_of
 
 VOCAB_SIZE = 50
 

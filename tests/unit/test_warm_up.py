@@ -10,8 +10,8 @@ import torch
 import draft_service.warm_up
 import target_service.runner
 import target_service.warm_up
-from draft_service.engine import CHUNK_ROWS
 from draft_service.phases import DraftOutput
+from draft_service.pipeline import CHUNK_ROWS
 from draft_service.warm_up import batch_sizes
 from shared.config.check import parse_shapes
 from shared.step.buckets import ROW_BUCKETS
@@ -59,7 +59,7 @@ def test_a_draft_warms_up(
     pairing = models.pairing(kind)
     draft = make_draft(pairing, max_num_requests=max_num_requests)
     sizes: list[int] = []
-    read, extend = draft._runner.read, draft._runner._extend
+    read, extend = draft._runner.read, draft._runner.launch_extend
 
     def read_and_note(timer: StepTimer) -> DraftOutput:
         output = read(timer)
@@ -70,7 +70,7 @@ def test_a_draft_warms_up(
     monkeypatch.setattr(draft._runner, "pads_rows", True)
     buckets: set[int | None] = set()
     monkeypatch.setattr(
-        draft._runner, "_extend", lambda inputs: (buckets.add(inputs.bucket), extend(inputs))
+        draft._runner, "launch_extend", lambda inputs: (buckets.add(inputs.bucket), extend(inputs))
     )
     shapes = parse_shapes(" 5/8/32,3/1/4")
     draft_service.warm_up.warm_up(
@@ -81,7 +81,7 @@ def test_a_draft_warms_up(
     )
     assert set(sizes) == {3, 31}
     assert buckets >= {b for b in ROW_BUCKETS if b <= CHUNK_ROWS or max_num_requests > 1}
-    assert draft._requests == {} and not draft.has_work
+    assert draft.load.num_running == 0 and not draft.has_work
     assert draft.load.num_free_pages == draft.load.num_pages
     target = make_target(pairing)
     request = LocalRequest(prompt=[5, 6, 7], max_new_tokens=9, shape=shapes[1])

@@ -1,4 +1,4 @@
-"""Full collections of garbage must not pause the orchestrator."""
+"""The orchestrator does not pause to collect garbage, and gives back what large messages took."""
 
 from __future__ import annotations
 
@@ -36,3 +36,27 @@ def test_what_the_orchestrator_has_loaded_is_not_looked_through_again() -> None:
     assert frozen > 20_000
     assert left < frozen / 20
     assert threshold >= 10_000
+
+
+LARGE = """
+from shared.memory import return_large_buffers
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+return_large_buffers()
+before = resident_mb()
+for size in (4, 8, 16, 31):  # glibc would raise its threshold with each
+    buffers = [bytearray(b"x" * (size << 20)) for _ in range(4)]
+    del buffers
+print(resident_mb() - before)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_large_buffers_go_back_to_the_system() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], check=True, capture_output=True, text=True, timeout=50
+    )
+    assert int(done.stdout) < 16

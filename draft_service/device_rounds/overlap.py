@@ -1,0 +1,200 @@
+"""What the draft's device does without its host: extend paths, grow the next trees, post these.
+
+A CPU cannot wait, so there all of this is done when its result is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from draft_service.answers import PATH_STAGE
+from draft_service.device_rounds.mailbox_io import (
+    MailboxPaths,
+    compile_mailbox,
+    place_paths,
+)
+from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
+from draft_service.request import DeviceTree, DraftRequest
+from draft_service.runner import DraftRunner
+from shared.kernels.mailbox_growth import advance_growth
+from shared.kernels.mailbox_paths import take_paths, take_rows
+from shared.peer.mailbox import MailboxEnd
+from shared.step.buckets import bucket_of
+from shared.step.packing import RowBlocks
+from shared.step.step_timer import StepTimer
+
+# Longer than any step of a target; the host ends a wait when it knows better.
+PATH_PATIENCE_US = 100_000
+
+
+class OverlapRunner:
+    """Launches rounds whose paths the device takes from a mailbox, one at a time."""
+
+    def __init__(self, runner: DraftRunner) -> None:
+        device = runner.pool.device
+        self._runner = runner
+        self._is_cuda = device.type == "cuda"
+        # Read by the device while it waits: not 0 when it should not.
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._deferred: Callable[[], None] | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Return whether a CPU has not done yet what was launched."""
+        return self._deferred is not None
+
+    def launch(
+        self,
+        requests: Sequence[DraftRequest],
+        trees: Sequence[DeviceTree],
+        mailbox: MailboxEnd,
+        timer: StepTimer,
+    ) -> None:
+        """Extend what the target will accept of the requests' newest trees, as soon as its device
+        says so, grow the next trees, and post those; launches only.
+
+        Args:
+            requests: All caught up, with slots for the longest path and the next tree reserved.
+            trees: Their newest ones, all of one shape, which the next ones get too.
+        Mutates: KV slots past kv_len of each request.
+        """
+        shape = trees[0].shape
+        extend, paths = self._pack_paths(requests, trees, mailbox)
+        grow = self._runner.pack_growth(requests, [shape] * len(requests))
+        self._stop.zero_()
+        timer.host("pack")
+        self._deferred = lambda: self._launch(paths, extend, grow, timer)
+        if self._is_cuda:
+            self.run_deferred()
+
+    def run_deferred(self) -> None:
+        """Do what a CPU has deferred, if it has."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred()
+
+    def read(self, timer: StepTimer) -> tuple[NDArray[np.int32], DraftOutput]:
+        """Return what was launched last, valid until the next growth; waits for the device, which
+        waits no longer for paths that are not there.
+
+        Returns: [B, 1 + MAX_PATH], of each request the tokens of the path that was extended (0:
+            nothing was done), and their ids; and the trees.
+        """
+        self.run_deferred()
+        self._stop.fill_(1)
+        result, taken = self._runner.results.finish()
+        timer.host("read")
+        return taken, DraftOutput.unpack(result)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile what reads and writes mailboxes; nothing comes and nothing is posted.
+
+        Args:
+            dtype: Of the features that will come.
+        """
+        runner = self._runner
+        compile_mailbox(
+            self._stop,
+            width=runner.model.feature_spec.width,
+            vocab_size=runner.vocab_size,
+            dtype=dtype,
+            device=runner.pool.device,
+        )
+
+    def take_paths(
+        self, paths: MailboxPaths, extend: DraftExtendInput, grow: DraftInput
+    ) -> torch.Tensor:
+        """Wait for paths; make of inputs for the longest ones those of the ones that came.
+
+        Args:
+            extend: path_width rows for each request, without tokens and features.
+            grow: Trees from where those rows begin.
+        Mutates: `extend` and `grow`.
+        Returns: [R, 1 + MAX_PATH] i32, as the kernel `take_paths` has it.
+        """
+        runner, mailbox = self._runner, paths.mailbox
+        taken = take_paths(
+            mailbox.paths,
+            paths.slot,
+            paths.round_tag,
+            self._stop,
+            extend.token_ids,
+            extend.rows.slot_mapping,
+            extend.last_rows,
+            extend.hidden_idx,
+            num_reqs=len(paths.slot),
+            path_width=paths.path_width,
+            spare_idx=runner.pool.max_num_requests,
+            vocab_size=runner.vocab_size,
+            timeout_us=PATH_PATIENCE_US,
+        )
+        if extend.features is not None:
+            assert mailbox.rows is not None
+            take_rows(
+                mailbox.rows,
+                paths.slot,
+                paths.round_tag,
+                taken,
+                extend.features,
+                path_width=paths.path_width,
+            )
+        advance_growth(
+            taken,
+            grow.trees.kv_len,
+            grow.trees.node_position,
+            grow.child_position,
+            grow.trees.req_idx,
+            grow.trees.topk,
+            grow.trees.num_steps,
+            grow.num_nodes,
+        )
+        return taken
+
+    def _launch(
+        self, paths: MailboxPaths, extend: DraftExtendInput, grow: DraftInput, timer: StepTimer
+    ) -> None:
+        runner = self._runner
+        taken = self.take_paths(paths, extend, grow)
+        timer.device(PATH_STAGE)
+        runner.launch_extend(extend)
+        timer.device("extend")
+        packed = runner.launch_growth(grow)
+        paths.posts.post(packed)
+        timer.device("grow")
+        runner.results.start(packed, taken)
+
+    def _pack_paths(
+        self,
+        requests: Sequence[DraftRequest],
+        trees: Sequence[DeviceTree],
+        mailbox: MailboxEnd,
+    ) -> tuple[DraftExtendInput, MailboxPaths]:
+        """Stage rows for the longest path of each request, and where its path and its tree are."""
+        runner, packer = self._runner, self._runner.packer
+        path_width = trees[0].shape.num_steps + 1
+        num_reqs = len(requests)
+        num_live = num_reqs * path_width
+        bucket = bucket_of(num_live) if runner.pads_rows else None
+        blocks = RowBlocks(
+            req_idx=[request.req_idx for request in requests],
+            prefix_len=[request.kv_len for request in requests],
+            num_rows=[path_width] * num_reqs,
+        )
+        position = np.array([request.next_position for request in requests])
+        positions = (position[:, None] + np.arange(path_width)).ravel()
+        _, fields = packer.begin(blocks, positions, num_live, bucket)
+        features = None
+        if mailbox.dtype is not None and mailbox.rows is not None and runner.model.input_shift:
+            width = mailbox.rows.shape[-1]
+            host, device = packer.staging.place(
+                features=(mailbox.dtype, (bucket or num_live, width))
+            )
+            host["features"][num_live:] = 0  # the others come from the mailbox
+            features = device["features"]
+        paths = place_paths(trees, mailbox, path_width, packer.staging)
+        packer.staging.flush()
+        return DraftExtendInput(**fields, features=features), paths

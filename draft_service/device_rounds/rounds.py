@@ -1,0 +1,184 @@
+"""The source of paths that the draft's device takes from the mailboxes of targets.
+
+What the device makes of a path counts once an order has come that says the same; else it is as if
+it had not been done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draft_service.answers import GrownTrees
+from draft_service.device_rounds.mailbox_io import stage_posts
+from draft_service.device_rounds.overlap import OverlapRunner
+from draft_service.path_source import ConfirmedTrees, PathSource, PostTrees
+from draft_service.request import DeviceTree, DraftRequest
+from draft_service.runner import STAGED_BYTES, DraftRunner
+from shared.kernels.mailbox_words import MAX_PATH
+from shared.messages import TreeShape
+from shared.peer.channel import PeerChannel
+from shared.peer.mailbox import MailboxEnd, is_tag, open_mailbox
+from shared.step.buckets import ROW_BUCKETS
+from shared.step.staging import Staging
+from shared.step.step_timer import StepTimer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    """What the device does by itself as soon as the target's device says what it accepted.
+
+    Args:
+        shape: Of the trees that it will grow.
+        num_tokens: That each request had before.
+    """
+
+    requests: Sequence[DraftRequest]
+    shape: TreeShape
+    num_tokens: Sequence[int]
+    timer: StepTimer
+
+
+class DeviceRounds(PathSource):
+    """Mailboxes of targets, and what was launched and not confirmed yet.
+
+    Changes no request: that is the pipeline's.
+    """
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self.overlap = OverlapRunner(runner)
+        self._pool = runner.pool
+        self._width = runner.model.feature_spec.width
+        self._post_staging = Staging(runner.pool.device, STAGED_BYTES)
+        self._mailboxes: dict[PeerChannel, MailboxEnd] = {}
+        self._launched: _Launched | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether something was launched and not confirmed or given up."""
+        return self._launched is not None
+
+    def connect(self, socket_name: str, channel: PeerChannel) -> None:
+        """Open the mailbox of the target at a channel, if it has one that the device can use."""
+        try:
+            mailbox = open_mailbox(socket_name, width=self._width, device=self._pool.device)
+        except FileNotFoundError:
+            return  # a target without one, which is no fault
+        except OSError as error:
+            logger.info("trees go to the target's host only: no mailbox: %s", error)
+            return
+        self._mailboxes[channel] = mailbox
+        logger.info("trees go straight to the target's device, and paths come from there")
+
+    def disconnect(self, channel: PeerChannel) -> None:
+        """Leave the mailbox of a target that is gone, which the device may be about to read."""
+        if self._launched is not None:
+            self.overlap.read(self._launched.timer)
+            self._launched = None
+        self._mailboxes.pop(channel, None)
+
+    def has_mailbox(self, channel: PeerChannel) -> bool:
+        """Return whether the device can post trees for the target at a channel."""
+        return channel in self._mailboxes
+
+    def place_tree(
+        self, channel: PeerChannel, slot: int, round_tag: int, shape: TreeShape
+    ) -> DeviceTree | None:
+        """Return where the tree of an order is to be posted; None: nowhere."""
+        mailbox = self._mailboxes.get(channel)
+        if mailbox is None or slot >= mailbox.num_slots or not is_tag(round_tag):
+            return None
+        return DeviceTree(slot, round_tag, shape)
+
+    def stage_posts(self, requests: Sequence[DraftRequest]) -> PostTrees | None:
+        """Stage where the trees of requests that are about to grow are posted; None: nowhere."""
+        trees = [request.device_tree for request in requests]
+        mailboxes = [self._mailbox_of(request) for request in requests]
+        posts = stage_posts(trees, mailboxes, self._post_staging)
+        if not posts:
+            return None
+
+        def post(packed: torch.Tensor) -> None:
+            for one in posts:
+                one.post(packed)
+
+        return post
+
+    def next_shape(self, requests: Sequence[DraftRequest]) -> TreeShape | None:
+        """Return the shape of the trees that the device can grow next by itself; None: it cannot.
+
+        Only if all requests are at that point: any other that needed the device would have to wait.
+        """
+        if self._launched is not None or not requests or requests[0].device_tree is None:
+            return None
+        shape = requests[0].device_tree.shape
+        if shape.num_steps >= MAX_PATH:
+            return None
+        mailbox = self._mailbox_of(requests[0])
+        if mailbox is None or not all([self._is_ready(r, mailbox, shape) for r in requests]):
+            return None
+        return shape if len(requests) * (shape.num_steps + 1) <= ROW_BUCKETS[-1] else None
+
+    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape, timer: StepTimer) -> None:
+        """Let the device wait for what is accepted of the newest trees, and go on from it."""
+        mailbox = self._mailbox_of(requests[0])
+        trees = [request.device_tree for request in requests if request.device_tree is not None]
+        assert mailbox is not None and len(trees) == len(requests)
+        self.overlap.launch(requests, trees, mailbox, timer)
+        num_tokens = [len(request.tokens) for request in requests]
+        self._launched = _Launched(
+            requests=requests, shape=shape, num_tokens=num_tokens, timer=timer
+        )
+
+    def confirm(self) -> ConfirmedTrees | None:
+        """Return what counts of what was launched: the target's host has said the same."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return None
+        taken, output = self.overlap.read(launched.timer)
+        paths = [path[1 : 1 + path[0]] for path in taken.tolist()]
+        rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
+        if not rows:
+            return None
+        trees = GrownTrees(
+            requests=[launched.requests[row] for row in rows],
+            rows=rows,
+            output=output,
+            timer=launched.timer,
+            is_overlapped=True,
+        )
+        return ConfirmedTrees(trees=trees, num_tokens=[len(paths[row]) for row in rows])
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile what posts and takes."""
+        self.overlap.compile(dtype)
+
+    def _mailbox_of(self, request: DraftRequest) -> MailboxEnd | None:
+        return None if request.channel is None else self._mailboxes.get(request.channel)
+
+    def _is_ready(self, request: DraftRequest, mailbox: MailboxEnd, shape: TreeShape) -> bool:
+        """Return whether the newest tree is answered, and what is accepted of it will be in a
+        mailbox, with an order of the same shape.
+        """
+        tree = request.device_tree
+        is_caught_up = request.pending is None and not request.num_ready_rows
+        if not is_caught_up or tree is None or tree.shape != shape:
+            return False
+        return self._mailbox_of(request) is mailbox
+
+
+def _is_confirmed(launched: _Launched, row: int, path: Sequence[int]) -> bool:
+    """Return whether the target's host has said and ordered what its device said."""
+    request = launched.requests[row]
+    if not path or not request.is_held or request.pending is None:
+        return False
+    return (
+        request.pending.order.shape == launched.shape
+        and request.tokens[launched.num_tokens[row] :] == list(path)
+        and request.num_ready_rows == len(path)
+    )

@@ -1,0 +1,94 @@
+"""Where accepted paths come from.
+
+*Relayed*: the orchestrator sends what the target accepted, with the order of the next tree, through
+the front (`RequestTable.take_order`). *Peer*: the target's engine does, over a peer channel
+(peer_rounds.py). *Device*: the target's device posts what it accepted to a mailbox, and the draft's
+device extends it and grows the next tree while the order, which one of the first two ways brings,
+is still under way. What the device did counts once an order has come that says the same.
+
+The first two ways end in an order of the request table; the third is a `PathSource`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draft_service.answers import GrownTrees
+from draft_service.request import DeviceTree, DraftRequest
+from shared.messages import TreeShape
+from shared.peer.channel import PeerChannel
+from shared.step.step_timer import StepTimer
+
+PostTrees = Callable[[torch.Tensor], None]
+"""Posts the trees of a growth, as `select_nodes` packs them; launches only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedTrees:
+    """What the device did before its host had the orders, and orders that have come confirm.
+
+    Args:
+        num_tokens: Accepted of each request: rows that were extended.
+    """
+
+    trees: GrownTrees
+    num_tokens: Sequence[int]
+
+
+class PathSource:
+    """Accepted paths that the device has before its host. This one has none: no device does
+    anything by itself, and every path comes with an order.
+    """
+
+    def connect(self, socket_name: str, channel: PeerChannel) -> None:
+        """Look for the mailbox of the target at the other end of a new channel."""
+
+    def disconnect(self, channel: PeerChannel) -> None:
+        """Leave the mailbox of a target that is gone."""
+
+    def has_mailbox(self, channel: PeerChannel) -> bool:
+        """Return whether the device can post trees for the target at a channel."""
+        return False
+
+    def place_tree(
+        self, channel: PeerChannel, slot: int, round_tag: int, shape: TreeShape
+    ) -> DeviceTree | None:
+        """Return where the tree of an order is to be posted; None: nowhere."""
+        return None
+
+    def stage_posts(self, requests: Sequence[DraftRequest]) -> PostTrees | None:
+        """Stage where the trees of requests that are about to grow are posted; None: nowhere."""
+        return None
+
+    def next_shape(self, requests: Sequence[DraftRequest]) -> TreeShape | None:
+        """Return the shape of the trees that the device can grow next by itself; None: it cannot.
+
+        Args:
+            requests: All of the engine.
+        """
+        return None
+
+    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape, timer: StepTimer) -> None:
+        """Let the device wait for what the target accepts of the newest trees, and go on from it.
+
+        Args:
+            requests: Those that have this `next_shape`, with slots reserved.
+        """
+        raise AssertionError("there is no shape")
+
+    def confirm(self) -> ConfirmedTrees | None:
+        """Return what was launched and is the same as what would be done now; the rest is void.
+
+        Waits for the device, which waits no longer for paths that are not there.
+        """
+        return None
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile what posts and takes.
+
+        Args:
+            dtype: Of the features that will come.
+        """

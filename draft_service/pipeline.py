@@ -1,0 +1,189 @@
+"""One step of a draft, from the rows that are ready to the trees that are answered.
+
+confirm     what the device grew before its orders came is committed and answered (device rounds)
+plan        rows to extend, within the step's budget
+extend      launched: committed tokens with their true features
+commit      these rows are part of the request from here on
+grow        launched: a tree from every root that is extended, posted if a device waits for it
+settle      while the device works: counts, pages that are freed and reserved
+read        waits for the device
+answer      each tree the way that its order came
+overlap     launched: what the device does next without its host (device rounds)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from draft_service.answers import GrownTrees, answer
+from draft_service.extend_input import ExtendWork
+from draft_service.growth_input import num_scratch_slots
+from draft_service.path_source import PathSource
+from draft_service.request import DraftRequest
+from draft_service.request_table import RequestTable
+from draft_service.runner import DraftRunner
+from shared.messages import TreeShape
+from shared.step.recorder import Recorder
+from shared.step.step_timer import StepTimer
+
+CHUNK_ROWS = 256
+
+
+class DraftPipeline:
+    """Advances all requests, a step at a time.
+
+    Args:
+        outbox: Takes what goes to the front.
+        source: Of paths that the device has first.
+        max_batch_rows: Rows per extend.
+    """
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        requests: RequestTable,
+        outbox: list[Any],
+        source: PathSource,
+        recorder: Recorder,
+        *,
+        max_batch_rows: int,
+    ) -> None:
+        self.num_steps = self.num_rows = self.num_request_steps = 0
+        self._runner = runner
+        self._requests = requests
+        self._outbox = outbox
+        self._source = source
+        self._recorder = recorder
+        self._max_batch_rows = max_batch_rows
+        self._has_work: bool | None = None  # None: not known
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether there are rows to extend or trees to grow."""
+        if self._has_work is None:
+            self._has_work = any(
+                request.num_ready_rows or request.can_grow for request in self._requests.values()
+            )
+        return self._has_work
+
+    def note_message(self) -> None:
+        """Look anew whether there is work: a message changes the requests."""
+        self._has_work = None
+
+    def step(self) -> None:
+        """Extend what can be extended, then grow every tree whose root is extended."""
+        if self.has_work:
+            self._confirm()
+        timer = self._timer([r for r in self._requests.values() if r.pending is not None])
+        works = self.plan_extend()
+        self._runner.extend(works, timer)
+        for work in works:
+            work.request.kv_len += work.num_rows
+        growing = self.plan_growth()  # while the device extends
+        if growing:
+            self.launch_growth(growing, timer)
+        self._settle(works, growing)  # while it grows trees
+        if growing:
+            output = self._runner.read(timer)
+            rows = range(len(growing))
+            self._answer(GrownTrees(requests=growing, rows=rows, output=output, timer=timer))
+        self._overlap()
+        self._has_work = None
+
+    def plan_extend(self) -> list[ExtendWork]:
+        """Choose rows: first of requests whose tree is ordered, oldest first."""
+        ready = [
+            (request, count)
+            for request in self._requests.values()  # oldest first
+            if (count := request.num_ready_rows)
+        ]
+        ready.sort(key=lambda entry: entry[0].pending is None)
+        budget = self._max_batch_rows
+        works = []
+        for request, num_ready in ready:
+            count = min(num_ready, budget, CHUNK_ROWS)
+            if count and request.is_held and self._requests.reserve(request, count):
+                works.append(ExtendWork(request, request.kv_len, count))
+                budget -= count
+        return [work for work in works if work.request.is_held]
+
+    def plan_growth(self) -> list[DraftRequest]:
+        """Reserve slots for every tree that can grow; leaves out what this retracted."""
+        growing = []
+        for request in [request for request in self._requests.values() if request.can_grow]:
+            num_slots = num_scratch_slots(request.pending_tree.order.shape)
+            if request.is_held and self._requests.reserve(request, num_slots):
+                growing.append(request)
+        return [request for request in growing if request.is_held]
+
+    def launch_growth(self, growing: Sequence[DraftRequest], timer: StepTimer) -> None:
+        """Grow the pending tree of requests all of whose committed rows were extended; launches
+        only.
+
+        Mutates: Scratch KV slots past kv_len.
+        """
+        runner = self._runner
+        inputs = runner.pack_growth(
+            growing, [request.pending_tree.order.shape for request in growing]
+        )
+        post = self._source.stage_posts(growing)
+        packed = runner.launch_growth(inputs)
+        if post is not None:
+            post(packed)
+        timer.device("grow")
+        runner.results.start(packed)
+
+    def _confirm(self) -> None:
+        """Commit and answer what the device did before its host had the orders."""
+        done = self._source.confirm()
+        if done is None:
+            return
+        requests = done.trees.requests
+        for request, num_tokens in zip(requests, done.num_tokens, strict=True):
+            request.kv_len += num_tokens
+            if request.features is not None:
+                request.features.take(num_tokens)  # the device had them from the mailbox
+        self._answer(done.trees)
+        self._count(sum(done.num_tokens), len(requests))
+        for request in requests:
+            self._requests.drop_unseen(request)
+
+    def _settle(self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest]) -> None:
+        """Do what can wait until a step is launched: count it, free and reserve pages."""
+        if not works and not growing:
+            return
+        self._count(
+            sum([work.num_rows for work in works]),
+            len({*growing, *[work.request for work in works]}),
+        )
+        for request, _, _ in works:
+            if request.is_held:
+                self._requests.drop_unseen(request)
+        for request in growing:
+            self._reserve_next(request, request.pending_tree.order.shape)
+        self._runner.bring_page_table()
+
+    def _overlap(self) -> None:
+        """Let the device go on by itself, if all requests are at that point."""
+        requests = list(self._requests.values())
+        shape = self._source.next_shape(requests)
+        if shape is not None and all([self._reserve_next(r, shape) for r in requests]):
+            self._source.launch(requests, shape, self._timer(requests))
+
+    def _reserve_next(self, request: DraftRequest, shape: TreeShape) -> bool:
+        """Reserve for the longest path through a tree, and for the tree after it, if possible."""
+        num_slots = num_scratch_slots(shape)
+        return self._requests.try_reserve(request, shape.num_steps + 1, num_slots)
+
+    def _answer(self, trees: GrownTrees) -> None:
+        answer(trees, self._outbox, self._recorder)
+
+    def _timer(self, requests: Sequence[DraftRequest]) -> StepTimer:
+        is_on = self._recorder.is_on
+        return self._recorder.step([request.request_id for request in requests] if is_on else ())
+
+    def _count(self, num_rows: int, num_requests: int) -> None:
+        self.num_steps += 1
+        self.num_rows += num_rows
+        self.num_request_steps += num_requests

@@ -1,0 +1,106 @@
+"""What one request ordered of its draft: tokens sent, the tree that is due, the time it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from shared.errors import InvalidTreeError
+from shared.messages import DraftRound, TokenTree
+from shared.times import seen_from
+from shared.tree import check_tree
+
+_EWMA_WEIGHT = 0.2
+_MAX_TIMED_ORDERS = 64
+
+
+class DraftOrders:
+    """Orders and trees of one request; an order is for the newest round and replaces the last."""
+
+    def __init__(self) -> None:
+        self.num_tokens_sent = 0
+        """Tokens of the request that the draft was sent."""
+        self.mean_round_s = 0.0
+        """From the order of a tree to the tree; of peer rounds, from path to path."""
+        self._due: DraftRound | None = None
+        self._tree: TokenTree | None = None
+        self._sent_at: dict[int, float] = {}
+        self._owes_since: float | None = None
+
+    def restart(self, num_tokens: int) -> None:
+        """Begin a draft_epoch, whose DraftOpen holds so many tokens."""
+        self.clear()
+        self.num_tokens_sent = num_tokens
+
+    def clear(self) -> None:
+        """Forget what is due: no answer to it will count."""
+        self._due = self._tree = self._owes_since = None
+        self._sent_at.clear()
+
+    def add(self, order: DraftRound, now: float) -> None:
+        """Take note of an order that leaves now (loop time, seconds)."""
+        self.num_tokens_sent = order.token_offset + len(order.token_ids)
+        self._due, self._tree = order, None
+        self._sent_at[order.round_idx] = now
+        if len(self._sent_at) > _MAX_TIMED_ORDERS:
+            del self._sent_at[min(self._sent_at)]
+        if self._owes_since is None:
+            self._owes_since = now
+
+    def is_due(self, round_idx: int) -> bool:
+        """Return whether the tree of this round was ordered."""
+        return self._due is not None and self._due.round_idx == round_idx
+
+    def receive(self, tree: TokenTree, now: float) -> None:
+        """Take a tree: measure the time that it took, and keep it if it is due."""
+        self._owes_since = None
+        sent_at = self._sent_at.pop(tree.round_idx, None)
+        if sent_at is not None:
+            self.note_round(now - sent_at)
+            if tree.times is not None:
+                sent_ns, arrived_ns = int(sent_at * 1e9), int(now * 1e9)
+                times = seen_from(tree.times, kind="draft", sent_ns=sent_ns, arrived_ns=arrived_ns)
+                tree = replace(tree, times=times)
+        if self.is_due(tree.round_idx):
+            self._tree = tree
+
+    def take(self, round_idx: int, *, vocab_size: int) -> TokenTree | None:
+        """Return the tree of a round, None if it has not come.
+
+        Args:
+            vocab_size: Of the target.
+        Raises: InvalidTreeError if a target cannot verify it.
+        """
+        if self._tree is None or self._tree.round_idx != round_idx:
+            return None
+        tree, self._tree = self._tree, None
+        assert self._due is not None
+        _check_answer(tree, self._due, vocab_size=vocab_size)
+        return tree
+
+    def note_round(self, took_s: float) -> None:
+        """Take the measured time of a round, seconds."""
+        self.mean_round_s += _EWMA_WEIGHT * (took_s - self.mean_round_s)
+
+    def silent_s(self, now: float) -> float:
+        """Return how long orders have been without any answer, seconds."""
+        return 0.0 if self._owes_since is None else now - self._owes_since
+
+
+def _check_answer(tree: TokenTree, order: DraftRound, *, vocab_size: int) -> None:
+    """Raise InvalidTreeError unless the tree answers the order and a target can verify it."""
+    check_tree(
+        tree.token_ids,
+        tree.parent_index,
+        root_token_id=order.token_ids[-1],
+        vocab_size=vocab_size,
+        max_num_nodes=order.shape.num_draft_tokens,
+    )
+    if tree.seq_len != order.seq_len:
+        raise InvalidTreeError(f"seq_len is {tree.seq_len}, expected {order.seq_len}")
+    if tree.target_epoch != order.target_epoch:
+        raise InvalidTreeError(
+            f"target_epoch is {tree.target_epoch}, expected {order.target_epoch}"
+        )
+    if any(map(math.isnan, tree.cumulative_logprobs)):
+        raise InvalidTreeError("a score is not a number")

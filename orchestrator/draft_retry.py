@@ -1,0 +1,49 @@
+"""When and where a draft that was lost is opened again."""
+
+from __future__ import annotations
+
+from tenacity import RetryCallState, wait_exponential_jitter
+
+_NO_WORKER_WAIT_S = 0.5
+_REOPEN_WAIT = wait_exponential_jitter(multiplier=0.05, max=5.0, jitter=0.05)
+_MAX_DOUBLINGS = 8
+
+
+class DraftRetry:
+    """Backs off as long as drafts are lost without having sent a tree."""
+
+    def __init__(self) -> None:
+        self.avoid: frozenset[str] = frozenset()
+        """Address of the worker that lost the draft, used only if there is no other one."""
+        self._num_losses = 0
+        self._next_at = 0.0  # loop time
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to open a draft now (loop time, seconds)."""
+        return now >= self._next_at
+
+    @property
+    def silence_factor(self) -> int:
+        """Return how many times as long as a first draft the next one may be silent."""
+        return int(2 ** min(self._num_losses, _MAX_DOUBLINGS))
+
+    def note_tree(self) -> None:
+        """Take note that the draft works."""
+        self._num_losses = 0
+
+    def note_no_worker(self, now: float) -> None:
+        """Take note that there is no worker that could draft."""
+        self._next_at = now + _NO_WORKER_WAIT_S
+
+    def note_loss(self, address: str | None, now: float) -> None:
+        """Take note that a draft was lost.
+
+        Args:
+            address: Of a worker that runs on; None: the worker is gone.
+        """
+        if address is not None:
+            self.avoid = frozenset({address})
+        self._num_losses += 1
+        attempt = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
+        attempt.attempt_number = self._num_losses
+        self._next_at = now + _REOPEN_WAIT(attempt)

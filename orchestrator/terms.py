@@ -1,0 +1,97 @@
+"""What a request asks of a target: limits, parameters, room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from orchestrator.losses import Losses
+from orchestrator.pairing import ModelIdentity
+from orchestrator.pool import Need
+from orchestrator.validation import GenerationRequest
+from shared.messages import StoppingParams, TargetOpen, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """A request and the model that serves it.
+
+    Args:
+        request: With its prompt tokenized.
+        worker_request_id: Its id on the workers, unique in the world.
+        model: What is served; until a target is chosen, as far as validation needed to know.
+        identity: The model that the request is bound to; None for a new request.
+        wants_features: Whether a draft may read the target's features.
+    """
+
+    request: GenerationRequest
+    worker_request_id: str
+    model: WorkerInfo
+    identity: ModelIdentity | None = None
+    wants_features: bool = False
+
+    def on_target(self, info: WorkerInfo, *, is_first: bool) -> Terms:
+        """Return the terms on a target; what the first one serves stays said, whatever follows."""
+        model = info if is_first else self.model
+        return replace(self, model=model, identity=ModelIdentity.of(info))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Return the most output tokens: the client's limit or what the context holds."""
+        room = self.model.max_context_len - len(self.request.prompt_ids)
+        wanted = self.request.max_new_tokens
+        return room if wanted is None else min(room, wanted)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Return the tokens that end the output: the client's and the model's."""
+        eos_ids = () if self.request.ignore_eos else self.model.eos_token_ids
+        return frozenset({*eos_ids, *self.request.stop_token_ids})
+
+    def need(self, tokens: Sequence[int], losses: Losses, *, is_running: bool) -> Need:
+        """Return what the next target must have.
+
+        Args:
+            tokens: Prompt and output so far.
+            is_running: The request was moved, or has output already: it goes before new ones.
+        """
+        # A new request goes to any target that can take its prompt; the model is not chosen yet.
+        whole_len = len(self.request.prompt_ids) + self.max_new_tokens
+        return Need(
+            request_id=self.worker_request_id,
+            num_tokens=len(tokens),
+            context_len=whole_len if self.identity else len(tokens) + 1,
+            priority=self.request.priority,
+            session_id=self.request.session_id,
+            wants_draft=self.request.shape is not None,
+            is_running=is_running,
+            wants_room=losses.wants_room,
+            identity=self.identity,
+            avoid=losses.avoid,
+            needs_trial=losses.needs_trial,
+        )
+
+    def target_open(self, tokens: Sequence[int], target_epoch: int) -> TargetOpen:
+        """Return the message that has a target prefill the request.
+
+        Args:
+            tokens: Prompt and output so far.
+        """
+        request = self.request
+        return TargetOpen(
+            request_id=self.worker_request_id,
+            target_epoch=target_epoch,
+            token_ids=tuple(tokens),
+            num_prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            stopping=StoppingParams(
+                max_new_tokens=self.max_new_tokens,
+                min_new_tokens=min(request.min_new_tokens, self.max_new_tokens),
+                stop_token_ids=tuple(sorted(self.stop_token_ids)),
+            ),
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            wants_features=self.wants_features,
+            priority=request.priority,
+            is_timed=request.round_times,
+        )

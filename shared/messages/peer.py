@@ -1,0 +1,73 @@
+"""Messages that the engines of a target and of a draft exchange over their peer channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from coppice.v1 import peer_pb2
+from shared.messages.codec import message
+from shared.messages.features import RingRows
+from shared.messages.fields import Count, RequestId
+from shared.messages.tree import TreeShape
+
+
+@message(peer_pb2.PeerAttach)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAttach:
+    """The draft holds the request: the target may order its trees over this channel.
+
+    Args:
+        has_mailbox: The draft's device posts its trees to the target's mailbox as well.
+    """
+
+    request_id: RequestId
+    target_epoch: Count
+    draft_epoch: Count
+    has_mailbox: bool = False
+
+
+@message(peer_pb2.PeerDetach)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerDetach:
+    """The draft has dropped the request and wants no more of its features."""
+
+    request_id: RequestId
+    target_epoch: Count
+    draft_epoch: Count
+
+
+class PathEntry(NamedTuple):
+    """One request of a PathBatch.
+
+    Args:
+        round_idx: The round that the tree is for.
+        seq_len: Index of the root that was verified, in prompt + output; position of the first row.
+        token_ids: Accepted drafts and bonus token, which come after that root.
+        mailbox_slot: Slot of the target's mailbox where the draft's device posts the next tree.
+        round_tag: Number of that round in the mailbox; 0: the tree is not posted.
+    """
+
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    round_idx: int
+    seq_len: int
+    token_ids: Sequence[int]
+    mailbox_slot: int = 0
+    round_tag: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathBatch:
+    """What one step accepted of several requests of one draft, and the order of their next trees.
+
+    Args:
+        shape: Shape of every tree.
+        rows: One row per token, in the order of the parts; None if the draft takes none.
+    """
+
+    parts: tuple[PathEntry, ...]
+    shape: TreeShape
+    rows: RingRows | None

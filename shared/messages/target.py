@@ -1,0 +1,138 @@
+"""Messages of the session of an orchestrator with a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from coppice.v1 import target_pb2
+from shared.messages.codec import Mark, message
+from shared.messages.fields import Count, RequestId, SomeIds, require_range
+from shared.messages.params import SamplingParams, StoppingParams
+from shared.messages.times import AnswerTimes
+from shared.messages.tree import FlatShape, TokenTree
+
+MAX_TOP_LOGPROBS = 20
+
+RoundIdx = Annotated[int, partial(require_range, low=1)]  # 0 is the prefill
+
+
+def _check_open(value: TargetOpen) -> None:
+    require_range(value.num_prompt_tokens, "num_prompt_tokens", 1, len(value.token_ids))
+
+
+@message(target_pb2.TargetOpen, check=_check_open)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOpen:
+    """Rebuild a request from its tokens and prefill it; answered by AcceptedPath of round 0."""
+
+    request_id: RequestId
+    target_epoch: Count
+    token_ids: SomeIds
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stopping: StoppingParams
+    logprobs: bool = False
+    top_logprobs: Annotated[int, partial(require_range, low=0, high=MAX_TOP_LOGPROBS)] = 0
+    wants_features: bool = False
+    priority: int = 0
+    is_timed: bool = False
+
+
+@message(target_pb2.TargetAdmitted)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetAdmitted:
+    """The request holds pages and is being prefilled.
+
+    Args:
+        times: From the reservation of its pages to this answer; None: unknown.
+    """
+
+    request_id: RequestId
+    target_epoch: Count
+    num_cached_tokens: Count = 0
+    times: AnswerTimes | None = None
+
+
+@message(target_pb2.RootOnly)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootOnly:
+    """Rounds of the root alone."""
+
+
+@message(target_pb2.PeerTrees)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTrees:
+    """Trees that the target orders from the draft that is attached to it.
+
+    Args:
+        token_offset: The draft has the tokens before this index.
+        shape: The largest shape that the target may order.
+    """
+
+    draft_epoch: Count
+    token_offset: Count
+    shape: FlatShape
+
+
+@message(target_pb2.Credit)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Rounds up to and including `until_round_idx` need no order; see proto Credit.
+
+    Args:
+        trees: Where the trees of these rounds come from.
+    """
+
+    until_round_idx: RoundIdx
+    trees: RootOnly | PeerTrees = RootOnly()
+
+
+@message(target_pb2.VerifyRound)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRound:
+    """Verify a tree (None: a root-only round) at `seq_len`.
+
+    Args:
+        credit: Credit for the rounds after this one; None: each later round needs an order.
+        received_ns: When the order of a timed request reached the worker; never sent.
+    """
+
+    request_id: RequestId
+    target_epoch: Count
+    round_idx: RoundIdx
+    seq_len: Count
+    root_token_id: Count
+    tree: TokenTree | None = None
+    credit: Credit | None = None
+    received_ns: Annotated[int, Mark.OFF_WIRE] = 0
+
+
+@message(target_pb2.CreditUpdate)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditUpdate:
+    """Renew a request's credit between orders."""
+
+    request_id: RequestId
+    target_epoch: Count
+    credit: Credit
+
+
+@message(target_pb2.DraftDetached)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftDetached:
+    """The peer channel to the request's draft has closed, which ends the credit for its trees."""
+
+    request_id: RequestId
+    target_epoch: Count
+    draft_epoch: Count
+
+
+@message(target_pb2.TargetClose)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetClose:
+    """Free whatever the request holds."""
+
+    request_id: RequestId
+    target_epoch: Count

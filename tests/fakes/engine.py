@@ -1,0 +1,112 @@
+"""What all fake engines share: the members of an engine, a table of requests, how they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from shared.errors import CoppiceError
+from shared.messages import RequestFailure
+from shared.peer.channel import PeerChannel, PeerChannels
+from shared.rpc.status import failure_of
+
+NUM_PAGES = 1000
+
+
+class BareEngine:
+    """The members of an engine that has no channels, no device and nothing to leak."""
+
+    has_work_in_s: float | None = None
+
+    @property
+    def channels(self) -> PeerChannels:
+        return PeerChannels()
+
+    def submit_peer(self, channel: PeerChannel, message: Any) -> None:
+        raise AssertionError(f"{message} over a channel that does not exist")
+
+    def launch_deferred(self) -> None:
+        """Do nothing."""
+
+    def check_integrity(self) -> None:
+        """There is nothing to leak."""
+
+
+class FakeRequest(Protocol):
+    """A request that a fake engine holds."""
+
+    @property
+    def open(self) -> Any:
+        """Return the message that opened it."""
+
+
+Request = TypeVar("Request", bound=FakeRequest)
+
+
+@dataclass(eq=False)
+class FakeEngine(BareEngine, Generic[Request]):
+    """Takes messages, answers bad ones with a failure, and keeps what it has to say until `step`.
+
+    Args:
+        requests: By request_id.
+        received: Every message of the front, in order.
+        num_pages_taken: Pages that are not free for another reason than a request here.
+        to_peer: Messages to the engine that a request's peer channel leads to, to be carried there.
+    """
+
+    requests: dict[str, Request] = field(default_factory=dict)
+    received: list[Any] = field(default_factory=list)
+    to_peer: list[Any] = field(default_factory=list)
+    outbox: list[Any] = field(default_factory=list)
+    num_steps: int = 0
+    num_pages_taken: int = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        """Return the free pages; a request takes one."""
+        return NUM_PAGES - len(self.requests) - self.num_pages_taken
+
+    def submit(self, message: Any) -> None:
+        self.received.append(message)
+        self.handle(message)
+
+    def handle(self, message: Any) -> None:
+        """Take a message, answer it with a failure if it is a bad one."""
+        try:
+            self.take(message)
+        except CoppiceError as error:
+            failure = failure_of(
+                error,
+                request_id=message.request_id,
+                target_epoch=message.target_epoch,
+                draft_epoch=getattr(message, "draft_epoch", 0),
+                round_idx=getattr(message, "round_idx", 0),
+            )
+            self.fail(message, failure)
+
+    def take(self, message: Any) -> None:
+        """Take a message of the front.
+
+        Raises: CoppiceError if it is a bad one.
+        """
+        raise NotImplementedError
+
+    def fail(self, message: Any, failure: RequestFailure) -> None:
+        """Answer a bad message."""
+        self.outbox.append(failure)
+
+    def take_outbox(self) -> list[Any]:
+        """Return what there is to say, once."""
+        outbox, self.outbox = self.outbox, []
+        return outbox
+
+    def take_to_peer(self) -> list[Any]:
+        """Return what there is to say over peer channels, once."""
+        to_peer, self.to_peer = self.to_peer, []
+        return to_peer
+
+    def held(self, message: Any) -> Request | None:
+        """Return the request of a message if it is held here in the same target_epoch."""
+        request = self.requests.get(message.request_id)
+        is_same = request is not None and request.open.target_epoch == message.target_epoch
+        return request if is_same else None
