@@ -184,13 +184,10 @@ class TargetEngine:
                 case PeerAttach():
                     self.source.attach(message, channel)
                 case PeerDetach():
-                    request = self.requests.get(message.request_id)
-                    draft = request.draft if request is not None else None
-                    if request is not None and draft and draft.draft_epoch == message.draft_epoch:
-                        self._detach(request, channel)
+                    self._detach(channel, message)
                 case PeerLost():
                     for request in self.requests.values():
-                        self._detach(request, channel)
+                        self._lose_draft(request, channel)
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__} of a peer")
         except CoppiceError as error:
@@ -200,8 +197,15 @@ class TargetEngine:
             else:
                 self._state.outbox.append(failure)
 
-    def _detach(self, request: TargetRequest, channel: PeerChannel) -> None:
-        """Forget a draft's channel."""
+    def _detach(self, channel: PeerChannel, message: PeerDetach) -> None:
+        request = self.requests.get(message.request_id)
+        if request is None or request.draft is None:
+            return
+        if request.draft.draft_epoch == message.draft_epoch:
+            self._lose_draft(request, channel)
+
+    def _lose_draft(self, request: TargetRequest, channel: PeerChannel) -> None:
+        """Forget a request's draft, if that is attached over this channel."""
         draft = request.draft
         if draft is not None and draft.channel is channel:
             self.source.end_credit(request)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -19,19 +17,13 @@ from shared.device import (
 )
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
-from shared.kv.sizing import choose_num_pages, require_room
-from shared.messages import MAX_TREE_NODES, FeatureSpec, WorkerInfo
+from shared.messages import FeatureSpec, WorkerInfo
 from shared.models.checkpoint import (
-    report_reads,
     resolve_model,
-    stored_bytes,
     tokenizer_hash,
-    weight_bytes,
 )
-from shared.models.config import ModelConfig, feature_spec, resolve_draft
+from shared.models.config import ModelConfig
 from shared.models.digest import start_model_hash
-from shared.models.eagle3 import FeatureProjection
-from shared.models.llama import CausalLM
 from shared.peer.channel import PeerChannels, PeerListener, remove_stale_sockets
 from shared.peer.mailbox import Mailbox
 from shared.peer.ring import FeatureRing
@@ -41,6 +33,7 @@ from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
 from target_service.engine_state import EngineState
 from target_service.fingerprint import finite_logits, take_fingerprint
+from target_service.loading import LOADED, load_model, make_pool
 from target_service.peer_rounds import PeerRounds
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
@@ -52,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Steps whose rows a feature ring holds, if it may be as large as that.
 RING_STEPS = 4
-# Share of the start that is over when the weights are loaded.
-LOADED = 0.8
 
 
 def create_engine(
@@ -70,79 +61,15 @@ def create_engine(
     model_hash = start_model_hash(directory)
     model_config = ModelConfig.from_checkpoint(directory)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=model_config.dtype, device=device)
-    features = resolve_features(config, directory)
-
-    longest = config.max_context_len or model_config.max_position_embeddings
-    if longest > model_config.max_position_embeddings:
-        raise ConfigError(
-            f"max_context_len is {longest}, {directory.name} was made for "
-            f"{model_config.max_position_embeddings}; lower it"
-        )
-    require_room(
-        num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
-    )
-    progress("loading weights")
-    with report_reads(
-        lambda text, share: progress(text, LOADED * share), num_bytes=stored_bytes(directory)
-    ):
-        model = CausalLM.from_checkpoint(
-            directory, device, dtype, num_positions=longest + MAX_TREE_NODES
-        )
-    projection = None
-    if features.projection:
-        projection = FeatureProjection.from_checkpoint(
-            resolve_draft(config.draft_model, config.algorithm, directory),
-            len(features.layer_ids) * model_config.hidden_size,
-            device=device,
-            dtype=dtype,
-        )
+    model, projection, features = load_model(config, directory, model_config, dtype, progress)
     progress("allocating the KV pool", LOADED)
-    num_pages = choose_num_pages(
-        num_pages=config.num_pages,
-        bytes_per_page=KVPool.bytes_per_page(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            page_size=config.page_size,
-            dtype=dtype,
-        ),
-        page_size=config.page_size,
-        max_num_requests=config.max_num_requests,
-        max_request_tokens=longest + MAX_TREE_NODES,
-        memory_fraction=config.kv_memory_fraction,
-        device=device,
-    )
-    # One request, alone, must always fit with a whole round.
-    context_len = min(longest, (num_pages - 1) * config.page_size - MAX_TREE_NODES)
-    if context_len < 2:
-        raise ConfigError(
-            f"a KV pool of {num_pages} pages of {config.page_size} tokens cannot hold one round "
-            f"of {MAX_TREE_NODES} nodes; raise --num-pages"
-        )
-    pool = KVPool(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        num_pages=num_pages,
-        page_size=config.page_size,
-        max_num_requests=config.max_num_requests,
-        max_pages_per_request=-(-(context_len + MAX_TREE_NODES) // config.page_size) + 1,
-        dtype=dtype,
-        device=device,
-    )
-    logger.info(
-        "KV pool: %d pages of %d tokens = %d tokens",
-        pool.num_pages,
-        config.page_size,
-        pool.num_pages * config.page_size,
-    )
-    spec = replace(features, dtype=dtype_name(dtype) if features.width else "")
+    pool, context_len = make_pool(config, model_config, dtype, device)
     sampler = Sampler(
         max_num_requests=config.max_num_requests,
         vocab_size=model_config.vocab_size,
         device=device,
     )
-    runner = TargetRunner(model, pool, sampler, spec, projection=projection)
+    runner = TargetRunner(model, pool, sampler, features, projection=projection)
     if runner.pads_rows:
         runner.capture(
             window=model_config.sliding_window,
@@ -157,7 +84,7 @@ def create_engine(
     finite_logits(runner, directory, **prompt)  # first: NaN differs from itself in the self-test
     prove_exactness(config, runner, model_config, context_len)
     fingerprint = take_fingerprint(runner, directory, **prompt)  # of the products that it settled
-    ring = open_ring(config, spec.width * dtype.itemsize * max_batch_rows(config, device))
+    ring = open_ring(config, features.width * dtype.itemsize * max_batch_rows(config, device))
     channels = PeerChannels(open_listener(config))
     costs = None
     if channels.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
@@ -174,7 +101,7 @@ def create_engine(
         page_size=config.page_size,
         dtype=dtype_name(dtype),
         device=device.type,
-        features=spec,
+        features=features,
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
         feature_ring=ring.name if ring is not None else "",
@@ -193,7 +120,7 @@ def create_engine(
     )
     mailbox = None
     if device.type == "cuda" or has_cpu_mailbox:
-        mailbox = make_mailbox(config, channels.name, spec, pool, dtype)
+        mailbox = make_mailbox(config, channels.name, features, pool, dtype)
     engine = TargetEngine(
         runner,
         state,
@@ -301,12 +228,3 @@ def open_listener(config: TargetConfig) -> PeerListener | None:
     except OSError as error:
         logger.warning("trees go through the orchestrator: no socket for peer channels: %s", error)
         return None
-
-
-def resolve_features(config: TargetConfig, target: Path) -> FeatureSpec:
-    """Return what to send to the configured draft; width 0 when it needs nothing."""
-    if config.algorithm == "none" or config.draft_model == "none":
-        return FeatureSpec()
-    draft = resolve_draft(config.draft_model, config.algorithm, target)
-    _, spec = feature_spec(draft, target, config.algorithm, is_projected=config.project_features)
-    return spec

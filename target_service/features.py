@@ -88,28 +88,7 @@ class FeatureOutlet:
                 self.early_subscriptions.pop(next(iter(self.early_subscriptions)))
             self.early_subscriptions[message.request_id] = message
             return
-        if request.target_epoch > message.target_epoch:
-            raise StaleStateError(
-                f"target_epoch {message.target_epoch} is over", field="target_epoch"
-            )
-        is_attached = request.draft is not None and request.draft.channel is channel
-        is_older = 0 < message.draft_epoch < request.newest_draft_epoch
-        if is_older or (channel is not None and not is_attached):
-            raise StaleStateError(
-                "a newer draft takes this request's features", reason="SUBSCRIPTION_REPLACED"
-            )
-        log = request.features
-        if log is None:
-            raise InvalidArgumentError(
-                "this request keeps no features; open it with wants_features on a target that "
-                "was started with the draft's checkpoint",
-                field="request_id",
-            )
-        if not 0 <= message.from_position <= len(request.tokens):
-            raise InvalidArgumentError(
-                f"from_position is {message.from_position}, expected 0..{len(request.tokens)}",
-                field="from_position",
-            )
+        log = _subscribable(request, message, channel)
         reads_ring = self.ring is not None and message.ring_nonce == self.ring.nonce
         if message.ring_nonce and not reads_ring:
             logger.warning("a draft read another feature ring than this target's; it gets bytes")
@@ -220,3 +199,33 @@ class FeatureOutlet:
                     data=part.tobytes() if span is None else span,
                 )
             )
+
+
+def _subscribable(
+    request: TargetRequest, message: FeatureSubscribe, channel: PeerChannel | None
+) -> FeatureLog:
+    """Return the rows that a subscription asks for.
+
+    Raises: StaleStateError or InvalidArgumentError.
+    """
+    if request.target_epoch > message.target_epoch:
+        raise StaleStateError(f"target_epoch {message.target_epoch} is over", field="target_epoch")
+    is_attached = request.draft is not None and request.draft.channel is channel
+    is_older = 0 < message.draft_epoch < request.newest_draft_epoch
+    if is_older or (channel is not None and not is_attached):
+        raise StaleStateError(
+            "a newer draft takes this request's features", reason="SUBSCRIPTION_REPLACED"
+        )
+    log = request.features
+    if log is None:
+        raise InvalidArgumentError(
+            "this request keeps no features; open it with wants_features on a target that "
+            "was started with the draft's checkpoint",
+            field="request_id",
+        )
+    if not 0 <= message.from_position <= len(request.tokens):
+        raise InvalidArgumentError(
+            f"from_position is {message.from_position}, expected 0..{len(request.tokens)}",
+            field="from_position",
+        )
+    return log

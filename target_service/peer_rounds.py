@@ -17,6 +17,7 @@ from shared.messages import (
     PeerAttach,
     PeerTree,
     PeerTrees,
+    RingRows,
     TreeBatch,
     TreeShape,
 )
@@ -115,13 +116,11 @@ class PeerRounds(TreeSource):
         rows_of: dict[tuple[PeerChannel, TreeShape, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             peer = request.draft
-            if peer is not None and self._goes_on(request, peer, path):
-                assert peer.credit is not None
+            if peer is not None and peer.credit is not None and self._goes_on(request, peer, path):
                 key = (peer.channel, peer.credit.shape, request.features is not None)
                 rows_of.setdefault(key, []).append(row)
         for (channel, shape, has_features), rows in rows_of.items():
-            requests = [trees.requests[row] for row in rows]
-            paths = [nodes[row] for row in rows]
+            requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
             ring_rows = None
             if has_features:
                 assert features is not None
@@ -129,55 +128,79 @@ class PeerRounds(TreeSource):
                 ring_rows = self._state.features.send_early(requests, parts)
                 if ring_rows is None:
                     continue  # too many for the ring: in messages, as each is committed
-            entries = tuple(map(self._entry, requests, paths, [shape] * len(rows)))
-            ordered_ns = time.monotonic_ns()
-            channel.put(PathBatch(parts=entries, shape=shape, rows=ring_rows))
-            peers = [request.draft for request in requests if request.draft is not None]
-            if not all([peer.is_overlapped for peer in peers]):
-                channel.flush()  # else the draft's device is at work, and nothing waits for this
-            for request, peer, path in zip(requests, peers, paths, strict=True):
-                peer.ordered_round = request.round_idx + 2
-                peer.num_tokens_sent += len(path.token_ids)
-                peer.ordered_ns = ordered_ns
-                self.window.ordered(request.request_id, shape.num_draft_tokens)
+            self._order_batch(channel, shape, requests, paths, ring_rows)
+
+    def _order_batch(
+        self,
+        channel: PeerChannel,
+        shape: TreeShape,
+        requests: Sequence[TargetRequest],
+        paths: Sequence[AcceptedNodes],
+        rows: RingRows | None,
+    ) -> None:
+        entries = tuple(map(self._entry, requests, paths, [shape] * len(requests)))
+        ordered_ns = time.monotonic_ns()
+        channel.put(PathBatch(parts=entries, shape=shape, rows=rows))
+        peers = [request.draft for request in requests if request.draft is not None]
+        if not all([peer.is_overlapped for peer in peers]):
+            channel.flush()  # else the draft's device is at work, and nothing waits for this
+        for request, peer, path in zip(requests, peers, paths, strict=True):
+            peer.ordered_round = request.round_idx + 2
+            peer.num_tokens_sent += len(path.token_ids)
+            peer.ordered_ns = ordered_ns
+            self.window.ordered(request.request_id, shape.num_draft_tokens)
 
     def take(
         self, channel: PeerChannel, batch: TreeBatch
     ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:
         """Queue the rounds of trees that were ordered here, unless they have been given up."""
-        recorder, vocab_size = self._state.recorder, self._state.info.vocab_size
         are_sound = are_trees(
-            batch.token_ids, batch.parent_index, batch.num_nodes, vocab_size=vocab_size
+            batch.token_ids,
+            batch.parent_index,
+            batch.num_nodes,
+            vocab_size=self._state.info.vocab_size,
         )
         for tree in batch.trees():
             request = self._requests.get(tree.request_id)
             peer = request.draft if request is not None else None
-            if request is None or peer is None or peer.credit is None:
+            if request is None or peer is None or peer.channel is not channel:
                 continue
-            if peer.channel is not channel:
-                continue
-            is_current = (
-                tree.round_idx == request.round_idx + 1
-                and tree.draft_epoch == peer.draft_epoch
-                and tree.target_epoch == request.target_epoch
-            )
+            if peer.credit is None:
+                continue  # given up
             peer.is_overlapped = batch.is_overlapped
-            if not is_current:
-                continue
-            if request.num_in_flight:  # the device has the tree already
-                recorder.include(tree.request_id, tree.round_idx, "draft", tree.times)
-                continue
-            if request.queued is not None:
-                continue
-            self.window.arrived(tree.request_id)
             try:
-                self._check(request, peer.credit, tree, is_sound=are_sound)
+                self._take_tree(request, peer, peer.credit, tree, is_sound=are_sound)
             except InvalidTreeError as error:
                 yield tree, error
-                continue
-            recorder.begin(tree.request_id, tree.round_idx, peer.ordered_ns)
-            recorder.include(tree.request_id, tree.round_idx, "draft", tree.times)
-            recorder.stage(tree.request_id, tree.round_idx, "channel")
+
+    def _take_tree(
+        self,
+        request: TargetRequest,
+        peer: DraftPeer,
+        credit: PeerTrees,
+        tree: PeerTree,
+        *,
+        is_sound: bool,
+    ) -> None:
+        """Queue the round of a tree, if it is the next one and waits for it.
+
+        Raises: InvalidTreeError.
+        """
+        recorder, key = self._state.recorder, (tree.request_id, tree.round_idx)
+        if (tree.round_idx, tree.draft_epoch, tree.target_epoch) != (
+            request.round_idx + 1,
+            peer.draft_epoch,
+            request.target_epoch,
+        ):
+            return
+        if request.num_in_flight:  # the device has the tree already
+            recorder.include(*key, "draft", tree.times)
+        elif request.queued is None:
+            self.window.arrived(tree.request_id)
+            self._check(request, credit, tree, is_sound=is_sound)
+            recorder.begin(*key, peer.ordered_ns)
+            recorder.include(*key, "draft", tree.times)
+            recorder.stage(*key, "channel")
             self._queue(request, HostTree(tree))
 
     def launched(self, requests: Iterable[TargetRequest]) -> None:

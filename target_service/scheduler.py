@@ -147,49 +147,50 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Choose the rows of the next step and reserve their pages."""
-        admitted = self._admit()
-        budget = self._max_batch_rows
-        verifies: list[TargetRequest] = []
-        prefills: list[PrefillWork] = []
-        replays: list[ReplayWork] = []
-        retracted: list[TargetRequest] = []
-        held = self._held.values()
-        chained = [request for request in held if _has_chain(request)]
-        set_aside = budget // CHAIN_SHARE if chained else 0
-        queued = [request for request in held if self._has_round(request)]
+        plan = StepPlan(admitted=self._admit())
+        chained = [request for request in self.held if _has_chain(request)]
+        set_aside = self._max_batch_rows // CHAIN_SHARE if chained else 0
+        budget = self._plan_rounds(plan, self._max_batch_rows, set_aside)
+        budget = self._plan_prefills(plan, chained, budget)
+        self._plan_replays(plan, chained, budget)
+        if plan.retracted:  # for others of this plan
+            plan.verifies[:] = [r for r in plan.verifies if r.phase is not Phase.WAITING]
+            plan.prefills[:] = [w for w in plan.prefills if w.request.phase is not Phase.WAITING]
+            plan.admitted[:] = [r for r in plan.admitted if r.phase is not Phase.WAITING]
+        return plan
+
+    def _plan_rounds(self, plan: StepPlan, budget: int, set_aside: int) -> int:
+        """Plan rounds, those that have waited longest first; return the rows that are left."""
+        queued = [request for request in self.held if self._has_round(request)]
         for request in sorted(queued, key=_QUEUE_IDX):
             if request.phase is Phase.WAITING:
                 continue  # retracted for an older one
             num_rows = request.next_num_rows
-            if num_rows > budget - set_aside and verifies:
+            if num_rows > budget - set_aside and plan.verifies:
                 continue
-            if self._reserve(request, request.launched_len + num_rows, retracted):
-                verifies.append(request)
+            if self._reserve(request, request.launched_len + num_rows, plan.retracted):
+                plan.verifies.append(request)
                 budget -= num_rows
+        return budget
+
+    def _plan_prefills(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> int:
+        """Plan chunks of prompts; return the rows that are left."""
         for request in chained:
             if request.is_prefilling and budget > 0:
                 start = request.launched_len
                 stop = min(len(request.tokens), start + min(self._chunk_len, budget))
-                if self._reserve(request, stop, retracted):
-                    prefills.append(PrefillWork(request=request, start=start, stop=stop))
+                if self._reserve(request, stop, plan.retracted):
+                    plan.prefills.append(PrefillWork(request=request, start=start, stop=stop))
                     budget -= stop - start
+        return budget
+
+    def _plan_replays(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> None:
         for request in chained:
             gap = _replay_gap(request)
             if gap is not None and budget > 0 and request.phase is not Phase.WAITING:
                 stop = min(gap[1], gap[0] + min(self._chunk_len, budget))
-                replays.append(ReplayWork(request=request, start=gap[0], stop=stop))
+                plan.replays.append(ReplayWork(request=request, start=gap[0], stop=stop))
                 budget -= stop - gap[0]
-        if retracted:
-            verifies = [r for r in verifies if r.phase is not Phase.WAITING]
-            prefills = [w for w in prefills if w.request.phase is not Phase.WAITING]
-            admitted = [r for r in admitted if r.phase is not Phase.WAITING]
-        return StepPlan(
-            verifies=verifies,
-            prefills=prefills,
-            replays=replays,
-            admitted=admitted,
-            retracted=retracted,
-        )
 
     def _has_round(self, request: TargetRequest) -> bool:
         return request.queued is not None or request.can_run_alone(

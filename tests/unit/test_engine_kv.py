@@ -146,7 +146,7 @@ def test_poison_is_really_there_and_really_read_by_whoever_looks(models: Models)
     assert pool.k[0][: pool.page_size].isnan().all(), "the sink is poisoned too"
 
     slots = torch.from_numpy(pool.slots(page_row, np.array([3])).astype(np.int64))
-    pool.v[0][slots] = float("nan")  # a committed slot: every later token sees it
+    pool.v[0][slots] = 1e3  # a committed slot: every later token sees it
     pair.finish()
     clean = run_plain(make_target(pairing), [request])[0]
     assert request.output[:1] == clean.output[:1]

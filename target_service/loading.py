@@ -1,0 +1,129 @@
+"""Load a target: its weights, and the KV pool that the memory beside them holds."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shared.config import TargetConfig
+from shared.device import dtype_name, resolve_device
+from shared.errors import ConfigError
+from shared.kv.pool import KVPool
+from shared.kv.sizing import choose_num_pages, require_room
+from shared.messages import MAX_TREE_NODES, FeatureSpec
+from shared.models.checkpoint import report_reads, stored_bytes, weight_bytes
+from shared.models.config import ModelConfig, feature_spec, resolve_draft
+from shared.models.eagle3 import FeatureProjection
+from shared.models.llama import CausalLM
+from shared.rpc.engine import ProgressCallback
+
+logger = logging.getLogger(__name__)
+
+# Share of the start that is over when the weights are loaded.
+LOADED = 0.8
+
+
+def load_model(
+    config: TargetConfig,
+    directory: Path,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    progress: ProgressCallback,
+) -> tuple[CausalLM, FeatureProjection | None, FeatureSpec]:
+    """Load the weights; return the model, and what makes features of captured rows.
+
+    Raises: ConfigError if they do not fit, or CheckpointError.
+    """
+    device = resolve_device(config.device)
+    features = resolve_features(config, directory)
+    require_room(
+        num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
+    )
+    num_positions = longest_context(config, model_config) + MAX_TREE_NODES
+    progress("loading weights")
+    with report_reads(
+        lambda text, share: progress(text, LOADED * share), num_bytes=stored_bytes(directory)
+    ):
+        model = CausalLM.from_checkpoint(directory, device, dtype, num_positions=num_positions)
+    projection = None
+    if features.projection:
+        projection = FeatureProjection.from_checkpoint(
+            resolve_draft(config.draft_model, config.algorithm, directory),
+            len(features.layer_ids) * model_config.hidden_size,
+            device=device,
+            dtype=dtype,
+        )
+    return model, projection, replace(features, dtype=dtype_name(dtype) if features.width else "")
+
+
+def longest_context(config: TargetConfig, model_config: ModelConfig) -> int:
+    """Return the longest sequence that the model takes. Raises: ConfigError."""
+    longest = config.max_context_len or model_config.max_position_embeddings
+    if longest > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"max_context_len is {longest}, {config.model} was made for "
+            f"{model_config.max_position_embeddings}; lower it"
+        )
+    return longest
+
+
+def make_pool(
+    config: TargetConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[KVPool, int]:
+    """Return the KV pool, and the longest sequence that fits into it alone with a whole round.
+
+    Raises: ConfigError if there is no room for one round.
+    """
+    longest = longest_context(config, model_config)
+    num_pages = choose_num_pages(
+        num_pages=config.num_pages,
+        bytes_per_page=KVPool.bytes_per_page(
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            page_size=config.page_size,
+            dtype=dtype,
+        ),
+        page_size=config.page_size,
+        max_num_requests=config.max_num_requests,
+        max_request_tokens=longest + MAX_TREE_NODES,
+        memory_fraction=config.kv_memory_fraction,
+        device=device,
+    )
+    # One request, alone, must always fit with a whole round.
+    context_len = min(longest, (num_pages - 1) * config.page_size - MAX_TREE_NODES)
+    if context_len < 2:
+        raise ConfigError(
+            f"a KV pool of {num_pages} pages of {config.page_size} tokens cannot hold one round "
+            f"of {MAX_TREE_NODES} nodes; raise --num-pages"
+        )
+    pool = KVPool(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_num_requests=config.max_num_requests,
+        max_pages_per_request=-(-(context_len + MAX_TREE_NODES) // config.page_size) + 1,
+        dtype=dtype,
+        device=device,
+    )
+    logger.info(
+        "KV pool: %d pages of %d tokens = %d tokens",
+        pool.num_pages,
+        config.page_size,
+        pool.num_pages * config.page_size,
+    )
+    return pool, context_len
+
+
+def resolve_features(config: TargetConfig, target: Path) -> FeatureSpec:
+    """Return what to send to the configured draft; width 0 when it needs nothing."""
+    if config.algorithm == "none" or config.draft_model == "none":
+        return FeatureSpec()
+    draft = resolve_draft(config.draft_model, config.algorithm, target)
+    _, spec = feature_spec(draft, target, config.algorithm, is_projected=config.project_features)
+    return spec
