@@ -62,7 +62,7 @@ class TreeSource:
         is grown for nothing. Lateness of the step's own trees is noted as well.
 
         Args:
-            features: [B, D + 1, row_bytes], rows of each path; None: nobody keeps any.
+            features: [B, D + 1, row_bytes], rows of each path; None: no request keeps any.
         """
 
     def take(
@@ -93,8 +93,9 @@ class TreeSource:
     # --- device rounds ---------------------------------------------------------------------------
 
     def can_launch_early(self, scheduler: Scheduler) -> bool:
-        """Return whether the next step can be launched before its trees are here, and nobody who
-        could be served at once would wait for them.
+        """Return whether the next step can be launched before its trees are here.
+
+        Not if a request could be served at once: it would wait for the trees as well.
         """
         return False
 
