@@ -201,12 +201,13 @@ class VerifyOutput:
     Args:
         node_outputs: Registered node-indexed tensors, [L, ...] each.
         walk: Accepted paths.
-        num_nodes: [B] i64, of each tree, root included; None: the host knows.
+        taken_parents: [B, N] i64, `parent_index` of trees from the mailbox; None: the host knows
+            the trees.
     """
 
     node_outputs: NodeOutputs
     walk: AcceptWalk
-    num_nodes: torch.Tensor | None
+    taken_parents: torch.Tensor | None
 
 
 class NodeOutputs:

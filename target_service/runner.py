@@ -266,9 +266,11 @@ class TargetRunner:
             page_size=self.pool.page_size,
             max_depth=inputs.max_depth,
         )
-        on_device = inputs.are_trees_on_device
-        num_nodes = (inputs.parent_index >= -1).sum(dim=1) if on_device else None
-        return VerifyOutput(node_outputs=outputs, walk=walk, num_nodes=num_nodes)
+        return VerifyOutput(
+            node_outputs=outputs,
+            walk=walk,
+            taken_parents=inputs.parent_index if inputs.are_trees_on_device else None,
+        )
 
     @torch.inference_mode()
     def commit_kv(self, inputs: VerifyInput, verified: VerifyOutput) -> None:
@@ -298,8 +300,8 @@ class TargetRunner:
             walk = verified.walk
             read.add("accept_index", walk.accept_index)
             read.add("accept_length", walk.accept_length)
-            if verified.num_nodes is not None:
-                read.add("num_nodes", verified.num_nodes)
+            if verified.taken_parents is not None:
+                read.add("num_nodes", (verified.taken_parents >= -1).sum(dim=1))
             verified.node_outputs.read(read, walk.path_rows)
         for i, chain in enumerate(batch.chains):
             if chain.work.request.features is not None:
