@@ -17,8 +17,8 @@ from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks, pack_rows
 from shared.step.staging import Fields, Staging
 from shared.tree import TreeLayout
-from target_service.nodes import TOKEN_IS_KNOWN, SampledNodes, SampledTrees, gather_trees
-from target_service.phases import ExtendInput, MailboxTrees, VerifyInput
+from target_service.nodes import SampledNodes, SampledTrees, gather_trees
+from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, MailboxTrees, VerifyInput
 from target_service.sampler import Sampler
 from target_service.scheduler import PrefillWork, ReplayWork, StepPlan
 from target_service.tree_source import TreeSource
@@ -75,14 +75,12 @@ def build_batch(
     num_rows: list[int] = []
     layouts: list[TreeLayout] = []
     token_ids: list[int] = []
-    root_idx: list[int] = []
     if trees is not None:
         req_idx = trees.req_idx[:num_verified]
         prefix_len = trees.seq_len[:num_verified]
         num_rows = trees.num_nodes[:num_verified]
         layouts = trees.layouts[:num_verified]
         token_ids = trees.token_ids[: sum(num_rows)]
-        root_idx = trees.root_idx[: len(token_ids)]
     logit_rows = list(range(len(token_ids))) if works else None
     writes_kv = None
     chains: list[ChainRows] = []
@@ -104,7 +102,8 @@ def build_batch(
     host, device = staging.place_zeros(extend_fields, bucket or count)
     host["token_ids"][:count] = token_ids
     host["root_idx"].fill(TOKEN_IS_KNOWN)
-    host["root_idx"][: len(root_idx)] = root_idx
+    if trees is not None and trees.device_roots:
+        host["root_idx"][list(trees.device_roots)] = list(trees.device_roots.values())
     blocks = RowBlocks(
         req_idx=req_idx,
         prefix_len=prefix_len,

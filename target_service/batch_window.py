@@ -26,7 +26,7 @@ class BatchWindow:
     """Trees that the target has ordered itself.
 
     Args:
-        costs: Of a forward, by its rows; None: nothing is known, nobody waits.
+        costs: Of a forward, by its rows; None: not known, no tree waits.
     """
 
     def __init__(self, costs: StepCosts | None) -> None:

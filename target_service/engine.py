@@ -107,11 +107,11 @@ class TargetEngine:
     @property
     def _window_wait_s(self) -> float:
         """Return how long to wait for trees that are being grown; with other work, not at all."""
-        if not self.source.is_growing:
+        if not self.source.window.is_growing:
             return 0.0
         if self._num_tree_rows is None:
             self._num_tree_rows = self.scheduler.num_tree_rows
-        return self.source.wait_s(self._num_tree_rows) if self._num_tree_rows else 0.0
+        return self.source.window.wait_s(self._num_tree_rows) if self._num_tree_rows else 0.0
 
     def _forget_rows(self) -> None:
         """Look anew at what could be computed: something has changed."""

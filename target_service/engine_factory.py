@@ -205,16 +205,16 @@ def make_source(
 ) -> TreeSource:
     """Return where trees come from: the orchestrator, attached drafts, or their devices."""
     if not channels.name:
-        return TreeSource()
+        return TreeSource(window)
     if mailbox is None:
         return PeerRounds(state, window)
     # Not above: the engine works without this package.
+    from target_service.device_rounds.compile import compile_mailbox
     from target_service.device_rounds.rounds import DeviceRounds
 
-    source = DeviceRounds(state, window, mailbox, device)
     if device.type == "cuda":
-        source.compile()
-    return source
+        compile_mailbox(mailbox, state.info.vocab_size, device)
+    return DeviceRounds(state, window, mailbox)
 
 
 def open_listener(config: TargetConfig) -> PeerListener | None:

@@ -30,7 +30,7 @@ class FeatureLog:
         retain_rows: Budget; the oldest rows go first.
         start: Position of the oldest row retained.
         end: Position after the newest row.
-        next: Next position to send; None while nobody subscribes.
+        next: Next position to send; None while there is no subscriber.
         reads_ring: Whether the subscriber can read the feature ring.
         channel: To the subscriber's engine; None: the subscriber has a stream at the front.
         is_replaying: A step in flight computes rows again.

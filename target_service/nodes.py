@@ -17,8 +17,6 @@ from target_service.scheduler import StepPlan
 
 _ROOT_ONLY: tuple[int, ...] = (-1,)
 _ROOT_LAYOUT = lay_out_tree(_ROOT_ONLY)
-TOKEN_IS_KNOWN = -1
-"""In a column of roots: the host knows the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,8 @@ class SampledTrees:
         seq_len: [B], logical slot of each root.
         layouts: [B].
         token_ids: [L], roots included; 0 where only the device knows the token.
-        root_idx: [L], row of the page table whose request's newest token is the node's; the device
-            keeps these. TOKEN_IS_KNOWN: `token_ids` has it.
+        device_roots: The nodes whose tokens only the device knows: each is the newest token of a
+            request, here by row of the page table.
         parent_index: [L] within the own tree, root = -1.
         are_on_device: The device takes the trees from the mailbox; the nodes here, but for the
             roots, hold their places.
@@ -43,7 +41,7 @@ class SampledTrees:
     seq_len: list[int]
     layouts: list[TreeLayout]
     token_ids: list[int]
-    root_idx: list[int]
+    device_roots: dict[int, int]
     parent_index: list[int]
     are_on_device: bool
 
@@ -99,12 +97,12 @@ class AcceptedNodes(NamedTuple):
 def gather_trees(plan: StepPlan) -> SampledTrees | None:
     """Collect the trees of a step: those to verify, then the last tokens of prompts."""
     token_ids: list[int] = []
-    root_idx: list[int] = []
+    device_roots: dict[int, int] = {}
     parent_index: list[int] = []
     layouts: list[TreeLayout] = []
     are_on_device = False
     for request in plan.verifies:
-        parents, layout, known = _ROOT_ONLY, _ROOT_LAYOUT, TOKEN_IS_KNOWN
+        parents, layout = _ROOT_ONLY, _ROOT_LAYOUT
         match request.queued:
             case HostTree(tree):
                 token_ids += tree.token_ids
@@ -117,18 +115,16 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
                 parents = (-1, *[0] * num_drafts)
                 layout = _place_holder(shape)
             case _ if request.num_in_flight:  # the root is still being computed
+                device_roots[len(token_ids)] = request.req_idx
                 token_ids.append(0)
-                known = request.req_idx
             case _:
                 token_ids.append(request.tokens[-1])
-        root_idx += (known, *[TOKEN_IS_KNOWN] * (len(parents) - 1))
         parent_index += parents
         layouts.append(layout)
     seq_len = [request.launched_len for request in plan.verifies]
     endings = [work.request for work in plan.prefills if work.is_last]
     for request in endings:
         token_ids.append(request.tokens[-1])
-        root_idx.append(TOKEN_IS_KNOWN)
         parent_index += _ROOT_ONLY
         layouts.append(_ROOT_LAYOUT)
         seq_len.append(len(request.tokens) - 1)
@@ -141,7 +137,7 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
         seq_len=seq_len,
         layouts=layouts,
         token_ids=token_ids,
-        root_idx=root_idx,
+        device_roots=device_roots,
         parent_index=parent_index,
         are_on_device=are_on_device,
     )

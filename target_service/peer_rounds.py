@@ -7,7 +7,7 @@ come. Whatever is lost here costs a round its tree, or a wait, and no token.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.messages import (
@@ -33,14 +33,10 @@ from target_service.tree_source import TreeSource
 
 
 class PeerRounds(TreeSource):
-    """Orders trees over channels and queues what comes back.
-
-    Args:
-        window: Decides how long trees that are here wait for trees that are being grown.
-    """
+    """Orders trees over channels and queues what comes back."""
 
     def __init__(self, state: EngineState, window: BatchWindow) -> None:
-        self.window = window
+        super().__init__(window)
         self._state = state
         self._requests = state.requests
         self._max_context_len = state.max_context_len
@@ -48,11 +44,10 @@ class PeerRounds(TreeSource):
     # --- drafts and credit -----------------------------------------------------------------------
 
     def attach(self, message: PeerAttach, channel: PeerChannel) -> None:
-        """Take note of a draft, unless a newer draft has had the request: this one was asleep."""
         request = self._requests.get(message.request_id)
         if request is None or request.target_epoch != message.target_epoch:
             return
-        if message.draft_epoch >= request.newest_draft_epoch:
+        if message.draft_epoch >= request.newest_draft_epoch:  # else this draft was asleep
             self.end_credit(request)
             request.newest_draft_epoch = message.draft_epoch
             request.draft = DraftPeer(
@@ -62,7 +57,6 @@ class PeerRounds(TreeSource):
             )
 
     def extend_credit(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
-        """Order the trees of these rounds from now on; the first one now, if it is due."""
         peer = request.draft
         if peer is None or peer.draft_epoch != trees.draft_epoch:
             return  # the channel broke meanwhile; the orchestrator orders the rounds that it misses
@@ -73,7 +67,6 @@ class PeerRounds(TreeSource):
             self.order(request)
 
     def end_credit(self, request: TargetRequest) -> None:
-        """Order no more trees, and take none that is ordered and not here."""
         peer = request.draft
         if peer is not None:
             num_begun = request.num_in_flight + (request.queued is not None)
@@ -85,7 +78,6 @@ class PeerRounds(TreeSource):
     # --- trees -----------------------------------------------------------------------------------
 
     def order(self, request: TargetRequest) -> None:
-        """Order the tree of a request's next round, if that is due."""
         peer, round_idx = request.draft, request.round_idx + 1
         if peer is None or peer.credit is None or not peer.may_order(round_idx):
             return
@@ -112,7 +104,6 @@ class PeerRounds(TreeSource):
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
-        """Order the trees of the rounds after those of a step, in one PathBatch per draft."""
         rows_of: dict[tuple[PeerChannel, TreeShape, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             peer = request.draft
@@ -153,7 +144,6 @@ class PeerRounds(TreeSource):
     def take(
         self, channel: PeerChannel, batch: TreeBatch
     ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:
-        """Queue the rounds of trees that were ordered here, unless they have been given up."""
         are_sound = are_trees(
             batch.token_ids,
             batch.parent_index,
@@ -203,26 +193,9 @@ class PeerRounds(TreeSource):
             recorder.stage(*key, "channel")
             self._queue(request, HostTree(tree))
 
-    def launched(self, requests: Iterable[TargetRequest]) -> None:
-        """Take note that these requests' rounds are in flight: no other tree of theirs will do."""
+    def launched(self, requests: Sequence[TargetRequest]) -> None:
         for request in requests:
             self.window.gave_up(request.request_id)
-
-    # --- the batch window ------------------------------------------------------------------------
-
-    @property
-    def is_growing(self) -> bool:
-        """Return whether trees are being grown that steps may wait for."""
-        return self.window.is_growing
-
-    def wait_s(self, num_rows: int) -> float:
-        """Return how long trees of so many rows should wait at most for others; 0: not at all."""
-        return self.window.wait_s(num_rows)
-
-    @property
-    def growing(self) -> Iterable[tuple[str, int]]:
-        """Return (request_id, rows) of every tree that is being grown."""
-        return self.window.growing
 
     # --- hooks of device rounds ------------------------------------------------------------------
 

@@ -14,6 +14,9 @@ from shared.kernels.accept_walk import AcceptWalk
 from shared.step.packing import PackedRows
 from shared.step.read_back import ReadBack
 
+TOKEN_IS_KNOWN = -1
+"""In `root_idx` of an ExtendInput: `token_ids` holds the token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendInput:
@@ -23,7 +26,7 @@ class ExtendInput:
         token_ids: [T] i64.
         position_ids: [T] i64, seq_len + depth for a tree node.
         root_idx: [T] i64, request whose newest token is the row's token, by row of the page table:
-            only the device knows it so far. -1: `token_ids` holds the token.
+            only the device knows it so far; or TOKEN_IS_KNOWN.
         rows: Where their KV goes and what they see.
         bucket: T, if the rows were padded up to it (see buckets.py); else None.
     """
@@ -97,7 +100,7 @@ class VerifyInput:
         position: [L] i64, absolute position of the token sampled at each row.
         max_depth: Depth of the deepest tree.
         may_move_kv: Whether some accepted path may not be contiguous.
-        logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: nobody did.
+        logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: no request did.
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
         mailbox_paths: Where paths are posted; None: nowhere.
@@ -198,12 +201,13 @@ class VerifyOutput:
     Args:
         node_outputs: Registered node-indexed tensors, [L, ...] each.
         walk: Accepted paths.
-        num_nodes: [B] i64, of each tree, root included; None: the host knows.
+        taken_parents: [B, N] i64, `parent_index` of trees from the mailbox; None: the host knows
+            the trees.
     """
 
     node_outputs: NodeOutputs
     walk: AcceptWalk
-    num_nodes: torch.Tensor | None
+    taken_parents: torch.Tensor | None
 
 
 class NodeOutputs:

@@ -159,7 +159,7 @@ class Pipeline:
 
     def _reserve_for_growing_trees(self) -> None:
         """Reserve pages for trees that are being grown: nothing is left to do once they come."""
-        if self.source.is_growing:
-            for request_id, num_rows in self.source.growing:
+        if self.source.window.is_growing:
+            for request_id, num_rows in self.source.window.growing:
                 self.scheduler.reserve_early(request_id, num_rows)
             self.runner.bring_page_table()

@@ -39,7 +39,7 @@ class RequestTable:
     """What the orchestrator's messages, and steps, do to requests.
 
     Args:
-        source: Brings the trees of rounds that nobody orders.
+        source: Brings the trees of rounds that need no order.
     """
 
     def __init__(self, state: EngineState, scheduler: Scheduler, source: TreeSource) -> None:

@@ -24,8 +24,9 @@ from shared.step.packing import NO_BLOCKS, pack_rows
 from shared.step.read_back import PendingRead, ReadBack
 from shared.step.staging import Staging
 from target_service.batch import StepBatch, build_batch, build_verify, extend_fields
-from target_service.nodes import TOKEN_IS_KNOWN, SampledTrees
+from target_service.nodes import SampledTrees
 from target_service.phases import (
+    TOKEN_IS_KNOWN,
     ExtendInput,
     ExtendOutput,
     NodeOutputs,
@@ -55,9 +56,9 @@ class PathOutputs:
         is_finite: 0 where the raw logits of that token were not all finite.
         num_nodes: [B], of trees from the mailbox, root included; 1: the tree did not come in time.
             None: the trees were here.
-        logprobs: Of those tokens; None when nobody asked.
+        logprobs: Of those tokens; None when no request asked.
         top_ids, top_logprobs: [B, D + 1, num_top].
-        features: [B, D + 1, row_bytes] u8; None when nobody keeps them.
+        features: [B, D + 1, row_bytes] u8; None when no request keeps them.
     """
 
     accept_index: NDArray[np.int64]
@@ -78,7 +79,7 @@ class StepOutputs:
     Args:
         paths: None when nothing was sampled.
         chain_features: For each prefill chunk and replay its feature rows, [n, row_bytes] u8; None
-            where nobody keeps them. Copy what outlives the step.
+            where the request keeps none. Copy what outlives the step.
     """
 
     paths: PathOutputs | None
@@ -265,9 +266,11 @@ class TargetRunner:
             page_size=self.pool.page_size,
             max_depth=inputs.max_depth,
         )
-        on_device = inputs.are_trees_on_device
-        num_nodes = (inputs.parent_index >= -1).sum(dim=1) if on_device else None
-        return VerifyOutput(node_outputs=outputs, walk=walk, num_nodes=num_nodes)
+        return VerifyOutput(
+            node_outputs=outputs,
+            walk=walk,
+            taken_parents=inputs.parent_index if inputs.are_trees_on_device else None,
+        )
 
     @torch.inference_mode()
     def commit_kv(self, inputs: VerifyInput, verified: VerifyOutput) -> None:
@@ -297,8 +300,8 @@ class TargetRunner:
             walk = verified.walk
             read.add("accept_index", walk.accept_index)
             read.add("accept_length", walk.accept_length)
-            if verified.num_nodes is not None:
-                read.add("num_nodes", verified.num_nodes)
+            if verified.taken_parents is not None:
+                read.add("num_nodes", (verified.taken_parents >= -1).sum(dim=1))
             verified.node_outputs.read(read, walk.path_rows)
         for i, chain in enumerate(batch.chains):
             if chain.work.request.features is not None:

@@ -62,8 +62,8 @@ class Scheduler:
     """Admission by KV pages, retraction of the newest as the last resort, a row budget per step.
 
     A running request is never failed for want of pages: each step reserves a whole round for each
-    of its requests first. Nobody starves: the rounds that have waited longest come first, and leave
-    a share of the rows to prefills and replays.
+    of its requests first. No request starves: the rounds that have waited longest come first, and
+    leave a share of the rows to prefills and replays.
 
     Args:
         overlaps_steps: Plan rounds of the root alone whose root is still being computed.

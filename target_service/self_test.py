@@ -22,8 +22,7 @@ from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks, pack_rows, to_device
 from shared.tree import TreeLayout, depths_of, lay_out_tree
 from target_service.batch import extend_fields
-from target_service.nodes import TOKEN_IS_KNOWN
-from target_service.phases import ExtendInput
+from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
 from target_service.runner import TargetRunner
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,14 @@ is not overridden does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.kernels.mailbox_trees import TakenTrees
 from shared.messages import PeerAttach, PeerTree, PeerTrees, TreeBatch
 from shared.peer.channel import PeerChannel
 from shared.step.staging import Staging
+from target_service.batch_window import BatchWindow
 from target_service.feature_log import FeatureRows
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.phases import (
@@ -32,7 +33,14 @@ from target_service.scheduler import Scheduler
 
 
 class TreeSource:
-    """Relayed rounds only: no draft is attached, and no credit brings trees."""
+    """Relayed rounds only: no draft is attached, and no credit brings trees.
+
+    Args:
+        window: Decides how long trees that are here wait for trees that are being grown.
+    """
+
+    def __init__(self, window: BatchWindow) -> None:
+        self.window = window
 
     # --- drafts and credit -----------------------------------------------------------------------
 
@@ -62,7 +70,7 @@ class TreeSource:
         is grown for nothing. Lateness of the step's own trees is noted as well.
 
         Args:
-            features: [B, D + 1, row_bytes], rows of each path; None: nobody keeps any.
+            features: [B, D + 1, row_bytes], rows of each path; None: no request keeps any.
         """
 
     def take(
@@ -71,35 +79,22 @@ class TreeSource:
         """Queue the rounds of trees that were ordered; yield the trees that are wrong."""
         yield from ()
 
-    def launched(self, requests: Iterable[TargetRequest]) -> None:
+    def launched(self, requests: Sequence[TargetRequest]) -> None:
         """Take note that these requests' rounds are in flight: no other tree of theirs will do."""
-
-    # --- the batch window: trees that are here wait for trees that are being grown ---------------
-
-    @property
-    def is_growing(self) -> bool:
-        """Return whether trees are being grown that steps may wait for."""
-        return False
-
-    def wait_s(self, num_rows: int) -> float:
-        """Return how long trees of so many rows should wait at most for others; 0: not at all."""
-        return 0.0
-
-    @property
-    def growing(self) -> Iterable[tuple[str, int]]:
-        """Return (request_id, rows) of every tree that is being grown."""
-        return ()
 
     # --- device rounds ---------------------------------------------------------------------------
 
     def can_launch_early(self, scheduler: Scheduler) -> bool:
-        """Return whether the next step can be launched before its trees are here, and nobody who
-        could be served at once would wait for them.
+        """Return whether the next step can be launched before its trees are here.
+
+        Not if a request could be served at once: it would wait for the trees as well.
         """
         return False
 
     def queue_early(self, scheduler: Scheduler) -> bool:
         """Queue the rounds of trees that the device will wait for, if `can_launch_early`.
+
+        The device waits for all of them: a request that came meanwhile would wait as well.
 
         Returns: Whether it did: these rounds are the next step, and nothing else is in it.
         """

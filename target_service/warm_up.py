@@ -40,7 +40,7 @@ NUM_TOKENS = len(_PROMPT) + _MAX_NEW_TOKENS + 3
 
 
 def warm_up(engine: TargetEngine) -> None:
-    """Serve requests of every kind: prefill, a bushy tree, granted rounds; a long prompt beside
+    """Serve requests of every kind: prefill, a bushy tree, rounds by credit; a long prompt beside
     the trees, if the context holds one.
 
     Mutates: nothing that outlives it but the counters of the engine's load.

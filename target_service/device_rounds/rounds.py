@@ -9,17 +9,17 @@ alone, and its draft is trusted with such rounds less often.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from shared.kernels.mailbox_trees import TakenTrees
+from shared.kernels.mailbox_paths import post_paths
+from shared.kernels.mailbox_trees import TakenTrees, take_trees
 from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import PeerAttach, TreeShape
 from shared.peer.mailbox import NUM_TAGS, Mailbox, tag_of
-from shared.step.staging import Staging
+from shared.step.staging import Fields, Staging
 from target_service.batch_window import BatchWindow
-from target_service.device_rounds.mailbox_io import MailboxIO
 from target_service.draft_peer import DraftPeer, MailboxUse
 from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
@@ -35,59 +35,44 @@ from target_service.phases import (
 from target_service.request import DeviceTree, TargetRequest
 from target_service.scheduler import Scheduler
 
+# A tree takes a millisecond or two; one that has to wait for a prompt, ten.
+PATIENCE_US = 30_000
 _MOST_LATE = 10  # times that count
+_NOWHERE = -1
 
 
 class DeviceRounds(PeerRounds):
-    """Orders trees through the mailbox where the draft reads it, and over channels elsewhere.
+    """Orders trees through the mailbox where the draft reads it, and over channels elsewhere."""
 
-    Args:
-        device: That the target runs on.
-    """
-
-    def __init__(
-        self, state: EngineState, window: BatchWindow, mailbox: Mailbox, device: torch.device
-    ) -> None:
+    def __init__(self, state: EngineState, window: BatchWindow, mailbox: Mailbox) -> None:
         super().__init__(state, window)
         self.mailbox = mailbox
-        self._io = MailboxIO(mailbox, state.info.vocab_size, device)
-
-    def compile(self) -> None:
-        """Compile what reads and writes the mailbox; nothing comes and nothing is posted."""
-        self._io.compile()
 
     def end_credit(self, request: TargetRequest) -> None:
-        """Order no more trees, and take none that is ordered and not here."""
         super().end_credit(request)
         _clear_order(request)
 
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
-        """Order the trees of the rounds after those of a step; note which of its own were late."""
         if trees.are_on_device:
             for request, path in zip(trees.requests, nodes, strict=True):
                 _note_wait(request, path)
         super().order_next(trees, nodes, features)
 
-    def launched(self, requests: Iterable[TargetRequest]) -> None:
-        """Take note that these requests' rounds are in flight."""
-        requests = list(requests)
+    def launched(self, requests: Sequence[TargetRequest]) -> None:
         super().launched(requests)
         for request in requests:
             _clear_order(request)
 
+    # --- a step that waits for its trees ---------------------------------------------------------
+
     def can_launch_early(self, scheduler: Scheduler) -> bool:
-        """Return whether all that is to be done is to wait for trees from the mailbox."""
         shapes = [_ordered_shape(request) for request in scheduler.held]
         num_rows = sum([shape.num_draft_tokens for shape in shapes if shape is not None])
         return bool(shapes) and None not in shapes and scheduler.fits_alone(num_rows)
 
     def queue_early(self, scheduler: Scheduler) -> bool:
-        """Queue the rounds of all requests, if all wait for trees from the mailbox.
-
-        The device waits for them: a request that came meanwhile would wait as well.
-        """
         if not self.can_launch_early(scheduler):
             return False
         for request in scheduler.held:
@@ -97,28 +82,68 @@ class DeviceRounds(PeerRounds):
         return True
 
     def place_trees(self, requests: Sequence[TargetRequest], staging: Staging) -> MailboxTrees:
-        """Say where the device finds the trees of these requests."""
+        host, device = staging.place_zeros(_fields, len(requests))
+        host["slot"][:] = [request.req_idx for request in requests]
+        host["round_tag"][:] = list(map(_round_tag, requests))
         shapes = [r.queued.shape for r in requests if isinstance(r.queued, DeviceTree)]
-        slots = [request.req_idx for request in requests]
-        return self._io.place_trees(slots, list(map(_round_tag, requests)), shapes, staging)
+        return MailboxTrees(
+            words=self.mailbox.trees,
+            **device,
+            num_nodes=max(shape.num_draft_tokens for shape in shapes),
+            max_depth=max(shape.num_steps for shape in shapes),
+        )
 
+    @torch.inference_mode()
     def take_trees(self, trees: MailboxTrees, inputs: ExtendInput, num_rows: int) -> TakenTrees:
-        """Let the device wait for trees and lay them out. Mutates: the rows of `inputs`."""
-        return self._io.take_trees(trees, inputs, num_rows)
+        attention = inputs.rows.attention
+        return take_trees(
+            trees.words,
+            trees.slot,
+            trees.round_tag,
+            attention.row_indptr,
+            attention.prefix_len,
+            inputs.token_ids,
+            inputs.position_ids,
+            attention.path_len,
+            attention.path_offset,
+            num_trees=len(trees.slot),
+            num_nodes=trees.num_nodes,
+            max_depth=trees.max_depth,
+            num_rows=num_rows,
+            vocab_size=self._state.info.vocab_size,
+            timeout_us=PATIENCE_US,
+        )
 
     def place_paths(
         self, requests: Sequence[TargetRequest], max_depth: int, staging: Staging
     ) -> MailboxPaths | None:
-        """Say where the paths go of requests whose rounds have tags; None if none has one."""
         tags = list(map(_round_tag, requests))
         if max_depth >= MAX_PATH or not any(tags):
             return None
-        return self._io.place_paths([request.req_idx for request in requests], tags, staging)
+        host, device = staging.place_zeros(_fields, len(requests))
+        host["round_tag"][:] = tags
+        host["slot"][:] = [
+            request.req_idx if tag else _NOWHERE
+            for request, tag in zip(requests, tags, strict=True)
+        ]
+        return MailboxPaths(words=self.mailbox.paths, rows=self.mailbox.rows, **device)
 
+    @torch.inference_mode()
     def post_paths(self, verify: VerifyInput, verified: VerifyOutput) -> None:
-        """Let the device post the accepted paths of a step, if `place_paths` said where."""
-        if verify.mailbox_paths is not None:
-            self._io.post_paths(verify.mailbox_paths, verified)
+        paths, outputs, walk = verify.mailbox_paths, verified.node_outputs, verified.walk
+        if paths is not None:
+            post_paths(
+                paths.words,
+                paths.rows,
+                paths.slot,
+                paths.round_tag,
+                walk.accept_length,
+                walk.path_rows,
+                outputs["token_ids"],
+                outputs.get("features"),
+            )
+
+    # --- orders through the mailbox --------------------------------------------------------------
 
     def _mailbox_use(self, message: PeerAttach) -> MailboxUse | None:
         return MailboxUse() if message.has_mailbox else None
@@ -142,23 +167,32 @@ class DeviceRounds(PeerRounds):
         return tag_of(use.tag_base, round_idx)
 
 
+def _fields(num_trees: int) -> Fields:
+    return {"slot": (torch.int32, (num_trees,)), "round_tag": (torch.int32, (num_trees,))}
+
+
+def _mailbox_use_of(request: TargetRequest) -> MailboxUse | None:
+    return request.draft.mailbox if request.draft is not None else None
+
+
 def _ordered_shape(request: TargetRequest) -> TreeShape | None:
     """Return the shape of the tree that the device could wait for now; None: there is none."""
-    use = request.draft.mailbox if request.draft is not None else None
+    use = _mailbox_use_of(request)
     return use.ordered_shape if use is not None and request.is_between_rounds else None
 
 
 def _round_tag(request: TargetRequest) -> int:
     """Return the tag of the next round to launch; 0: it has none."""
-    use = request.draft.mailbox if request.draft is not None else None
+    use = _mailbox_use_of(request)
     if use is None or use.tag_base is None:
         return 0
     return tag_of(use.tag_base, request.round_idx + request.num_in_flight + 1)
 
 
 def _clear_order(request: TargetRequest) -> None:
-    if request.draft is not None and request.draft.mailbox is not None:
-        request.draft.mailbox.ordered_shape = None
+    use = _mailbox_use_of(request)
+    if use is not None:
+        use.ordered_shape = None
 
 
 def _note_wait(request: TargetRequest, path: AcceptedNodes) -> None:
@@ -167,7 +201,7 @@ def _note_wait(request: TargetRequest, path: AcceptedNodes) -> None:
     A draft that is late is trusted with less each time: after the first, the host waits for one
     tree, where the orchestrator sees it; then for two, four, ..
     """
-    use = request.draft.mailbox if request.draft is not None else None
+    use = _mailbox_use_of(request)
     if use is None:
         return
     if path.num_nodes > 1:

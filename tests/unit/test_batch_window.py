@@ -10,7 +10,6 @@ from shared.messages import SamplingParams, StoppingParams, TargetClose, TargetO
 from target_service import batch_window as batch_window_module
 from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
-from target_service.peer_rounds import PeerRounds
 from target_service.request import HostTree
 from target_service.step_costs import StepCosts
 from tests.engines import SHAPES, Models, make_draft, make_target
@@ -133,7 +132,6 @@ class TwoRequests:
         pairing = models.pairing("standalone")
         self.clock = clock
         self.target, self.draft = make_target(pairing), make_draft(pairing)
-        assert isinstance(self.target.source, PeerRounds)
         self.target.source.window = batch_window = experienced(clock)
         self.pair = pair = PeerPair(self.target, self.draft)
         self.requests = [

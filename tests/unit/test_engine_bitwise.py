@@ -18,8 +18,7 @@ import torch
 from shared.messages import FeatureSpec
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
-from target_service.nodes import TOKEN_IS_KNOWN
-from target_service.phases import ExtendInput
+from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
 from tests import checkpoints
 from tests.checkpoints import Shape
 from tests.engines import Models, Pairing, make_target, pool_of, random_tokens, row_blocks

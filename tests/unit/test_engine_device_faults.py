@@ -15,9 +15,7 @@ import torch
 from draft_service.device_rounds.mailbox_io import MailboxPaths
 from draft_service.engine_factory import EXTRA_SLOTS
 from shared.messages import FinishReason, VerifyRound
-from target_service.batch_window import BatchWindow
 from target_service.engine import TargetEngine
-from target_service.peer_rounds import PeerRounds
 from target_service.phases import MailboxTrees
 from target_service.step_costs import StepCosts
 from tests.device_pair import (
@@ -281,7 +279,7 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
     """A step with an answer to give and nothing else known; a prompt must not get in between."""
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = is_ahead
-    window_of(target)._costs = StepCosts([1, 64], [1.0, 1.01])
+    target.source.window._costs = StepCosts([1, 64], [1.0, 1.01])
     pair = DevicePair(target, draft)
     requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
     for request in requests[:2]:
@@ -289,7 +287,7 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
     steps_by_mail(pair, 4)
     while not pair.can_launch_early:
         pair.step()
-    window_of(target)._mean_s = 10.0
+    target.source.window._mean_s = 10.0
     before = pair.num_awaited
     stray = VerifyRound(request_id="", target_epoch=1, round_idx=1, seq_len=1, root_token_id=1)
     target.submit(stray)
@@ -297,18 +295,13 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
     pair.step_target()
     assert pair.num_awaited == before + 2
     pair.failures.clear()
-    window_of(target)._mean_s = 0.0
+    target.source.window._mean_s = 0.0
     pair.open(requests[2])
     pair.finish()
     check(requests, plain_of(target, requests))
 
 
 # --- times ---------------------------------------------------------------------------------------
-
-
-def window_of(target: TargetEngine) -> BatchWindow:
-    assert isinstance(target.source, PeerRounds)
-    return target.source.window
 
 
 def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:

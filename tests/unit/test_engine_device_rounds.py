@@ -351,7 +351,7 @@ def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
 
     def finish_alone(launched: Any) -> None:
         if launched.batch.mailbox_trees is not None:
-            assert not target.source.is_growing
+            assert not target.source.window.is_growing
         finish(launched)
 
     monkeypatch.setattr(target.pipeline, "finish", finish_alone)

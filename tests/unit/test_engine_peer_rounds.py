@@ -383,10 +383,10 @@ def test_a_tree_that_nobody_waits_for_is_ignored(make: Make, stale: str) -> None
     def twice(tree: TokenTree) -> TokenTree:
         held = target.requests[tree.request_id]
         assert held.draft is not None
-        channel, is_growing = held.draft.channel, target.source.is_growing
+        channel, is_growing = held.draft.channel, target.source.window.is_growing
         wrong = {"token_ids": (tree.token_ids[0] ^ 1, *tree.token_ids[1:])}
         target.submit_peer(channel, batch_of(replace(tree, **wrong, **STALE[stale](tree))))
-        assert target.source.is_growing == is_growing, "the real one is still to come"
+        assert target.source.window.is_growing == is_growing, "the real one is still to come"
         assert held.queued is None
         return tree
 
@@ -488,7 +488,7 @@ def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None
     draft.submit(DraftClose(request_id=request.request_id, draft_epoch=request.draft_epoch))
     pair.pump()
     assert held.draft is None
-    assert not target.source.is_growing
+    assert not target.source.window.is_growing
     request.has_draft = False
     pair.finish()
     assert pair.detached == [request.request_id]

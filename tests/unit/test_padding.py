@@ -13,8 +13,7 @@ from shared.messages import SamplingParams
 from shared.step.buckets import ROW_BUCKETS, bucket_of
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
-from target_service.nodes import TOKEN_IS_KNOWN
-from target_service.phases import ExtendInput, ExtendOutput
+from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
 from tests.engines import (
     SHAPES,
     Models,
