@@ -1,4 +1,4 @@
-"""What the documents name exists: files and functions; every word of a module's name is explained."""
+"""Files and functions that documents name exist; the words of module names are explained."""
 
 from __future__ import annotations
 
