@@ -132,7 +132,7 @@ def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int)
         before = {name: len(request.tokens) for name, request in live.items()}
         plan = world.step(rng.randrange(1, 7))
         for name in rng.sample(names, rng.randrange(len(names) + 1)):
-            world.scheduler.reserve_early(name, rng.choice([2, 8, 64]))
+            world.scheduler.reserve_early([(name, rng.choice([2, 8, 64]))])
         for request in plan.retracted:
             num_retracted += 1
             name = request.request_id
