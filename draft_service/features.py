@@ -199,7 +199,8 @@ class FeatureStream:
             )
 
     def _append(self, start: int, rows: FeatureRows) -> None:
-        self._recorder.mark(self._open.request_id, "features")
+        if self._open.is_timed:
+            self._recorder.mark(self._open.request_id, "features")
         self._is_requested = False
         num_rows = rows.stop - rows.first
         num_new = start + num_rows - self.end

@@ -71,16 +71,10 @@ class DraftInput:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Return everything on the device that a growth reads of this."""
+        own = [self.num_nodes, self.temperature, self.seed, self.child_position]
         trees = self.trees
-        tensors = [
-            trees.page_table,
-            trees.req_idx,
-            trees.kv_len,
-            trees.node_position,
-            trees.topk,
-            trees.num_steps,
-        ]
-        return [*tensors, self.num_nodes, self.temperature, self.seed, self.child_position]
+        of_requests = [trees.req_idx, trees.kv_len, trees.node_position, trees.topk]
+        return [trees.page_table, *of_requests, trees.num_steps, *own]
 
     def noise(self, depth: int) -> ChildNoise:
         """Return the noise of the children of rows at `depth`."""

@@ -104,7 +104,8 @@ class DraftRequest:
         """Return whether the pending tree's root has been extended."""
         if self.pending is None or self.kv_len == 0:
             return False
-        return self.base + self.kv_len == self.pending.order.seq_len + 1 - self.input_shift
+        root = self.pending.order.seq_len
+        return self.base + self.kv_len == (root + 1 if self.features is None else root)
 
     def attach(self, channel: PeerChannel) -> None:
         """Take note of the channel to the target's engine."""

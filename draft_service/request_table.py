@@ -15,10 +15,10 @@ from shared.messages import (
     DraftOpen,
     DraftRound,
     PeerDetach,
-    RequestFailure,
     RequestRetracted,
 )
 from shared.peer.channel import PeerChannel
+from shared.rpc.status import failure_of
 from shared.step.recorder import Recorder
 
 
@@ -132,7 +132,8 @@ class RequestTable:
             raise InvalidArgumentError(
                 f"seq_len {order.seq_len} exceeds max_context_len", field="seq_len"
             )
-        if request.accept_order(order, channel, device_tree):
+        is_new = request.accept_order(order, channel, device_tree)
+        if is_new and request.open.is_timed:
             if channel is None:
                 self._recorder.take_order(order.request_id, order.round_idx, order.received_ns)
             else:
@@ -210,12 +211,9 @@ class RequestTable:
             self.drop(request)
         draft_epoch = request.open.draft_epoch if request else getattr(message, "draft_epoch", 0)
         self._outbox.append(
-            RequestFailure(
+            failure_of(
+                error,
                 request_id=message.request_id,
-                code=int(error.code),
-                reason=error.reason,
-                message=error.message,
-                field=error.field,
                 target_epoch=message.target_epoch,
                 draft_epoch=draft_epoch,
                 round_idx=getattr(message, "round_idx", 0),

@@ -45,7 +45,8 @@ class _Launched:
 
 
 class DeviceRounds(PathSource):
-    """Mailboxes of targets, and what was launched and not confirmed yet.
+    """Mailboxes of targets, and what was launched and not confirmed yet; methods are described in
+    PathSource.
 
     Changes no request: that is the pipeline's.
     """
@@ -55,7 +56,7 @@ class DeviceRounds(PathSource):
         self._pool = runner.pool
         self._width = runner.model.feature_spec.width
         self._post_staging = Staging(runner.pool.device, STAGED_BYTES)
-        self._mailboxes: dict[PeerChannel, MailboxEnd] = {}
+        self._mailboxes: dict[PeerChannel | None, MailboxEnd] = {}  # None is no key
         self._launched: _Launched | None = None
 
     @property
@@ -83,22 +84,19 @@ class DeviceRounds(PathSource):
         self._mailboxes.pop(channel, None)
 
     def has_mailbox(self, channel: PeerChannel) -> bool:
-        """Return whether the device can post trees for the target at a channel."""
         return channel in self._mailboxes
 
     def place_tree(
         self, channel: PeerChannel, slot: int, round_tag: int, shape: TreeShape
     ) -> DeviceTree | None:
-        """Return where the tree of an order is to be posted; None: nowhere."""
         mailbox = self._mailboxes.get(channel)
         if mailbox is None or slot >= mailbox.num_slots or not is_tag(round_tag):
             return None
         return DeviceTree(slot, round_tag, shape)
 
     def stage_posts(self, requests: Sequence[DraftRequest]) -> PostTrees | None:
-        """Stage where the trees of requests that are about to grow are posted; None: nowhere."""
         trees = [request.device_tree for request in requests]
-        mailboxes = [self._mailbox_of(request) for request in requests]
+        mailboxes = [self._mailboxes.get(request.channel) for request in requests]
         posts = stage_posts(trees, mailboxes, self._post_staging)
         if not posts:
             return None
@@ -119,14 +117,13 @@ class DeviceRounds(PathSource):
         shape = requests[0].device_tree.shape
         if shape.num_steps >= MAX_PATH:
             return None
-        mailbox = self._mailbox_of(requests[0])
+        mailbox = self._mailboxes.get(requests[0].channel)
         if mailbox is None or not all([self._is_ready(r, mailbox, shape) for r in requests]):
             return None
         return shape if len(requests) * (shape.num_steps + 1) <= ROW_BUCKETS[-1] else None
 
     def launch(self, requests: Sequence[DraftRequest], shape: TreeShape, timer: StepTimer) -> None:
-        """Let the device wait for what is accepted of the newest trees, and go on from it."""
-        mailbox = self._mailbox_of(requests[0])
+        mailbox = self._mailboxes.get(requests[0].channel)
         trees = [request.device_tree for request in requests if request.device_tree is not None]
         assert mailbox is not None and len(trees) == len(requests)
         self.overlap.launch(requests, trees, mailbox, timer)
@@ -155,11 +152,7 @@ class DeviceRounds(PathSource):
         return ConfirmedTrees(trees=trees, num_tokens=[len(paths[row]) for row in rows])
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Compile what posts and takes."""
         self.overlap.compile(dtype)
-
-    def _mailbox_of(self, request: DraftRequest) -> MailboxEnd | None:
-        return None if request.channel is None else self._mailboxes.get(request.channel)
 
     def _is_ready(self, request: DraftRequest, mailbox: MailboxEnd, shape: TreeShape) -> bool:
         """Return whether the newest tree is answered, and what is accepted of it will be in a
@@ -169,7 +162,7 @@ class DeviceRounds(PathSource):
         is_caught_up = request.pending is None and not request.num_ready_rows
         if not is_caught_up or tree is None or tree.shape != shape:
             return False
-        return self._mailbox_of(request) is mailbox
+        return self._mailboxes.get(request.channel) is mailbox
 
 
 def _is_confirmed(launched: _Launched, row: int, path: Sequence[int]) -> bool:

@@ -126,11 +126,12 @@ def _flat(field: Field, descriptor: Any) -> FieldCodec:
         field.name,
         taken,
         read=lambda message: apply(rules, decode(message), field.name),
-        spread=_encoder(codecs, ()),
+        parts=tuple(codec._replace(name=f"{field.name}.{codec.name}") for codec in codecs),
     )
 
 
 def _encoder(codecs: list[FieldCodec], derived: tuple[str, ...]) -> Encode:
+    codecs = [part for codec in codecs for part in codec.parts or (codec,)]
     single = [codec for codec in codecs if codec.spread is None]
     get = _get_all([*(codec.name for codec in single), *derived])
     names = [*(codec.taken[0] for codec in single), *derived]
@@ -206,4 +207,5 @@ def _get_all(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
     """Return what gets all these attributes of a value as a tuple, however few they are."""
     if len(names) > 1:
         return attrgetter(*names)
-    return lambda value: tuple(getattr(value, name) for name in names)
+    gets = [attrgetter(name) for name in names]
+    return lambda value: tuple([get(value) for get in gets])

@@ -106,6 +106,7 @@ class FieldCodec(NamedTuple):
         from_wire: Applied one after the other to what the message's field holds.
         read: Reads the field off the message instead, where presence matters.
         spread: Gives keyword arguments for all of `taken`.
+        parts: The fields of a flat dataclass, for writing.
     """
 
     name: str
@@ -114,6 +115,7 @@ class FieldCodec(NamedTuple):
     to_wire: ToWire | None = None
     read: Decode | None = None
     spread: Encode | None = None
+    parts: tuple[FieldCodec, ...] = ()
 
 
 def field_codec(field: Field, descriptor: Any) -> FieldCodec:

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from coppice import AsyncClient, Client, Completion, FinishInfo, PromptInfo, TokenDelta
-from coppice.client import _Transcript
 from coppice.v1 import generation_pb2 as pb
+from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.errors import StaleStateError, UnavailableError
 from shared.messages import GenerateEvent, TargetOpen
 from tests.contract.serving import closed, freed, serving, write_model
@@ -395,22 +398,54 @@ async def test_a_draining_target_keeps_what_it_has_and_gets_nothing_new(model: P
         await server.sees(targets=0, drafts=0)
 
 
-async def test_the_client_itself_compares_what_goes_on_with_what_began() -> None:
+class ComputesOtherwise(pb_grpc.GenerationServiceServicer):
+    """A server that ignores resume_fingerprint, and is another one at each attempt.
+
+    Args:
+        fingerprints: What it says of itself, attempt by attempt.
+        num_tokens: What the first attempt sends before it breaks off.
+    """
+
+    def __init__(self, fingerprints: list[str], num_tokens: int) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self._fingerprints = fingerprints
+        self._num_tokens = num_tokens
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> Any:
+        self.requests.append(request)
+        fingerprint = self._fingerprints[len(self.requests) - 1]
+        yield pb.GenerateResponse(prompt_info=pb.PromptInfo(model_fingerprint=fingerprint))
+        if len(self.requests) == 1:
+            if self._num_tokens:
+                delta = pb.TokenDelta(token_ids=[7] * self._num_tokens)
+                yield pb.GenerateResponse(delta=delta)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server ends")
+        yield pb.GenerateResponse(
+            finish=pb.FinishInfo(reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage())
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "after", "is_mixed"), [(0, "b", False), (2, "a", False), (2, "b", True)]
+)
+async def test_the_client_itself_compares_what_goes_on_with_what_began(
+    num_tokens: int, after: str, *, is_mixed: bool
+) -> None:
     """A server that ignores resume_fingerprint must not mix the output of two models."""
-
-    def info(fingerprint: str) -> pb.GenerateResponse:
-        return pb.GenerateResponse(prompt_info=pb.PromptInfo(model_fingerprint=fingerprint))
-
-    for num_tokens, after in ((0, "b"), (2, "a"), (2, "b")):
-        transcript = _Transcript(None, {"token_ids": PROMPT})
-        list(transcript.take(info("a")))
-        delta = pb.GenerateResponse(delta=pb.TokenDelta(token_ids=[7] * num_tokens))
-        list(transcript.take(delta))
-        request, _ = transcript.next_attempt()
-        assert request.resume_fingerprint == ("a" if num_tokens else "")
-        if num_tokens and after != "a":
-            with pytest.raises(StaleStateError) as caught:
-                list(transcript.take(info(after)))
-            assert caught.value.reason == "MODEL_CHANGED"
-        else:
-            assert list(transcript.take(info(after))) == []
+    service = ComputesOtherwise(["a", after], num_tokens)
+    server = grpc.aio.server()
+    pb_grpc.add_GenerationServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            generating = client.generate(token_ids=PROMPT)
+            if is_mixed:
+                with pytest.raises(StaleStateError) as caught:
+                    await generating
+                assert caught.value.reason == "MODEL_CHANGED"
+            else:
+                assert list((await generating).token_ids) == [7] * num_tokens
+    finally:
+        await server.stop(None)
+    assert service.requests[1].resume_fingerprint == ("a" if num_tokens else "")

@@ -107,7 +107,8 @@ async def start(
     finally:
         if process.returncode is None:
             process.kill()
-            await process.communicate()
+        # Also of one that was reaped already: its pipes are closed when they have been read.
+        await process.communicate()
 
 
 async def target_info(peer: Peer) -> WorkerInfo:

@@ -89,7 +89,10 @@ class Server(Stack):
             self.info(name) for name in targets if self.services[name].state is ServiceState.READY
         ]
         return {
-            RING_DIR / name for info in infos for name in (info.feature_ring, info.channel) if name
+            RING_DIR / name
+            for info in infos
+            for name in (info.feature_ring, info.peer_socket)
+            if name
         }
 
     def processes(self) -> set[int]:

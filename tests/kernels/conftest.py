@@ -6,7 +6,6 @@ Triton reads TRITON_INTERPRET when a kernel is decorated, so a pytest process is
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,15 +40,6 @@ def device() -> torch.device:
 def _fresh_state() -> None:
     torch.manual_seed(0)
     reset_launch_counts()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny operations on several threads wait for each other longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -120,6 +120,20 @@ def test_a_weight_is_the_same_after_it_was_packed_anew(
     assert torch.equal(packed.multiply(x), expected)
 
 
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+def test_two_threads_give_a_row_its_bits_at_every_place(library: ProductLibrary) -> None:
+    """Wide enough to be cut between threads; after the probe, on as many threads as it had."""
+    torch.set_num_threads(2)
+    try:
+        packed = settled(library, torch.randn(1024, 768))
+        row = torch.randn(1, 768)
+        alone = packed.multiply(row)
+        for count in (2, 8, 19, 64):
+            assert torch.equal(packed.multiply(row.expand(count, -1)), alone.expand(count, -1))
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_elementwise_bits_do_not_depend_on_zeros_behind() -> None:
     """Nor do they on outputs beside: a padded or inflated model computes the same."""
     weight, x = torch.randn(20, 48), torch.randn(3, 48)
