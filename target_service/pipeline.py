@@ -17,10 +17,11 @@ from target_service.batch import StepBatch
 from target_service.commit import accepted_nodes, commit_chains, commit_path
 from target_service.engine_state import EngineState
 from target_service.nodes import SampledTrees
+from target_service.phases import PathOutputs
 from target_service.request import Phase
 from target_service.request_table import RequestTable
 from target_service.round_times import RoundTimes
-from target_service.runner import PathOutputs, TargetRunner
+from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler, StepPlan
 from target_service.tree_source import TreeSource
 
