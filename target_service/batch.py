@@ -6,7 +6,7 @@ What the forward needs comes first; the rest is built while the device computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -50,6 +50,47 @@ class StepBatch:
     logit_rows: Sequence[int] | None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Columns:
+    """The blocks of a step, tree by tree and chain by chain; `token_ids` row by row."""
+
+    req_idx: list[int] = field(default_factory=list)
+    prefix_len: list[int] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
+    layouts: list[TreeLayout] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    def add_trees(self, trees: SampledTrees, count: int) -> None:
+        """Add the first `count` trees."""
+        self.req_idx = trees.req_idx[:count]
+        self.prefix_len = trees.seq_len[:count]
+        self.num_rows = trees.num_nodes[:count]
+        self.layouts = trees.layouts[:count]
+        self.token_ids = trees.token_ids[: sum(self.num_rows)]
+
+    def add_chain(self, work: PrefillWork | ReplayWork) -> ChainRows:
+        chain = ChainRows(work=work, first_row=len(self.token_ids))
+        self.token_ids += work.request.tokens[work.start : work.stop]
+        self.req_idx.append(work.request.req_idx)
+        self.prefix_len.append(work.start)
+        self.num_rows.append(work.stop - work.start)
+        return chain
+
+    def blocks(self, *, num_replays: int) -> RowBlocks:
+        """Return the blocks; the last ones are replays, whose KV is committed already."""
+        writes_kv = None
+        if num_replays:
+            num_written = len(self.req_idx) - num_replays
+            writes_kv = [True] * num_written + [False] * num_replays
+        return RowBlocks(
+            req_idx=self.req_idx,
+            prefix_len=self.prefix_len,
+            num_rows=self.num_rows,
+            trees=self.layouts,
+            writes_kv=writes_kv,
+        )
+
+
 def build_batch(
     plan: StepPlan,
     pool: KVPool,
@@ -67,54 +108,30 @@ def build_batch(
     """
     # The rows of trees come first, and the nodes of the step are these rows. After them come the
     # last tokens of prompts, each of them a tree of one node.
-    works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
     trees = gather_trees(plan)
-    num_verified = len(plan.verifies)
-    req_idx: list[int] = []
-    prefix_len: list[int] = []
-    num_rows: list[int] = []
-    layouts: list[TreeLayout] = []
-    token_ids: list[int] = []
+    columns = _Columns()
     if trees is not None:
-        req_idx = trees.req_idx[:num_verified]
-        prefix_len = trees.seq_len[:num_verified]
-        num_rows = trees.num_nodes[:num_verified]
-        layouts = trees.layouts[:num_verified]
-        token_ids = trees.token_ids[: sum(num_rows)]
-    logit_rows = list(range(len(token_ids))) if works else None
-    writes_kv = None
-    chains: list[ChainRows] = []
-    for work in works:
-        chains.append(ChainRows(work=work, first_row=len(token_ids)))
-        token_ids += work.request.tokens[work.start : work.stop]
-        req_idx.append(work.request.req_idx)
-        prefix_len.append(work.start)
-        num_rows.append(work.stop - work.start)
-        if logit_rows is not None and isinstance(work, PrefillWork) and work.is_last:
-            logit_rows.append(len(token_ids) - 1)
-    if plan.replays:
-        num_written = num_verified + len(plan.prefills)
-        writes_kv = [True] * num_written + [False] * len(plan.replays)
-    count = len(token_ids)
+        columns.add_trees(trees, len(plan.verifies))
+    works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
+    logit_rows = list(range(len(columns.token_ids))) if works else None
+    chains = [columns.add_chain(work) for work in works]
+    for chain in chains:
+        if logit_rows is not None and isinstance(chain.work, PrefillWork) and chain.work.is_last:
+            logit_rows.append(chain.first_row + chain.work.stop - chain.work.start - 1)
+    count = len(columns.token_ids)
     bucket = bucket_of(count) if pads_rows and not works else None
 
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket or count)
-    host["token_ids"][:count] = token_ids
+    host["token_ids"][:count] = columns.token_ids
     host["root_idx"].fill(TOKEN_IS_KNOWN)
     if trees is not None and trees.device_roots:
         host["root_idx"][list(trees.device_roots)] = list(trees.device_roots.values())
-    blocks = RowBlocks(
-        req_idx=req_idx,
-        prefix_len=prefix_len,
-        num_rows=num_rows,
-        trees=layouts,
-        writes_kv=writes_kv,
-    )
+    blocks = columns.blocks(num_replays=len(plan.replays))
     rows = pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket)
     # The first row of a path, a root or the first token of a chunk, is at the prefix's end.
-    before_path = np.array(prefix_len) - 1
-    np.add(before_path.repeat(num_rows), rows.path_len, out=host["position_ids"][:count])
+    before_path = np.array(columns.prefix_len) - 1
+    np.add(before_path.repeat(columns.num_rows), rows.path_len, out=host["position_ids"][:count])
     extend = ExtendInput(**device, rows=rows, bucket=bucket)
     mailbox_trees = None
     if trees is not None and trees.are_on_device:

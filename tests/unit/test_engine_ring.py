@@ -17,7 +17,7 @@ from shared.models.digest import model_hash
 from shared.peer.ring import RING_DIR, RingReader
 from shared.peer.shared_files import RINGS
 from target_service.engine import TargetEngine
-from target_service.runner import StepOutputs
+from target_service.phases import StepOutputs
 from tests import checkpoints
 from tests.engines import (
     SHAPES,
