@@ -29,10 +29,9 @@ from tests.device_pair import (
     check,
     device_engines,
     num_rounds,
-    plain_of,
     requests_of,
 )
-from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target
+from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target, plain_of
 from tests.local_pair import LocalRequest
 from tests.peer_pair import PeerPair, peer_rounds, unlink
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
@@ -526,7 +525,7 @@ def test_an_order_for_another_place_costs_no_token(
             num_orders += len(parts)
         tell(channel, message)
         if seq is not None and not is_tag(seq):
-            assert not any(request.device_tree for request in draft._requests.values())
+            assert not any(request.device_tree for request in draft.requests.values())
 
     pair.tell_draft = tell_draft  # type: ignore[method-assign]
     pair.run(requests)
