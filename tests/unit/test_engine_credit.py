@@ -35,6 +35,7 @@ from tests.engines import (
     run_plain,
 )
 from tests.local_pair import LocalPair, LocalRequest
+from tests.marks import EXHAUSTIVE
 
 STOPS = tuple(range(5, 250, 9))
 
@@ -49,7 +50,7 @@ def as_it_is(target: TargetEngine) -> TargetEngine:
     return target
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
+SLOW = pytest.mark.slow
 PACES = pytest.mark.parametrize("pace", [as_it_is, overlapped])
 Pace = Callable[[TargetEngine], TargetEngine]
 
@@ -86,7 +87,10 @@ def requests_of(rng: random.Random) -> list[LocalRequest]:
 @pytest.mark.parametrize(
     ("num_granted", "pace"),
     [
-        (1, as_it_is), (2, overlapped), (7, as_it_is), (100, overlapped),
+        (7, as_it_is),
+        pytest.param(1, as_it_is, marks=SLOW),
+        pytest.param(2, overlapped, marks=SLOW),
+        pytest.param(100, overlapped, marks=SLOW),
         pytest.param(1, overlapped, marks=EXHAUSTIVE),
         pytest.param(2, as_it_is, marks=EXHAUSTIVE),
         pytest.param(7, overlapped, marks=EXHAUSTIVE),

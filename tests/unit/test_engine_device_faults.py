@@ -29,9 +29,9 @@ from tests.device_pair import (
 )
 from tests.engines import SHAPES, Models, fresh, plain_of, random_tokens
 from tests.local_pair import LocalRequest
+from tests.marks import EXHAUSTIVE, first_fast
 from tests.unit.test_engine_device_rounds import WRONG_PATHS, WRONG_TREES, EditWords, words_of
 from tests.unit.test_engine_peer_rounds import (
-    EXHAUSTIVE,
     KINDS_AND_PACES,
     Chaos,
     close_late,
@@ -63,6 +63,7 @@ def steps_by_mail(pair: DevicePair, count: int) -> None:
     raise AssertionError("no tree is awaited")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_prompt_in_the_middle_takes_the_rounds_to_the_hosts_and_back(
     make: Make, *, is_ahead: bool
@@ -167,7 +168,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
     assert answered >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("cut", [cut_by_draft, cut_by_target])
+@pytest.mark.parametrize("cut", first_fast([cut_by_draft, cut_by_target]))
 def test_nobody_waits_for_the_device_behind_a_lost_link(
     make: Make, cut: Callable[[Any, LocalRequest], None]
 ) -> None:
@@ -221,6 +222,7 @@ def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
         check([stays, joins], expected[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize(
     ("scarce", "num_slots", "count", "length"),
@@ -250,6 +252,7 @@ def test_retraction_ends_mailed_rounds_and_they_come_back(
     assert pair.num_awaited > 5 and pair.num_ahead > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
     few = {"max_context_len": 60}
@@ -264,6 +267,7 @@ def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
 
 
 @pytest.mark.parametrize(("num_granted", "margin"), [(1, 0), (2, 0), (3, 3)])
+@pytest.mark.slow
 def test_grants_that_end_and_are_renewed(make: Make, num_granted: int, margin: int) -> None:
     target, draft, _ = make("eagle")
     requests = requests_of(3, 0)
@@ -274,6 +278,7 @@ def test_grants_that_end_and_are_renewed(make: Make, num_granted: int, margin: i
     assert pair.num_awaited > 10 or num_granted == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool) -> None:
     """A step with an answer to give and nothing else known; a prompt must not get in between."""
@@ -330,6 +335,7 @@ def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) ->
 DRAFT_STAGES = ["draft: channel", "draft: extend", "draft: grow"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first_timed", [False, True])
 @pytest.mark.parametrize("is_heard_late", [False, True])
 def test_a_timed_round_of_the_devices_says_what_both_did(

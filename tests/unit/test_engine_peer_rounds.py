@@ -48,10 +48,10 @@ from tests.engines import (
     random_tokens,
 )
 from tests.local_pair import LocalRequest
+from tests.marks import EXHAUSTIVE, first_fast
 from tests.peer_pair import PeerPair, PoisonedPeerPair, batch_of, peer_rounds, unlink
 
 pytestmark = pytest.mark.timeout(60)
-EXHAUSTIVE = pytest.mark.exhaustive
 
 PAGE_SIZES = {"eagle3": (16, 64), "eagle": (1, 4), "mtp": (4, 1), "standalone": (64, 16)}
 
@@ -99,7 +99,7 @@ def make(models: Models) -> Iterator[Make]:
     unlink(*made)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_fast(KINDS))
 def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
     target_page, draft_page = PAGE_SIZES[kind]
     target, draft = make(
@@ -129,6 +129,7 @@ def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
         check_rows(pair)
 
 
+@pytest.mark.slow
 def test_pages_of_a_tree_are_on_the_device_before_it_comes(make: Make) -> None:
     """As on a GPU, where the page table has a copy that is brought up to date."""
     target, draft = make("eagle3", {"page_size": 4, "feature_ring_mb": 1})
@@ -312,7 +313,7 @@ WRONG: dict[str, Callable[[TokenTree], Options]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", first_fast(WRONG))
 def test_a_wrong_tree_fails_its_round_and_the_root_alone_goes_on(make: Make, wrong: str) -> None:
     pair = PeerPair(*make("standalone"))
     request = opened(pair)
@@ -332,7 +333,7 @@ def test_a_wrong_tree_fails_its_round_and_the_root_alone_goes_on(make: Make, wro
     assert root_only == [failure.round_idx]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", first_fast(WRONG))
 def test_a_wrong_tree_fails_its_round_and_no_other(make: Make, wrong: str) -> None:
     target, draft = make("standalone")
     pair = PeerPair(target, draft)
@@ -375,7 +376,7 @@ STALE: dict[str, Callable[[TokenTree], Options]] = {
 }
 
 
-@pytest.mark.parametrize("stale", STALE)
+@pytest.mark.parametrize("stale", first_fast(STALE))
 def test_a_tree_that_nobody_waits_for_is_ignored(make: Make, stale: str) -> None:
     target, draft = make("standalone")
     pair = PeerPair(target, draft)
@@ -428,6 +429,7 @@ def test_a_lost_tree_is_waited_for_until_somebody_orders_the_round(make: Make) -
 # --- room ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
     """The last trees are cut to what fits, then the root goes alone; and nobody has to order it."""
@@ -449,6 +451,7 @@ def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
     assert min(edit.values()) < SHAPES[3].num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scarce", "num_slots", "count", "length", "is_ahead"),
     [
@@ -496,7 +499,7 @@ def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None
     assert request.output == plain_of(target, [request])[0].output
 
 
-@pytest.mark.parametrize("num_steps", range(5))
+@pytest.mark.parametrize("num_steps", first_fast(range(5)))
 def test_the_target_says_so_when_a_link_is_lost_under_granted_rounds(
     make: Make, num_steps: int
 ) -> None:
@@ -561,6 +564,7 @@ def subscription(**fields: Any) -> FeatureSubscribe:
     return FeatureSubscribe(**{"request_id": "r1", "target_epoch": 1, "from_position": 0, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_peer", [False, True])
 def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_peer: bool) -> None:
     """Whatever way its subscription comes, even over the newer draft's own channel."""
@@ -624,6 +628,7 @@ def test_an_older_linked_draft_takes_no_features_from_one_that_is_not(make: Make
     pair.finish()
 
 
+@pytest.mark.slow
 def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> None:
     """Trees still go over the channel; rows come as bytes from then on."""
     target, draft = make("eagle", {"feature_ring_mb": 1})
