@@ -104,8 +104,12 @@ def kernels(dtype: str):
         ["*fp32", values, values, values, "i32", "i32"],
         {"HAS_BIAS": True, "HAS_RESIDUAL": True, "NUM_SPLITS": 4, "BLOCK": 1024},
     )
-    for ids in ("*i64", "*i32"):
-        yield embedding._embed_kernel, [ids, ids, values, values], {"WIDTH": 1000, "BLOCK": 1024}
+    for ids, has_roots in (("*i64", True), ("*i64", False), ("*i32", False)):
+        yield (
+            embedding._embed_kernel,
+            [*[ids] * 3, values, values],
+            {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots},
+        )
     yield (
         head_input._head_input_kernel,
         ["*i64", *[values] * 5, "fp32"],
@@ -135,7 +139,7 @@ def kernels(dtype: str):
     yield from mail_kernels(values)
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
-    if dtype == "fp32":
+    if dtype == "bf16":  # what has no dtype is compiled once
         yield (
             tree_attention_schedule._schedule_kernel,
             [*["*i32"] * 6, "*i1", *["i32"] * 6],
@@ -203,7 +207,7 @@ def mail_kernels(values: str):
         width,
     )
     yield mailbox_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width
-    if values != "*fp32":
+    if values != "*bf16":  # the rest has no dtype
         return
     yield (
         mailbox_trees._post_trees_kernel,
@@ -366,14 +370,13 @@ def growth_kernels():
 
 
 def main() -> None:
-    """Compile for the capabilities named on the command line."""
-    for capability in map(int, sys.argv[1:]):
-        for dtype in DOT_DTYPES:
-            for kernel, types, constexprs, *options in kernels(dtype):
-                binary = compile_kernel(kernel, types, constexprs, capability, *options)
-                used = [name for name in ("wgmma", "mma.sync") if name in binary.asm["ptx"]]
-                products = "+".join(used) or "none"
-                sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {products}\n")
+    """Compile for the capability and the dtype named on the command line."""
+    capability, dtype = int(sys.argv[1]), sys.argv[2]
+    for kernel, types, constexprs, *options in kernels(dtype):
+        binary = compile_kernel(kernel, types, constexprs, capability, *options)
+        used = [name for name in ("wgmma", "mma.sync") if name in binary.asm["ptx"]]
+        products = "+".join(used) or "none"
+        sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {products}\n")
 
 
 def compile_kernel(kernel, types, constexprs, capability, options=None):

@@ -293,7 +293,7 @@ def test_rows_that_nobody_keeps_are_neither_projected_nor_read(
     pairing: Pairing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_target(pairing)
-    runner = target._runner
+    runner = target.runner
     project, read = runner._project, runner.finish_read
     num_projected, has_features = [], []
 

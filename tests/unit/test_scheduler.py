@@ -108,7 +108,7 @@ class World:
             assert request.req_idx == -1 and request.phase is Phase.WAITING
 
     def num_reserved(self, request: TargetRequest) -> int:
-        return len(self.pool._pages[request.req_idx]) * self.pool.page_size
+        return self.pool.reserved_len(request.req_idx)
 
 
 def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int) -> int:
