@@ -65,38 +65,10 @@ def build_batch(
         source: Knows where the device finds trees that are not here.
         pads_rows: Pad the rows of a step without prefills and replays up to a bucket.
     """
-    # The rows of trees come first, and the nodes of the step are these rows. After them come the
-    # last tokens of prompts, each of them a tree of one node.
-    works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
     trees = gather_trees(plan)
-    num_verified = len(plan.verifies)
-    req_idx: list[int] = []
-    prefix_len: list[int] = []
-    num_rows: list[int] = []
-    layouts: list[TreeLayout] = []
-    token_ids: list[int] = []
-    if trees is not None:
-        req_idx = trees.req_idx[:num_verified]
-        prefix_len = trees.seq_len[:num_verified]
-        num_rows = trees.num_nodes[:num_verified]
-        layouts = trees.layouts[:num_verified]
-        token_ids = trees.token_ids[: sum(num_rows)]
-    logit_rows = list(range(len(token_ids))) if works else None
-    writes_kv = None
-    chains: list[ChainRows] = []
-    for work in works:
-        chains.append(ChainRows(work=work, first_row=len(token_ids)))
-        token_ids += work.request.tokens[work.start : work.stop]
-        req_idx.append(work.request.req_idx)
-        prefix_len.append(work.start)
-        num_rows.append(work.stop - work.start)
-        if logit_rows is not None and isinstance(work, PrefillWork) and work.is_last:
-            logit_rows.append(len(token_ids) - 1)
-    if plan.replays:
-        num_written = num_verified + len(plan.prefills)
-        writes_kv = [True] * num_written + [False] * len(plan.replays)
+    blocks, token_ids, chains = _lay_out(plan, trees)
     count = len(token_ids)
-    bucket = bucket_of(count) if pads_rows and not works else None
+    bucket = bucket_of(count) if pads_rows and not chains else None
 
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket or count)
@@ -104,17 +76,10 @@ def build_batch(
     host["root_idx"].fill(TOKEN_IS_KNOWN)
     if trees is not None and trees.device_roots:
         host["root_idx"][list(trees.device_roots)] = list(trees.device_roots.values())
-    blocks = RowBlocks(
-        req_idx=req_idx,
-        prefix_len=prefix_len,
-        num_rows=num_rows,
-        trees=layouts,
-        writes_kv=writes_kv,
-    )
     rows = pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket)
     # The first row of a path, a root or the first token of a chunk, is at the prefix's end.
-    before_path = np.array(prefix_len) - 1
-    np.add(before_path.repeat(num_rows), rows.path_len, out=host["position_ids"][:count])
+    before_path = np.array(blocks.prefix_len) - 1
+    np.add(before_path.repeat(blocks.num_rows), rows.path_len, out=host["position_ids"][:count])
     extend = ExtendInput(**device, rows=rows, bucket=bucket)
     mailbox_trees = None
     if trees is not None and trees.are_on_device:
@@ -126,8 +91,57 @@ def build_batch(
         mailbox_trees=mailbox_trees,
         chains=chains,
         num_rows=count,
-        logit_rows=logit_rows,
+        logit_rows=_logit_rows(chains) if chains else None,
     )
+
+
+def _lay_out(
+    plan: StepPlan, trees: SampledTrees | None
+) -> tuple[RowBlocks, list[int], list[ChainRows]]:
+    """Return the blocks of a step, the tokens of their rows, and which rows are chains."""
+    req_idx: list[int] = []
+    prefix_len: list[int] = []
+    num_rows: list[int] = []
+    layouts: list[TreeLayout] = []
+    token_ids: list[int] = []
+    if (
+        trees is not None
+    ):  # the first rows are its nodes; its last trees are the prompts' last tokens
+        num_verified = len(plan.verifies)
+        req_idx = trees.req_idx[:num_verified]
+        prefix_len = trees.seq_len[:num_verified]
+        num_rows = trees.num_nodes[:num_verified]
+        layouts = trees.layouts[:num_verified]
+        token_ids = trees.token_ids[: sum(num_rows)]
+    chains: list[ChainRows] = []
+    works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
+    for work in works:
+        chains.append(ChainRows(work=work, first_row=len(token_ids)))
+        token_ids += work.request.tokens[work.start : work.stop]
+        req_idx.append(work.request.req_idx)
+        prefix_len.append(work.start)
+        num_rows.append(work.stop - work.start)
+    num_replays = len(plan.replays)
+    blocks = RowBlocks(
+        req_idx=req_idx,
+        prefix_len=prefix_len,
+        num_rows=num_rows,
+        trees=layouts,
+        writes_kv=[True] * (len(num_rows) - num_replays) + [False] * num_replays
+        if num_replays
+        else None,
+    )
+    return blocks, token_ids, chains
+
+
+def _logit_rows(chains: Sequence[ChainRows]) -> list[int]:
+    """Return the rows that are sampled: the nodes of trees, and the last tokens of prompts."""
+    last_rows = [
+        chain.first_row + chain.work.stop - chain.work.start - 1
+        for chain in chains
+        if isinstance(chain.work, PrefillWork) and chain.work.is_last
+    ]
+    return [*range(chains[0].first_row), *last_rows]
 
 
 def extend_fields(num_rows: int) -> Fields:
