@@ -104,8 +104,12 @@ def kernels(dtype: str):
         ["*fp32", values, values, values, "i32", "i32"],
         {"HAS_BIAS": True, "HAS_RESIDUAL": True, "NUM_SPLITS": 4, "BLOCK": 1024},
     )
-    for ids in ("*i64", "*i32"):
-        yield embedding._embed_kernel, [ids, ids, values, values], {"WIDTH": 1000, "BLOCK": 1024}
+    for ids, has_roots in (("*i64", True), ("*i64", False), ("*i32", False)):
+        yield (
+            embedding._embed_kernel,
+            [ids, "*i64", "*i64", values, values],
+            {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots},
+        )
     yield (
         head_input._head_input_kernel,
         ["*i64", *[values] * 5, "fp32"],
