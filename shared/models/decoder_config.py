@@ -63,7 +63,6 @@ class ModelConfig:
             config.json.
     """
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -155,7 +154,6 @@ def parse_model_config(
     has_attention_bias = (is_llama or is_qwen3) and bool(fields.get("attention_bias", False))
     num_mtp_layers = fields.get("num_nextn_predict_layers") if architecture == MIMO else 0
     return ModelConfig(
-        architecture=architecture,
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
         intermediate_size=require_int(fields, "intermediate_size", source),
