@@ -113,7 +113,8 @@ def build_batch(
     if trees is not None:
         columns.add_trees(trees, len(plan.verifies))
     num_tree_rows = len(columns.token_ids)
-    chains = [columns.add_chain(work) for work in (*plan.prefills, *plan.replays)]
+    works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
+    chains = [columns.add_chain(work) for work in works]
     count = len(columns.token_ids)
     bucket = bucket_of(count) if pads_rows and not chains else None
 
