@@ -64,7 +64,7 @@ class TimedPair(LocalPair):
                 self._on_target(message)
         if self.draft is not None:
             # Both share a device: a draft that waits for a step in flight did not take that long.
-            synchronize(self.target._runner.pool.device)
+            synchronize(self.target.runner.pool.device)
         middle = time.perf_counter()
         if self.draft is not None and self.draft.has_work:
             for message in self.draft.step():

@@ -120,7 +120,7 @@ def _run(
     for _ in range(_NUM_ROUNDS):
         for request in requests:
             request.submit_round(shape)
-        synchronize(engine._runner.pool.device)
+        synchronize(engine.runner.pool.device)
         started = time.perf_counter()
         grown: list[TokenTree] = []
         while len(grown) < count:

@@ -106,7 +106,7 @@ def _serve(
 
 @torch.inference_mode()
 def _logits(engine: TargetEngine, prompt: Sequence[int]) -> torch.Tensor:
-    model, pool = engine._runner.model, engine._runner.pool
+    model, pool = engine.runner.model, engine.runner.pool
     req_idx = acquire(pool, len(prompt))
     rows = build_rows(pool, [req_idx], np.array([prompt]))
     logits = model.logits(rows.forward(model).hidden).cpu()

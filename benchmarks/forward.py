@@ -89,7 +89,7 @@ def main() -> None:
             max_num_requests=max(count for count, _ in shapes),
             max_context_len=max(*contexts, prefill_len) + 4 * MAX_TREE_NODES,
         )
-        fill_noise(engine._runner.pool)
+        fill_noise(engine.runner.pool)
         bandwidth = copy_bandwidth(device)
         lines = []
         for context in contexts:
@@ -111,7 +111,7 @@ def _measure(
     bandwidth: float,
     use_graph: bool,  # noqa: FBT001
 ) -> Line:
-    model, pool = engine._runner.model, engine._runner.pool
+    model, pool = engine.runner.model, engine.runner.pool
     shape, num_rows = f"{num_requests} x {num_nodes}", num_requests * num_nodes
     pages = pool.pages_for(context + 2 * MAX_TREE_NODES)
     if num_requests * pages > pool.num_free_pages:
@@ -145,7 +145,7 @@ def _measure(
 
 
 def _logits(engine: TargetEngine, rows: Rows) -> torch.Tensor:
-    model = engine._runner.model
+    model = engine.runner.model
     return model.logits(rows.forward(model, engine.info.features.layer_ids).hidden)
 
 
@@ -168,7 +168,7 @@ def _is_exact(
 
 def _prefill(engine: TargetEngine, num_tokens: int) -> dict[str, Any]:
     """Return how fast a prompt is read: by the model in one forward, and by the engine."""
-    model, pool = engine._runner.model, engine._runner.pool
+    model, pool = engine.runner.model, engine.runner.pool
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, model.config.vocab_size, num_tokens)
     req_idx = acquire(pool, num_tokens)
@@ -218,7 +218,7 @@ def _weight_bytes(config: ModelConfig, itemsize: int) -> int:
 
 def _kv_bytes(engine: TargetEngine) -> int:
     """Return the bytes of K and V per token, all layers."""
-    pool = engine._runner.pool
+    pool = engine.runner.pool
     return sum(cache[0].nbytes for cache in (*pool.k, *pool.v))
 
 

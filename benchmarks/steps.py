@@ -89,11 +89,11 @@ def _target(pair: Pair, args: argparse.Namespace) -> tuple[list[Span], float]:
         max_context_len=args.context + 4 * MAX_TREE_NODES,
         kv_memory_fraction=0.4,
     )
-    fill_noise(engine._runner.pool)
+    fill_noise(engine.runner.pool)
     requests = StretchedRequests(engine, args.requests, args.context)
     num_nodes = 1 if args.shape == "plain" else parse_shape(args.shape).num_draft_tokens
     return _profile(
-        lambda: requests.submit_round(num_nodes), requests.step, engine._runner.pool.device
+        lambda: requests.submit_round(num_nodes), requests.step, engine.runner.pool.device
     )
 
 
@@ -111,7 +111,7 @@ def _draft(pair: Pair, args: argparse.Namespace) -> tuple[list[Span], float]:
         for request in requests:
             request.submit_round(shape)
 
-    return _profile(prepare, engine.step, engine._runner.pool.device)
+    return _profile(prepare, engine.step, engine.runner.pool.device)
 
 
 def _profile(

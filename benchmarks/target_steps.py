@@ -105,7 +105,7 @@ class StretchedRequests:
         seconds = []
         for _ in range(num_steps):
             self.submit_round(num_nodes)
-            synchronize(self._engine._runner.pool.device)
+            synchronize(self._engine.runner.pool.device)
             started = time.perf_counter()
             self.step()
             seconds.append(time.perf_counter() - started)

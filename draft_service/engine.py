@@ -53,17 +53,17 @@ class DraftEngine:
         self.info = info
         self.channels = PeerChannels()
         self.source = source
-        self._runner = runner
+        self.runner = runner
         self._recorder = Recorder(runner.pool.device)
         self._outbox: list[Any] = []
         self._reader = FeatureReader(info.features.width)
-        self._requests = RequestTable(
+        self.requests = RequestTable(
             runner, self._outbox, self._recorder, max_context_len=max_context_len
         )
-        self._peers = PeerRounds(self._requests, self._reader, self.channels, self.source)
+        self._peers = PeerRounds(self.requests, self._reader, self.channels, self.source)
         self.pipeline = DraftPipeline(
             runner,
-            self._requests,
+            self.requests,
             self._outbox,
             self.source,
             self._recorder,
@@ -83,9 +83,9 @@ class DraftEngine:
     @property
     def load(self) -> WorkerLoad:
         """Return progress and room."""
-        pool, pipeline = self._runner.pool, self.pipeline
+        pool, pipeline = self.runner.pool, self.pipeline
         return WorkerLoad(
-            num_running=len(self._requests),
+            num_running=len(self.requests),
             num_free_pages=pool.num_free_pages,
             num_pages=pool.num_pages,
             num_steps=pipeline.num_steps,
@@ -118,7 +118,7 @@ class DraftEngine:
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
-        self._runner.pool.check_integrity()
+        self.runner.pool.check_integrity()
 
     def _take(self, message: Any, channel: PeerChannel | None) -> None:
         self.pipeline.note_message()
@@ -129,7 +129,7 @@ class DraftEngine:
                 case DraftRound():
                     self._take_order(message, channel)
                 case DraftClose():
-                    self._requests.close(message)
+                    self.requests.close(message)
                 case FeatureChunk():
                     self._take_features(message)
                 case RequestFailure():
@@ -141,24 +141,24 @@ class DraftEngine:
                 case _:
                     raise TypeError(f"a draft engine takes no {type(message).__name__}")
         except CoppiceError as error:
-            self._requests.fail(message, error)
+            self.requests.fail(message, error)
 
     def _open(self, message: DraftOpen) -> None:
-        request = self._requests.open(message)
+        request = self.requests.open(message)
         if request is not None:
             self._peers.attach(request)
             if request.features is not None:
                 request.features.subscribe()
 
     def _take_order(self, message: DraftRound, channel: PeerChannel | None) -> None:
-        request = self._requests.get(message.request_id)
+        request = self.requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return  # closed, retracted or opened anew meanwhile, of which the orchestrator knows
         check_shape(message.shape, prefix="shape.")
-        self._requests.take_order(request, message, channel)
+        self.requests.take_order(request, message, channel)
 
     def _take_features(self, chunk: FeatureChunk) -> None:
-        request = self._requests.expecting(chunk.request_id, chunk.target_epoch)
+        request = self.requests.expecting(chunk.request_id, chunk.target_epoch)
         if request is None:
             return
         self._reader.check(chunk)
@@ -167,8 +167,8 @@ class DraftEngine:
 
     def _lose_features(self, failure: RequestFailure) -> None:
         """Drop a request whose features the target does not give: the draft has no input."""
-        request = self._requests.expecting(failure.request_id, failure.target_epoch)
+        request = self.requests.expecting(failure.request_id, failure.target_epoch)
         if request is None or failure.draft_epoch not in (0, request.open.draft_epoch):
             return
-        self._requests.drop(request)
+        self.requests.drop(request)
         self._outbox.append(replace(failure, draft_epoch=request.open.draft_epoch))

@@ -12,8 +12,8 @@ from shared.messages import AcceptedPath, FinishReason, TokenLogprob
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
 from target_service.nodes import AcceptedNodes, SampledTrees
+from target_service.phases import PathOutputs, StepOutputs
 from target_service.request import Phase, TargetRequest
-from target_service.runner import PathOutputs, StepOutputs
 from target_service.scheduler import PrefillWork
 
 

@@ -64,7 +64,7 @@ class TargetEngine:
             overlaps_steps=overlaps_steps,
         )
         self._state = state
-        self._runner = runner
+        self.runner = runner
         self._table = RequestTable(state, self.scheduler, source)
         self.pipeline = Pipeline(
             state=state,
@@ -120,7 +120,7 @@ class TargetEngine:
     @property
     def load(self) -> WorkerLoad:
         """Return progress and room."""
-        pool, counts = self._runner.pool, self._state.counts
+        pool, counts = self.runner.pool, self._state.counts
         return WorkerLoad(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -135,7 +135,7 @@ class TargetEngine:
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
-        self._runner.pool.check_integrity()
+        self.runner.pool.check_integrity()
 
     # --- messages --------------------------------------------------------------------------------
 

@@ -184,7 +184,8 @@ class PeerRounds(TreeSource):
         ):
             return
         if request.num_in_flight:  # the device has the tree already
-            recorder.include(*key, "draft", tree.times)
+            if not recorder.has_begun(*key):
+                recorder.include(*key, "draft", tree.times)
         elif request.queued is None:
             self.window.arrived(tree.request_id)
             self._check(request, credit, tree, is_sound=is_sound)
@@ -207,7 +208,7 @@ class PeerRounds(TreeSource):
         """Return the round tag of the tree that is being ordered; 0: it comes over the channel."""
         return 0
 
-    # ---------------------------------------------------------------------------------------------
+    # --- parts of an order -----------------------------------------------------------------------
 
     def _entry(self, request: TargetRequest, path: AcceptedNodes, shape: TreeShape) -> PathEntry:
         peer = request.draft

@@ -6,9 +6,12 @@ each with up to N nodes. A prefill's last row is a tree of one node. Nothing her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shared.kernels.accept_walk import AcceptWalk
 from shared.step.packing import PackedRows
@@ -237,3 +240,45 @@ class NodeOutputs:
         """Read every registered tensor at `rows` [...] i64, as [..., *rest]."""
         for name, tensor in self._tensors.items():
             into.add(name, tensor, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathOutputs:
+    """What each request's accepted path carries, on the host. [B, D + 1, ...] each; padding past
+    it. Copy what outlives the step.
+
+    Args:
+        accept_index: Nodes of the path, root first, -1 padded.
+        accept_length: [B], bonus included.
+        token_ids: The target's token at each path node.
+        is_finite: 0 where the raw logits of that token were not all finite.
+        num_nodes: [B], of trees from the mailbox, root included; 1: the tree did not come in time.
+            None: the trees were here.
+        logprobs: Of those tokens; None when no request asked.
+        top_ids, top_logprobs: [B, D + 1, num_top].
+        features: [B, D + 1, row_bytes] u8; None when no request keeps them.
+    """
+
+    accept_index: NDArray[np.int64]
+    accept_length: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
+    is_finite: NDArray[np.uint8]
+    num_nodes: NDArray[np.int64] | None = None
+    logprobs: NDArray[np.float32] | None = None
+    top_ids: NDArray[np.int64] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
+    features: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """What a step computed, on the host.
+
+    Args:
+        paths: None when nothing was sampled.
+        chain_features: For each prefill chunk and replay its feature rows, [n, row_bytes] u8; None
+            where the request keeps none. Copy what outlives the step.
+    """
+
+    paths: PathOutputs | None
+    chain_features: Sequence[NDArray[np.uint8] | None]

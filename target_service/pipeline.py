@@ -17,10 +17,11 @@ from target_service.batch import StepBatch
 from target_service.commit import accepted_nodes, commit_chains, commit_path
 from target_service.engine_state import EngineState
 from target_service.nodes import SampledTrees
+from target_service.phases import PathOutputs
 from target_service.request import Phase
 from target_service.request_table import RequestTable
 from target_service.round_times import RoundTimes
-from target_service.runner import PathOutputs, TargetRunner
+from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler, StepPlan
 from target_service.tree_source import TreeSource
 
@@ -71,8 +72,11 @@ class Pipeline:
             launched = None
         self.in_flight = launched
         self.state.features.send()
-        if not self.source.can_launch_early(self.scheduler):  # else that step is launched at once
-            self._reserve_for_growing_trees()
+        window = self.source.window
+        # Nothing is left to do once the trees come, unless their step is launched right away.
+        if window.is_growing and not self.source.can_launch_early(self.scheduler):
+            self.scheduler.reserve_early(window.growing)
+            self.runner.bring_page_table()
         self.state.recorder.end_step()
 
     def launch_early(self) -> bool:
@@ -122,7 +126,8 @@ class Pipeline:
         if is_device_round and timer.is_on:  # but for the times of these trees
             self.hear_peers()
         commit_chains(self.state, batch, outputs)
-        if batch.trees is not None and outputs.paths is not None:
+        if batch.trees is not None:
+            assert outputs.paths is not None
             self._commit_paths(batch.trees, outputs.paths, timer)
 
     def _commit_paths(self, trees: SampledTrees, paths: PathOutputs, timer: StepTimer) -> None:
@@ -156,10 +161,3 @@ class Pipeline:
         if not trees.are_on_device:  # else the next step is launched first
             self.flush_peers()
         self.runner.sampler.count(advanced)
-
-    def _reserve_for_growing_trees(self) -> None:
-        """Reserve pages for trees that are being grown: nothing is left to do once they come."""
-        if self.source.window.is_growing:
-            for request_id, num_rows in self.source.window.growing:
-                self.scheduler.reserve_early(request_id, num_rows)
-            self.runner.bring_page_table()

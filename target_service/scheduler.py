@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from shared.kv.allocator import OutOfPagesError
@@ -138,12 +138,17 @@ class Scheduler:
         request.req_idx = -1
         request.phase = Phase.WAITING
 
-    def reserve_early(self, request_id: str, num_rows: int) -> None:
-        """Reserve the pages of a tree that is being grown, if they are free; `plan` makes sure."""
-        request = self._held.get(request_id)
-        if request is not None:
-            with contextlib.suppress(OutOfPagesError):
-                self._pool.reserve(request.req_idx, request.launched_len + num_rows)
+    def reserve_early(self, trees: Iterable[tuple[str, int]]) -> None:
+        """Reserve the pages of trees that are being grown, if they are free; `plan` makes sure.
+
+        Args:
+            trees: (request_id, rows) of each.
+        """
+        for request_id, num_rows in trees:
+            request = self._held.get(request_id)
+            if request is not None:
+                with contextlib.suppress(OutOfPagesError):
+                    self._pool.reserve(request.req_idx, request.launched_len + num_rows)
 
     def plan(self) -> StepPlan:
         """Choose the rows of the next step and reserve their pages."""

@@ -30,7 +30,6 @@ from tests.engines import (
     poison_scratch,
     pool_of,
     random_tokens,
-    run_plain,
 )
 from tests.local_pair import LocalRequest
 from tests.peer_pair import PeerPair, unlink
@@ -94,11 +93,6 @@ def requests_of(count: int, seed: int, shape: TreeShape = BUSHY) -> list[LocalRe
         )
         for i in range(count)
     ]
-
-
-def plain_of(target: TargetEngine, requests: Sequence[LocalRequest]) -> list[LocalRequest]:
-    """Return copies that were served without speculation, each alone."""
-    return run_plain(target, requests, alone=True)
 
 
 def check(requests: Sequence[LocalRequest], expected: Sequence[LocalRequest]) -> None:
@@ -240,13 +234,13 @@ class DevicePair(PeerPair):
         else:
             super().tell_target(channel, message)
 
-    def _on_target(self, message: Any) -> None:
+    def on_target(self, message: Any) -> None:
         if getattr(message, "request_id", None) in {*self.requests, None}:
-            super()._on_target(message)
+            super().on_target(message)
 
-    def _on_draft(self, message: Any) -> None:
+    def on_draft(self, message: Any) -> None:
         if getattr(message, "request_id", None) in {*self.requests, None}:
-            super()._on_draft(message)
+            super().on_draft(message)
 
 
 class PoisonedDevicePair(DevicePair):

@@ -139,6 +139,29 @@ def run_plain(
     return copies
 
 
+_PLAIN: dict[tuple[Any, ...], LocalRequest] = {}
+
+
+def plain_of(target: TargetEngine, requests: Iterable[LocalRequest]) -> list[LocalRequest]:
+    """Return the requests as served without speculation, each alone; do not change them.
+
+    What was served once in this process is not served again: pages, batches and whatever else the
+    target was made with must not change a token, so its output is compared to that of any target.
+    """
+    info = target.info
+    found = []
+    for request in requests:
+        key = (
+            info.model_hash, info.dtype, info.max_context_len, tuple(request.prompt),
+            request.max_new_tokens, request.sampling, request.min_new_tokens,
+            request.stop_token_ids, request.logprobs, request.top_logprobs,
+        )  # fmt: skip
+        if key not in _PLAIN:
+            (_PLAIN[key],) = run_plain(target, [request])
+        found.append(_PLAIN[key])
+    return found
+
+
 def fresh(request: LocalRequest, **changes: Any) -> LocalRequest:
     """Return the request as it was before it ran, with some fields changed."""
     unserved = {
@@ -209,12 +232,18 @@ def row_blocks(
 
 def pool_of(engine: TargetEngine | DraftEngine) -> KVPool:
     """Return the engine's KV pool."""
-    return engine._runner.pool
+    return engine.runner.pool
 
 
 def requests_of(engine: TargetEngine | DraftEngine) -> dict[str, Any]:
     """Return the engine's requests by request_id."""
-    return engine.requests if isinstance(engine, TargetEngine) else engine._requests
+    return engine.requests if isinstance(engine, TargetEngine) else engine.requests
+
+
+def keep_table_apart(pool: KVPool) -> None:
+    """Give the pool's device a copy of the page table, as on a GPU."""
+    pool._device_table = pool._device_table.clone()
+    pool._is_table_shared = False
 
 
 def poison(pool: KVPool, value: float = float("nan")) -> None:
@@ -237,12 +266,11 @@ def poison(pool: KVPool, value: float = float("nan")) -> None:
 def poison_scratch(engine: TargetEngine | DraftEngine, value: float = float("nan")) -> None:
     """Fill every slot past the committed ones of every request with a value."""
     pool = pool_of(engine)
-    for request in requests_of(engine).values():
+    for request in engine.requests.values():
         if request.req_idx < 0:
             continue
         committed = request.kv_len if isinstance(engine, DraftEngine) else request.launched_len
-        pages = pool._first[request.req_idx] + len(pool._pages[request.req_idx])
-        logical = np.arange(committed, pages * pool.page_size, dtype=np.int64)
+        logical = np.arange(committed, pool.reserved_len(request.req_idx), dtype=np.int64)
         slots = torch.from_numpy(pool.slots(request.req_idx, logical).astype(np.int64))
         for cache in (*pool.k, *pool.v):
             cache[slots] = value
@@ -271,7 +299,7 @@ class PoisonedPair(LocalPair):
 def committed_kv(engine: TargetEngine | DraftEngine, request_id: str, count: int) -> torch.Tensor:
     """Return K and V of a request's first `count` slots. [2 * num_layers, count, Hkv, d]."""
     pool = pool_of(engine)
-    req_idx = requests_of(engine)[request_id].req_idx
+    req_idx = engine.requests[request_id].req_idx
     slots = torch.from_numpy(pool.slots(req_idx, np.arange(count)).astype(np.int64))
     return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
 

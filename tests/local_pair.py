@@ -134,7 +134,7 @@ class LocalPair:
         """Open a request on the target, and on the draft unless it joins later."""
         request.request_id = request.request_id or f"r{len(self.requests) + 1}"
         self.requests[request.request_id] = request
-        self._open_target(request)
+        self.open_target(request)
         if request.shape is not None and request.joins_at == 0:
             self.open_draft(request)
 
@@ -164,7 +164,7 @@ class LocalPair:
         self.draft = draft
         for request in self.requests.values():
             if request.has_draft:
-                self._lose_draft(request)
+                self.lose_draft(request)
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
@@ -176,14 +176,14 @@ class LocalPair:
         """Step the target once, if it has work."""
         if self.target.has_work:
             for message in self.target.step():
-                self._on_target(message)
+                self.on_target(message)
             self.target.check_integrity()
 
     def step_draft(self) -> None:
         """Step the draft once, if there is one that has work."""
         if self.draft is not None and self.draft.has_work:
             for message in self.draft.step():
-                self._on_draft(message)
+                self.on_draft(message)
             self.draft.check_integrity()
 
     def check_idle(self) -> None:
@@ -195,7 +195,7 @@ class LocalPair:
                 assert load.num_free_pages == load.num_pages, f"pages leaked: {load}"
                 assert load.num_running == load.num_waiting == 0, f"requests leaked: {load}"
 
-    def _open_target(self, request: LocalRequest) -> None:
+    def open_target(self, request: LocalRequest) -> None:
         self.target.submit(
             TargetOpen(
                 request_id=request.request_id,
@@ -216,10 +216,10 @@ class LocalPair:
             )
         )
 
-    def _on_target(self, message: Any) -> None:
+    def on_target(self, message: Any) -> None:
         match message:
             case AcceptedPath():
-                self._on_path(message)
+                self.on_path(message)
             case FeatureChunk():
                 chunk = self.edit_chunk(message)
                 if self.draft is not None and chunk is not None:
@@ -231,7 +231,7 @@ class LocalPair:
                 self.num_retracted += 1
                 request = self.requests[message.request_id]
                 request.target_epoch += 1
-                self._open_target(request)
+                self.open_target(request)
                 if request.has_draft:
                     request.awaited_round = -1
                     self.open_draft(request)
@@ -242,7 +242,7 @@ class LocalPair:
             case _:
                 raise AssertionError(f"unexpected {message}")
 
-    def _on_path(self, path: AcceptedPath) -> None:
+    def on_path(self, path: AcceptedPath) -> None:
         request = self.requests[path.request_id]
         request.paths.append(path)
         request.output.extend(path.token_ids)
@@ -299,10 +299,10 @@ class LocalPair:
             )
         )
 
-    def _on_draft(self, message: Any) -> None:
+    def on_draft(self, message: Any) -> None:
         match message:
             case TokenTree():
-                self._on_tree(message)
+                self.on_tree(message)
             case FeatureCommand():
                 self.target.submit(self._with_nonce(message))
             case RequestRetracted() | RequestFailure():
@@ -312,7 +312,7 @@ class LocalPair:
                 if isinstance(message, RequestFailure):
                     self.failures.append(message)
                 self.num_draft_retracted += 1
-                self._lose_draft(request)
+                self.lose_draft(request)
             case _:
                 raise AssertionError(f"unexpected {message}")
 
@@ -325,7 +325,7 @@ class LocalPair:
             return replace(command, ring_nonce=read_nonce(ring))
         return command
 
-    def _on_tree(self, tree: TokenTree) -> None:
+    def on_tree(self, tree: TokenTree) -> None:
         request = self.requests[tree.request_id]
         is_current = tree.draft_epoch == request.draft_epoch and request.has_draft
         if not is_current or tree.round_idx != request.awaited_round:
@@ -334,7 +334,7 @@ class LocalPair:
         request.trees.append(tree)
         self.verify(request, self.edit_tree(tree))
 
-    def _lose_draft(self, request: LocalRequest) -> None:
+    def lose_draft(self, request: LocalRequest) -> None:
         """Go on without the draft's state; it is opened again after the next path."""
         request.has_draft = False
         if request.awaited_round >= 0:

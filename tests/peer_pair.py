@@ -122,7 +122,7 @@ class PeerPair(LocalPair):
         self.is_deaf = False
         unheard, self.unheard = self.unheard, []
         for path in unheard:
-            self._on_path(path)
+            self.on_path(path)
 
     def miss(self, request: LocalRequest) -> None:
         """End direct rounds: order the next one of the root alone, done or not."""
@@ -173,11 +173,11 @@ class PeerPair(LocalPair):
                 )
             )
 
-    def _on_target(self, message: Any) -> None:
+    def on_target(self, message: Any) -> None:
         if isinstance(message, DraftDetached):
             self._on_detached(message)
         else:
-            super()._on_target(message)
+            super().on_target(message)
 
     def _on_detached(self, message: DraftDetached) -> None:
         request = self.requests[message.request_id]
@@ -189,7 +189,7 @@ class PeerPair(LocalPair):
             if message.request_id in self.peer_until and is_held:
                 self.miss(request)
 
-    def _on_path(self, path: AcceptedPath) -> None:
+    def on_path(self, path: AcceptedPath) -> None:
         request = self.requests[path.request_id]
         if self.is_deaf:
             self.unheard.append(path)
@@ -201,23 +201,23 @@ class PeerPair(LocalPair):
             assert request.target_epoch > 1 or path.round_idx == len(request.paths), (
                 "one is missing"
             )
-            super()._on_path(path)
+            super().on_path(path)
 
-    def _on_tree(self, tree: TokenTree) -> None:
+    def on_tree(self, tree: TokenTree) -> None:
         is_current = tree.round_idx == self.requests[tree.request_id].awaited_round
-        super()._on_tree(tree)
+        super().on_tree(tree)
         if is_current and tree.has_peer:
             self.peer_until[tree.request_id] = 0
 
-    def _lose_draft(self, request: LocalRequest) -> None:
+    def lose_draft(self, request: LocalRequest) -> None:
         was_peer = self.peer_until.pop(request.request_id, None)
-        super()._lose_draft(request)
+        super().lose_draft(request)
         if was_peer is not None and not request.finish_reason:
             self.verify(request, None)
 
     def _note_rows(self, request_id: str, start: int, count: int) -> None:
         assert self.draft is not None
-        request = self.draft._requests.get(request_id)
+        request = self.draft.requests.get(request_id)
         if request is not None:
             epoch = (request_id, request.open.draft_epoch)
             self.rows.setdefault(epoch, []).append((start, start + count))
@@ -256,6 +256,6 @@ def peer_rounds(pair: PeerPair, request: LocalRequest) -> int:
 def unlink(*engines: TargetEngine | DraftEngine) -> None:
     """Close the engines' ends of every channel."""
     for engine in engines:
-        for channel in engine.channels._channels:
+        for channel in engine.channels:
             channel.close()
         engine.channels.receive()

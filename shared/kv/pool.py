@@ -181,10 +181,18 @@ class KVPool:
         assert (slots // self.page_size != SINK_PAGE).all(), "a live row maps to the sink page"
         return slots
 
+    def reserved_len(self, req_idx: int) -> int:
+        """Return where the reservation of a row ends, in logical slots."""
+        return (self._first[req_idx] + len(self._pages[req_idx])) * self.page_size
+
+    def num_held_pages(self, req_idx: int) -> int:
+        """Return how many pages a row holds."""
+        return len(self._pages[req_idx])
+
     def holds(self, req_idx: int, start: int, stop: int) -> bool:
         """Return whether logical slots [start, stop) lie inside the reservation."""
-        first, pages = self._first[req_idx], self._pages[req_idx]
-        return first <= start // self.page_size and stop <= (first + len(pages)) * self.page_size
+        first = self._first[req_idx]
+        return first <= start // self.page_size and stop <= self.reserved_len(req_idx)
 
     def slot_range(self, req_idx: int, start: int, stop: int) -> array[int]:
         """Return the slots of logical slots [start, stop), i32, all inside the reservation."""

@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,10 @@ class PeerChannels:
     def __init__(self, listener: PeerListener | None = None) -> None:
         self._listener = listener
         self._channels: list[PeerChannel] = []
+
+    def __iter__(self) -> Iterator[PeerChannel]:
+        """Yield the channels that are open."""
+        return iter(self._channels)
 
     @property
     def name(self) -> str:

@@ -107,7 +107,7 @@ def kernels(dtype: str):
     for ids, has_roots in (("*i64", True), ("*i64", False), ("*i32", False)):
         yield (
             embedding._embed_kernel,
-            [ids, "*i64", "*i64", values, values],
+            [*[ids] * 3, values, values],
             {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots},
         )
     yield (
@@ -139,7 +139,7 @@ def kernels(dtype: str):
     yield from mail_kernels(values)
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
-    if dtype == "fp32":
+    if dtype == "bf16":  # what has no dtype is compiled once
         yield (
             tree_attention_schedule._schedule_kernel,
             [*["*i32"] * 6, "*i1", *["i32"] * 6],
@@ -207,7 +207,7 @@ def mail_kernels(values: str):
         width,
     )
     yield mailbox_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width
-    if values != "*fp32":
+    if values != "*bf16":  # the rest has no dtype
         return
     yield (
         mailbox_trees._post_trees_kernel,
@@ -370,14 +370,13 @@ def growth_kernels():
 
 
 def main() -> None:
-    """Compile for the capabilities named on the command line."""
-    for capability in map(int, sys.argv[1:]):
-        for dtype in DOT_DTYPES:
-            for kernel, types, constexprs, *options in kernels(dtype):
-                binary = compile_kernel(kernel, types, constexprs, capability, *options)
-                used = [name for name in ("wgmma", "mma.sync") if name in binary.asm["ptx"]]
-                products = "+".join(used) or "none"
-                sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {products}\n")
+    """Compile for the capability and the dtype named on the command line."""
+    capability, dtype = int(sys.argv[1]), sys.argv[2]
+    for kernel, types, constexprs, *options in kernels(dtype):
+        binary = compile_kernel(kernel, types, constexprs, capability, *options)
+        used = [name for name in ("wgmma", "mma.sync") if name in binary.asm["ptx"]]
+        products = "+".join(used) or "none"
+        sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {products}\n")
 
 
 def compile_kernel(kernel, types, constexprs, capability, options=None):

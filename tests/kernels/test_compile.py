@@ -8,13 +8,16 @@ import sys
 
 import pytest
 
+from tests.marks import EXHAUSTIVE
+
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path):
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=EXHAUSTIVE)])
+def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path, dtype):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.kernels.compile_kernels", "90"],
+        [sys.executable, "-W", "error", "-m", "tests.kernels.compile_kernels", "90", dtype],
         env=environment,
         capture_output=True,
         text=True,
@@ -24,9 +27,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
     assert result.returncode == 0, result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
     names = {name for name, *_ in lines}
-    assert names == {
-        "_schedule_kernel",
-        "_own_slots_kernel",
+    of_any_dtype = {
         "_shared_tiles_kernel",
         "_finish_rows_kernel",
         "_linear_kernel",
@@ -37,15 +38,19 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
         "_rope_store_kernel",
-        "_post_trees_kernel",
-        "_take_trees_kernel",
         "_post_rows_kernel",
-        "_post_paths_kernel",
-        "_take_paths_kernel",
         "_take_rows_kernel",
-        "_advance_growth_kernel",
         "_gather_kv_kernel",
         "_scatter_kv_kernel",
+    }
+    of_no_dtype = {
+        "_post_trees_kernel",
+        "_take_trees_kernel",
+        "_post_paths_kernel",
+        "_take_paths_kernel",
+        "_advance_growth_kernel",
+        "_schedule_kernel",
+        "_own_slots_kernel",
         "_accept_walk_kernel",
         "_chunk_logprobs_kernel",
         "_row_logprobs_kernel",
@@ -60,9 +65,11 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_next_beams_kernel",
         "_select_nodes_kernel",
     }
+    assert names == of_any_dtype | (of_no_dtype if dtype == "bf16" else set())
     # Both kernels of attention have the bits of each other's instruction (test_products.py).
     attention = {"_shared_tiles_kernel": "wgmma", "_finish_rows_kernel": "mma.sync"}
-    for name, _, dtype, products in lines:
+    for name, _, compiled_dtype, products in lines:
+        assert compiled_dtype == dtype
         has_products = name in (*attention, "_linear_kernel", "_linear_swiglu_kernel")
         assert (products != "none") == (has_products and dtype != "fp32"), name
         assert products in ("none", attention.get(name, products)), name

@@ -45,11 +45,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def experienced(clock: Clock, costs: StepCosts | None = FLAT) -> BatchWindow:
     """Return one that has seen trees take GROWTH_S."""
     batch_window = BatchWindow(costs)
-    for _ in range(3):
+    teach(batch_window, clock, 3)
+    return batch_window
+
+
+def teach(batch_window: BatchWindow, clock: Clock, num_trees: int) -> None:
+    """Let a batch window see so many trees that take GROWTH_S."""
+    for _ in range(num_trees):
         batch_window.ordered("a", 8)
         clock.pass_s(GROWTH_S)
         batch_window.arrived("a")
-    return batch_window
 
 
 def test_trees_wait_somewhat_longer_than_growing_took(clock: Clock) -> None:
@@ -126,7 +131,7 @@ def test_costs_between_and_past_what_was_measured() -> None:
 
 
 class TwoRequests:
-    """Two direct requests; the tree of one is here, that of the other is still being grown."""
+    """Two requests of peer rounds: one tree is here, the other is still being grown."""
 
     def __init__(self, models: Models, clock: Clock) -> None:
         pairing = models.pairing("standalone")
@@ -142,13 +147,13 @@ class TwoRequests:
         while min(len(request.paths) for request in self.requests) < 3:
             pair.step()
             clock.pass_s(GROWTH_S)
-        while len(batch_window._ordered) < 2:
+        while len(list(batch_window.growing)) < 2:
             pair.to_draft()
             self.draft.step()
             pair.to_target()
             clock.pass_s(1.0)
             self.step()
-        batch_window._mean_s = GROWTH_S
+        teach(batch_window, clock, 60)  # what was here before counts no more
         pair.to_draft()
         assert self.draft.step() == []
         withheld: list[TokenTree] = []
@@ -159,10 +164,10 @@ class TwoRequests:
 
     def step(self) -> None:
         for message in self.target.step():
-            self.pair._on_target(message)
+            self.pair.on_target(message)
 
     def bring_late_tree(self) -> None:
-        (channel,) = self.target.channels._channels
+        (channel,) = self.target.channels
         self.target.submit_peer(channel, batch_of(self.late))
 
 

@@ -75,7 +75,7 @@ def test_weights_of_a_target_are_probed_at_their_loaded_shapes(
 
     monkeypatch.setattr(self_test, "settle_products", settle)
     target = make_target(models.pairing("standalone"), self_test=True)
-    config = target._runner.model.config
+    config = target.runner.model.config
     ((shapes, heads),) = probed
     hidden, q_width = config.hidden_size, config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim

@@ -31,7 +31,16 @@ from shared.messages import (
 from shared.step.graphs import GraphCache
 from shared.step.staging import Staging
 from shared.step.step_timer import StepTimer
-from tests.engines import SHAPES, Models, Pairing, PoisonedPair, make_draft, make_target, pool_of
+from tests.engines import (
+    SHAPES,
+    Models,
+    Pairing,
+    PoisonedPair,
+    keep_table_apart,
+    make_draft,
+    make_target,
+    pool_of,
+)
 from tests.engines import random_tokens as tokens_of
 from tests.local_pair import LocalRequest
 from tests.waits import forbidden_waits
@@ -42,7 +51,7 @@ UNTIMED = StepTimer(torch.device("cpu"), is_on=False)
 def draft_engine(pairing: Pairing, *, pads: bool, **options: int) -> DraftEngine:
     """Return an engine that pads its batches, or one that does not."""
     engine = make_draft(pairing, **options)
-    engine._runner.pads_rows = pads
+    engine.runner.pads_rows = pads
     return engine
 
 
@@ -128,7 +137,7 @@ def open_requests(
 def extended(engine: DraftEngine) -> list[DraftRequest]:
     """Extend what was given; return the requests that can grow."""
     works = engine.pipeline.plan_extend()
-    engine._runner.extend(works, UNTIMED)
+    engine.runner.extend(works, UNTIMED)
     for work in works:
         work.request.kv_len += work.num_rows
     return engine.pipeline.plan_growth()
@@ -137,7 +146,7 @@ def extended(engine: DraftEngine) -> list[DraftRequest]:
 def grown(engine: DraftEngine, growing: list[DraftRequest]) -> list[TokenTree]:
     engine.pipeline.launch_growth(growing, UNTIMED)
     rows = range(len(growing))
-    output = engine._runner.read(UNTIMED)
+    output = engine.runner.read(UNTIMED)
     trees = GrownTrees(requests=growing, rows=rows, output=output, timer=UNTIMED)
     return [token_tree(trees, row) for row in rows]
 
@@ -147,7 +156,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     shapes = [*SHAPES[3:6], TreeShape(num_steps=1, topk=9, num_draft_tokens=4), SHAPES[0]]
     lengths = [2, 9, 17, 12, 8]
     open_requests(engine, lengths, shapes, SamplingParams())
-    runner, pool = engine._runner, pool_of(engine)
+    runner, pool = engine.runner, pool_of(engine)
     growing = extended(engine)
     assert len(growing) == len(shapes)
 
@@ -188,7 +197,7 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         options = {"page_size": 4, "max_num_requests": 4, "max_batch_rows": 1024}
         engine = draft_engine(pairing, pads=pads, **options)
         open_requests(engine, lengths, [SHAPES[0]] * 3, SamplingParams(), dtype)
-        runner, pool = engine._runner, pool_of(engine)
+        runner, pool = engine.runner, pool_of(engine)
         for cache in (*pool.k, *pool.v):
             cache.fill_(torch.nan)
         works = engine.pipeline.plan_extend()
@@ -230,13 +239,12 @@ def test_the_pages_of_a_round_are_on_the_device_before_it(models: Models) -> Non
     chain = TreeShape(num_steps=4, topk=1, num_draft_tokens=5)
     engine = draft_engine(models.pairing("eagle3"), pads=False, page_size=1)
     pool = pool_of(engine)
-    pool._is_table_shared = False
-    pool._device_table = pool._device_table.clone()
+    keep_table_apart(pool)
     open_requests(engine, [9, 4], [chain, SHAPES[5]], SamplingParams())
     engine.step()
     assert not pool.is_page_table_behind
     assert torch.equal(pool.page_table, torch.from_numpy(pool._table))
-    for request, shape in zip(engine._requests.values(), (chain, SHAPES[5]), strict=True):
+    for request, shape in zip(engine.requests.values(), (chain, SHAPES[5]), strict=True):
         end = request.kv_len + shape.num_steps + 1 + (shape.num_steps - 1) * shape.topk
         assert pool.holds(request.req_idx, 0, end)
 
@@ -256,7 +264,7 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
     trees = []
     for is_capturing in (False, True):
         engine = create_engine(config, lambda *_: None)
-        runner = engine._runner
+        runner = engine.runner
         runner._graphs = GraphCache(runner.pool.device)
         runner._graphs.is_capturing = is_capturing
         sampling = SamplingParams(temperature=temperature, seed=1)
@@ -275,7 +283,7 @@ def test_prompts_of_more_rows_than_a_graph_has_are_extended_in_parts(models: Mod
     for pads in (False, True):
         engine = draft_engine(models.pairing("eagle"), pads=pads, max_batch_rows=4096)
         open_requests(engine, lengths, shapes, SamplingParams())
-        runner = engine._runner
+        runner = engine.runner
         num_rows: list[int] = []
         launch = runner.launch_extend
 

@@ -86,9 +86,9 @@ class Rig:
 
     def __init__(self, target: TargetEngine) -> None:
         self.pool = pool_of(target)
-        self.runner = target._runner
+        self.runner = target.runner
         self.runner.features = FeatureSpec(layer_ids=(1, 0), width=96, dtype="float32")
-        self.window = target._runner.window
+        self.window = target.runner.window
 
     def open(self) -> int:
         """Return the row of a new request, its slots poisoned."""

@@ -85,15 +85,15 @@ class Chaos(PoisonedPair):
             return None
         return chunk
 
-    def _on_target(self, message: Any) -> None:
+    def on_target(self, message: Any) -> None:
         if getattr(message, "request_id", None) in self.cancelled:
             return  # the orchestrator forgot it
-        super()._on_target(message)
+        super().on_target(message)
 
-    def _on_draft(self, message: Any) -> None:
+    def on_draft(self, message: Any) -> None:
         if getattr(message, "request_id", None) in self.cancelled:
             return
-        super()._on_draft(message)
+        super().on_draft(message)
 
     def disturb(self) -> None:
         event = self.rng.random()
@@ -111,14 +111,14 @@ class Chaos(PoisonedPair):
         elif event < 0.08 and request.paths:
             self.count("target reopened")  # as after a lost stream
             request.target_epoch += 1
-            self._open_target(request)
+            self.open_target(request)
             if request.has_draft:
                 request.awaited_round = -1
                 self.open_draft(request)
         elif event < 0.14 and request.has_draft:
             self.count("draft closed")
             self.close_draft(request)
-            self._lose_draft(request)
+            self.lose_draft(request)
         elif event < 0.25 and request.has_draft:
             self.count("order repeated")
             if request.awaited_round >= 0:
@@ -131,7 +131,7 @@ class Chaos(PoisonedPair):
     def revive(self) -> bool:
         """Ask again for rows that were lost, as a front does that noticed a broken stream."""
         if self.draft is not None:
-            for held in self.draft._requests.values():
+            for held in self.draft.requests.values():
                 if held.pending is not None and held.features is not None and not held.can_grow:
                     self.target.submit(
                         FeatureSubscribe(

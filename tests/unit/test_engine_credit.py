@@ -25,13 +25,22 @@ from shared.messages import (
 from shared.step.read_back import PendingRead
 from target_service.engine import TargetEngine
 from target_service.phases import ExtendInput
-from tests.engines import SHAPES, Models, make_draft, make_target, random_tokens, run_plain
+from tests.engines import (
+    SHAPES,
+    Models,
+    make_draft,
+    make_target,
+    plain_of,
+    random_tokens,
+    run_plain,
+)
 from tests.local_pair import LocalPair, LocalRequest
+from tests.marks import EXHAUSTIVE
 
 STOPS = tuple(range(5, 250, 9))
 
 
-def ahead(target: TargetEngine) -> TargetEngine:
+def overlapped(target: TargetEngine) -> TargetEngine:
     """Make an engine launch steps before it reads, as on a GPU."""
     target.scheduler.overlaps_steps = True
     return target
@@ -41,20 +50,21 @@ def as_it_is(target: TargetEngine) -> TargetEngine:
     return target
 
 
-PACES = pytest.mark.parametrize("pace", [as_it_is, ahead])
+SLOW = pytest.mark.slow
+PACES = pytest.mark.parametrize("pace", [as_it_is, overlapped])
 Pace = Callable[[TargetEngine], TargetEngine]
 
 
 def roots_in_flight(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets, per step, the rows whose token only the device knew."""
     counts: list[int] = []
-    extend = target._runner.extend
+    extend = target.runner.extend
 
     def count(inputs: ExtendInput) -> Any:
         counts.append(int((inputs.root_idx >= 0).sum()))
         return extend(inputs)
 
-    monkeypatch.setattr(target._runner, "extend", count)
+    monkeypatch.setattr(target.runner, "extend", count)
     return counts
 
 
@@ -74,14 +84,25 @@ def requests_of(rng: random.Random) -> list[LocalRequest]:
     ]
 
 
-@PACES
-@pytest.mark.parametrize("num_granted", [1, 2, 7, 100])
+@pytest.mark.parametrize(
+    ("num_granted", "pace"),
+    [
+        (7, as_it_is),
+        pytest.param(1, as_it_is, marks=SLOW),
+        pytest.param(2, overlapped, marks=SLOW),
+        pytest.param(100, overlapped, marks=SLOW),
+        pytest.param(1, overlapped, marks=EXHAUSTIVE),
+        pytest.param(2, as_it_is, marks=EXHAUSTIVE),
+        pytest.param(7, overlapped, marks=EXHAUSTIVE),
+        pytest.param(100, as_it_is, marks=EXHAUSTIVE),
+    ],
+)  # fmt: skip
 def test_granted_rounds_give_the_ordered_output(
     models: Models, monkeypatch: pytest.MonkeyPatch, pace: Pace, num_granted: int
 ) -> None:
     target = make_target(models.pairing("standalone"), page_size=2)
     requests = requests_of(random.Random(1))
-    expected = run_plain(target, requests, alone=True)
+    expected = plain_of(target, requests)
     in_flight = roots_in_flight(target, monkeypatch)
     LocalPair(pace(target), num_granted=num_granted).run(requests)
     for request, plain in zip(requests, expected, strict=True):
@@ -89,11 +110,18 @@ def test_granted_rounds_give_the_ordered_output(
         assert request.finish_reason == plain.finish_reason
         assert [path.round_idx for path in request.paths] == list(range(len(request.paths)))
         assert [path.seq_len for path in request.paths] == [path.seq_len for path in plain.paths]
-    assert (max(in_flight) > 0) == (pace is ahead and num_granted > 1)
+    assert (max(in_flight) > 0) == (pace is overlapped and num_granted > 1)
 
 
-@PACES
-@pytest.mark.parametrize("kind", ["eagle3", "standalone"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "pace"),
+    [
+        ("eagle3", overlapped), ("standalone", as_it_is),
+        pytest.param("eagle3", as_it_is, marks=EXHAUSTIVE),
+        pytest.param("standalone", overlapped, marks=EXHAUSTIVE),
+    ],
+)  # fmt: skip
 def test_granted_rounds_beside_trees(models: Models, kind: str, pace: Pace) -> None:
     pairing = models.pairing(kind)
     target = make_target(pairing, page_size=4)
@@ -108,7 +136,7 @@ def test_granted_rounds_beside_trees(models: Models, kind: str, pace: Pace) -> N
                 sampling=SamplingParams(temperature=i % 2, seed=i),
             )
         )
-    expected = run_plain(target, requests, alone=True)
+    expected = plain_of(target, requests)
     LocalPair(pace(target), make_draft(pairing, page_size=2), num_granted=5).run(requests)
     for request, plain in zip(requests, expected, strict=True):
         assert request.output == plain.output
@@ -125,7 +153,7 @@ def test_what_is_past_a_stop_is_thrown_away(
     before = target.load.num_rows
     in_flight = roots_in_flight(target, monkeypatch)
     request = LocalRequest(prompt=[9, 8, 7], max_new_tokens=30, stop_token_ids=(stop,))
-    LocalPair(ahead(target), num_granted=100).run([request])
+    LocalPair(overlapped(target), num_granted=100).run([request])
     assert request.output == plain.output[: end + 1]
     assert request.finish_reason is FinishReason.STOP
     assert sum(in_flight) > 0
@@ -139,7 +167,8 @@ def test_no_row_is_computed_past_a_length(models: Models, pace: Pace) -> None:
     assert target.load.num_rows == 3 + 7
 
 
-@PACES
+@pytest.mark.slow
+@pytest.mark.parametrize("pace", [overlapped, pytest.param(as_it_is, marks=EXHAUSTIVE)])
 def test_retraction_and_scarce_pages(models: Models, pace: Pace) -> None:
     """Requests are thrown out and rebuilt while rounds of theirs are in flight."""
     pairing = models.pairing("standalone")
@@ -147,7 +176,7 @@ def test_retraction_and_scarce_pages(models: Models, pace: Pace) -> None:
     requests = [
         LocalRequest(prompt=random_tokens(rng, 20 + i), max_new_tokens=60) for i in range(6)
     ]
-    expected = run_plain(make_target(pairing), requests, alone=True)
+    expected = plain_of(make_target(pairing), requests)
     target = pace(make_target(pairing, page_size=4, num_pages=1 + 70))
     pair = LocalPair(target, num_granted=9)
     pair.run(requests)
@@ -224,7 +253,7 @@ def test_a_close_with_rounds_in_flight_frees_everything(models: Models, pace: Pa
 
 
 def test_a_repeated_order_is_not_run_twice_while_it_is_in_flight(models: Models) -> None:
-    target = ahead(make_target(models.pairing("standalone")))
+    target = overlapped(make_target(models.pairing("standalone")))
     _, first = answers(target, open_message())
     order = VerifyRound(
         request_id="r", target_epoch=3, round_idx=1, seq_len=first.seq_len,
@@ -239,7 +268,7 @@ def test_a_repeated_order_is_not_run_twice_while_it_is_in_flight(models: Models)
 def test_what_is_computed_is_answered_before_the_next_launch(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = ahead(make_target(models.pairing("eagle3")))
+    target = overlapped(make_target(models.pairing("eagle3")))
     for request_id in ("a", "b"):
         target.submit(
             TargetOpen(

@@ -17,7 +17,6 @@ from draft_service.engine_factory import EXTRA_SLOTS
 from shared.messages import FinishReason, VerifyRound
 from target_service.engine import TargetEngine
 from target_service.phases import MailboxTrees
-from target_service.step_costs import StepCosts
 from tests.device_pair import (
     BUSHY,
     DevicePair,
@@ -26,13 +25,14 @@ from tests.device_pair import (
     check,
     device_engines,
     num_rounds,
-    plain_of,
     requests_of,
 )
-from tests.engines import SHAPES, Models, fresh, random_tokens, run_plain
+from tests.engines import SHAPES, Models, fresh, plain_of, random_tokens
 from tests.local_pair import LocalRequest
+from tests.marks import EXHAUSTIVE, first_fast
 from tests.unit.test_engine_device_rounds import WRONG_PATHS, WRONG_TREES, EditWords, words_of
 from tests.unit.test_engine_peer_rounds import (
+    KINDS_AND_PACES,
     Chaos,
     close_late,
     cut_by_draft,
@@ -63,6 +63,7 @@ def steps_by_mail(pair: DevicePair, count: int) -> None:
     raise AssertionError("no tree is awaited")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_prompt_in_the_middle_takes_the_rounds_to_the_hosts_and_back(
     make: Make, *, is_ahead: bool
@@ -94,11 +95,11 @@ def moments_of(pair: DevicePair, *, is_ahead: bool) -> list[Callable[[], object]
     def draft() -> None:
         assert pair.draft is not None
         for message in pair.draft.step():
-            pair._on_draft(message)
+            pair.on_draft(message)
 
     def verify() -> None:
         for message in pair.target.step():
-            pair._on_target(message)
+            pair.on_target(message)
 
     return [
         *[pair.target.launch_deferred] * is_ahead,
@@ -121,9 +122,9 @@ def reopen(pair: DevicePair, request: LocalRequest) -> None:
 @pytest.mark.parametrize(
     ("disturb", "is_ahead"),
     [
-        (order_again, False),
+        pytest.param(order_again, False, marks=EXHAUSTIVE),
         (order_again, True),
-        (cut_by_draft, True),
+        pytest.param(cut_by_draft, True, marks=EXHAUSTIVE),
         (cut_by_draft, False),
         (cut_by_target, False),
         (retract, False),
@@ -139,7 +140,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = is_ahead
     request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=40, shape=BUSHY)
-    (plain,) = run_plain(target, [request])
+    (plain,) = plain_of(target, [request])
     answered = set()
     for moment in range(2 * (6 + is_ahead) + 1):
         pair = DevicePair(target, draft)
@@ -167,7 +168,7 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
     assert answered >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("cut", [cut_by_draft, cut_by_target])
+@pytest.mark.parametrize("cut", first_fast([cut_by_draft, cut_by_target]))
 def test_nobody_waits_for_the_device_behind_a_lost_link(
     make: Make, cut: Callable[[Any, LocalRequest], None]
 ) -> None:
@@ -190,7 +191,7 @@ def test_nobody_waits_for_the_device_behind_a_lost_link(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=EXHAUSTIVE), True])
 def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
     make: Make, *, is_ahead: bool
 ) -> None:
@@ -221,6 +222,7 @@ def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
         check([stays, joins], expected[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize(
     ("scarce", "num_slots", "count", "length"),
@@ -250,6 +252,7 @@ def test_retraction_ends_mailed_rounds_and_they_come_back(
     assert pair.num_awaited > 5 and pair.num_ahead > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
     few = {"max_context_len": 60}
@@ -264,6 +267,7 @@ def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
 
 
 @pytest.mark.parametrize(("num_granted", "margin"), [(1, 0), (2, 0), (3, 3)])
+@pytest.mark.slow
 def test_grants_that_end_and_are_renewed(make: Make, num_granted: int, margin: int) -> None:
     target, draft, _ = make("eagle")
     requests = requests_of(3, 0)
@@ -274,12 +278,12 @@ def test_grants_that_end_and_are_renewed(make: Make, num_granted: int, margin: i
     assert pair.num_awaited > 10 or num_granted == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool) -> None:
     """A step with an answer to give and nothing else known; a prompt must not get in between."""
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = is_ahead
-    target.source.window._costs = StepCosts([1, 64], [1.0, 1.01])
     pair = DevicePair(target, draft)
     requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
     for request in requests[:2]:
@@ -287,7 +291,7 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
     steps_by_mail(pair, 4)
     while not pair.can_launch_early:
         pair.step()
-    target.source.window._mean_s = 10.0
+    wait_s, target.source.window.wait_s = target.source.window.wait_s, lambda num_rows: 10.0
     before = pair.num_awaited
     stray = VerifyRound(request_id="", target_epoch=1, round_idx=1, seq_len=1, root_token_id=1)
     target.submit(stray)
@@ -295,7 +299,7 @@ def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool
     pair.step_target()
     assert pair.num_awaited == before + 2
     pair.failures.clear()
-    target.source.window._mean_s = 0.0
+    target.source.window.wait_s = wait_s
     pair.open(requests[2])
     pair.finish()
     check(requests, plain_of(target, requests))
@@ -308,7 +312,7 @@ def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) ->
     """Let messages of drafts come to a step only while it waits for its result."""
     finish, finish_read, receive = (
         target.pipeline.finish,
-        target._runner.finish_read,
+        target.runner.finish_read,
         target.channels.receive,
     )
     is_deaf = False
@@ -324,13 +328,14 @@ def hear_while_reading(target: TargetEngine, monkeypatch: pytest.MonkeyPatch) ->
         return finish_read(*args)
 
     monkeypatch.setattr(target.pipeline, "finish", finish_deaf)
-    monkeypatch.setattr(target._runner, "finish_read", read_and_listen)
+    monkeypatch.setattr(target.runner, "finish_read", read_and_listen)
     monkeypatch.setattr(target.channels, "receive", lambda: [] if is_deaf else receive())
 
 
 DRAFT_STAGES = ["draft: channel", "draft: extend", "draft: grow"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first_timed", [False, True])
 @pytest.mark.parametrize("is_heard_late", [False, True])
 def test_a_timed_round_of_the_devices_says_what_both_did(
@@ -441,8 +446,7 @@ class DeviceChaos(Chaos):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "standalone"])
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
+@pytest.mark.parametrize(("kind", "is_ahead"), KINDS_AND_PACES)
 def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
     target, draft, _ = make(kind, (4, 16), num_pages=1 + 70, max_num_requests=8)
     target.scheduler.overlaps_steps = is_ahead

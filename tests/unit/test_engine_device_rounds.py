@@ -29,11 +29,11 @@ from tests.device_pair import (
     check,
     device_engines,
     num_rounds,
-    plain_of,
     requests_of,
 )
-from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target
+from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target, plain_of
 from tests.local_pair import LocalRequest
+from tests.marks import EXHAUSTIVE, exhaustive, first_fast
 from tests.peer_pair import PeerPair, peer_rounds, unlink
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
 
@@ -115,8 +115,9 @@ def tree_of(token_ids: Sequence[int], parent_index: Sequence[int]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        *itertools.product(KINDS, [SHAPES[1], DEEPEST]),
-        *zip(KINDS, [SHAPES[0], SHAPES[5], SHAPES[3], BUSHY], strict=True),
+        *first_fast(zip(KINDS, [SHAPES[0], SHAPES[5], SHAPES[3], BUSHY], strict=True)),
+        *first_fast(zip(KINDS, [DEEPEST, SHAPES[1]] * 2, strict=True), num_fast=0),
+        *exhaustive(zip(KINDS, [SHAPES[1], DEEPEST] * 2, strict=True)),
     ],
     ids=str,
 )
@@ -134,7 +135,8 @@ def test_output_equals_the_plain_run(make: Make, kind: str, shape: TreeShape) ->
     assert max(path.num_accepted_drafts for r in requests for path in r.paths) > 0
 
 
-@pytest.mark.parametrize("page_sizes", [(1, 64), (64, 1), (4, 16)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_sizes", [(1, 64), (64, 1), pytest.param((4, 16), marks=EXHAUSTIVE)])
 def test_output_does_not_depend_on_page_sizes(make: Make, page_sizes: tuple[int, int]) -> None:
     target, draft, _ = make("mtp", page_sizes)
     target.scheduler.overlaps_steps = True
@@ -187,6 +189,7 @@ def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
     assert pair.num_awaited == pair.num_ahead == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unmailed",
     [
@@ -294,7 +297,7 @@ WRONG_TREES: list[EditWords] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spoil", WRONG_TREES)
+@pytest.mark.parametrize("spoil", first_fast(WRONG_TREES))
 def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) -> None:
     target, draft, mailbox = make("eagle", (4, 16))
     rng = random.Random(1)
@@ -359,6 +362,7 @@ def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
     assert pair.num_awaited > 10
 
 
+@pytest.mark.slow
 def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +376,7 @@ def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
     assert len(gaps) > 2 and gaps == [(1 << i) + 1 for i in range(len(gaps))]
 
 
+@pytest.mark.slow
 def test_a_draft_that_was_late_once_in_a_while_is_waited_for_again(make: Make) -> None:
     target, draft, _ = make("standalone")
     num_seen = itertools.count()
@@ -440,7 +445,7 @@ def spoiled(spoil: EditPath) -> EditPaths:
     return edit
 
 
-@pytest.mark.parametrize("spoil", WRONG_PATHS)
+@pytest.mark.parametrize("spoil", first_fast(WRONG_PATHS))
 def test_what_a_device_took_and_no_host_confirms_is_done_again(make: Make, spoil: EditPath) -> None:
     target, draft, _ = make("eagle", (4, 16))
     requests = requests_of(2, 1, SHAPES[3])
@@ -452,6 +457,7 @@ def test_what_a_device_took_and_no_host_confirms_is_done_again(make: Make, spoil
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_draft_guesses_the_same_ahead_or_when_told_or_once_more(make: Make, kind: str) -> None:
     """What it did ahead leaves no trace if it was wrong, and is what it would do if it was not."""
     target, draft, _ = make(kind, (4, 16))
@@ -472,6 +478,7 @@ def test_a_draft_guesses_the_same_ahead_or_when_told_or_once_more(make: Make, ki
     assert found == found[:1] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: float) -> None:
     """They end up in the draft's KV: its trees are worthless from then on, and still are trees."""
@@ -496,6 +503,7 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
 # --- places that are no good ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slot", "seq"),
     [
@@ -526,7 +534,7 @@ def test_an_order_for_another_place_costs_no_token(
             num_orders += len(parts)
         tell(channel, message)
         if seq is not None and not is_tag(seq):
-            assert not any(request.device_tree for request in draft._requests.values())
+            assert not any(request.device_tree for request in draft.requests.values())
 
     pair.tell_draft = tell_draft  # type: ignore[method-assign]
     pair.run(requests)

@@ -65,7 +65,7 @@ def requests_of(vocab_size: int) -> list[LocalRequest]:
 
 
 def draft_kv(engine: DraftEngine, request_id: str) -> torch.Tensor:
-    return committed_kv(engine, request_id, engine._requests[request_id].kv_len)
+    return committed_kv(engine, request_id, engine.requests[request_id].kv_len)
 
 
 KINDS_ONE_FAST = ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
@@ -138,10 +138,10 @@ def test_poison_is_really_there_and_really_read_by_whoever_looks(models: Models)
     pair.open(request)
     while not request.paths:
         pair.step()
-    pool = target._runner.pool
+    pool = target.runner.pool
     assert committed_kv(target, "r1", 10).isfinite().all()
     page_row = target.requests["r1"].req_idx
-    reserved = len(pool._pages[page_row]) * pool.page_size
+    reserved = pool.reserved_len(page_row)
     assert reserved > 10
     assert committed_kv(target, "r1", reserved)[:, 10:].isnan().all()
     assert pool.k[0][: pool.page_size].isnan().all(), "the sink is poisoned too"
@@ -191,7 +191,7 @@ def test_replayed_rows_are_the_same_bits(models: Models, retain_rows: int) -> No
             break
         for message in target.step():
             if not isinstance(message, FeatureChunk):
-                pair._on_target(message)
+                pair.on_target(message)
                 continue
             assert message.start == expected_next, "rows must be consecutive"
             for i, row in enumerate(rows_of(message)):
@@ -224,6 +224,6 @@ def test_a_draft_that_asks_for_features_of_nothing_waits(models: Models) -> None
     request.has_draft, request.draft_epoch = True, 1
     pair = PoisonedPair(target, draft)
     pair.requests["r1"] = request
-    pair._open_target(request)
+    pair.open_target(request)
     pair.finish()
     assert request.trees and request.output == run_plain(target, [request])[0].output

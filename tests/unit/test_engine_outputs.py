@@ -81,7 +81,7 @@ def test_every_output_of_a_reply_is_that_of_its_own_node(
     plain = run_plain(target, requests)
     monkeypatch.setattr("target_service.runner.NodeOutputs", Tagged)
     first_row: dict[str, int] = {}
-    start_read = target._runner.start_read
+    start_read = target.runner.start_read
 
     def note_rows(batch: Any, extended: Any, verified: Any) -> Any:
         trees = batch.trees
@@ -90,11 +90,11 @@ def test_every_output_of_a_reply_is_that_of_its_own_node(
             first_row[request.request_id] = row
         return start_read(batch, extended, verified)
 
-    monkeypatch.setattr(target._runner, "start_read", note_rows)
+    monkeypatch.setattr(target.runner, "start_read", note_rows)
     num_rows = num_moved = 0
 
     class Checking(LocalPair):
-        def _on_path(self, path: AcceptedPath) -> None:
+        def on_path(self, path: AcceptedPath) -> None:
             nonlocal num_rows, num_moved
             num_rows += len(path.token_ids)
             num_moved += path.accept_index != tuple(range(len(path.accept_index)))
@@ -106,9 +106,9 @@ def test_every_output_of_a_reply_is_that_of_its_own_node(
                 ((tag, tag),) * num_top for tag in tags
             ]
             self.expected[path.request_id] = (path.seq_len, tags)
-            super()._on_path(path)
+            super().on_path(path)
 
-        def _on_chunk(self, chunk: FeatureChunk) -> FeatureChunk:
+        def on_chunk(self, chunk: FeatureChunk) -> FeatureChunk:
             end, tags = self.expected[chunk.request_id]
             rows = torch.frombuffer(bytearray(chunk.data), dtype=torch.float32).view(chunk.shape)
             if chunk.start + len(rows) == end and chunk.start > 0:
@@ -120,7 +120,7 @@ def test_every_output_of_a_reply_is_that_of_its_own_node(
     pair = Checking(target, make_draft(pairing))
     pair.expected: dict[str, tuple[int, list[int]]] = {}
     pair.num_feature_rows = 0
-    pair.edit_chunk = pair._on_chunk
+    pair.edit_chunk = pair.on_chunk
 
     def edit(tree: TokenTree) -> TokenTree:
         done = len(pair.requests[tree.request_id].output)
@@ -168,7 +168,7 @@ def self_test_target(models: Models, family: str = "llama", **options: Any) -> A
 
 
 def run(target: Any) -> Any:
-    result = run_self_test(target._runner, target.info.vocab_size, target._runner.window)
+    result = run_self_test(target.runner, target.info.vocab_size, target.runner.window)
     assert target.load.num_free_pages == target.load.num_pages, "the self-test kept its pages"
     target.check_integrity()
     return result
@@ -272,7 +272,7 @@ def test_kv_that_was_never_written_is_noticed(
 ) -> None:
     """The ways use the same pages one after the other: none may live on another's KV."""
     target = self_test_target(models)
-    target._runner.model.products.give_up_libraries()  # or all would be compared twice
+    target.runner.model.products.give_up_libraries()  # or all would be compared twice
     num_stores = 0
 
     def store_at_first(*args: Any) -> torch.Tensor:

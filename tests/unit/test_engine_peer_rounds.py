@@ -40,13 +40,15 @@ from tests.engines import (
     Models,
     fresh,
     graft,
+    keep_table_apart,
     make_draft,
     make_target,
+    plain_of,
     pool_of,
     random_tokens,
-    run_plain,
 )
 from tests.local_pair import LocalRequest
+from tests.marks import EXHAUSTIVE, first_fast
 from tests.peer_pair import PeerPair, PoisonedPeerPair, batch_of, peer_rounds, unlink
 
 pytestmark = pytest.mark.timeout(60)
@@ -97,7 +99,7 @@ def make(models: Models) -> Iterator[Make]:
     unlink(*made)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_fast(KINDS))
 def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
     target_page, draft_page = PAGE_SIZES[kind]
     target, draft = make(
@@ -114,7 +116,7 @@ def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
     rng = random.Random(1)
     for seed, (count, margin) in enumerate([(1, 3), (3, 0), (3, 3)]):
         requests = requests_of(count, seed)
-        expected = run_plain(target, requests, alone=True)
+        expected = plain_of(target, requests)
         pair = PoisonedPeerPair(target, draft, edit_tree=edit, margin=margin)
         pair.run(requests)
         for request, plain in zip(requests, expected, strict=True):
@@ -127,14 +129,14 @@ def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
         check_rows(pair)
 
 
+@pytest.mark.slow
 def test_pages_of_a_tree_are_on_the_device_before_it_comes(make: Make) -> None:
     """As on a GPU, where the page table has a copy that is brought up to date."""
     target, draft = make("eagle3", {"page_size": 4, "feature_ring_mb": 1})
     requests = requests_of(3, 0)
-    expected = run_plain(target, requests, alone=True)
+    expected = plain_of(target, requests)
     pool, plan = pool_of(target), target.scheduler.plan
-    pool._is_table_shared = False
-    pool._device_table = pool._device_table.clone()
+    keep_table_apart(pool)
     are_behind: list[bool] = []
 
     def plan_and_look() -> StepPlan:
@@ -162,7 +164,7 @@ def ways_of(pair: PeerPair, *, is_ahead: bool) -> list[Callable[[], object]]:
 
     def verify() -> None:
         for message in pair.target.step():
-            pair._on_target(message)
+            pair.on_target(message)
 
     return [pair.to_draft, grow, pair.to_target, *[verify] * (1 + is_ahead)]
 
@@ -174,12 +176,12 @@ def order_again(pair: PeerPair, request: LocalRequest) -> None:
 def cut_by_draft(pair: PeerPair, request: LocalRequest) -> None:
     """Nobody lets the round down before the target says that the channel is lost."""
     assert pair.draft is not None
-    for channel in pair.draft.channels._channels:
+    for channel in pair.draft.channels:
         channel.close()
 
 
 def cut_by_target(pair: PeerPair, request: LocalRequest) -> None:
-    for channel in pair.target.channels._channels:
+    for channel in pair.target.channels:
         channel.close()
 
 
@@ -221,12 +223,12 @@ def is_attached_again(disturb: Any) -> bool:
     ("disturb", "is_ahead"),
     [
         (order_again, False),
-        (order_again, True),
+        pytest.param(order_again, True, marks=EXHAUSTIVE),
         (cut_by_draft, True),
         (cut_by_target, False),
         (retract, False),
         (close_late, True),
-        (grant_anew, False),
+        pytest.param(grant_anew, False, marks=EXHAUSTIVE),
         (grant_anew, True),
     ],
 )
@@ -237,7 +239,7 @@ def test_a_round_that_is_let_down_at_any_moment_is_answered_once(
     target, draft = make("eagle")
     target.scheduler.overlaps_steps = is_ahead
     request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=32, shape=SHAPES[2])
-    (plain,) = run_plain(target, [request])
+    (plain,) = plain_of(target, [request])
     num_moments = 2 * (4 + is_ahead) + 1
     answered = set()
     for moment in range(num_moments):
@@ -311,7 +313,7 @@ WRONG: dict[str, Callable[[TokenTree], Options]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", first_fast(WRONG))
 def test_a_wrong_tree_fails_its_round_and_the_root_alone_goes_on(make: Make, wrong: str) -> None:
     pair = PeerPair(*make("standalone"))
     request = opened(pair)
@@ -326,12 +328,12 @@ def test_a_wrong_tree_fails_its_round_and_the_root_alone_goes_on(make: Make, wro
     pair.edit_tree = lambda tree: tree
     pair.miss(request)
     pair.finish()
-    assert request.output == run_plain(pair.target, [request])[0].output
+    assert request.output == plain_of(pair.target, [request])[0].output
     root_only = [path.round_idx for path in request.paths[1:] if path.num_draft_tokens == 1]
     assert root_only == [failure.round_idx]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", first_fast(WRONG))
 def test_a_wrong_tree_fails_its_round_and_no_other(make: Make, wrong: str) -> None:
     target, draft = make("standalone")
     pair = PeerPair(target, draft)
@@ -357,7 +359,7 @@ def test_a_wrong_tree_fails_its_round_and_no_other(make: Make, wrong: str) -> No
     pair.edit_tree = lambda tree: tree
     pair.miss(one)
     pair.finish()
-    expected = run_plain(target, requests, alone=True)
+    expected = plain_of(target, requests)
     assert [request.output for request in requests] == [plain.output for plain in expected]
     for request, count in zip(others, num_rounds, strict=True):
         assert peer_rounds(pair, request) > count
@@ -374,7 +376,7 @@ STALE: dict[str, Callable[[TokenTree], Options]] = {
 }
 
 
-@pytest.mark.parametrize("stale", STALE)
+@pytest.mark.parametrize("stale", first_fast(STALE))
 def test_a_tree_that_nobody_waits_for_is_ignored(make: Make, stale: str) -> None:
     target, draft = make("standalone")
     pair = PeerPair(target, draft)
@@ -392,7 +394,7 @@ def test_a_tree_that_nobody_waits_for_is_ignored(make: Make, stale: str) -> None
 
     pair.edit_tree = twice
     pair.finish()
-    assert request.output == run_plain(target, [request])[0].output
+    assert request.output == plain_of(target, [request])[0].output
     assert peer_rounds(pair, request) == len(request.paths) - 2
 
 
@@ -408,7 +410,7 @@ def test_a_tree_that_comes_twice_is_verified_once(make: Make) -> None:
 
     pair.tell_target = twice  # type: ignore[method-assign]
     pair.finish()
-    assert request.output == run_plain(target, [request])[0].output
+    assert request.output == plain_of(target, [request])[0].output
 
 
 def test_a_lost_tree_is_waited_for_until_somebody_orders_the_round(make: Make) -> None:
@@ -421,12 +423,13 @@ def test_a_lost_tree_is_waited_for_until_somebody_orders_the_round(make: Make) -
     pair.edit_tree = lambda tree: tree
     pair.miss(request)
     pair.finish()
-    assert request.output == run_plain(pair.target, [request])[0].output
+    assert request.output == plain_of(pair.target, [request])[0].output
 
 
 # --- room ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
     """The last trees are cut to what fits, then the root goes alone; and nobody has to order it."""
@@ -441,13 +444,14 @@ def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
 
     pair.edit_tree = note
     pair.finish()
-    (plain,) = run_plain(target, [request])
+    (plain,) = plain_of(target, [request])
     assert request.finish_reason is plain.finish_reason is FinishReason.CONTEXT_LENGTH
     assert request.output == plain.output
     assert all(seq_len + num_nodes <= 40 for seq_len, num_nodes in edit.items())
     assert min(edit.values()) < SHAPES[3].num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scarce", "num_slots", "count", "length", "is_ahead"),
     [
@@ -470,7 +474,7 @@ def test_retraction_ends_direct_rounds_and_they_come_back(
         )
         for _ in range(count)
     ]
-    expected = run_plain(target, requests, alone=True)
+    expected = plain_of(target, requests)
     pair = PeerPair(target, draft)
     pair.run(requests)
     assert (pair.num_retracted if scarce == "target" else pair.num_draft_retracted) > 0
@@ -492,10 +496,10 @@ def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None
     request.has_draft = False
     pair.finish()
     assert pair.detached == [request.request_id]
-    assert request.output == run_plain(target, [request])[0].output
+    assert request.output == plain_of(target, [request])[0].output
 
 
-@pytest.mark.parametrize("num_steps", range(5))
+@pytest.mark.parametrize("num_steps", first_fast(range(5)))
 def test_the_target_says_so_when_a_link_is_lost_under_granted_rounds(
     make: Make, num_steps: int
 ) -> None:
@@ -504,11 +508,11 @@ def test_the_target_says_so_when_a_link_is_lost_under_granted_rounds(
     requests = [opened(pair, prompt=[seed, 4, 1]) for seed in range(3)]
     for _ in range(num_steps):
         pair.step()
-    for channel in target.channels._channels:
+    for channel in target.channels:
         channel.close()
     pair.finish()
     assert sorted(pair.detached) == [request.request_id for request in requests]
-    for request, plain in zip(requests, run_plain(target, requests, alone=True), strict=True):
+    for request, plain in zip(requests, plain_of(target, requests), strict=True):
         assert request.output == plain.output
         assert any(path.num_draft_tokens > 1 for path in request.paths[-4:]), "it has trees again"
 
@@ -548,7 +552,7 @@ def test_a_draft_that_was_asleep_takes_nothing_from_a_newer_one(make: Make) -> N
     assert failure.reason == "SUBSCRIPTION_REPLACED"
     asleep.close()
     pair.finish()
-    assert request.output == run_plain(target, [request])[0].output
+    assert request.output == plain_of(target, [request])[0].output
     assert peer_rounds(pair, request) == len(request.paths) - 2
     check_rows(pair)
 
@@ -560,6 +564,7 @@ def subscription(**fields: Any) -> FeatureSubscribe:
     return FeatureSubscribe(**{"request_id": "r1", "target_epoch": 1, "from_position": 0, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_peer", [False, True])
 def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_peer: bool) -> None:
     """Whatever way its subscription comes, even over the newer draft's own channel."""
@@ -576,7 +581,7 @@ def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_p
     channel, before, late = log.channel, log.next, subscription(draft_epoch=1)
     assert channel is peer.channel
     failures: list[RequestFailure] = []
-    tell, on_target = pair.tell_draft, pair._on_target
+    tell, on_target = pair.tell_draft, pair.on_target
 
     def note(message: Any) -> None:
         if isinstance(message, RequestFailure | FeatureFailure):
@@ -590,7 +595,7 @@ def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_p
         note(message)
         on_target(message)
 
-    pair.tell_draft, pair._on_target = tell_draft, take  # type: ignore[method-assign]
+    pair.tell_draft, pair.on_target = tell_draft, take  # type: ignore[method-assign]
     if has_peer:
         target.submit_peer(channel, late)
     else:
@@ -599,9 +604,9 @@ def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_p
     pair.step()
     (failure,) = failures
     assert (failure.reason, failure.draft_epoch) == ("SUBSCRIPTION_REPLACED", 1)
-    assert request.request_id in draft._requests, "the failure was of its former self"
+    assert request.request_id in draft.requests, "the failure was of its former self"
     pair.finish()
-    assert request.output == run_plain(target, [request])[0].output
+    assert request.output == plain_of(target, [request])[0].output
 
 
 def test_an_older_linked_draft_takes_no_features_from_one_that_is_not(make: Make) -> None:
@@ -623,6 +628,7 @@ def test_an_older_linked_draft_takes_no_features_from_one_that_is_not(make: Make
     pair.finish()
 
 
+@pytest.mark.slow
 def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> None:
     """Trees still go over the channel; rows come as bytes from then on."""
     target, draft = make("eagle", {"feature_ring_mb": 1})
@@ -651,7 +657,7 @@ def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> No
     check_rows(pair)
     for before, after in pairwise(by_front):
         assert before.start + before.shape[0] == after.start
-    assert request.output == run_plain(target, [request])[0].output
+    assert request.output == plain_of(target, [request])[0].output
     assert peer_rounds(pair, request) == len(request.paths) - 2
 
 
@@ -696,8 +702,8 @@ class Chaos:
             if self.rng.random() < 1 / 15:
                 self.disturb(self.rng.choice(running))
             for engine, on_message in (
-                (pair.target, pair._on_target),
-                (pair.draft, pair._on_draft),
+                (pair.target, pair.on_target),
+                (pair.draft, pair.on_draft),
             ):
                 if engine.has_work and self.rng.random() < 0.6:
                     for message in engine.step():
@@ -725,21 +731,28 @@ class Chaos:
             case "cut":
                 engine = self.rng.choice([self.pair.target, self.pair.draft])
                 assert engine is not None
-                for channel in engine.channels._channels:
+                for channel in engine.channels:
                     channel.close()
         self.pair.miss(request)
 
 
+KINDS_AND_PACES = [
+    ("eagle", True), ("standalone", False),
+    pytest.param("eagle", False, marks=EXHAUSTIVE),
+    pytest.param("standalone", True, marks=EXHAUSTIVE),
+]  # fmt: skip
+"""Draft kind, and whether the target overlaps its steps."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "standalone"])
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["one", "ahead"])
+@pytest.mark.parametrize(("kind", "is_ahead"), KINDS_AND_PACES)
 def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
     target, draft = make(kind, {"feature_ring_mb": 1, "page_size": 4, "num_pages": 1 + 60})
     target.scheduler.overlaps_steps = is_ahead
     num_trees: Counter[str] = Counter()
     for seed in range(4):
         requests = requests_of(3, seed)
-        expected = run_plain(target, requests, alone=True)
+        expected = plain_of(target, requests)
         pair = PeerPair(target, draft, num_granted=5, margin=seed % 3)
         for request in requests:
             pair.open(request)
@@ -779,7 +792,7 @@ def test_a_wrong_order_among_good_ones_costs_its_own_request_alone(make: Make) -
     pair.failures.clear()
     assert (failure.request_id, failure.field) == (spoiled[0], "token_ids")
     pair.finish()
-    plain = run_plain(target, requests)
+    plain = plain_of(target, requests)
     assert [request.output for request in requests] == [request.output for request in plain]
     good = requests[1]
     assert good.request_id != spoiled[0] and peer_rounds(pair, good) == len(good.paths) - 2

@@ -149,7 +149,7 @@ class Reconnecting(PoisonedPair):
         if super().step():
             return True
         assert self.draft is not None
-        for request in list(self.draft._requests.values()):
+        for request in list(self.draft.requests.values()):
             if request.pending is not None and request.features is not None:
                 request.features.subscribe()
         return self.draft.has_work
@@ -212,7 +212,7 @@ def test_a_slow_draft_catches_up_from_stale_orders(models: Models) -> None:
             pair.verify(request, None)
             while request.awaited_round < 0:
                 for message in target.step():
-                    pair._on_target(message)
+                    pair.on_target(message)
     pair.finish()
     got, want = trees_of([request]), trees_of([steady])
     assert len(got) == 29 - 11

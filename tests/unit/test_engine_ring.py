@@ -17,7 +17,7 @@ from shared.models.digest import model_hash
 from shared.peer.ring import RING_DIR, RingReader
 from shared.peer.shared_files import RINGS
 from target_service.engine import TargetEngine
-from target_service.runner import StepOutputs
+from target_service.phases import StepOutputs
 from tests import checkpoints
 from tests.engines import (
     SHAPES,
@@ -293,7 +293,7 @@ def test_rows_that_nobody_keeps_are_neither_projected_nor_read(
     pairing: Pairing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_target(pairing)
-    runner = target._runner
+    runner = target.runner
     project, read = runner._project, runner.finish_read
     num_projected, has_features = [], []
 

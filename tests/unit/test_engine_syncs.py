@@ -61,7 +61,7 @@ class Watch:
     ) -> None:
         self.num_reads = 0
         self._mode = mode
-        read, step = target._runner.finish_read, target.step
+        read, step = target.runner.finish_read, target.step
 
         def counted_read(*args: Any) -> Any:
             self.num_reads += 1
@@ -71,7 +71,7 @@ class Watch:
             with self._mode(is_forbidden=True):
                 return step()
 
-        monkeypatch.setattr(target._runner, "finish_read", self.allowed(counted_read))
+        monkeypatch.setattr(target.runner, "finish_read", self.allowed(counted_read))
         monkeypatch.setattr(target, "step", watched_step)
 
     def allowed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ def test_only_the_read_looks_at_values(models: Models, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(torch.Tensor, name, guarded)
     # The references of the kernels may look, and so may the model, which runs only those.
-    monkeypatch.setattr(target._runner, "extend", watch.allowed(target._runner.extend))
+    monkeypatch.setattr(target.runner, "extend", watch.allowed(target.runner.extend))
     for place in (
         "target_service.sampler.sample",
         "target_service.sampler.apply_penalties",

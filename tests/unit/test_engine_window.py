@@ -119,7 +119,7 @@ def test_a_draft_speculates_on_in_its_window(models: Models, kind: str, page_siz
         pair.open(request)
     pool, most = pool_of(draft), 0
     while pair.step():
-        held = [len(pages) for pages in pool._pages.values()]
+        held = [pool.num_held_pages(r.req_idx) for r in draft.requests.values() if r.req_idx >= 0]
         most = max([most, *held])
         if all(len(r.output) > 2 for r in requests):  # the prompts are read, in one chunk each
             ahead = max(s.num_steps + 1 + (s.num_steps - 1) * s.topk for s in SHAPES[2:6])
@@ -148,12 +148,12 @@ def test_a_late_draft_asks_for_its_window_only(models: Models, kind: str) -> Non
     asked: list[int] = []
 
     class Watched(PoisonedPair):
-        def _on_draft(self, message: object) -> None:
+        def on_draft(self, message: object) -> None:
             if isinstance(message, FeatureCommand) and isinstance(
                 message.command, FeatureSubscribe
             ):
                 asked.append(message.command.from_position)
-            super()._on_draft(message)
+            super().on_draft(message)
 
     Watched(target, draft, edit_tree=lambda _: None).run([late])
     assert asked == ([] if kind == "standalone" else [119 - WINDOW])

@@ -141,7 +141,7 @@ def chunks_of_step(pair: LocalPair) -> list[FeatureChunk]:
         if isinstance(message, FeatureChunk):
             chunks.append(message)
         else:
-            pair._on_target(message)
+            pair.on_target(message)
     return chunks
 
 
@@ -279,7 +279,7 @@ def test_bad_subscriptions_fail_and_the_request_goes_on(models: Models) -> None:
         assert (failure.code, failure.field) == (reason, field)
         for message in messages:
             if not isinstance(message, FeatureFailure):
-                pair._on_target(message)
+                pair.on_target(message)
     pair.finish()
     assert len(request.output) == 40
 

@@ -34,6 +34,7 @@ from shared.models.digest import model_hash
 from shared.models.llama import CausalLM
 from tests.engines import Pairing, make_draft, make_target
 from tests.local_pair import LocalPair, LocalRequest
+from tests.marks import EXHAUSTIVE
 from tests.paged import PagedKV
 
 SHAPE = SHAPES["small"]
@@ -98,7 +99,7 @@ def forward(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_elementwise")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=EXHAUSTIVE)])
 def test_logits_and_features_are_the_small_models(
     inference: None, small: Pairing, large: Pairing, dtype: torch.dtype
 ) -> None:
@@ -128,7 +129,7 @@ def test_engines_that_capture_the_inputs_of_those_layers_see_the_same(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_elementwise")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=EXHAUSTIVE)])
 def test_outputs_trees_and_acceptance_are_the_small_pairs(
     small: Pairing, large: Pairing, dtype: str
 ) -> None:

@@ -39,7 +39,7 @@ class Trees:
     """Requests with a committed prefix, whose next trees are extended padded and as they are."""
 
     def __init__(self, target: TargetEngine, num_reqs: int) -> None:
-        self.runner = target._runner
+        self.runner = target.runner
         self.pool = pool_of(target)
         self._rng = random.Random(5)
         self.rows = []
@@ -149,7 +149,7 @@ def test_padded_engines_give_the_plain_output(models: Models, kind: str) -> None
         for i in range(len(SHAPES))
     ]
     plain = run_plain(target, requests, alone=True)
-    target._runner.pads_rows = True
+    target.runner.pads_rows = True
     LocalPair(target, make_draft(pairing, page_size=2)).run(requests)
     for request, expected in zip(requests, plain, strict=True):
         assert request.output == expected.output

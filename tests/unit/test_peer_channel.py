@@ -18,8 +18,10 @@ import pytest
 
 from coppice.v1 import peer_pb2
 from shared.messages import DraftRound, FeatureChunk, PeerDetach, TreeBatch, TreeShape
+from shared.messages.batches import pack_to_target, unpack_to_draft
 from shared.peer import channel as channel_module
 from shared.peer.channel import (
+    PeerChannel,
     PeerChannels,
     PeerListener,
     PeerLost,
@@ -56,6 +58,11 @@ def rows(num_bytes: int) -> FeatureChunk:
     )
 
 
+def wire_of(channel: PeerChannel) -> socket.socket:
+    """Return another descriptor of the channel's socket, to send what no channel would."""
+    return socket.socket(fileno=os.dup(channel.fd))
+
+
 class Ends:
     """A target's set of channels and a draft's, with one channel between them."""
 
@@ -66,7 +73,7 @@ class Ends:
         """The draft's end."""
         self.draft.add(self.near)
         assert self.target.receive() == []
-        (self.far,) = self.target._channels
+        (self.far,) = self.target
         """The target's end."""
 
     def close(self) -> None:
@@ -111,24 +118,22 @@ def test_messages_go_both_ways_in_order_and_only_when_flushed(ends: Ends) -> Non
 
 
 def test_a_frame_may_come_in_any_pieces(ends: Ends) -> None:
-    ends.near.put(trees(1))
-    ends.near.put(trees(2))
-    sent = bytearray()
-
-    class Wire:
-        def send(self, data: bytes) -> int:
-            sent.extend(data)
-            return len(data)
-
-    wire, ends.near._socket = ends.near._socket, Wire()  # type: ignore[assignment]
-    ends.near.flush()
-    ends.near.put(trees(3))
-    ends.near.flush()
-    ends.near._socket = wire
+    ours, theirs = socket.socketpair()
+    aside = PeerChannel(
+        ours, pack=pack_to_target, unpack=unpack_to_draft, frame=peer_pb2.PeerToDraft
+    )
+    for batch in ([trees(1), trees(2)], [trees(3)]):
+        for message in batch:
+            aside.put(message)
+        aside.flush()
+    sent = theirs.recv(1 << 16)
+    aside.close()
+    theirs.close()
     received: list[Any] = []
-    for value in sent:
-        wire.send(bytes([value]))
-        received += ends.far.receive()
+    with wire_of(ends.near) as wire:
+        for value in sent:
+            wire.send(bytes([value]))
+            received += ends.far.receive()
     assert received == [trees(1), trees(2), trees(3)]
 
 
@@ -183,14 +188,14 @@ BREAKS = {
 
 @pytest.mark.parametrize("data", BREAKS.values(), ids=BREAKS.keys())
 def test_a_link_that_breaks_says_so_once_and_last(ends: Ends, data: bytes) -> None:
-    wire = ends.near._socket
     ends.near.put(trees(1))
     ends.near.flush()
-    wire.send(data) if data else None
-    wire.shutdown(socket.SHUT_WR)
+    with wire_of(ends.near) as wire:
+        wire.send(data) if data else None
+        wire.shutdown(socket.SHUT_WR)
     received = [message for _ in range(3) for message in ends.target.receive()]
     assert received == [(ends.far, trees(1)), (ends.far, PeerLost())]
-    assert ends.target._channels == [] and not ends.far.is_open
+    assert list(ends.target) == [] and not ends.far.is_open
     ends.far.put(order(1))  # whoever does not know yet
     ends.far.flush()
     assert [m for _ in range(2) for m in ends.draft.receive()] == [(ends.near, PeerLost())]
@@ -216,7 +221,7 @@ def test_an_end_that_does_not_read_is_cut_off(
     for _ in range(10):
         ends.far.put(rows(1 << 20))
         ends.target.flush()
-    assert not ends.far.is_open and len(ends.far._backlog) == 0
+    assert not ends.far.is_open and ends.far.events == select.POLLIN, "nothing is kept"
     assert "does not read" in caplog.text
     assert wakes(ends.target)
     assert ends.target.receive() == [(ends.far, PeerLost())]
@@ -238,11 +243,12 @@ def test_an_end_that_is_behind_keeps_its_link(ends: Ends, monkeypatch: pytest.Mo
 
 def test_a_cut_link_costs_no_other_one(ends: Ends, place: Path) -> None:
     other = connect(ends.listener.name, directory=place)
-    ends.near._socket.send(frame(b"\xff"))
+    with wire_of(ends.near) as wire:
+        wire.send(frame(b"\xff"))
     other.put(trees(4))
     other.flush()
     ends.target.receive()
-    (far,) = ends.target._channels
+    (far,) = ends.target
     assert far is not ends.far
     other.put(trees(5))
     other.flush()
@@ -274,8 +280,8 @@ def test_a_target_without_descriptors_says_so_once_until_a_draft_can_link(
                 assert targets.receive() == []
         assert caplog.text.count("a draft cannot channel") == num_told
         targets.receive()
-        assert len(targets._channels) == num_told, "it waits until there is a descriptor"
-    for channel in (*drafts, *targets._channels):
+        assert len(list(targets)) == num_told, "it waits until there is a descriptor"
+    for channel in (*drafts, *targets):
         channel.close()
     listener.close()
 
@@ -289,9 +295,9 @@ def test_no_descriptor_is_left_of_links_that_end(place: Path) -> None:
         ends = Ends(place)
         ends.near.put(PeerDetach(request_id="r", target_epoch=1, draft_epoch=1))
         ends.near.flush()
-        if data:
-            ends.near._socket.send(data)
-        ends.near._socket.shutdown(socket.SHUT_WR)
+        with wire_of(ends.near) as wire:
+            wire.send(data) if data else None
+            wire.shutdown(socket.SHUT_WR)
         for channels in (ends.target, ends.target, ends.draft):
             channels.receive()
         ends.listener.close()

@@ -26,6 +26,7 @@ from tests.engines import (
     KINDS,
     SHAPES,
     Models,
+    keep_table_apart,
     make_draft,
     make_target,
     poison,
@@ -105,7 +106,7 @@ def _plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     """Let an engine run as on a GPU; return its graphs."""
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     graphs = ReplayedGraphs()
     runner._graphs = graphs
     runner.pads_rows = True
@@ -116,8 +117,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
         if hasattr(owner, name):
             setattr(owner, name, RemoteStaging(1 << 22))
     pool = pool_of(engine)
-    pool._device_table = pool._device_table.clone()
-    pool._is_table_shared = False
+    keep_table_apart(pool)
     if isinstance(engine, TargetEngine):
         engine.scheduler.overlaps_steps = True
     return graphs

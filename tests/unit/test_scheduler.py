@@ -108,7 +108,7 @@ class World:
             assert request.req_idx == -1 and request.phase is Phase.WAITING
 
     def num_reserved(self, request: TargetRequest) -> int:
-        return len(self.pool._pages[request.req_idx]) * self.pool.page_size
+        return self.pool.reserved_len(request.req_idx)
 
 
 def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int) -> int:
@@ -132,7 +132,7 @@ def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int)
         before = {name: len(request.tokens) for name, request in live.items()}
         plan = world.step(rng.randrange(1, 7))
         for name in rng.sample(names, rng.randrange(len(names) + 1)):
-            world.scheduler.reserve_early(name, rng.choice([2, 8, 64]))
+            world.scheduler.reserve_early([(name, rng.choice([2, 8, 64]))])
         for request in plan.retracted:
             num_retracted += 1
             name = request.request_id
@@ -293,13 +293,13 @@ def test_pages_are_reserved_ahead_only_if_they_are_free() -> None:
     world = World(num_pages=1 + 20, page_size=4)
     old, new = running(world, "ab", num_tokens=8)
     reserve_early = world.scheduler.reserve_early
-    reserve_early("a", 60)
+    reserve_early([("a", 60)])
     assert world.num_reserved(old) == 68
-    reserve_early("b", 8)
+    reserve_early([("b", 8)])
     assert world.pool.num_free_pages == 1, "one page is too few, and nobody goes for it"
-    reserve_early("b", 4)
+    reserve_early([("b", 4)])
     assert world.num_reserved(new) == 12 and world.pool.num_free_pages == 0
-    reserve_early("gone", 4)
+    reserve_early([("gone", 4)])
     world.queue(new, 8)
     world.queue(old, 60)
     plan = world.step()

@@ -142,7 +142,7 @@ def test_the_read_waits_for_every_mark_of_the_device(
 ) -> None:
     """The time of an event that is still to come cannot be asked for."""
     target = make_target(models.pairing("standalone"))
-    start_read, mark = target._runner.start_read, StepTimer.device
+    start_read, mark = target.runner.start_read, StepTimer.device
     order: list[str] = []
 
     def noted_read(*args: Any) -> Any:
@@ -153,7 +153,7 @@ def test_the_read_waits_for_every_mark_of_the_device(
         order.append(name)
         mark(timer, name)
 
-    monkeypatch.setattr(target._runner, "start_read", noted_read)
+    monkeypatch.setattr(target.runner, "start_read", noted_read)
     monkeypatch.setattr(StepTimer, "device", noted_mark)
     run_plain(target, [LocalRequest(prompt=[5, 6, 7], max_new_tokens=4, is_timed=True)])
     num_steps = target.load.num_steps

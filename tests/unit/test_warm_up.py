@@ -59,18 +59,18 @@ def test_a_draft_warms_up(
     pairing = models.pairing(kind)
     draft = make_draft(pairing, max_num_requests=max_num_requests)
     sizes: list[int] = []
-    read, extend = draft._runner.read, draft._runner.launch_extend
+    read, extend = draft.runner.read, draft.runner.launch_extend
 
     def read_and_note(timer: StepTimer) -> DraftOutput:
         output = read(timer)
         sizes.extend(count for count in output.num_nodes.tolist() if count)  # 0: padding
         return output
 
-    monkeypatch.setattr(draft._runner, "read", read_and_note)
-    monkeypatch.setattr(draft._runner, "pads_rows", True)
+    monkeypatch.setattr(draft.runner, "read", read_and_note)
+    monkeypatch.setattr(draft.runner, "pads_rows", True)
     buckets: set[int | None] = set()
     monkeypatch.setattr(
-        draft._runner, "launch_extend", lambda inputs: (buckets.add(inputs.bucket), extend(inputs))
+        draft.runner, "launch_extend", lambda inputs: (buckets.add(inputs.bucket), extend(inputs))
     )
     shapes = parse_shapes(" 5/8/32,3/1/4")
     draft_service.warm_up.warm_up(

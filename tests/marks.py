@@ -1,0 +1,27 @@
+"""Which of a test's parameters run when: see "Markers" in README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def first_fast(values: Iterable[Any], *, num_fast: int = 1) -> list[Any]:
+    """Return the parameters, all but the first left out of `make check`."""
+    return [
+        value if i < num_fast else _marked(value, pytest.mark.slow)
+        for i, value in enumerate(values)
+    ]
+
+
+def exhaustive(values: Iterable[Any]) -> list[Any]:
+    """Return the parameters, all of them left out of `make test`."""
+    return [_marked(value, EXHAUSTIVE) for value in values]
+
+
+def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
