@@ -130,7 +130,7 @@ def _profile(
     for _ in range(2):  # the first one starts the profiler itself
         prepare()
         synchronize(device)
-        with profile(activities=activities) as profiler:
+        with profile(activities=activities, acc_events=True) as profiler:
             step()
             synchronize(device)
     wanted = DeviceType.CUDA if is_gpu else DeviceType.CPU

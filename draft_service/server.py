@@ -9,7 +9,6 @@ from coppice.v1 import draft_pb2_grpc
 from draft_service.servicer import SERVICE_NAME, DraftServicer
 from shared.config import DraftConfig
 from shared.rpc.engine import EngineHandle
-from shared.rpc.engine_process import EngineProcess
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.worker import WorkerServer, run_worker
 
@@ -29,16 +28,6 @@ def create_worker(config: DraftConfig, engine: EngineHandle) -> WorkerServer:
     return WorkerServer(config, engine, role="draft", service=SERVICE_NAME, register=register)
 
 
-async def serve(config: DraftConfig, engine: EngineHandle | None = None) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    Args:
-        engine: Default: the draft engine in a process of its own.
-    Raises: ConfigError, or EngineDiedError.
-    """
-    await create_worker(config, engine or EngineProcess(ENGINE_FACTORY, config)).serve()
-
-
 def main(config: DraftConfig) -> int:
     """Run the draft worker to its end; return the process's exit code."""
-    return run_worker(config, role="draft", factory=ENGINE_FACTORY, serve=serve)
+    return run_worker(config, role="draft", factory=ENGINE_FACTORY, create_worker=create_worker)

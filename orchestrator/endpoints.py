@@ -92,11 +92,6 @@ class WorkerEndpoints:
         self._workers: dict[str, WorkerSession] = {}
 
     @property
-    def is_configured(self) -> bool:
-        """Return whether there is any endpoint."""
-        return bool(self._endpoints)
-
-    @property
     def addresses(self) -> frozenset[str]:
         """Return the addresses that sessions are kept with."""
         return frozenset(self._sessions)

@@ -136,12 +136,7 @@ class TargetHandle:
             case TargetAdmitted() if message.target_epoch == self.target_epoch:
                 self._admit(message)
             case AcceptedPath() if message.target_epoch == self.target_epoch:
-                message = self._timed(message)
-                if message.round_idx == self._asked_round:
-                    self._admit(None)
-                    self._settle(message)
-                elif self._asked_round < message.round_idx <= self._furthest_credit:
-                    self._early[message.round_idx] = message
+                self._take_path(self._timed(message))
             case DraftDetached() if message.target_epoch == self.target_epoch:
                 self._on_detached(message.draft_epoch)
             case RequestRetracted() if message.target_epoch == self.target_epoch:
@@ -151,11 +146,20 @@ class TargetHandle:
             case Garbled():
                 self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
             case WorkerLost():
-                loss = Loss.MOVED if message.is_clean else Loss.LOST
-                is_kill = self._is_in_engine and not message.is_clean
-                if is_kill:  # at once: it counts when the next request hears of the loss
-                    self.worker.suspects.add(self._request_id)
-                self._fail(TargetGone(loss, is_kill=is_kill))
+                self._take_loss(is_clean=message.is_clean)
+
+    def _take_path(self, path: AcceptedPath) -> None:
+        if path.round_idx == self._asked_round:
+            self._admit(None)
+            self._settle(path)
+        elif self._asked_round < path.round_idx <= self._furthest_credit:
+            self._early[path.round_idx] = path
+
+    def _take_loss(self, *, is_clean: bool) -> None:
+        is_kill = self._is_in_engine and not is_clean
+        if is_kill:  # at once: it counts when the next request hears of the loss
+            self.worker.suspects.add(self._request_id)
+        self._fail(TargetGone(Loss.MOVED if is_clean else Loss.LOST, is_kill=is_kill))
 
     def _timed(self, path: AcceptedPath) -> AcceptedPath:
         """Return a timed path with its times from order to arrival, as this process sees them."""

@@ -112,14 +112,11 @@ def build_batch(
     columns = _Columns()
     if trees is not None:
         columns.add_trees(trees, len(plan.verifies))
+    num_tree_rows = len(columns.token_ids)
     works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
-    logit_rows = list(range(len(columns.token_ids))) if works else None
     chains = [columns.add_chain(work) for work in works]
-    for chain in chains:
-        if logit_rows is not None and isinstance(chain.work, PrefillWork) and chain.work.is_last:
-            logit_rows.append(chain.first_row + chain.work.stop - chain.work.start - 1)
     count = len(columns.token_ids)
-    bucket = bucket_of(count) if pads_rows and not works else None
+    bucket = bucket_of(count) if pads_rows and not chains else None
 
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket or count)
@@ -143,8 +140,18 @@ def build_batch(
         mailbox_trees=mailbox_trees,
         chains=chains,
         num_rows=count,
-        logit_rows=logit_rows,
+        logit_rows=_logit_rows(num_tree_rows, chains) if chains else None,
     )
+
+
+def _logit_rows(num_tree_rows: int, chains: Sequence[ChainRows]) -> list[int]:
+    """Return the rows that are sampled: those of trees, and the last one of each whole prompt."""
+    last_rows = [
+        chain.first_row + chain.work.stop - chain.work.start - 1
+        for chain in chains
+        if isinstance(chain.work, PrefillWork) and chain.work.is_last
+    ]
+    return [*range(num_tree_rows), *last_rows]
 
 
 def extend_fields(num_rows: int) -> Fields:

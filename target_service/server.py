@@ -8,7 +8,6 @@ from typing import Any
 from coppice.v1 import target_pb2_grpc
 from shared.config import TargetConfig
 from shared.rpc.engine import EngineHandle
-from shared.rpc.engine_process import EngineProcess
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.worker import WorkerServer, run_worker
 from target_service.servicer import SERVICE_NAME, TargetServicer
@@ -29,16 +28,6 @@ def create_worker(config: TargetConfig, engine: EngineHandle) -> WorkerServer:
     return WorkerServer(config, engine, role="target", service=SERVICE_NAME, register=register)
 
 
-async def serve(config: TargetConfig, engine: EngineHandle | None = None) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    Args:
-        engine: Default: the target engine in a process of its own.
-    Raises: ConfigError, or EngineDiedError.
-    """
-    await create_worker(config, engine or EngineProcess(ENGINE_FACTORY, config)).serve()
-
-
 def main(config: TargetConfig) -> int:
     """Run the target worker to its end; return the process's exit code."""
-    return run_worker(config, role="target", factory=ENGINE_FACTORY, serve=serve)
+    return run_worker(config, role="target", factory=ENGINE_FACTORY, create_worker=create_worker)

@@ -103,26 +103,44 @@ def explicit_values(
     Raises: ConfigError.
     """
     specs = {spec.name: spec for spec in fields(config_type)}
-    values: dict[str, Any] = {}
-    for key, value in file.get(section, {}).items():
+    return {
+        **_table_values(specs, file.get(section, {}), section),
+        **_variable_values(specs, environ, known_variables),
+        **_flag_values(specs, flags),
+    }
+
+
+def _table_values(
+    specs: Mapping[str, Field[Any]], table: Mapping[str, Any], section: str
+) -> dict[str, Any]:
+    for key in table:
         if key not in specs:
             raise ConfigError(f"unknown key {key!r} in [{section}]{suggestion(key, specs)}")
-        values[key] = _from_toml(specs[key], value, f"{key} in [{section}]")
+    return {
+        key: _from_toml(specs[key], value, f"{key} in [{section}]") for key, value in table.items()
+    }
+
+
+def _variable_values(
+    specs: Mapping[str, Field[Any]], environ: Mapping[str, str], known_variables: Iterable[str]
+) -> dict[str, Any]:
     own = {variable_name(name): spec for name, spec in specs.items()}
     known = {*own, *known_variables}
+    values = {}
     for variable, text in environ.items():
-        if not variable.startswith(ENV_PREFIX):
-            continue
-        if variable not in known:
+        if variable.startswith(ENV_PREFIX) and variable not in known:
             raise ConfigError(f"unknown variable {variable}{suggestion(variable, known)}")
         if variable in own and text != "":
             values[own[variable].name] = _from_text(own[variable], text, variable)
-    for name, value in flags.items():
-        if name in specs:
-            spec = specs[name]
-            is_text = isinstance(value, str)
-            values[name] = _from_text(spec, value, flag_name(name)) if is_text else value
     return values
+
+
+def _flag_values(specs: Mapping[str, Field[Any]], flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _from_text(specs[name], value, flag_name(name)) if isinstance(value, str) else value
+        for name, value in flags.items()
+        if name in specs
+    }
 
 
 def read_config_file(path: str | Path | None, sections: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Configuration: one frozen dataclass per service, fed by flags, variables and a TOML file.
 
 A field's `help` metadata is its flag's help text; the flag of `page_size` is `--page-size`, its
-variable `COPPICE_PAGE_SIZE` (shared/config_loader.py). "auto" and 0 are resolved into a NEW object
+variable `COPPICE_PAGE_SIZE` (shared/config/loader.py). "auto" and 0 are resolved into a NEW object
 at start-up, printed once.
 """
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.page_slots import slots_in, slots_of
 
 # Most nodes of a tree, root included.
 NODES = 64
@@ -102,15 +103,11 @@ def _accept_walk_kernel(
     # A path ascends, so a node is in place or moves forward.
     is_moved = path > step
     seq_len = tl.load(seq_len_ptr + request)
-    table_ptr = page_table_ptr + req_idx * table_stride
-    from_slot = seq_len + path
-    to_slot = seq_len + step
-    page = tl.load(table_ptr + from_slot // PAGE_SIZE, mask=is_moved, other=0)
-    src = tl.where(is_moved, page * PAGE_SIZE + (from_slot % PAGE_SIZE).to(tl.int32), 0)
-    page = tl.load(table_ptr + to_slot // PAGE_SIZE, mask=is_moved, other=0)
-    dst = tl.where(is_moved, page * PAGE_SIZE + (to_slot % PAGE_SIZE).to(tl.int32), 0)
-    tl.store(move_src_ptr + out, src, mask=is_step)
-    tl.store(move_dst_ptr + out, dst, mask=is_step)
+    pages_ptr = page_table_ptr + req_idx * table_stride
+    src = slots_of(pages_ptr, seq_len + path, PAGE_SIZE, is_moved)
+    dst = slots_of(pages_ptr, seq_len + step, PAGE_SIZE, is_moved)
+    tl.store(move_src_ptr + out, tl.where(is_moved, src, 0).to(tl.int32), mask=is_step)
+    tl.store(move_dst_ptr + out, tl.where(is_moved, dst, 0).to(tl.int32), mask=is_step)
 
 
 def accept_walk(
@@ -223,11 +220,10 @@ def accept_walk_ref(
     node = torch.cat(steps, dim=1)  # [B, D + 1]
 
     step = torch.arange(max_depth + 1, device=node.device).expand_as(node)
-    table = page_table[req_idx].long()  # [B, max_pages_per_req]
 
     def slot(offset: torch.Tensor) -> torch.Tensor:
         logical = torch.where(node > step, seq_len.unsqueeze(1) + offset, 0)
-        slots = table.gather(1, logical // page_size) * page_size + logical % page_size
+        slots = slots_in(page_table, req_idx.unsqueeze(1), logical, page_size)
         return torch.where(node > step, slots, 0).to(torch.int32)
 
     return AcceptWalk(

@@ -10,6 +10,8 @@ Nothing is sorted, and no row's result depends on the other rows.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import triton
@@ -506,9 +508,8 @@ def finite_rows(logits: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [R, V] f32.
     """
-    # On a CPU a sum is 15 times faster than a test of each value; it is finite only if all are.
-    if logits.device.type == "cpu" and bool(logits.sum(-1).isfinite().all()):
-        return torch.ones(len(logits), dtype=torch.bool)
+    if logits.device.type == "cpu":  # extremes cost a tenth of a test of each value
+        return (logits.amax(-1) < math.inf) & (logits.amin(-1) > -math.inf)  # NaN is neither
     return logits.isfinite().all(-1)
 
 

@@ -16,14 +16,15 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.page_slots import slots_in
 from shared.kernels.products_cpu import CpuProducts
+from shared.kernels.tree_attention_cpu import tree_attention_cpu
 from shared.kernels.tree_attention_kernels import (
     _SEQUENTIAL_STATES,
     _finish_rows_kernel,
     _shared_tiles_kernel,
 )
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
-from shared.kernels.tree_attention_ref import tree_attention_ref
 from shared.kernels.tree_attention_schedule import Cut, schedule
 from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE, num_chunks
 
@@ -69,7 +70,7 @@ def tree_attention(
     Returns: [T, Hq, d] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
-        return tree_attention_ref(q, k_cache, v_cache, metadata, scale, products=products)
+        return tree_attention_cpu(q, k_cache, v_cache, metadata, scale, products=products)
     return attend_in_chunks(q, k_cache, v_cache, metadata, scale)
 
 
@@ -270,3 +271,34 @@ def finish_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     if dim_block > 128:
         return {"num_warps": 4, "num_stages": 1}
     return {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
+
+
+def tree_attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: TreeAttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Do what `tree_attention` does in plain torch, one row at a time; return f64."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    group = q.shape[1] // k_cache.shape[1]
+    row_indptr, prefixes = metadata.row_indptr.tolist(), metadata.prefix_len.tolist()
+    for request, prefix in enumerate(prefixes):
+        begin, end = row_indptr[request : request + 2]
+        for row in range(begin, end):
+            path = metadata.path_offset[row, : metadata.path_len[row]].long()
+            if metadata.is_chain[request]:
+                path = torch.arange(row - begin + 1, device=q.device)
+            seen = torch.cat((torch.arange(prefix, device=q.device), prefix + path))
+            seen = seen[-metadata.window :]  # a window of 0 hides nothing
+            slots = slots_in(
+                metadata.page_table, metadata.req_idx[request], seen, metadata.page_size
+            )
+            k, v = (
+                cache[slots].double().repeat_interleave(group, dim=1)  # [L, Hq, d]
+                for cache in (k_cache, v_cache)
+            )
+            scores = torch.einsum("hd,lhd->hl", q[row].double(), k) * scale
+            out[row] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v)
+    return out

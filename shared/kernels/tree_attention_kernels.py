@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dependent_launch import wait_for_previous
+from shared.kernels.page_slots import slots_of
 from shared.kernels.tree_attention_tiles import (
     NOTHING,
     add_tile,
@@ -24,12 +25,6 @@ _STATES_AHEAD = tl.constexpr(4)
 # Where a step is not split: all shared chunks but the last, that one, and two that follow it, as a
 # path of MAX_TREE_NODES lies in two tiles.
 _SEQUENTIAL_STATES = tl.constexpr(4)
-
-
-@triton.jit
-def slots_of(pages_ptr, logical, PAGE_SIZE: tl.constexpr):
-    """Return the slots of logical slots; device function."""
-    return tl.load(pages_ptr + logical // PAGE_SIZE) * PAGE_SIZE + logical % PAGE_SIZE
 
 
 @triton.jit

@@ -12,7 +12,6 @@ import torch
 class TreeAttentionMetadata:
     """Which K/V every row of a step sees; one object per forward, shared by its layers.
 
-    Logical slot s of a request: page_table[req_idx, s // page_size] * page_size + s % page_size.
     A row sees the prefix (logical slots [0, prefix_len), KV index = slot) and its own path: path
     token m at KV index prefix_len + m, logical slot prefix_len + offset of m.
 

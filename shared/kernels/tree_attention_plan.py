@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.kernels.page_slots import slots_in
 from shared.kernels.products_cpu import BATCH_ITEMS
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 
@@ -100,7 +101,7 @@ class _Step:
         self.path_len = metadata.path_len.cpu().numpy().astype(np.int64)
         self.path_offset = metadata.path_offset.cpu().numpy()
         self.row_indptr: list[int] = metadata.row_indptr.tolist()
-        self.req_idx: list[int] = metadata.req_idx.tolist()
+        self.req_idx: NDArray = metadata.req_idx.cpu().numpy()
         self.prefix: list[int] = metadata.prefix_len.tolist()
         self.is_chain: list[bool] = metadata.is_chain.tolist()
         self._num_kv_heads = num_kv_heads
@@ -120,15 +121,17 @@ class _Step:
             return first, last, last
         return first, max(first, prefix // CPU_KV_TILE), last
 
-    def cache_rows(self, pages: NDArray, logical: NDArray, num_rows: int) -> NDArray:
-        """Return where the logical slots of tiles lie in a cache, head by head.
+    def slots(self, request: int | NDArray, logical: NDArray) -> NDArray:
+        """Return the slots of logical slots; `request` is one for all, or broadcasts to them."""
+        return slots_in(self.page_table, self.req_idx[request], logical, self.page_size)
+
+    def cache_rows(self, slots: NDArray, num_rows: int) -> NDArray:
+        """Return where the slots of tiles lie in a cache, head by head.
 
         Args:
-            pages: Page of each logical slot.
-            logical: [tiles, num_rows, TILE], flat.
+            slots: [tiles, num_rows, TILE], flat.
         Returns: [tiles * Hkv * num_rows * TILE] i64.
         """
-        slots = pages.astype(np.int64) * self.page_size + logical % self.page_size
         if self._num_kv_heads > 1:
             tiles = slots.reshape(-1, 1, num_rows, CPU_KV_TILE) * self._num_kv_heads
             slots = (tiles + np.arange(self._num_kv_heads)[:, None, None]).reshape(-1)
@@ -162,15 +165,14 @@ def _plan_segment(step: _Step, request: int, begin: int, end: int) -> RowSlice:
     logical = index[: num_shared * CPU_KV_TILE]
     if step.is_chain[request] or step.window:
         logical = np.clip(logical, step.start(least_end), most_end - 1)
-    page_ids = step.page_table[step.req_idx[request]]
-    where = step.cache_rows(page_ids[logical // step.page_size], logical, 1)
+    where = step.cache_rows(step.slots(request, logical), 1)
     if last > shared_end:
         own = seen[:, (num_shared - masked_tile) * CPU_KV_TILE :]
         path = own - prefix
         offset = step.path_offset[rows[:, None], np.maximum(path, 0)]
         own = np.where(path < 0, own, prefix + offset)
         own = own.reshape(num_padded, -1, CPU_KV_TILE).swapaxes(0, 1).reshape(-1)
-        own_where = step.cache_rows(page_ids[own // step.page_size], own, num_padded)
+        own_where = step.cache_rows(step.slots(request, own), num_padded)
         where = np.concatenate((where, own_where))
     return RowSlice(
         where=slice(begin, end),
@@ -221,10 +223,8 @@ def _plan_singles(step: _Step, requests: Sequence[int]) -> RowSlice:
         is_path = is_tree & (path >= 0)
         offset = step.path_offset[rows[:, None], np.where(is_path, path, 0)]
         logical = np.where(is_path, prefix + offset, seen)
-    req_idx = np.array([step.req_idx[request] for request in requests])[:, None]
-    pages = step.page_table[req_idx, logical // step.page_size]
-    by_tile = (len(rows), -1, CPU_KV_TILE)
-    pages, logical = (part.reshape(by_tile).swapaxes(0, 1).reshape(-1) for part in (pages, logical))
+    slots = step.slots(np.array(requests)[:, None], logical)
+    slots = slots.reshape(len(rows), -1, CPU_KV_TILE).swapaxes(0, 1).reshape(-1)
     masked_tile = 0 if step.window else int(row_end.min()) // CPU_KV_TILE
     masked = slice(masked_tile * CPU_KV_TILE, None)
     is_run = bool((np.diff(rows) == 1).all())
@@ -236,7 +236,7 @@ def _plan_singles(step: _Step, requests: Sequence[int]) -> RowSlice:
         num_padded=len(rows),
         num_shared=0,
         num_own=num_tiles,
-        index=torch.from_numpy(step.cache_rows(pages, logical, len(rows))).to(step.device),
+        index=torch.from_numpy(step.cache_rows(slots, len(rows))).to(step.device),
         masked_tile=masked_tile,
         mask=step.mask(seen[:, masked] == index[:, masked]),
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch
-from shared.kernels.tree_attention_kernels import slots_of
+from shared.kernels.page_slots import slots_of
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_tiles import TRITON_KV_TILE, chunk_of
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.order_key import NO_KEY, best_keys, key_index, key_value, order_key
+from shared.kernels.page_slots import slots_in, slots_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +207,9 @@ def _next_beams_kernel(
     tl.store(path_len_ptr + row, tl.where(is_beam, step + 1, 1), mask=in_beams)
 
     own = step * topk + rank
-    logical = kv_len + own
     pages_ptr = page_table_ptr + tl.load(req_idx_ptr + request).to(tl.int64) * page_table_stride
-    page = tl.load(pages_ptr + logical // PAGE_SIZE, mask=is_beam, other=0)
-    slot = tl.where(is_beam, page * PAGE_SIZE + logical % PAGE_SIZE, 0)
-    tl.store(slot_mapping_ptr + row, slot, mask=in_beams)
+    slot = slots_of(pages_ptr, kv_len + own, PAGE_SIZE, is_beam)
+    tl.store(slot_mapping_ptr + row, tl.where(is_beam, slot, 0), mask=in_beams)
 
     level = tl.arange(0, DEPTH_BLOCK)[None, :]
     path = tl.where((level == step) & is_beam[:, None], own[:, None], 0)
@@ -339,8 +338,7 @@ def next_beams_ref(
     parent = torch.where(is_beam, index // width, 0)  # [B, K]
     own = step * topk + rank
     logical = torch.where(is_beam, trees.kv_len.unsqueeze(1) + own, 0)
-    page = trees.page_table[trees.req_idx.unsqueeze(1), logical // trees.page_size]
-    slot = page * trees.page_size + logical % trees.page_size
+    slot = slots_in(trees.page_table, trees.req_idx.unsqueeze(1), logical, trees.page_size)
     path = torch.zeros((batch, width, most_steps - 1), dtype=torch.int32, device=device)
     if beams is not None:
         above = beams.path_offset.view(path.shape)

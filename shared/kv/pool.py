@@ -1,7 +1,7 @@
 """Paged KV cache of one model: page tables, reservations, slots.
 
-Slots are logical: token (or tree node) s of a request lives in slot
-`page_table[req_idx, s // page_size] * page_size + s % page_size`, so page_size never matters above.
+Slots are logical: token (or tree node) s of a request is logical slot s, and page_slots.py says
+which slot of the caches that is, so page_size never matters above.
 KV ownership of a request, in logical slots:
 
     [0, dropped)          freed: below the sliding window, page table entry 0
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from shared.kernels.move_kv import cache_addresses
+from shared.kernels.page_slots import slots_in
 from shared.kv.allocator import SINK_PAGE, PageAllocator, PageId
 from shared.step.staging import Staging
 
@@ -154,17 +155,6 @@ class KVPool:
         for page in new:
             slots.extend(range(page * size, page * size + size))
 
-    def trim(self, req_idx: int, num_tokens: int) -> None:
-        """Free the pages past logical slot num_tokens - 1."""
-        first, pages = self._first[req_idx], self._pages[req_idx]
-        keep = max(self.pages_for(num_tokens) - first, 0)
-        if keep >= len(pages):
-            return
-        self._allocator.free(pages[keep:])
-        self._set(req_idx, first + keep, [SINK_PAGE] * (len(pages) - keep))
-        del pages[keep:]
-        del self._slots[req_idx][keep * self.page_size :]
-
     def drop_before(self, req_idx: int, slot: int) -> None:
         """Free the whole pages below logical slot `slot`: nothing looks there any more."""
         first, pages = self._first[req_idx], self._pages[req_idx]
@@ -187,9 +177,9 @@ class KVPool:
             logical: [n], every one inside the reservation.
         Returns: [n] i32. Never a slot of the sink.
         """
-        page = self._table[req_idx, logical // self.page_size]
-        assert (page != SINK_PAGE).all(), "a live row maps to the sink page"
-        return (page * self.page_size + logical % self.page_size).astype(np.int32)
+        slots = slots_in(self._table, req_idx, logical, self.page_size).astype(np.int32)
+        assert (slots // self.page_size != SINK_PAGE).all(), "a live row maps to the sink page"
+        return slots
 
     def reserved_len(self, req_idx: int) -> int:
         """Return where the reservation of a row ends, in logical slots."""

@@ -116,7 +116,7 @@ def pack_target_request(
 def unpack_target_request(
     batch: target_pb2.TargetServiceSessionRequest,
 ) -> Batch[TargetCommand]:
-    """Unpack what an orchestrator told a target."""
+    """Unpack what an orchestrator sent to a target."""
     return _unpack(batch, _TARGET_COMMANDS)
 
 
@@ -141,7 +141,7 @@ def pack_draft_request(messages: Iterable[DraftCommand]) -> draft_pb2.DraftServi
 
 
 def unpack_draft_request(batch: draft_pb2.DraftServiceSessionRequest) -> Batch[DraftCommand]:
-    """Unpack what an orchestrator told a draft."""
+    """Unpack what an orchestrator sent to a draft."""
     return _unpack(batch, _DRAFT_COMMANDS)
 
 
@@ -176,7 +176,7 @@ def pack_feature_requests(
 
 
 def unpack_feature_request(message: target_pb2.StreamFeaturesRequest) -> Batch[SubscriptionCommand]:
-    """Unpack what a draft told a target; a message with nothing in it is rejected."""
+    """Unpack what a draft sent to a target; a message with nothing in it is rejected."""
     name = message.WhichOneof("command")
     if name is None and not message.acks:
         error = InvalidArgumentError("command is absent or unknown", field="command")
@@ -208,7 +208,7 @@ def pack_to_target(messages: Iterable[ToTarget]) -> peer_pb2.PeerToTarget:
 
 
 def unpack_to_target(batch: peer_pb2.PeerToTarget) -> Batch[ToTarget]:
-    """Unpack what a draft's engine told a target's."""
+    """Unpack what a draft's engine sent to a target's."""
     return _unpack(batch, _TO_TARGET)
 
 
@@ -218,7 +218,7 @@ def pack_to_draft(messages: Iterable[ToDraft]) -> peer_pb2.PeerToDraft:
 
 
 def unpack_to_draft(batch: peer_pb2.PeerToDraft) -> Batch[ToDraft]:
-    """Unpack what a target's engine told a draft's: rows before orders."""
+    """Unpack what a target's engine sent to a draft's: rows before orders."""
     return _unpack(batch, _TO_DRAFT)
 
 

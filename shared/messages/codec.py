@@ -35,6 +35,7 @@ from shared.messages.field_codec import (
     Encode,
     Field,
     FieldCodec,
+    FromWire,
     Mark,
     Via,
     apply,
@@ -159,11 +160,7 @@ def _decoder(
     get = _get_all([codec.taken[0] for codec in single])
     counts = [codec.name for codec in single if codec.from_wire == (NOT_NEGATIVE,)]
     num_counts = len(counts)
-    steps = [
-        (i, codec.name, step)
-        for i, codec in enumerate(single[num_counts:], num_counts)
-        for step in codec.from_wire
-    ]
+    steps = _steps(single, start=num_counts)
     reads = [codec.read for codec in codecs if codec.read is not None]
     others = [codec.name for codec in codecs if codec.read is not None]
     build = _builder(value_type, [*(codec.name for codec in single), *others])
@@ -171,8 +168,7 @@ def _decoder(
     def decode(message: Any) -> Any:
         values = [*get(message)]
         if num_counts and min(values[:num_counts]) < 0:
-            for name, count in zip(counts, values, strict=False):
-                NOT_NEGATIVE(count, name)
+            _refuse_negative(counts, values)
         for i, name, step in steps:
             values[i] = step(values[i], name)
         for read in reads:
@@ -183,6 +179,20 @@ def _decoder(
         return value
 
     return decode
+
+
+def _steps(codecs: list[FieldCodec], *, start: int) -> list[tuple[int, str, FromWire]]:
+    """Return index, field and function of each conversion of the codecs from `start` on."""
+    return [
+        (i, codec.name, step)
+        for i, codec in enumerate(codecs[start:], start)
+        for step in codec.from_wire
+    ]
+
+
+def _refuse_negative(names: list[str], counts: list[int]) -> None:
+    for name, count in zip(names, counts, strict=False):
+        NOT_NEGATIVE(count, name)
 
 
 def _builder(value_type: Any, names: list[str]) -> Callable[[list[Any]], Any]:

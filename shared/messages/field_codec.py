@@ -136,10 +136,6 @@ def field_codec(field: Field, descriptor: Any) -> FieldCodec:
     return FieldCodec(field.name, (name,), tuple(steps), to_wire)
 
 
-def _rules(field: Field) -> list[FromWire]:
-    return [note for note in field.notes if callable(note)]
-
-
 def _conversion(field: Field, proto: FieldDescriptor) -> tuple[list[FromWire], ToWire | None]:
     if proto.is_repeated:
         return _repeated(typing.get_args(field.type)[0], proto)

@@ -52,11 +52,6 @@ class RopeTable:
         self._angles = torch.cat(rope_cos_sin(config, num_positions, device), dim=1)  # [P, d]
         self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
 
-    @property
-    def num_positions(self) -> int:
-        """Return how many positions the table holds."""
-        return self._angles.shape[0]
-
     def rows(
         self,
         position_ids: torch.Tensor,

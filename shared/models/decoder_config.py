@@ -63,7 +63,6 @@ class ModelConfig:
             config.json.
     """
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -149,7 +148,36 @@ def parse_model_config(
         raise CheckpointError(
             f"{source}: hidden_act = {fields['hidden_act']!r} is not supported, only silu is"
         )
-    hidden_size = require_int(fields, "hidden_size", source)
+    num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, architecture)
+    num_layers = require_int(fields, "num_hidden_layers", source)
+    is_llama, is_qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
+    has_attention_bias = (is_llama or is_qwen3) and bool(fields.get("attention_bias", False))
+    num_mtp_layers = fields.get("num_nextn_predict_layers") if architecture == MIMO else 0
+    return ModelConfig(
+        vocab_size=require_int(fields, "vocab_size", source),
+        hidden_size=require_int(fields, "hidden_size", source),
+        intermediate_size=require_int(fields, "intermediate_size", source),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_parse_epsilon(fields, source),
+        max_position_embeddings=require_int(fields, "max_position_embeddings", source),
+        rope=parse_rope(fields, source),
+        has_qkv_bias=architecture in _HAS_QKV_BIAS or has_attention_bias,
+        has_o_bias=has_attention_bias,
+        has_mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
+        has_qk_norm=is_qwen3,
+        sliding_window=_parse_window(fields, source, architecture, num_layers),
+        is_tied=bool(fields.get("tie_word_embeddings", False)),
+        dtype=_parse_dtype(fields, source),
+        num_mtp_layers=int(num_mtp_layers or 0),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _parse_heads(fields: Mapping[str, Any], source: str, architecture: str) -> tuple[int, int, int]:
+    """Return num_heads, num_kv_heads and head_dim."""
     num_heads = require_int(fields, "num_attention_heads", source)
     # transformers' default of the other classes is a constant that no real checkpoint relies on.
     if architecture == "LlamaForCausalLM" and fields.get("num_key_value_heads") is None:
@@ -162,39 +190,12 @@ def parse_model_config(
             f"num_key_value_heads = {num_kv_heads}"
         )
     if fields.get("head_dim") is None and architecture != "Qwen3ForCausalLM":
-        head_dim = hidden_size // num_heads
+        head_dim = require_int(fields, "hidden_size", source) // num_heads
     else:
         head_dim = require_int(fields, "head_dim", source)
     if head_dim % 2:
         raise CheckpointError(f"{source}: head_dim = {head_dim} is odd, which rules out RoPE")
-    num_layers = require_int(fields, "num_hidden_layers", source)
-    attention_bias = bool(fields.get("attention_bias", False))
-    is_llama = architecture == "LlamaForCausalLM"
-    can_have_bias = is_llama or architecture == "Qwen3ForCausalLM"
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=require_int(fields, "vocab_size", source),
-        hidden_size=hidden_size,
-        intermediate_size=require_int(fields, "intermediate_size", source),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=_parse_epsilon(fields, source),
-        max_position_embeddings=require_int(fields, "max_position_embeddings", source),
-        rope=parse_rope(fields, source),
-        has_qkv_bias=architecture in _HAS_QKV_BIAS or (can_have_bias and attention_bias),
-        has_o_bias=can_have_bias and attention_bias,
-        has_mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
-        has_qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_window=_parse_window(fields, source, architecture, num_layers),
-        is_tied=bool(fields.get("tie_word_embeddings", False)),
-        dtype=_parse_dtype(fields, source),
-        num_mtp_layers=int(fields.get("num_nextn_predict_layers") or 0)
-        if architecture == MIMO
-        else 0,
-        eos_token_ids=eos_token_ids,
-    )
+    return num_heads, num_kv_heads, head_dim
 
 
 def require_int(fields: Mapping[str, Any], name: str, source: str) -> int:
@@ -237,23 +238,15 @@ def _parse_window(
     if architecture == "LlamaForCausalLM":
         return 0
     # 4096 is what transformers' MistralConfig means when the field is absent.
-    window = fields.get("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)
-    is_windowed = [window is not None] * num_layers
-    if architecture != "MistralForCausalLM":
-        first = fields.get("max_window_layers", 0) if fields.get("use_sliding_window") else None
-        is_windowed = [
-            window is not None and first is not None and layer >= first
-            for layer in range(num_layers)
-        ]
-    layer_types = fields.get("layer_types")
-    if layer_types is not None:
-        unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-        if unknown or len(layer_types) != num_layers:
-            raise CheckpointError(
-                f"{source}: layer_types must hold full_attention or sliding_attention for each of "
-                f"{num_layers} layers, got {layer_types!r}"
-            )
-        is_windowed = [kind == "sliding_attention" for kind in layer_types]
+    is_mistral = architecture == "MistralForCausalLM"
+    window = fields.get("sliding_window", 4096 if is_mistral else None)
+    if fields.get("layer_types") is not None:
+        is_windowed = _parse_layer_types(fields["layer_types"], source, num_layers)
+    elif window is None or not (is_mistral or fields.get("use_sliding_window")):
+        is_windowed = [False] * num_layers
+    else:
+        first = 0 if is_mistral else fields.get("max_window_layers", 0)
+        is_windowed = [first is not None and layer >= first for layer in range(num_layers)]
     if not any(is_windowed):
         return 0
     if not all(is_windowed):
@@ -262,6 +255,17 @@ def _parse_window(
             "max_window_layers, layer_types) are not supported in one model"
         )
     return require_int({"sliding_window": window}, "sliding_window", source)
+
+
+def _parse_layer_types(layer_types: Any, source: str, num_layers: int) -> list[bool]:
+    """Return which layers have a sliding window."""
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown or len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"{source}: layer_types must hold full_attention or sliding_attention for each of "
+            f"{num_layers} layers, got {layer_types!r}"
+        )
+    return [kind == "sliding_attention" for kind in layer_types]
 
 
 def _parse_dtype(fields: Mapping[str, Any], source: str) -> str:

@@ -36,17 +36,21 @@ class RopeConfig:
     original_max_position: int = 0
 
 
-_KEYS = {
-    RopeKind.DEFAULT: set(),
-    RopeKind.LINEAR: {"factor"},
-    RopeKind.LLAMA3: {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
+# Key of config.json -> the RopeConfig field that the key fills, and its type.
+_FIELDS: dict[str, tuple[str, type[Any]]] = {
+    "factor": ("factor", float),
+    "low_freq_factor": ("low_freq_factor", float),
+    "high_freq_factor": ("high_freq_factor", float),
+    "original_max_position_embeddings": ("original_max_position", int),
 }
-_ALWAYS = {"rope_type", "type", "rope_theta"}
+_KEYS: dict[RopeKind, tuple[str, ...]] = {
+    RopeKind.DEFAULT: (),
+    RopeKind.LINEAR: ("factor",),
+    RopeKind.LLAMA3: tuple(_FIELDS),
+}
+# transformers fills every key in; the default kind does not read them.
+_ALLOWED = _KEYS | {RopeKind.DEFAULT: tuple(_FIELDS)}
+_ALWAYS = ("rope_type", "type", "rope_theta")
 _NEUTRAL = {"partial_rotary_factor": 1.0, "attention_factor": 1.0}
 
 
@@ -63,36 +67,34 @@ def parse_rope(fields: Mapping[str, Any], source: str) -> RopeConfig:
     values = fields.get(name) or {}
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{source}: {name} must be an object, got {values!r}")
-    kind_name = values.get("rope_type", values.get("type", RopeKind.DEFAULT))
+    kind = _parse_kind(values, f"{source}: {name}")
+    _check_keys(values, kind, f"{source}: {name}")
+    theta = _parse_theta(values.get("rope_theta", fields.get("rope_theta")), source)
+    scaling = {_FIELDS[key][0]: _FIELDS[key][1](values[key]) for key in _KEYS[kind]}
+    return RopeConfig(theta=theta, kind=kind, **scaling)
+
+
+def _parse_kind(values: Mapping[str, Any], place: str) -> RopeKind:
+    name = values.get("rope_type", values.get("type", RopeKind.DEFAULT))
     try:
-        kind = RopeKind(kind_name)
+        return RopeKind(name)
     except ValueError:
         kinds = ", ".join(RopeKind)
-        raise CheckpointError(
-            f"{source}: {name} has rope_type {kind_name!r}; supported are {kinds}"
-        ) from None
+        raise CheckpointError(f"{place} has rope_type {name!r}; supported are {kinds}") from None
+
+
+def _check_keys(values: Mapping[str, Any], kind: RopeKind, place: str) -> None:
+    allowed = _ALLOWED[kind] + _ALWAYS
     for key, value in values.items():
-        if key in _ALWAYS or key in _KEYS[kind] or value is None or _NEUTRAL.get(key) == value:
-            continue
-        if kind is RopeKind.DEFAULT and key in _KEYS[RopeKind.LLAMA3]:
-            continue  # transformers fills them in; the default kind does not read them
-        raise CheckpointError(f"{source}: {name}.{key} = {value!r} is not supported for {kind}")
+        if key not in allowed and value is not None and _NEUTRAL.get(key) != value:
+            raise CheckpointError(f"{place}.{key} = {value!r} is not supported for {kind}")
     missing = sorted(key for key in _KEYS[kind] if values.get(key) is None)
     if missing:
-        raise CheckpointError(f"{source}: {name} of kind {kind} lacks {', '.join(missing)}")
-    theta = values.get("rope_theta", fields.get("rope_theta"))
+        raise CheckpointError(f"{place} of kind {kind} lacks {', '.join(missing)}")
+
+
+def _parse_theta(theta: Any, source: str) -> float:
     theta = 10000.0 if theta is None else theta
     if not isinstance(theta, int | float) or not theta > 0:
         raise CheckpointError(f"{source}: rope_theta must be a positive number, got {theta!r}")
-    if kind is RopeKind.DEFAULT:
-        return RopeConfig(theta=float(theta))
-    if kind is RopeKind.LINEAR:
-        return RopeConfig(theta=float(theta), kind=kind, factor=float(values["factor"]))
-    return RopeConfig(
-        theta=float(theta),
-        kind=kind,
-        factor=float(values["factor"]),
-        low_freq_factor=float(values["low_freq_factor"]),
-        high_freq_factor=float(values["high_freq_factor"]),
-        original_max_position=int(values["original_max_position_embeddings"]),
-    )
+    return float(theta)

@@ -199,7 +199,7 @@ class PeerListener:
         except OSError as error:
             if error.errno not in self._told:  # an engine asks thousands of times per second
                 self._told.add(error.errno)
-                logger.warning("a draft cannot channel: %s", error)
+                logger.warning("a draft cannot open a peer channel: %s", error)
             return channels
 
 

@@ -3,19 +3,19 @@
     header                            magic, version, num_slots, width, dtype, GPU of the target
     trees  [num_slots, 64] i64        from the draft: node j of the slot's tree is word j
     paths  [num_slots, 8] i64         from the target: token r of the accepted path is word r
-    rows   [2, num_slots, 8, width]   from the target: feature rows of the path, by parity of seq
+    rows   [2, num_slots, 8, width]   from the target: feature rows of paths, by parity of the tag
 
 A slot is a row of the target's page table. A word is
 
-    bits [40, 63)  seq, of the round that it is about
+    bits [40, 63)  round_tag of the round that the word is about
     bits [32, 40)  trees: parent of the node, 255 = there is none; paths: tokens of the path
     bits [0, 32)   token id
 
-An 8-byte store is atomic, so a word is valid if its seq is the one that is waited for, and says
-nothing about any other. Seqs count rounds and are never 0, so memory that was never written holds
-no valid word. Rows have no seq: with a path that is late they may be another round's. So mail may
-be missing, stale or torn. Trees and features may be anything without harm to the output; whoever
-reads mail sees to it that nothing in it leads out of bounds.
+An 8-byte store is atomic, so a word is valid if its round_tag is the one that is waited for, and
+says nothing about any other round. Tags count rounds and are never 0, so memory that was never
+written holds no valid word. Rows have no tag: with a path that is late they may be another round's.
+So what lies in a mailbox may be missing, stale or torn. Trees and features may be anything without
+harm to the output; a reader sees to it that nothing in a mailbox leads out of bounds.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def open_mailbox(
 
 
 def tag_of(base: int, round_idx: int) -> int:
-    """Return the seq of a round: [2, 2^23), of another parity than that of the round before.
+    """Return the round_tag of a round: [2, 2^23), of another parity than that of the round before.
 
     Args:
         base: Of the request, [0, NUM_TAGS).
@@ -144,12 +144,12 @@ def tag_of(base: int, round_idx: int) -> int:
 
 
 def next_tag(seq: int) -> int:
-    """Return the seq of the round after."""
+    """Return the round_tag of the round after."""
     return tag_of(seq - _FIRST_TAG, 1)
 
 
 def is_tag(value: int) -> bool:
-    """Return whether a number can be the seq of a round."""
+    """Return whether a number can be a round_tag."""
     return _FIRST_TAG <= value < _FIRST_TAG + NUM_TAGS
 
 

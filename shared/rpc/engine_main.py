@@ -103,74 +103,99 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
         busy_poll_s: How long to look for messages without sleeping while requests are running.
     Raises: EOFError or OSError at the end; whatever the engine raises.
     """
-    num_received = 0
-    reported: tuple[WorkerLoad, int, bool] | None = None  # load, num_received, has_work
-    next_check = next_report = 0.0
+    loop = _EngineLoop(engine, pipe, busy_poll_s)
+    while True:
+        if not engine.has_work:
+            loop.wait()
+        loop.submit(pipe.receive())
+        engine.channels.flush()
+        if engine.has_work:
+            loop.step()
 
-    def report_idle(load: WorkerLoad) -> None:
-        nonlocal reported, next_report
-        reported = (load, num_received, False)
-        next_report = time.monotonic() + REPORT_DELAY_S
-        pipe.send(EngineReport(load=load, num_received=num_received, has_work=False))
 
-    def submit_peers() -> None:
+class _EngineLoop:
+    """The parts of an iteration of `run_engine`, and what the front was told last.
+
+    Args:
+        busy_poll_s: How long to look for messages without sleeping while requests are running.
+    """
+
+    def __init__(self, engine: Engine, pipe: BlockingPipe, busy_poll_s: float) -> None:
+        self._engine = engine
+        self._pipe = pipe
+        self._busy_poll_s = busy_poll_s
+        self._num_received = 0
+        self._reported: tuple[WorkerLoad, int, bool] | None = None  # load, num_received, has_work
+        self._next_check = self._next_report = 0.0
+
+    def submit(self, received: Sequence[Sequence[Any]]) -> None:
+        """Hand over what peers have sent, then the front's messages, which may follow from it."""
+        engine = self._engine
         for channel, message in engine.channels.receive():
             engine.submit_peer(channel, message)
-
-    def submit(received: Sequence[Sequence[Any]]) -> None:
-        nonlocal num_received
         for messages in received:
             for message in messages:
                 engine.submit(message)
-            num_received += len(messages)
+            self._num_received += len(messages)
 
-    while True:
-        if not engine.has_work:
-            channels = engine.channels.events
-            load = engine.load
-            is_empty = not (load.num_running or load.num_waiting)
-            if is_empty or time.monotonic() >= next_check:
-                engine.check_integrity()
-                next_check = time.monotonic() + CHECK_INTERVAL_S
-            news = (load, num_received, False)
-            if reported != news:
-                # What does not change who fits can wait a little: it wakes the front.
-                is_urgent = reported is None or _room(reported[0]) != _room(load)
-                if is_urgent or time.monotonic() >= next_report:
-                    report_idle(load)
-            has_message = False
-            if busy_poll_s and load.num_running:
-                spin_s = min(busy_poll_s, engine.has_work_in_s or busy_poll_s)
-                has_message = pipe.spin(spin_s, channels)
-            if reported != news and not has_message:
-                wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
-                has_message = pipe.poll(wait_s, channels)
-                if not has_message:
-                    report_idle(load)
-            begins_in_s = engine.has_work_in_s  # asked first: once it is over, there is work
-            if not has_message and not engine.has_work:
-                pipe.poll(begins_in_s, channels)
-        received = pipe.receive()
-        submit_peers()  # before the front's messages, which may follow from these
-        submit(received)
+    def step(self) -> None:
+        """Step the engine, and report unless nothing came of the step."""
+        engine, pipe = self._engine, self._pipe
+        outputs = engine.step()
+        received = pipe.receive()  # requests that came during the step join the next launch
+        if received:
+            self.submit(received)
+        engine.launch_deferred()
         engine.channels.flush()
-        if engine.has_work:
-            outputs = engine.step()
-            received = pipe.receive()  # requests that came during the step join the next launch
-            if received:
-                submit_peers()
-                submit(received)
-            engine.launch_deferred()
-            engine.channels.flush()
-            if not outputs and time.monotonic() < next_report:
-                continue  # a step that was only launched, or answered over a channel
-            next_report = time.monotonic() + REPORT_DELAY_S
-            load = engine.load
-            reported = (load, num_received, engine.has_work)
-            report = EngineReport(
-                outputs=outputs, load=load, num_received=num_received, has_work=reported[2]
+        # A step that was only launched, or answered over a channel, is no news for a while.
+        if outputs or time.monotonic() >= self._next_report:
+            self._report(engine.load, outputs, has_work=engine.has_work)
+
+    def wait(self) -> None:
+        """Check and report an engine without work, and wait until there may be work."""
+        engine, pipe = self._engine, self._pipe
+        channels = engine.channels.events
+        load = engine.load
+        self._check_integrity(load)
+        is_reported = self._report_idle(load)
+        has_message = False
+        if self._busy_poll_s and load.num_running:
+            spin_s = min(self._busy_poll_s, engine.has_work_in_s or self._busy_poll_s)
+            has_message = pipe.spin(spin_s, channels)
+        if not (is_reported or has_message):
+            wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
+            has_message = pipe.poll(wait_s, channels)
+            if not has_message:
+                self._report(load, [], has_work=False)
+        begins_in_s = engine.has_work_in_s  # asked first: once it is over, there is work
+        if not has_message and not engine.has_work:
+            pipe.poll(begins_in_s, channels)
+
+    def _check_integrity(self, load: WorkerLoad) -> None:
+        is_empty = not (load.num_running or load.num_waiting)
+        if is_empty or time.monotonic() >= self._next_check:
+            self._engine.check_integrity()
+            self._next_check = time.monotonic() + CHECK_INTERVAL_S
+
+    def _report_idle(self, load: WorkerLoad) -> bool:
+        """Report what may not wait; return whether the front knows all there is to say."""
+        if self._reported == (load, self._num_received, False):
+            return True
+        # What does not change who fits can wait a little: a report wakes the front.
+        is_urgent = self._reported is None or _room(self._reported[0]) != _room(load)
+        if is_urgent or time.monotonic() >= self._next_report:
+            self._report(load, [], has_work=False)
+            return True
+        return False
+
+    def _report(self, load: WorkerLoad, outputs: list[Any], *, has_work: bool) -> None:
+        self._reported = (load, self._num_received, has_work)
+        self._next_report = time.monotonic() + REPORT_DELAY_S
+        self._pipe.send(
+            EngineReport(
+                outputs=outputs, load=load, num_received=self._num_received, has_work=has_work
             )
-            pipe.send(report)
+        )
 
 
 def _busy_poll_s(busy_poll_us: int, device: str) -> float:

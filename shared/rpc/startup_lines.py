@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shared.messages import WorkerInfo
 
 _LOADING = re.compile(r"^(\w+) loading +(\d+)% (.*)$")
-_READY = re.compile(r"^(\w+) ready address=(\S+) (.*)$")
+_READY = re.compile(r"^(\w+) ready address=(\S+) ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,6 @@ class Ready:
 
     role: str
     address: str
-    summary: str
 
 
 def loading_line(role: str, stage: str, fraction: float) -> str:
@@ -59,8 +58,8 @@ def parse_line(line: str) -> Loading | Ready | None:
         role, percent, stage = match.groups()
         return Loading(role=role, fraction=int(percent) / 100, stage=stage)
     if match := _READY.match(line):
-        role, address, summary = match.groups()
-        return Ready(role=role, address=address, summary=summary)
+        role, address = match.groups()
+        return Ready(role=role, address=address)
     return None
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shared.config import WorkerConfig
@@ -183,20 +183,23 @@ def run_worker(
     *,
     role: str,
     factory: str,
-    serve: Callable[..., Coroutine[Any, Any, None]],
+    create_worker: Callable[[Any, EngineHandle], WorkerServer],
 ) -> int:
     """Run a worker process to its end.
 
     Args:
         factory: "module:function" of the engine.
-        serve: (config, engine) -> coroutine that serves until the end.
+        create_worker: Puts the front before an engine that is not started yet.
     Returns: exit code: 0 after an orderly end, 1 if the engine died, 2 for a configuration that
         cannot work.
     """
+
+    async def serve(engine: EngineHandle) -> None:
+        await create_worker(config, engine).serve()
+
     try:
         lease = lease_gpu(config, role=role)
-        engine = EngineProcess(factory, config, kept_fds=[lease.fd] if lease else [])
-        asyncio.run(serve(config, engine))
+        asyncio.run(serve(EngineProcess(factory, config, kept_fds=[lease.fd] if lease else [])))
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_CONFIG

@@ -38,13 +38,13 @@ WORKER = textwrap.dedent(
 
     role, factory, port, lease_dir = sys.argv[1:5]
     if role == "target":
-        from target_service.server import serve
+        from target_service.server import create_worker
         config_type = TargetConfig
     else:
-        from draft_service.server import serve
+        from draft_service.server import create_worker
         config_type = DraftConfig
     config = config_type(host="127.0.0.1", port=int(port), gpu_lease_dir=lease_dir)
-    code = run_worker(config, role=role, factory=factory, serve=serve)
+    code = run_worker(config, role=role, factory=factory, create_worker=create_worker)
     heavy = sorted({"torch", "transformers", "triton"} & set(sys.modules))
     sys.stdout.write(f"end heavy={heavy}\\n")
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Batches of trees and chains over poisoned paged caches, and an attention that cannot be wrong."""
+"""Batches of trees and chains over poisoned paged caches, and their attention in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention_ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,19 +134,6 @@ def pack(
     )
 
 
-def oracle(
-    blocks: Sequence[Block], scale: float, *, window: int = 0, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Return the attention of every row, one row at a time, in float64. [T, Hq, d]."""
-    rows = []
-    for block in blocks:
-        for row, q in enumerate(block.q.to(dtype).double()):
-            path = block.path(row)
-            seen = [*range(block.prefix_len), *(block.prefix_len + node for node in path)]
-            seen = seen[-window:] if window else seen
-            group = len(q) // block.k.shape[1]
-            k = block.k[seen].to(dtype).double().repeat_interleave(group, dim=1)  # [L, Hq, d]
-            v = block.v[seen].to(dtype).double().repeat_interleave(group, dim=1)
-            scores = torch.einsum("hd,lhd->hl", q, k) * scale
-            rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v))
-    return torch.stack(rows)
+def exact(batch: Batch, scale: float) -> torch.Tensor:
+    """Return the attention of every row in float64, on the CPU. [T, Hq, d]."""
+    return tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale).cpu()

@@ -23,8 +23,8 @@ from shared.kernels.products_cpu import (
     OneDnn,
     ProductLibrary,
 )
-from shared.kernels.tree_attention import tree_attention_ref
-from tests.kernels.attention_cases import oracle, pack, random_block
+from shared.kernels.tree_attention_cpu import tree_attention_cpu
+from tests.kernels.attention_cases import exact, pack, random_block
 from tests.vendor_blas import AddressSensitiveBlas, PlaceSensitiveBatches, PlaceSensitiveBlas
 
 LIBRARIES: tuple[ProductLibrary, ...] = (
@@ -201,10 +201,10 @@ def test_attention_is_right_in_every_way(library: BatchLibrary, group: int, head
     products = CpuProducts(attention=[library])
     settle_products(products, (group, head_dim))
     outs = [
-        tree_attention_ref(
+        tree_attention_cpu(
             batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.2, products=products
         )
         for _ in range(2)
     ]
-    torch.testing.assert_close(outs[0].double(), oracle(blocks, 0.2), rtol=0, atol=2e-5)
+    torch.testing.assert_close(outs[0].double(), exact(batch, 0.2), rtol=0, atol=2e-5)
     assert torch.equal(outs[0], outs[1])

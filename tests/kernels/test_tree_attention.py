@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.tree_attention import tree_attention, tree_attention_ref
-from tests.kernels.attention_cases import oracle, pack, random_block
+from shared.kernels.tree_attention import tree_attention
+from shared.kernels.tree_attention_cpu import tree_attention_cpu
+from tests.kernels.attention_cases import exact, pack, random_block
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BUSHY = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 7)
@@ -35,11 +36,11 @@ def test_mixed_batch_matches_the_oracle_over_poisoned_permuted_pages(device, pag
     batch = pack(blocks, page_size=page_size, device=device, num_padding_rows=3)
     out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
     torch.testing.assert_close(
-        out[:-3].double().cpu(), oracle(blocks, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
+        out.double().cpu(), exact(batch, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
     )
     assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
-    reference = tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
-    torch.testing.assert_close(out, reference, rtol=0, atol=TOLERANCE[torch.float32])
+    on_cpu = tree_attention_cpu(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    torch.testing.assert_close(out, on_cpu, rtol=0, atol=TOLERANCE[torch.float32])
     assert launch_counts().get("tree_attention", 0) == int(use_triton(batch.q))
 
 
@@ -66,7 +67,7 @@ def test_head_shapes_and_dtypes(device, num_heads, num_kv_heads, head_dim, dtype
     scale = head_dim**-0.5
     out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale)
     assert out.dtype == dtype
-    expected = oracle(blocks, scale, dtype=dtype)
+    expected = exact(batch, scale)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -80,7 +81,7 @@ def test_window_hides_old_tokens_and_pages_given_back(device, window):
     ]
     batch = pack(blocks, page_size=4, device=device, window=window)
     out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
-    expected = oracle(blocks, 0.25, window=window)
+    expected = exact(batch, 0.25)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
 
 
@@ -90,7 +91,7 @@ def test_every_row_count_up_to_a_full_tree(device):
         blocks = [random_block(5, parents), random_block(0, num_rows)]
         batch = pack(blocks, page_size=16, device=device)
         out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
-        expected = oracle(blocks, 0.25)
+        expected = exact(batch, 0.25)
         torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
 
 
@@ -127,7 +128,7 @@ def test_requests_without_rows_among_others(device):
         page_size=metadata.page_size,
     )
     out = tree_attention(batch.q, batch.k_cache, batch.v_cache, padded, 0.25)
-    torch.testing.assert_close(out.double().cpu(), oracle(blocks, 0.25), rtol=0, atol=2e-5)
+    torch.testing.assert_close(out.double().cpu(), exact(batch, 0.25), rtol=0, atol=2e-5)
 
 
 def test_many_requests_and_long_chunks_are_cut_into_slices(device):
@@ -138,7 +139,7 @@ def test_many_requests_and_long_chunks_are_cut_into_slices(device):
     blocks += [random_block(40, 150), random_block(130, BUSHY)]
     batch = pack(blocks, page_size=16, device=device)
     out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
-    torch.testing.assert_close(out.double().cpu(), oracle(blocks, 0.25), rtol=0, atol=2e-5)
+    torch.testing.assert_close(out.double().cpu(), exact(batch, 0.25), rtol=0, atol=2e-5)
 
 
 def test_buffers_of_a_served_step_serve_outside_of_inference_mode(device):
@@ -146,10 +147,10 @@ def test_buffers_of_a_served_step_serve_outside_of_inference_mode(device):
     with torch.inference_mode():
         blocks = [random_block(600, 40, num_heads=8, num_kv_heads=2, head_dim=64)]
         batch = pack(blocks, page_size=16, device=device)
-        tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.125)
+        tree_attention_cpu(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.125)
     blocks = [random_block(61, BUSHY)]
     batch = pack(blocks, page_size=4, device=device)
-    out = tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    out = tree_attention_cpu(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
     torch.testing.assert_close(
-        out.double().cpu(), oracle(blocks, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
+        out.double().cpu(), exact(batch, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
     )

@@ -11,6 +11,7 @@ import torch
 
 from draft_service.engine import DraftEngine
 from shared.device import DTYPES
+from shared.errors import NonFiniteError
 from shared.messages import DraftOpen, FeatureChunk, FeatureSubscribe, SamplingParams, TokenTree
 from target_service.engine import TargetEngine
 from tests.engines import (
@@ -147,10 +148,13 @@ def test_poison_is_really_there_and_really_read_by_whoever_looks(models: Models)
 
     slots = torch.from_numpy(pool.slots(page_row, np.array([3])).astype(np.int64))
     pool.v[0][slots] = 1e3  # a committed slot: every later token sees it
-    pair.finish()
+    while pair.step():
+        pass
     clean = run_plain(make_target(pairing), [request])[0]
     assert request.output[:1] == clean.output[:1]
-    assert request.output[1:] != clean.output[1:]
+    # Whether such values still have a finite end is up to the platform's arithmetic.
+    assert [failure.reason for failure in pair.failures] in ([], [NonFiniteError.default_reason])
+    assert pair.failures or request.output[1:] != clean.output[1:]
 
 
 @pytest.mark.parametrize("retain_rows", [0, 1, 5, 8192])

@@ -71,14 +71,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.ranges[row] = (first, max(end, need))
 
     @precondition(lambda self: self.ranges)
-    @rule(data=st.data(), num_tokens=st.integers(0, MAX_TOKENS))
-    def trim(self, data: st.DataObject, num_tokens: int) -> None:
-        row = data.draw(st.sampled_from(sorted(self.ranges)))
-        first, end = self.ranges[row]
-        self.pool.trim(row, num_tokens)
-        self.ranges[row] = (first, min(end, max(first, -(-num_tokens // self.page_size))))
-
-    @precondition(lambda self: self.ranges)
     @rule(data=st.data(), slot=st.integers(0, MAX_TOKENS))
     def drop_before(self, data: st.DataObject, slot: int) -> None:
         row = data.draw(st.sampled_from(sorted(self.ranges)))

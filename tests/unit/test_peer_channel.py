@@ -280,7 +280,7 @@ def test_a_target_without_descriptors_says_so_once_until_a_draft_can_connect(
         with no_descriptors():
             for _ in range(5):
                 assert targets.receive() == []
-        assert caplog.text.count("a draft cannot channel") == num_told
+        assert caplog.text.count("a draft cannot open a peer channel") == num_told
         targets.receive()
         assert len(list(targets)) == num_told, "it waits until there is a descriptor"
     for channel in (*drafts, *targets):

@@ -17,7 +17,7 @@ import torch
 
 from draft_service.engine import DraftEngine
 from shared.kernels import tree_attention
-from shared.kernels.tree_attention_ref import tree_attention_ref
+from shared.kernels.tree_attention_cpu import tree_attention_cpu
 from shared.messages import SamplingParams, TreeShape
 from shared.step.graphs import GraphCache
 from shared.step.staging import Staging
@@ -99,9 +99,9 @@ def _plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         q: Any, k: Any, v: Any, metadata: Any, scale: float, *, products: Any
     ) -> torch.Tensor:
         metadata.plans.clear()
-        return tree_attention_ref(q, k, v, metadata, scale, products=products)
+        return tree_attention_cpu(q, k, v, metadata, scale, products=products)
 
-    monkeypatch.setattr(tree_attention, "tree_attention_ref", attend)
+    monkeypatch.setattr(tree_attention, "tree_attention_cpu", attend)
 
 
 def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:

@@ -1,4 +1,4 @@
-"""Tree attention in plain torch: the reference of the kernel, and what CPU servers run.
+"""Tree attention on a CPU.
 
 Exact by construction. KV tiles are cut at multiples of KV index; every (row, KV head, tile) is one
 item of a batched product, [group, d] x [d, TILE] and [group, TILE] x [TILE, d]; a row's tiles are
@@ -23,7 +23,7 @@ from shared.kernels.vector_math import settle_vector_math
 _LOG2_E = math.log2(math.e)
 
 
-def tree_attention_ref(
+def tree_attention_cpu(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -32,7 +32,7 @@ def tree_attention_ref(
     *,
     products: CpuProducts | None = None,
 ) -> torch.Tensor:
-    """Do what `tree_attention` does in plain torch."""
+    """Do what `tree_attention` does, on a CPU."""
     settle_vector_math()
     library = (products or CpuProducts()).attention
     num_rows, num_heads, head_dim = q.shape
