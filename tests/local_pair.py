@@ -24,8 +24,10 @@ from shared.messages import (
     FeatureFailure,
     FeatureSubscribe,
     FinishReason,
+    PeerTrees,
     RequestFailure,
     RequestRetracted,
+    RootOnly,
     SamplingParams,
     StoppingParams,
     TargetAdmitted,
@@ -257,21 +259,28 @@ class LocalPair:
         if request.has_draft:
             self.order_tree(request)
         elif request.shape is None and self.credit_rounds:
-            self._give_credit(request)
+            if path.round_idx % self.credit_rounds == 0:
+                self.give_credit(request, self.credit_rounds, RootOnly())
         else:
             self.verify(request, None)
 
-    def _give_credit(self, request: LocalRequest) -> None:
-        """Let the target go on by itself, a few rounds at a time."""
-        done = request.paths[-1].round_idx
-        if done % self.credit_rounds == 0:
-            self.target.submit(
-                CreditUpdate(
-                    request_id=request.request_id,
-                    target_epoch=request.target_epoch,
-                    credit=Credit(until_round_idx=done + self.credit_rounds),
-                )
+    def give_credit(
+        self, request: LocalRequest, num_rounds: int, trees: RootOnly | PeerTrees
+    ) -> int:
+        """Let the target go on by itself; return the last round of the credit.
+
+        Args:
+            num_rounds: After the newest path.
+            trees: Where the trees of those rounds come from.
+        """
+        until = request.paths[-1].round_idx + num_rounds
+        credit = Credit(until_round_idx=until, trees=trees)
+        self.target.submit(
+            CreditUpdate(
+                request_id=request.request_id, target_epoch=request.target_epoch, credit=credit
             )
+        )
+        return until
 
     def close_draft(self, request: LocalRequest) -> None:
         """Give up the request's draft state."""
@@ -283,6 +292,10 @@ class LocalPair:
 
     def order_tree(self, request: LocalRequest) -> None:
         """Send the newest path's tokens to the draft and ask for the next tree."""
+        self.send_order(request, len(request.tokens) - len(request.paths[-1].token_ids))
+
+    def send_order(self, request: LocalRequest, token_offset: int) -> None:
+        """Ask the draft for the next tree; send it the tokens from `token_offset` on."""
         assert self.draft is not None and request.shape is not None
         path = request.paths[-1]
         request.ordered_round = path.round_idx + 1
@@ -293,8 +306,8 @@ class LocalPair:
                 draft_epoch=request.draft_epoch,
                 round_idx=path.round_idx + 1,
                 seq_len=path.seq_len,
-                token_offset=len(request.tokens) - len(path.token_ids),
-                token_ids=path.token_ids,
+                token_offset=token_offset,
+                token_ids=tuple(request.tokens[token_offset:]),
                 shape=request.shape,
             )
         )

@@ -12,10 +12,7 @@ from typing import Any
 from draft_service.engine import DraftEngine
 from shared.messages import (
     AcceptedPath,
-    Credit,
-    CreditUpdate,
     DraftDetached,
-    DraftRound,
     FeatureChunk,
     PathBatch,
     PeerTree,
@@ -138,39 +135,18 @@ class PeerPair(LocalPair):
 
     def order_tree(self, request: LocalRequest) -> None:
         """Order the next tree, unless the target does so; renew its credit."""
-        assert self.draft is not None and request.shape is not None
-        path, num_sent = request.paths[-1], self._num_tokens_sent[request.request_id]
+        assert request.shape is not None
+        num_sent = self._num_tokens_sent[request.request_id]
         until = self.peer_until.get(request.request_id)
         if until is None:
-            request.ordered_round = path.round_idx + 1
-            self.draft.submit(
-                DraftRound(
-                    request_id=request.request_id,
-                    target_epoch=request.target_epoch,
-                    draft_epoch=request.draft_epoch,
-                    round_idx=path.round_idx + 1,
-                    seq_len=path.seq_len,
-                    token_offset=num_sent,
-                    token_ids=tuple(request.tokens[num_sent:]),
-                    shape=request.shape,
-                )
-            )
+            self.send_order(request, num_sent)
             self._num_tokens_sent[request.request_id] = len(request.tokens)
-        elif path.round_idx + self._margin >= until:
-            until = self.peer_until[request.request_id] = path.round_idx + self._peer_credit_rounds
-            self.target.submit(
-                CreditUpdate(
-                    request_id=request.request_id,
-                    target_epoch=request.target_epoch,
-                    credit=Credit(
-                        until_round_idx=until,
-                        trees=PeerTrees(
-                            draft_epoch=request.draft_epoch,
-                            token_offset=num_sent,
-                            shape=request.shape,
-                        ),
-                    ),
-                )
+        elif request.paths[-1].round_idx + self._margin >= until:
+            trees = PeerTrees(
+                draft_epoch=request.draft_epoch, token_offset=num_sent, shape=request.shape
+            )
+            self.peer_until[request.request_id] = self.give_credit(
+                request, self._peer_credit_rounds, trees
             )
 
     def on_target(self, message: Any) -> None:
