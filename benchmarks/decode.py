@@ -61,14 +61,14 @@ class TimedPair(LocalPair):
         started = time.perf_counter()
         if self.target.has_work:
             for message in self.target.step():
-                self._on_target(message)
+                self.on_target(message)
         if self.draft is not None:
             # Both share a device: a draft that waits for a step in flight did not take that long.
             synchronize(self.target.runner.pool.device)
         middle = time.perf_counter()
         if self.draft is not None and self.draft.has_work:
             for message in self.draft.step():
-                self._on_draft(message)
+                self.on_draft(message)
         self.target_s += middle - started
         self.draft_s += time.perf_counter() - middle
         return self.target.has_work or (self.draft is not None and self.draft.has_work)
@@ -134,7 +134,7 @@ def _measure(
     tree = None if shape == "plain" else parse_shape(shape)
     for _ in range(2):
         # As long as nothing is drafted, nobody need order rounds one by one.
-        pair = TimedPair(target, draft if tree else None, num_granted=args.max_new_tokens)
+        pair = TimedPair(target, draft if tree else None, credit_rounds=args.max_new_tokens)
         requests = [
             LocalRequest(
                 prompt=prompt,

@@ -1,4 +1,4 @@
-"""A attached pair whose devices talk through a mailbox, in the order in which GPUs would."""
+"""An attached pair whose devices talk through a mailbox, in the order in which GPUs would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.engines import (
     random_tokens,
 )
 from tests.local_pair import LocalRequest
-from tests.peer_pair import PeerPair, unlink
+from tests.peer_pair import PeerPair, close_channels
 
 Engines = tuple[TargetEngine, DraftEngine, Mailbox]
 Make = Callable[..., Engines]
@@ -68,12 +68,12 @@ def device_engines(models: Models) -> Iterator[Make]:
 
     yield make
     for target, one_draft, mailbox in made:
-        unlink(target, one_draft)
+        close_channels(target, one_draft)
         mailbox.close()
 
 
 def requests_of(count: int, seed: int, shape: TreeShape = BUSHY) -> list[LocalRequest]:
-    """Return requests of every kind that trees can be awaited for."""
+    """Return requests of every kind that can run device rounds."""
     rng = random.Random(seed)
     filtered = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=seed)
     biased = tuple((token_id, 2.0) for token_id in range(0, 60, 7))
@@ -115,7 +115,7 @@ class DevicePair(PeerPair):
     then: the target steps after the draft, and what the draft's host has to say comes later.
 
     Args:
-        edit_trees: Sees the words of awaited trees before the target's device does.
+        edit_trees: Sees the words of the trees in the mailbox before the target's device does.
         has_mailbox: The draft says that it looks into the mailbox.
         edit_paths: Sees paths and rows, and where they are, before the draft's device does.
     """
@@ -123,7 +123,7 @@ class DevicePair(PeerPair):
     def __init__(
         self,
         *args: Any,
-        edit_trees: EditTrees = lambda awaited: None,
+        edit_trees: EditTrees = lambda trees: None,
         edit_paths: EditPaths = lambda paths: None,
         has_mailbox: bool = True,
         **options: Any,
@@ -133,9 +133,9 @@ class DevicePair(PeerPair):
         self.has_mailbox = has_mailbox
         self.late: list[tuple[PeerChannel, Any]] = []
         """Trees that the target's host has not heard of."""
-        self.awaited: list[tuple[str, int]] = []
+        self.device_trees: list[tuple[str, int]] = []
         """Request and round of the trees that the target took from the mailbox, or would have."""
-        self.num_ahead = 0
+        self.num_overlapped = 0
         """Trees that the draft grew before its host was told to."""
         source = self.target.source
         assert isinstance(source, TargetDeviceRounds)
@@ -145,7 +145,7 @@ class DevicePair(PeerPair):
             by_slot = {held.req_idx: held for held in self.target.requests.values()}
             for slot in trees.slot.tolist():
                 held = by_slot[slot]
-                self.awaited.append((held.request_id, held.round_idx + 1))
+                self.device_trees.append((held.request_id, held.round_idx + 1))
             return TargetDeviceRounds.take_trees(source, trees, *rest)
 
         source.take_trees = take_trees  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ class DevicePair(PeerPair):
             done = DeviceRounds.confirm(draft_device)
             if done is not None:
                 assert all(r.is_held for r in done.trees.requests), "its pages are another's"
-                self.num_ahead += len(done.trees.requests)
+                self.num_overlapped += len(done.trees.requests)
             return done
 
         overlap.take_paths = take_paths  # type: ignore[method-assign]
@@ -191,9 +191,9 @@ class DevicePair(PeerPair):
         return self.target.source.can_launch_early(self.target.scheduler)
 
     @property
-    def num_awaited(self) -> int:
-        """Return how many trees the target awaited."""
-        return len(self.awaited)
+    def num_device_trees(self) -> int:
+        """Return how many trees the target took from the mailbox."""
+        return len(self.device_trees)
 
     def hear_late(self) -> None:
         """Let the target's host hear of the trees that it has not heard of."""
@@ -202,7 +202,7 @@ class DevicePair(PeerPair):
             super().tell_target(channel, message)
 
     def run_draft_device(self) -> None:
-        """Let the draft's device do now what it was given to do ahead, as a GPU would."""
+        """Let the draft's device do now what its host is not told to do yet, as a GPU would."""
         self.draft_device.overlap.run_deferred()
 
     @property
@@ -212,7 +212,7 @@ class DevicePair(PeerPair):
         return self.draft.source
 
     @property
-    def is_draft_ahead(self) -> bool:
+    def is_draft_overlapped(self) -> bool:
         """Return whether the draft's device has done what its host has not read."""
         return self.draft_device.is_running and not self.draft_device.overlap.is_deferred
 
@@ -226,7 +226,7 @@ class DevicePair(PeerPair):
         )
 
     def tell_target(self, channel: PeerChannel, message: Any) -> None:
-        """Let the target's engine hear one message; of trees that it can await, later."""
+        """Let the target's engine hear one message; of trees that its device takes, later."""
         if isinstance(message, PeerAttach):
             message = replace(message, has_mailbox=message.has_mailbox and self.has_mailbox)
         if isinstance(message, TreeBatch) and self.can_launch_early:
@@ -244,7 +244,7 @@ class DevicePair(PeerPair):
 
 
 class PoisonedDevicePair(DevicePair):
-    """A mailed pair whose KV is poisoned wherever nothing is committed, between any two steps.
+    """A pair with a mailbox; KV is poisoned wherever nothing is committed, between any two steps.
 
     The draft's not with NaN: rows of a path that turns out to be shorter than the longest one see
     slots that nobody wrote, with a weight of 0. What a device wrote of a step that its host has not
@@ -262,6 +262,6 @@ class PoisonedDevicePair(DevicePair):
         if self.target.pipeline.in_flight is None:
             poison_scratch(self.target)
         assert self.draft is not None
-        if not self.is_draft_ahead:
+        if not self.is_draft_overlapped:
             poison_scratch(self.draft, _MUCH)
         return is_busy

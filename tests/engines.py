@@ -167,7 +167,7 @@ def fresh(request: LocalRequest, **changes: Any) -> LocalRequest:
     unserved = {
         "output": [], "paths": [], "trees": [], "logprob_rows": [], "request_id": "",
         "finish_reason": type(request.finish_reason).NONE, "has_draft": False,
-        "target_epoch": 1, "draft_epoch": 0, "awaited_round": -1,
+        "target_epoch": 1, "draft_epoch": 0, "ordered_round": -1,
     }  # fmt: skip
     return replace(request, **(unserved | changes))
 

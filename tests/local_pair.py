@@ -24,8 +24,10 @@ from shared.messages import (
     FeatureFailure,
     FeatureSubscribe,
     FinishReason,
+    PeerTrees,
     RequestFailure,
     RequestRetracted,
+    RootOnly,
     SamplingParams,
     StoppingParams,
     TargetAdmitted,
@@ -47,7 +49,7 @@ class LocalRequest:
         shape: None: root-only rounds.
         joins_at: Output tokens after which the draft is opened; rounds before it are root-only.
         has_draft: The draft holds the request now.
-        awaited_round: Round whose tree the draft was asked for and has not sent; -1 = none.
+        ordered_round: Round whose tree the draft was asked for and has not sent; -1 = none.
     """
 
     prompt: Sequence[int]
@@ -70,7 +72,7 @@ class LocalRequest:
     target_epoch: int = 1
     draft_epoch: int = 0
     has_draft: bool = False
-    awaited_round: int = -1
+    ordered_round: int = -1
 
     @property
     def accept_length(self) -> float:
@@ -91,7 +93,7 @@ class LocalPair:
         edit_tree: Sees every tree before it is verified; what it returns is verified instead
             (None: a root-only round).
         edit_chunk: Sees every feature chunk before the draft does; None: the chunk is lost.
-        num_granted: Rounds granted at a time to requests without a tree shape; 0: all are ordered.
+        credit_rounds: Rounds of a credit to requests without a tree shape; 0: all are ordered.
     """
 
     def __init__(
@@ -101,14 +103,14 @@ class LocalPair:
         *,
         edit_tree: Callable[[TokenTree], TokenTree | None] = lambda tree: tree,
         edit_chunk: Callable[[FeatureChunk], FeatureChunk | None] = lambda chunk: chunk,
-        num_granted: int = 0,
+        credit_rounds: int = 0,
     ) -> None:
         self.target = target
         self.target_socket = ""
         self.draft = draft
         self.edit_tree = edit_tree
         self.edit_chunk = edit_chunk
-        self.num_granted = num_granted
+        self.credit_rounds = credit_rounds
         self.failures: list[RequestFailure] = []
         self.admitted: list[str] = []
         self.num_retracted = 0
@@ -159,7 +161,7 @@ class LocalPair:
     def replace_draft(self, draft: DraftEngine | None) -> None:
         """Lose the draft engine with all it holds; go on with another one, or with none.
 
-        Awaited trees never come: their rounds go root-only.
+        Trees that were ordered never come: their rounds go root-only.
         """
         self.draft = draft
         for request in self.requests.values():
@@ -233,7 +235,7 @@ class LocalPair:
                 request.target_epoch += 1
                 self.open_target(request)
                 if request.has_draft:
-                    request.awaited_round = -1
+                    request.ordered_round = -1
                     self.open_draft(request)
             case RequestFailure():
                 self.failures.append(message)
@@ -256,22 +258,29 @@ class LocalPair:
             self.open_draft(request)
         if request.has_draft:
             self.order_tree(request)
-        elif request.shape is None and self.num_granted:
-            self._grant(request)
+        elif request.shape is None and self.credit_rounds:
+            if path.round_idx % self.credit_rounds == 0:
+                self.give_credit(request, self.credit_rounds, RootOnly())
         else:
             self.verify(request, None)
 
-    def _grant(self, request: LocalRequest) -> None:
-        """Let the target go on by itself, a few rounds at a time."""
-        done = request.paths[-1].round_idx
-        if done % self.num_granted == 0:
-            self.target.submit(
-                CreditUpdate(
-                    request_id=request.request_id,
-                    target_epoch=request.target_epoch,
-                    credit=Credit(until_round_idx=done + self.num_granted),
-                )
+    def give_credit(
+        self, request: LocalRequest, num_rounds: int, trees: RootOnly | PeerTrees
+    ) -> int:
+        """Let the target go on by itself; return the last round of the credit.
+
+        Args:
+            num_rounds: After the newest path.
+            trees: Where the trees of those rounds come from.
+        """
+        until = request.paths[-1].round_idx + num_rounds
+        credit = Credit(until_round_idx=until, trees=trees)
+        self.target.submit(
+            CreditUpdate(
+                request_id=request.request_id, target_epoch=request.target_epoch, credit=credit
             )
+        )
+        return until
 
     def close_draft(self, request: LocalRequest) -> None:
         """Give up the request's draft state."""
@@ -283,9 +292,13 @@ class LocalPair:
 
     def order_tree(self, request: LocalRequest) -> None:
         """Send the newest path's tokens to the draft and ask for the next tree."""
+        self.send_order(request, len(request.tokens) - len(request.paths[-1].token_ids))
+
+    def send_order(self, request: LocalRequest, token_offset: int) -> None:
+        """Ask the draft for the next tree; send it the tokens from `token_offset` on."""
         assert self.draft is not None and request.shape is not None
         path = request.paths[-1]
-        request.awaited_round = path.round_idx + 1
+        request.ordered_round = path.round_idx + 1
         self.draft.submit(
             DraftRound(
                 request_id=request.request_id,
@@ -293,8 +306,8 @@ class LocalPair:
                 draft_epoch=request.draft_epoch,
                 round_idx=path.round_idx + 1,
                 seq_len=path.seq_len,
-                token_offset=len(request.tokens) - len(path.token_ids),
-                token_ids=path.token_ids,
+                token_offset=token_offset,
+                token_ids=tuple(request.tokens[token_offset:]),
                 shape=request.shape,
             )
         )
@@ -328,17 +341,17 @@ class LocalPair:
     def on_tree(self, tree: TokenTree) -> None:
         request = self.requests[tree.request_id]
         is_current = tree.draft_epoch == request.draft_epoch and request.has_draft
-        if not is_current or tree.round_idx != request.awaited_round:
+        if not is_current or tree.round_idx != request.ordered_round:
             return
-        request.awaited_round = -1
+        request.ordered_round = -1
         request.trees.append(tree)
         self.verify(request, self.edit_tree(tree))
 
     def lose_draft(self, request: LocalRequest) -> None:
         """Go on without the draft's state; it is opened again after the next path."""
         request.has_draft = False
-        if request.awaited_round >= 0:
-            request.awaited_round = -1
+        if request.ordered_round >= 0:
+            request.ordered_round = -1
             self.verify(request, None)
 
     def verify(self, request: LocalRequest, tree: TokenTree | None) -> None:

@@ -12,10 +12,7 @@ from typing import Any
 from draft_service.engine import DraftEngine
 from shared.messages import (
     AcceptedPath,
-    Credit,
-    CreditUpdate,
     DraftDetached,
-    DraftRound,
     FeatureChunk,
     PathBatch,
     PeerTree,
@@ -33,8 +30,8 @@ class PeerPair(LocalPair):
     """The rounds between two engines in one process, over a real socket.
 
     Args:
-        num_granted: Direct rounds granted at a time.
-        margin: Rounds before the end of a grant at which the next one is sent; 0: at its end.
+        credit_rounds: Rounds of a credit.
+        margin: Rounds before the end of a credit at which the next one is given; 0: at its end.
         edit_tree: As of LocalPair; also sees the trees that go over the channel (None: lost there).
     """
 
@@ -43,7 +40,7 @@ class PeerPair(LocalPair):
         target: TargetEngine,
         draft: DraftEngine | None = None,
         *,
-        num_granted: int = 8,
+        credit_rounds: int = 8,
         margin: int = 3,
         **options: Any,
     ) -> None:
@@ -53,16 +50,16 @@ class PeerPair(LocalPair):
         """Whether answers wait in `unheard`."""
         self.unheard: list[AcceptedPath] = []
         self.peer_until: dict[str, int] = {}
-        """Of the requests whose rounds are direct, the last one granted."""
+        """Of the requests in peer rounds, the last round of the credit."""
         self.trees: list[TokenTree] = []
         """Those that came over the channel."""
         self.rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
         """Feature rows [start, stop) that came over the channel, by request and draft_epoch."""
         self.detached: list[str] = []
         """Requests whose channel to their draft was lost, as the target said."""
-        self._num_direct = num_granted
+        self._peer_credit_rounds = credit_rounds
         self._margin = margin
-        self._num_told: dict[str, int] = {}
+        self._num_tokens_sent: dict[str, int] = {}
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
@@ -125,52 +122,31 @@ class PeerPair(LocalPair):
             self.on_path(path)
 
     def miss(self, request: LocalRequest) -> None:
-        """End direct rounds: order the next one of the root alone, done or not."""
+        """End peer rounds: order the next one of the root alone, done or not."""
         self.peer_until.pop(request.request_id, None)
-        request.awaited_round = -1
+        request.ordered_round = -1
         self.verify(request, None)
 
     def open_draft(self, request: LocalRequest) -> None:
         """Open the request's draft state with the next epoch, also in mid-stream."""
         self.peer_until.pop(request.request_id, None)
-        self._num_told[request.request_id] = len(request.tokens)
+        self._num_tokens_sent[request.request_id] = len(request.tokens)
         super().open_draft(request)
 
     def order_tree(self, request: LocalRequest) -> None:
-        """Order the next tree, unless the target does so; renew its leave."""
-        assert self.draft is not None and request.shape is not None
-        path, told = request.paths[-1], self._num_told[request.request_id]
+        """Order the next tree, unless the target does so; renew its credit."""
+        assert request.shape is not None
+        num_sent = self._num_tokens_sent[request.request_id]
         until = self.peer_until.get(request.request_id)
         if until is None:
-            request.awaited_round = path.round_idx + 1
-            self.draft.submit(
-                DraftRound(
-                    request_id=request.request_id,
-                    target_epoch=request.target_epoch,
-                    draft_epoch=request.draft_epoch,
-                    round_idx=path.round_idx + 1,
-                    seq_len=path.seq_len,
-                    token_offset=told,
-                    token_ids=tuple(request.tokens[told:]),
-                    shape=request.shape,
-                )
+            self.send_order(request, num_sent)
+            self._num_tokens_sent[request.request_id] = len(request.tokens)
+        elif request.paths[-1].round_idx + self._margin >= until:
+            trees = PeerTrees(
+                draft_epoch=request.draft_epoch, token_offset=num_sent, shape=request.shape
             )
-            self._num_told[request.request_id] = len(request.tokens)
-        elif path.round_idx + self._margin >= until:
-            until = self.peer_until[request.request_id] = path.round_idx + self._num_direct
-            self.target.submit(
-                CreditUpdate(
-                    request_id=request.request_id,
-                    target_epoch=request.target_epoch,
-                    credit=Credit(
-                        until_round_idx=until,
-                        trees=PeerTrees(
-                            draft_epoch=request.draft_epoch,
-                            token_offset=told,
-                            shape=request.shape,
-                        ),
-                    ),
-                )
+            self.peer_until[request.request_id] = self.give_credit(
+                request, self._peer_credit_rounds, trees
             )
 
     def on_target(self, message: Any) -> None:
@@ -204,7 +180,7 @@ class PeerPair(LocalPair):
             super().on_path(path)
 
     def on_tree(self, tree: TokenTree) -> None:
-        is_current = tree.round_idx == self.requests[tree.request_id].awaited_round
+        is_current = tree.round_idx == self.requests[tree.request_id].ordered_round
         super().on_tree(tree)
         if is_current and tree.has_peer:
             self.peer_until[tree.request_id] = 0
@@ -244,7 +220,7 @@ def token_tree(tree: PeerTree) -> TokenTree:
 
 
 class PoisonedPeerPair(PeerPair, PoisonedPair):
-    """A attached pair whose KV is NaN wherever nothing is committed, between any two steps."""
+    """An attached pair whose KV is NaN wherever nothing is committed, between any two steps."""
 
 
 def peer_rounds(pair: PeerPair, request: LocalRequest) -> int:
@@ -253,7 +229,7 @@ def peer_rounds(pair: PeerPair, request: LocalRequest) -> int:
     return sum(path.round_idx in mine for path in request.paths if path.num_draft_tokens > 1)
 
 
-def unlink(*engines: TargetEngine | DraftEngine) -> None:
+def close_channels(*engines: TargetEngine | DraftEngine) -> None:
     """Close the engines' ends of every channel."""
     for engine in engines:
         for channel in engine.channels:

@@ -173,7 +173,9 @@ def run_locally(kind: str) -> list[Expected]:
             token_ids=tuple(request.output),
             num_rounds=len(request.paths) - 1,
             num_draft_tokens=sum(path.num_draft_tokens - 1 for path in request.paths[1:]),
-            num_accepted_drafts=sum(path.num_accepted_drafts for path in request.paths[1:]),
+            num_accepted_drafts=sum(  # those that a stop cut off do not count
+                min(path.num_accepted_drafts, len(path.token_ids) - 1) for path in request.paths[1:]
+            ),
             num_moved_rounds=sum(is_moved(path.accept_index) for path in request.paths[1:]),
         )
         for request in local

@@ -94,7 +94,7 @@ def test_speculation_is_the_same_by_ring_and_by_bytes(
     assert projection == relayed.info("draft-0").features.projection
 
 
-def test_without_direct_rounds_the_orchestrator_drives_them(
+def test_without_peer_rounds_the_orchestrator_relays_them(
     relayed: Server, plain_outputs: PlainOutputs
 ) -> None:
     assert relayed.info("target-0").peer_socket == ""

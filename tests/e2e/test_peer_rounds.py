@@ -26,7 +26,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def test_rounds_are_direct_on_one_host_also_after_the_target_was_killed(
+def test_rounds_are_the_peers_on_one_host_also_after_the_target_was_killed(
     pair: Server, plain_outputs: PlainOutputs
 ) -> None:
     pair.wait_paired()

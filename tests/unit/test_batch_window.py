@@ -14,7 +14,7 @@ from target_service.request import HostTree
 from target_service.step_costs import StepCosts
 from tests.engines import SHAPES, Models, make_draft, make_target
 from tests.local_pair import LocalRequest
-from tests.peer_pair import PeerPair, batch_of, unlink
+from tests.peer_pair import PeerPair, batch_of, close_channels
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -175,7 +175,7 @@ class TwoRequests:
 def two(models: Models, clock: Clock) -> Iterator[TwoRequests]:
     two = TwoRequests(models, clock)
     yield two
-    unlink(two.target, two.draft)
+    close_channels(two.target, two.draft)
 
 
 def finish(two: TwoRequests) -> None:
@@ -233,7 +233,7 @@ def close(two: TwoRequests) -> None:
 
 def cut(two: TwoRequests) -> None:
     """The channel breaks: the tree that is here is verified all the same."""
-    unlink(two.draft)
+    close_channels(two.draft)
     two.pair.to_target()
 
 

@@ -29,7 +29,7 @@ for module in pkgutil.iter_modules(draft_service.__path__, "draft_service."):
 
 from tests.engines import SHAPES, Models, fresh, make_draft, make_target, random_tokens, run_plain
 from tests.local_pair import LocalPair, LocalRequest
-from tests.peer_pair import PeerPair, peer_rounds, unlink
+from tests.peer_pair import PeerPair, peer_rounds, close_channels
 
 pairing = Models(Path(sys.argv[1])).pairing("eagle")
 target, draft = make_target(pairing, feature_ring_mb=1), make_draft(pairing)
@@ -49,7 +49,7 @@ pair = PeerPair(target, draft)
 pair.run(requests)
 assert [request.output for request in requests] == plain
 assert all(peer_rounds(pair, request) for request in requests)
-unlink(target, draft)
+close_channels(target, draft)
 assert not any(name.startswith({PACKAGE!r}) for name in sys.modules)
 """
 

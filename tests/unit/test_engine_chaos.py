@@ -113,7 +113,7 @@ class Chaos(PoisonedPair):
             request.target_epoch += 1
             self.open_target(request)
             if request.has_draft:
-                request.awaited_round = -1
+                request.ordered_round = -1
                 self.open_draft(request)
         elif event < 0.14 and request.has_draft:
             self.count("draft closed")
@@ -121,11 +121,11 @@ class Chaos(PoisonedPair):
             self.lose_draft(request)
         elif event < 0.25 and request.has_draft:
             self.count("order repeated")
-            if request.awaited_round >= 0:
+            if request.ordered_round >= 0:
                 self.order_tree(request)
-        elif event < 0.35 and request.has_draft and request.awaited_round >= 0:
+        elif event < 0.35 and request.has_draft and request.ordered_round >= 0:
             self.count("gave up waiting")
-            request.awaited_round = -1
+            request.ordered_round = -1
             self.verify(request, None)
 
     def revive(self) -> bool:

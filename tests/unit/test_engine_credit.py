@@ -1,4 +1,4 @@
-"""Granted rounds: the target runs on by itself, ahead of what was read, and changes nothing."""
+"""Rounds on credit: the target runs on by itself, before results are read, and changes nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def requests_of(rng: random.Random) -> list[LocalRequest]:
 
 
 @pytest.mark.parametrize(
-    ("num_granted", "pace"),
+    ("credit_rounds", "pace"),
     [
         (7, as_it_is),
         pytest.param(1, as_it_is, marks=SLOW),
@@ -97,20 +97,20 @@ def requests_of(rng: random.Random) -> list[LocalRequest]:
         pytest.param(100, as_it_is, marks=EXHAUSTIVE),
     ],
 )  # fmt: skip
-def test_granted_rounds_give_the_ordered_output(
-    models: Models, monkeypatch: pytest.MonkeyPatch, pace: Pace, num_granted: int
+def test_rounds_on_credit_give_the_ordered_output(
+    models: Models, monkeypatch: pytest.MonkeyPatch, pace: Pace, credit_rounds: int
 ) -> None:
     target = make_target(models.pairing("standalone"), page_size=2)
     requests = requests_of(random.Random(1))
     expected = plain_of(target, requests)
     in_flight = roots_in_flight(target, monkeypatch)
-    LocalPair(pace(target), num_granted=num_granted).run(requests)
+    LocalPair(pace(target), credit_rounds=credit_rounds).run(requests)
     for request, plain in zip(requests, expected, strict=True):
         assert request.output == plain.output
         assert request.finish_reason == plain.finish_reason
         assert [path.round_idx for path in request.paths] == list(range(len(request.paths)))
         assert [path.seq_len for path in request.paths] == [path.seq_len for path in plain.paths]
-    assert (max(in_flight) > 0) == (pace is overlapped and num_granted > 1)
+    assert (max(in_flight) > 0) == (pace is overlapped and credit_rounds > 1)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_granted_rounds_give_the_ordered_output(
         pytest.param("standalone", overlapped, marks=EXHAUSTIVE),
     ],
 )  # fmt: skip
-def test_granted_rounds_beside_trees(models: Models, kind: str, pace: Pace) -> None:
+def test_rounds_on_credit_beside_trees(models: Models, kind: str, pace: Pace) -> None:
     pairing = models.pairing(kind)
     target = make_target(pairing, page_size=4)
     rng = random.Random(2)
@@ -137,7 +137,7 @@ def test_granted_rounds_beside_trees(models: Models, kind: str, pace: Pace) -> N
             )
         )
     expected = plain_of(target, requests)
-    LocalPair(pace(target), make_draft(pairing, page_size=2), num_granted=5).run(requests)
+    LocalPair(pace(target), make_draft(pairing, page_size=2), credit_rounds=5).run(requests)
     for request, plain in zip(requests, expected, strict=True):
         assert request.output == plain.output
 
@@ -153,7 +153,7 @@ def test_what_is_past_a_stop_is_thrown_away(
     before = target.load.num_rows
     in_flight = roots_in_flight(target, monkeypatch)
     request = LocalRequest(prompt=[9, 8, 7], max_new_tokens=30, stop_token_ids=(stop,))
-    LocalPair(overlapped(target), num_granted=100).run([request])
+    LocalPair(overlapped(target), credit_rounds=100).run([request])
     assert request.output == plain.output[: end + 1]
     assert request.finish_reason is FinishReason.STOP
     assert sum(in_flight) > 0
@@ -163,7 +163,7 @@ def test_what_is_past_a_stop_is_thrown_away(
 @PACES
 def test_no_row_is_computed_past_a_length(models: Models, pace: Pace) -> None:
     target = pace(make_target(models.pairing("standalone")))
-    LocalPair(target, num_granted=100).run([LocalRequest(prompt=[1, 2, 3], max_new_tokens=8)])
+    LocalPair(target, credit_rounds=100).run([LocalRequest(prompt=[1, 2, 3], max_new_tokens=8)])
     assert target.load.num_rows == 3 + 7
 
 
@@ -178,7 +178,7 @@ def test_retraction_and_scarce_pages(models: Models, pace: Pace) -> None:
     ]
     expected = plain_of(make_target(pairing), requests)
     target = pace(make_target(pairing, page_size=4, num_pages=1 + 70))
-    pair = LocalPair(target, num_granted=9)
+    pair = LocalPair(target, credit_rounds=9)
     pair.run(requests)
     assert pair.num_retracted > 0
     for request, plain in zip(requests, expected, strict=True):
@@ -192,7 +192,7 @@ def open_message(**changes: Any) -> TargetOpen:
     )  # fmt: skip
 
 
-def grant(until_round_idx: int, *, target_epoch: int = 3) -> CreditUpdate:
+def credit(until_round_idx: int, *, target_epoch: int = 3) -> CreditUpdate:
     return CreditUpdate(
         request_id="r",
         target_epoch=target_epoch,
@@ -212,13 +212,13 @@ def answers(target: TargetEngine, *messages: Any) -> list[Any]:
 
 
 @PACES
-def test_a_grant_never_shrinks_and_orders_go_on_after_it(models: Models, pace: Pace) -> None:
+def test_a_credit_never_shrinks_and_orders_go_on_after_it(models: Models, pace: Pace) -> None:
     target = pace(make_target(models.pairing("standalone")))
     _, first = answers(target, open_message())
-    paths = answers(target, grant(4), grant(2))
+    paths = answers(target, credit(4), credit(2))
     assert [path.round_idx for path in paths] == [1, 2, 3, 4]
-    assert [path.round_idx for path in answers(target, grant(6))] == [5, 6]
-    last = answers(target, grant(7))[-1]
+    assert [path.round_idx for path in answers(target, credit(6))] == [5, 6]
+    last = answers(target, credit(7))[-1]
     order = VerifyRound(
         request_id="r", target_epoch=3, round_idx=8, seq_len=last.seq_len,
         root_token_id=last.token_ids[-1],
@@ -228,12 +228,12 @@ def test_a_grant_never_shrinks_and_orders_go_on_after_it(models: Models, pace: P
     assert first.seq_len + 8 == path.seq_len
 
 
-def test_grants_that_name_no_request(models: Models) -> None:
+def test_credits_that_name_no_request(models: Models) -> None:
     target = make_target(models.pairing("standalone"))
-    [failure] = answers(target, grant(4))
+    [failure] = answers(target, credit(4))
     assert isinstance(failure, RequestFailure) and failure.code == StatusCode.NOT_FOUND
     answers(target, open_message())
-    [failure] = answers(target, grant(4, target_epoch=2))
+    [failure] = answers(target, credit(4, target_epoch=2))
     assert isinstance(failure, RequestFailure)
     assert failure.code == StatusCode.FAILED_PRECONDITION
 
@@ -242,7 +242,7 @@ def test_grants_that_name_no_request(models: Models) -> None:
 def test_a_close_with_rounds_in_flight_frees_everything(models: Models, pace: Pace) -> None:
     target = pace(make_target(models.pairing("standalone")))
     answers(target, open_message())
-    target.submit(grant(15))
+    target.submit(credit(15))
     for _ in range(3):
         target.step()
     target.submit(TargetClose(request_id="r", target_epoch=3))

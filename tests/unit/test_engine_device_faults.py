@@ -1,4 +1,4 @@
-"""Rounds by mail while requests, drafts, pages, channels and grants come and go."""
+"""Device rounds while requests, drafts, pages, channels and credits come and go."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from tests.unit.test_engine_peer_rounds import (
     close_late,
     cut_by_draft,
     cut_by_target,
-    grant_anew,
     is_attached_again,
     order_again,
+    renew_credit,
     retract,
 )
 
@@ -53,44 +53,44 @@ def make(models: Models) -> Iterator[Make]:
         yield make
 
 
-def steps_by_mail(pair: DevicePair, count: int) -> None:
-    """Step until so many more trees were awaited."""
-    wanted = pair.num_awaited + count
+def step_device_rounds(pair: DevicePair, count: int) -> None:
+    """Step until the target took so many more trees from the mailbox."""
+    wanted = pair.num_device_trees + count
     for _ in range(1000):
-        if pair.num_awaited >= wanted:
+        if pair.num_device_trees >= wanted:
             return
         pair.step()
-    raise AssertionError("no tree is awaited")
+    raise AssertionError("no tree is taken")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_a_prompt_in_the_middle_takes_the_rounds_to_the_hosts_and_back(
-    make: Make, *, is_ahead: bool
+    make: Make, *, overlaps: bool
 ) -> None:
     target, draft, _ = make("eagle", prefill_chunk_len=16)
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
     late = replace(requests.pop(), prompt=random_tokens(random.Random(1), 60))
     expected = plain_of(target, [*requests, late])
     pair = PoisonedDevicePair(target, draft)
     for request in requests:
         pair.open(request)
-    steps_by_mail(pair, 6)
+    step_device_rounds(pair, 6)
     pair.open(late)
-    before, rounds = pair.num_awaited, num_rounds(requests)
+    before, rounds = pair.num_device_trees, num_rounds(requests)
     while not late.paths:
         pair.step()
         pair.run_draft_device()
-    assert pair.num_awaited == before, "a prompt would have to wait as well"
+    assert pair.num_device_trees == before, "a prompt would have to wait as well"
     assert num_rounds(requests) > rounds + 2
-    steps_by_mail(pair, 6)
+    step_device_rounds(pair, 6)
     pair.finish()
     check([*requests, late], expected)
 
 
-def moments_of(pair: DevicePair, *, is_ahead: bool) -> list[Callable[[], object]]:
-    """Return what happens in a mailed round, in order, while nobody hears the answers."""
+def moments_of(pair: DevicePair, *, overlaps: bool) -> list[Callable[[], object]]:
+    """Return what happens in a device round, in order, while nobody hears the answers."""
 
     def draft() -> None:
         assert pair.draft is not None
@@ -102,7 +102,7 @@ def moments_of(pair: DevicePair, *, is_ahead: bool) -> list[Callable[[], object]
             pair.on_target(message)
 
     return [
-        *[pair.target.launch_deferred] * is_ahead,
+        *[pair.target.launch_deferred] * overlaps,
         verify,
         pair.run_draft_device,
         pair.to_target,
@@ -120,7 +120,7 @@ def reopen(pair: DevicePair, request: LocalRequest) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("disturb", "is_ahead"),
+    ("disturb", "overlaps"),
     [
         pytest.param(order_again, False, marks=EXHAUSTIVE),
         (order_again, True),
@@ -129,28 +129,28 @@ def reopen(pair: DevicePair, request: LocalRequest) -> None:
         (cut_by_target, False),
         (retract, False),
         (close_late, True),
-        (grant_anew, False),
+        (renew_credit, False),
         (reopen, False),
     ],
 )
-def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
-    make: Make, *, disturb: Callable[[Any, LocalRequest], None], is_ahead: bool
+def test_a_device_round_that_is_given_up_at_any_moment_is_answered_once(
+    make: Make, *, disturb: Callable[[Any, LocalRequest], None], overlaps: bool
 ) -> None:
-    """Its tree may be ordered, awaited, in the mailbox, in flight, or answered."""
+    """Its tree may be ordered, in the mailbox, in flight, or answered."""
     target, draft, _ = make("eagle")
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=40, shape=BUSHY)
     (plain,) = plain_of(target, [request])
     answered = set()
-    for moment in range(2 * (6 + is_ahead) + 1):
+    for moment in range(2 * (6 + overlaps) + 1):
         pair = DevicePair(target, draft)
         served = fresh(request)
         pair.open(served)
-        steps_by_mail(pair, 2)
+        step_device_rounds(pair, 2)
         while not (pair.can_launch_early and pair.draft_device.is_running):
             pair.step()
         pair.is_deaf = True
-        ways = moments_of(pair, is_ahead=is_ahead)
+        ways = moments_of(pair, overlaps=overlaps)
         for way in itertools.islice(itertools.cycle(ways), moment):
             way()
         answered.add(len(pair.unheard))
@@ -160,55 +160,57 @@ def test_a_mailed_round_that_is_let_down_at_any_moment_is_answered_once(
             pass
         pair.hear()
         assert served.paths[-1].round_idx > last, f"nothing came of the order at moment {moment}"
-        before = pair.num_awaited
+        before = pair.num_device_trees
         pair.finish()
         assert served.output == plain.output
         assert pair.detached == [served.request_id] or is_attached_again(disturb)
-        assert pair.num_awaited > before + 2 or not is_attached_again(disturb), "by mail again"
+        assert pair.num_device_trees > before + 2 or not is_attached_again(disturb), (
+            "device rounds again"
+        )
     assert answered >= {0, 1, 2}
 
 
 @pytest.mark.parametrize("cut", first_fast([cut_by_draft, cut_by_target]))
-def test_nobody_waits_for_the_device_behind_a_lost_link(
+def test_nobody_waits_for_the_device_behind_a_lost_channel(
     make: Make, cut: Callable[[Any, LocalRequest], None]
 ) -> None:
     target, draft, _ = make("eagle")
     pair = DevicePair(target, draft)
     request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY)
     pair.open(request)
-    steps_by_mail(pair, 3)
+    step_device_rounds(pair, 3)
     while not (pair.can_launch_early and pair.draft_device.is_running):
         pair.step()
     cut(pair, request)
-    before = pair.num_awaited
+    before = pair.num_device_trees
     pair.pump()
     pair.pump()
     assert not pair.can_launch_early
     assert not pair.draft_device.is_running and not pair.draft_device.overlap.is_deferred
     pair.finish()
-    assert pair.num_awaited == before
+    assert pair.num_device_trees == before
     check([request], plain_of(target, [request]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=EXHAUSTIVE), True])
+@pytest.mark.parametrize("overlaps", [pytest.param(False, marks=EXHAUSTIVE), True])
 def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
-    make: Make, *, is_ahead: bool
+    make: Make, *, overlaps: bool
 ) -> None:
     """Its slot, page-table rows and pages are another's while devices still work on it."""
     num_pages = 1 + 200 // 4
     target, draft, _ = make("eagle", (4, 4), num_pages=num_pages, max_num_requests=2)
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     requests = [replace(request, max_new_tokens=60) for request in requests_of(2, 0)]
     other = replace(requests_of(1, 3)[0], max_new_tokens=20)
     expected = plain_of(target, [*requests, other])
-    for moment in range(2 * (6 + is_ahead) + 1):
+    for moment in range(2 * (6 + overlaps) + 1):
         pair = DevicePair(target, draft)
         gone, stays, joins = [fresh(request) for request in (*requests, other)]
         for served in (gone, stays):
             pair.open(served)
-        steps_by_mail(pair, 4)
-        ways = moments_of(pair, is_ahead=is_ahead)
+        step_device_rounds(pair, 4)
+        ways = moments_of(pair, overlaps=overlaps)
         for way in itertools.islice(itertools.cycle(ways), moment):
             way()
         slot = target.requests[gone.request_id].req_idx
@@ -217,25 +219,25 @@ def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
         pair.open(joins)
         pair.step_target()
         assert target.requests[joins.request_id].req_idx == slot
-        steps_by_mail(pair, 2)
+        step_device_rounds(pair, 2)
         pair.finish()
         check([stays, joins], expected[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
     ("scarce", "num_slots", "count", "length"),
     [("target", 232, 3, 10), ("draft", EXTRA_SLOTS + 160, 5, 120)],
 )
-def test_retraction_ends_mailed_rounds_and_they_come_back(
-    make: Make, *, scarce: str, num_slots: int, count: int, length: int, is_ahead: bool
+def test_retraction_ends_device_rounds_and_they_come_back(
+    make: Make, *, scarce: str, num_slots: int, count: int, length: int, overlaps: bool
 ) -> None:
     rng = random.Random(2)
     few = {"num_pages": 1 + num_slots // 4}
     options = few if scarce == "target" else {"draft": few}
     target, draft, _ = make("eagle", (4, 4), **options)
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     requests = [
         LocalRequest(
             prompt=random_tokens(rng, length),
@@ -249,7 +251,7 @@ def test_retraction_ends_mailed_rounds_and_they_come_back(
     pair.run(requests)
     assert (pair.num_retracted if scarce == "target" else pair.num_draft_retracted) > 0
     assert [r.output for r in requests] == [plain.output for plain in expected]
-    assert pair.num_awaited > 5 and pair.num_ahead > 5
+    assert pair.num_device_trees > 5 and pair.num_overlapped > 5
 
 
 @pytest.mark.slow
@@ -263,41 +265,41 @@ def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
     pair.run([request])
     check([request], expected)
     assert request.finish_reason is FinishReason.CONTEXT_LENGTH
-    assert pair.num_awaited > 3
+    assert pair.num_device_trees > 3
 
 
-@pytest.mark.parametrize(("num_granted", "margin"), [(1, 0), (2, 0), (3, 3)])
+@pytest.mark.parametrize(("credit_rounds", "margin"), [(1, 0), (2, 0), (3, 3)])
 @pytest.mark.slow
-def test_grants_that_end_and_are_renewed(make: Make, num_granted: int, margin: int) -> None:
+def test_credits_that_end_and_are_renewed(make: Make, credit_rounds: int, margin: int) -> None:
     target, draft, _ = make("eagle")
     requests = requests_of(3, 0)
     expected = plain_of(target, requests)
-    pair = PoisonedDevicePair(target, draft, num_granted=num_granted, margin=margin)
+    pair = PoisonedDevicePair(target, draft, credit_rounds=credit_rounds, margin=margin)
     pair.run(requests)
     check(requests, expected)
-    assert pair.num_awaited > 10 or num_granted == 1
+    assert pair.num_device_trees > 10 or credit_rounds == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_trees_that_are_awaited_wait_for_no_others(make: Make, *, is_ahead: bool) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_trees_from_the_device_wait_for_no_others(make: Make, *, overlaps: bool) -> None:
     """A step with an answer to give and nothing else known; a prompt must not get in between."""
     target, draft, _ = make("eagle")
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     pair = DevicePair(target, draft)
     requests = [replace(request, max_new_tokens=60) for request in requests_of(3, 0)]
     for request in requests[:2]:
         pair.open(request)
-    steps_by_mail(pair, 4)
+    step_device_rounds(pair, 4)
     while not pair.can_launch_early:
         pair.step()
     wait_s, target.source.window.wait_s = target.source.window.wait_s, lambda num_rows: 10.0
-    before = pair.num_awaited
+    before = pair.num_device_trees
     stray = VerifyRound(request_id="", target_epoch=1, round_idx=1, seq_len=1, root_token_id=1)
     target.submit(stray)
     assert target.has_work
     pair.step_target()
-    assert pair.num_awaited == before + 2
+    assert pair.num_device_trees == before + 2
     pair.failures.clear()
     target.source.window.wait_s = wait_s
     pair.open(requests[2])
@@ -352,7 +354,7 @@ def test_a_timed_round_of_the_devices_says_what_both_did(
     ]
     for request in requests:
         pair.open(request)
-    steps_by_mail(pair, 4)
+    step_device_rounds(pair, 4)
     timed, last = requests[1], requests[1].paths[-1].round_idx
     earliest_ns = time.monotonic_ns()
     while not timed.finish_reason:
@@ -380,9 +382,9 @@ def test_a_timed_round_whose_tree_no_host_has_seen_says_what_the_target_did(make
     pair = DevicePair(target, draft)
     request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=30, shape=BUSHY, is_timed=True)
     pair.run([request])
-    assert pair.num_awaited > 5
-    awaited = [path.times for path in request.paths[-pair.num_awaited :]]
-    for times in awaited:
+    assert pair.num_device_trees > 5
+    times_of = [path.times for path in request.paths[-pair.num_device_trees :]]
+    for times in times_of:
         assert times is not None
         ends = [times.begin_ns, *(stage.end_ns for stage in times.stages)]
         assert [stage.name for stage in times.stages] == ["channel", "forward", "sample"]
@@ -414,8 +416,8 @@ class DeviceChaos(Chaos):
             self.pair.hear_late()
         return self._to_draft()
 
-    def spoil_trees(self, awaited: MailboxTrees) -> None:
-        for words, seq in words_of(awaited):
+    def spoil_trees(self, trees: MailboxTrees) -> None:
+        for words, seq in words_of(trees):
             self.spoil_words(WRONG_TREES, words, seq)
 
     def spoil_paths(self, paths: MailboxPaths) -> None:
@@ -446,15 +448,15 @@ class DeviceChaos(Chaos):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "is_ahead"), KINDS_AND_PACES)
-def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
+@pytest.mark.parametrize(("kind", "overlaps"), KINDS_AND_PACES)
+def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, overlaps: bool) -> None:
     target, draft, _ = make(kind, (4, 16), num_pages=1 + 70, max_num_requests=8)
-    target.scheduler.overlaps_steps = is_ahead
-    num_wrong = num_awaited = num_ahead = 0
+    target.scheduler.overlaps_steps = overlaps
+    num_wrong = num_device_trees = num_overlapped = 0
     for seed in range(3):
         requests = [replace(request, max_new_tokens=80) for request in requests_of(3, seed)]
         plain = {tuple(one.prompt): one for one in plain_of(target, requests)}
-        pair = DevicePair(target, draft, num_granted=5, margin=seed % 3)
+        pair = DevicePair(target, draft, credit_rounds=5, margin=seed % 3)
         for request in requests:
             pair.open(request)
         chaos = DeviceChaos(pair, random.Random(seed))
@@ -462,6 +464,6 @@ def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead:
         served = list(pair.requests.values())
         check(served, [plain[tuple(one.prompt)] for one in served])
         num_wrong += chaos.num_wrong
-        num_awaited += pair.num_awaited
-        num_ahead += pair.num_ahead
-    assert num_wrong > 3 and num_awaited > 15 and num_ahead > 5
+        num_device_trees += pair.num_device_trees
+        num_overlapped += pair.num_overlapped
+    assert num_wrong > 3 and num_device_trees > 15 and num_overlapped > 5

@@ -34,7 +34,7 @@ from tests.device_pair import (
 from tests.engines import KINDS, SHAPES, Models, graft, make_draft, make_target, plain_of
 from tests.local_pair import LocalRequest
 from tests.marks import EXHAUSTIVE, exhaustive, first_fast
-from tests.peer_pair import PeerPair, peer_rounds, unlink
+from tests.peer_pair import PeerPair, close_channels, peer_rounds
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,10 +56,10 @@ Nodes = dict[int, tuple[int, int]]
 """(token id, parent) by node."""
 
 
-def words_of(awaited: MailboxTrees) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield of each awaited tree its words, [63], and its number."""
-    for slot, seq in zip(awaited.slot.tolist(), awaited.round_tag.tolist(), strict=True):
-        yield awaited.words[slot, 1:], seq
+def words_of(trees: MailboxTrees) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield of each tree its words, [63], and its round_tag."""
+    for slot, seq in zip(trees.slot.tolist(), trees.round_tag.tolist(), strict=True):
+        yield trees.words[slot, 1:], seq
 
 
 def word(seq: int, small: int, token_id: int) -> int:
@@ -81,9 +81,9 @@ def graft_mailbox(
 ) -> None:
     """Let trees in the mailbox hold what the target will say, so that long paths are accepted."""
 
-    def edit(awaited: MailboxTrees) -> None:
+    def edit(trees: MailboxTrees) -> None:
         by_slot = {held.req_idx: held for held in pair.target.requests.values()}
-        for slot, (words, seq) in zip(awaited.slot.tolist(), words_of(awaited), strict=True):
+        for slot, (words, seq) in zip(trees.slot.tolist(), words_of(trees), strict=True):
             held, nodes = by_slot[slot], nodes_in(words, seq)
             plain = expected[list(pair.requests).index(held.request_id)]
             tokens = [held.tokens[-1], *[token for token, _ in nodes.values()]]
@@ -130,8 +130,8 @@ def test_output_equals_the_plain_run(make: Make, kind: str, shape: TreeShape) ->
         graft_mailbox(pair, expected, random.Random(1))
     pair.run(requests)
     check(requests, expected)
-    assert pair.num_awaited > num_rounds(requests) // 2
-    assert pair.num_ahead > num_rounds(requests) // 3
+    assert pair.num_device_trees > num_rounds(requests) // 2
+    assert pair.num_overlapped > num_rounds(requests) // 3
     assert max(path.num_accepted_drafts for r in requests for path in r.paths) > 0
 
 
@@ -145,10 +145,10 @@ def test_output_does_not_depend_on_page_sizes(make: Make, page_sizes: tuple[int,
     pair = PoisonedDevicePair(target, draft)
     pair.run(requests)
     check(requests, expected)
-    assert pair.num_awaited > num_rounds(requests) // 2
+    assert pair.num_device_trees > num_rounds(requests) // 2
 
 
-def test_a_path_of_the_longest_kind_goes_by_mail(make: Make) -> None:
+def test_a_path_of_the_longest_kind_fits_into_the_mailbox(make: Make) -> None:
     """Seven drafts and the bonus: every word of a path is a token of it."""
     target, draft, _ = make("eagle3")
     (request,) = requests_of(1, 0, TreeShape(num_steps=7, topk=1, num_draft_tokens=8))
@@ -159,7 +159,7 @@ def test_a_path_of_the_longest_kind_goes_by_mail(make: Make) -> None:
     pair.run([request])
     check([request], expected)
     assert sum(path.num_accepted_drafts == 7 for path in request.paths) > 2
-    assert pair.num_ahead > 2
+    assert pair.num_overlapped > 2
 
 
 def test_a_target_without_a_mailbox_is_no_fault(
@@ -174,7 +174,7 @@ def test_a_target_without_a_mailbox_is_no_fault(
     pair = PeerPair(target, draft)
     pair.run([request])
     check([request], plain_of(target, [request]))
-    unlink(target, draft)
+    close_channels(target, draft)
     assert peer_rounds(pair, request) > 3
     assert "engine to engine" in caplog.text and "mailbox" not in caplog.text
 
@@ -186,12 +186,12 @@ def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
     pair = PoisonedDevicePair(target, draft)
     pair.run(requests)
     check(requests, expected)
-    assert pair.num_awaited == pair.num_ahead == 0
+    assert pair.num_device_trees == pair.num_overlapped == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "unmailed",
+    "needs_host",
     [
         {"sampling": SamplingParams(repetition_penalty=1.2)},
         {"sampling": SamplingParams(temperature=1.0, presence_penalty=0.4, seed=3)},
@@ -200,13 +200,13 @@ def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
     ids=["repetition", "presence", "min_new_tokens"],
 )
 @pytest.mark.parametrize("is_longest", [False, True])
-def test_whoever_must_know_the_tree_is_not_awaited_and_nobody_beside_it(
-    make: Make, unmailed: dict[str, Any], *, is_longest: bool
+def test_a_request_whose_host_must_know_the_tree_ends_device_rounds_of_all(
+    make: Make, needs_host: dict[str, Any], *, is_longest: bool
 ) -> None:
     """The devices go on by themselves as soon as it has ended."""
     target, draft, _ = make("eagle")
     num_tokens = 40 if is_longest else 25
-    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=num_tokens, shape=BUSHY, **unmailed)
+    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=num_tokens, shape=BUSHY, **needs_host)
     others = [replace(request, max_new_tokens=60) for request in requests_of(2, 0)]
     requests = [one] if is_longest else [one, *others]
     expected = plain_of(target, requests)
@@ -215,10 +215,10 @@ def test_whoever_must_know_the_tree_is_not_awaited_and_nobody_beside_it(
         pair.open(request)
     while not one.finish_reason:
         pair.step()
-    assert pair.num_awaited == 0
+    assert pair.num_device_trees == 0
     pair.finish()
     check(requests, expected)
-    assert is_longest or pair.num_awaited > 10
+    assert is_longest or pair.num_device_trees > 10
 
 
 # --- trees that are no good ----------------------------------------------------------------------
@@ -304,8 +304,8 @@ def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) 
     requests = requests_of(2, 1, SHAPES[3])
     expected = plain_of(target, requests)
 
-    def edit(awaited: MailboxTrees) -> None:
-        for words, seq in words_of(awaited):
+    def edit(trees: MailboxTrees) -> None:
+        for words, seq in words_of(trees):
             before = words.clone()
             spoil(words, seq, rng)
             num_spoiled[0] += not torch.equal(before, words)
@@ -316,14 +316,14 @@ def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) 
     check(requests, expected)
     assert num_spoiled[0] > 5
     if spoil in LEAVES_NOTHING:
-        assert sizes_of_awaited(pair) == {1}
+        assert sizes_of_device_trees(pair) == {1}
 
 
-def sizes_of_awaited(pair: DevicePair) -> set[int]:
-    """Return how many nodes were verified where trees were awaited."""
+def sizes_of_device_trees(pair: DevicePair) -> set[int]:
+    """Return how many nodes were verified where trees were taken from the mailbox."""
     return {
         pair.requests[request_id].paths[round_idx].num_draft_tokens
-        for request_id, round_idx in pair.awaited
+        for request_id, round_idx in pair.device_trees
     }
 
 
@@ -337,15 +337,15 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(
     pair = PoisonedDevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
     pair.run(requests)
     check(requests, expected)
-    assert not mailbox.trees.any() and pair.num_awaited > 5 and pair.num_ahead == 0
-    assert sizes_of_awaited(pair) == {1}
-    awaited = set(pair.awaited)
-    assert not any((name, round_idx + 1) in awaited for name, round_idx in awaited), (
+    assert not mailbox.trees.any() and pair.num_device_trees > 5 and pair.num_overlapped == 0
+    assert sizes_of_device_trees(pair) == {1}
+    taken = set(pair.device_trees)
+    assert not any((name, round_idx + 1) in taken for name, round_idx in taken), (
         "the device waits for a draft that has just let it wait in vain"
     )
 
 
-def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
+def test_no_tree_that_is_here_waits_for_one_of_the_device(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, _ = make("standalone")
@@ -359,7 +359,7 @@ def test_no_tree_that_is_here_waits_for_one_that_the_device_awaits(
 
     monkeypatch.setattr(target.pipeline, "finish", finish_alone)
     pair.run(requests_of(2, 0))
-    assert pair.num_awaited > 10
+    assert pair.num_device_trees > 10
 
 
 @pytest.mark.slow
@@ -371,7 +371,7 @@ def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
     monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
     pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
     pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
-    rounds = [round_idx for _, round_idx in pair.awaited]
+    rounds = [round_idx for _, round_idx in pair.device_trees]
     gaps = [after - before for before, after in itertools.pairwise(rounds)]
     assert len(gaps) > 2 and gaps == [(1 << i) + 1 for i in range(len(gaps))]
 
@@ -381,14 +381,14 @@ def test_a_draft_that_was_late_once_in_a_while_is_waited_for_again(make: Make) -
     target, draft, _ = make("standalone")
     num_seen = itertools.count()
 
-    def lose_some(awaited: MailboxTrees) -> None:
+    def lose_some(trees: MailboxTrees) -> None:
         if next(num_seen) % 4 == 0:
-            awaited.words.zero_()
+            trees.words.zero_()
 
     pair = DevicePair(target, draft, edit_trees=lose_some)
     request = replace(requests_of(1, 0)[0], max_new_tokens=100)
     pair.run([request])
-    assert pair.num_awaited > num_rounds([request]) // 2
+    assert pair.num_device_trees > num_rounds([request]) // 2
 
 
 # --- paths that are no good ----------------------------------------------------------------------
@@ -453,28 +453,28 @@ def test_what_a_device_took_and_no_host_confirms_is_done_again(make: Make, spoil
     pair = PoisonedDevicePair(target, draft, edit_paths=spoiled(spoil))
     pair.run(requests)
     check(requests, expected)
-    assert pair.num_awaited > 10 and pair.num_ahead == 0
+    assert pair.num_device_trees > 10 and pair.num_overlapped == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_a_draft_guesses_the_same_ahead_or_when_told_or_once_more(make: Make, kind: str) -> None:
-    """What it did ahead leaves no trace if it was wrong, and is what it would do if it was not."""
+def test_a_draft_grows_the_same_overlapped_or_ordered_or_once_more(make: Make, kind: str) -> None:
+    """What is done before the host is told leaves no trace if wrong, and is the same if not."""
     target, draft, _ = make(kind, (4, 16))
     found = []
-    for is_mailed, spoil, is_ahead in [
+    for has_mailbox, spoil, is_overlapped in [
         (True, no_change, True),
         (False, no_change, False),
         (True, another_path, False),
         (True, now_and_then_another_path, True),
     ]:
         edit = spoiled(spoil)
-        pair = PoisonedDevicePair(target, draft, edit_paths=edit, has_mailbox=is_mailed)
+        pair = PoisonedDevicePair(target, draft, edit_paths=edit, has_mailbox=has_mailbox)
         requests = requests_of(3, 1, SHAPES[3])
         pair.run(requests)
         found.append([path.token_ids for request in requests for path in request.paths])
-        assert (pair.num_awaited > 10) is is_mailed
-        assert (pair.num_ahead > 3) is is_ahead
+        assert (pair.num_device_trees > 10) is has_mailbox
+        assert (pair.num_overlapped > 3) is is_overlapped
     assert found == found[:1] * 4
 
 
@@ -497,7 +497,7 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
     pair = DevicePair(target, draft, edit_paths=edit)
     pair.run(requests)
     check(requests, expected)
-    assert num_left < 0 and pair.num_ahead > 0
+    assert num_left < 0 and pair.num_overlapped > 0
 
 
 # --- places that are no good ---------------------------------------------------------------------
@@ -539,11 +539,11 @@ def test_an_order_for_another_place_costs_no_token(
     pair.tell_draft = tell_draft  # type: ignore[method-assign]
     pair.run(requests)
     check(requests, expected)
-    assert num_orders > 10 and pair.num_awaited > 5 and pair.num_ahead == 0
-    assert sizes_of_awaited(pair) == {1}
+    assert num_orders > 10 and pair.num_device_trees > 5 and pair.num_overlapped == 0
+    assert sizes_of_device_trees(pair) == {1}
 
 
-def test_a_draft_does_not_run_ahead_of_trees_that_are_too_deep(make: Make) -> None:
+def test_a_draft_does_not_overlap_trees_that_are_too_deep(make: Make) -> None:
     """No path of theirs fits into a mailbox, whatever an order says."""
     target, draft, _ = make("eagle")
     requests = requests_of(2, 0, TOO_DEEP)

@@ -151,10 +151,10 @@ class Eager(Scripted):
         super().submit(message)
 
     def launch_deferred(self) -> None:
-        self.seen.append("launch awaited")
+        self.seen.append("launch early")
 
 
-def test_what_is_launched_ahead_comes_after_new_messages_and_before_the_report(
+def test_what_is_launched_early_comes_after_new_messages_and_before_the_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -175,7 +175,7 @@ def test_what_is_launched_ahead_comes_after_new_messages_and_before_the_report(
     monkeypatch.setattr(pipe, "send", note_and_send)
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
-    assert engine.seen[1:5] == ["go", "new", "launch awaited", "report"]
+    assert engine.seen[1:5] == ["go", "new", "launch early", "report"]
 
 
 class Attached(Eager):
@@ -204,7 +204,7 @@ class Attached(Eager):
         return super().step()
 
 
-def test_what_a_link_says_comes_before_what_follows_from_it(
+def test_what_a_channel_says_comes_before_what_follows_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A target forgets leave to order trees of a draft that it has not heard of."""
@@ -212,10 +212,10 @@ def test_what_a_link_says_comes_before_what_follows_from_it(
     engine = Attached(clock, [["a"]])
     pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
     receive = pipe.receive
-    monkeypatch.setattr(pipe, "receive", lambda: [["grant"]] if engine.said else receive())
+    monkeypatch.setattr(pipe, "receive", lambda: [["credit"]] if engine.said else receive())
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
-    assert engine.seen[:4] == ["go", "open", "grant", "launch awaited"]
+    assert engine.seen[:4] == ["go", "open", "credit", "launch early"]
 
 
 class Unchanging(Scripted):

@@ -1,4 +1,4 @@
-"""Direct rounds: target and draft run them by themselves; whatever ends that costs no token."""
+"""Peer rounds: target and draft run them by themselves; whatever ends that costs no token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.engines import (
 )
 from tests.local_pair import LocalRequest
 from tests.marks import EXHAUSTIVE, first_fast
-from tests.peer_pair import PeerPair, PoisonedPeerPair, batch_of, peer_rounds, unlink
+from tests.peer_pair import PeerPair, PoisonedPeerPair, batch_of, close_channels, peer_rounds
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -96,7 +96,7 @@ def make(models: Models) -> Iterator[Make]:
         return engines
 
     yield build
-    unlink(*made)
+    close_channels(*made)
 
 
 @pytest.mark.parametrize("kind", first_fast(KINDS))
@@ -123,7 +123,7 @@ def test_output_equals_the_plain_run(make: Make, kind: str) -> None:
             assert request.output == plain.output
             assert request.logprob_rows == plain.logprob_rows
             assert request.finish_reason == plain.finish_reason
-            assert len(request.trees) == 1, "the first tree says that the rest can be direct"
+            assert len(request.trees) == 1, "the first tree says that the rest can be peer rounds"
             # All but the prefill, the driven one, and perhaps the last, of the root alone.
             assert peer_rounds(pair, request) >= len(request.paths) - 3
         check_rows(pair)
@@ -155,8 +155,8 @@ def test_pages_of_a_tree_are_on_the_device_before_it_comes(make: Make) -> None:
 # --- rounds that are ended at any moment ---------------------------------------------------------
 
 
-def ways_of(pair: PeerPair, *, is_ahead: bool) -> list[Callable[[], object]]:
-    """Return what happens in a direct round, in order, while nobody hears the answers."""
+def ways_of(pair: PeerPair, *, overlaps: bool) -> list[Callable[[], object]]:
+    """Return what happens in a peer round, in order, while nobody hears the answers."""
 
     def grow() -> None:
         assert pair.draft is not None
@@ -166,7 +166,7 @@ def ways_of(pair: PeerPair, *, is_ahead: bool) -> list[Callable[[], object]]:
         for message in pair.target.step():
             pair.on_target(message)
 
-    return [pair.to_draft, grow, pair.to_target, *[verify] * (1 + is_ahead)]
+    return [pair.to_draft, grow, pair.to_target, *[verify] * (1 + overlaps)]
 
 
 def order_again(pair: PeerPair, request: LocalRequest) -> None:
@@ -174,7 +174,7 @@ def order_again(pair: PeerPair, request: LocalRequest) -> None:
 
 
 def cut_by_draft(pair: PeerPair, request: LocalRequest) -> None:
-    """Nobody lets the round down before the target says that the channel is lost."""
+    """Nobody ends the round before the target says that the channel is lost."""
     assert pair.draft is not None
     for channel in pair.draft.channels:
         channel.close()
@@ -196,8 +196,8 @@ def close_late(pair: PeerPair, request: LocalRequest) -> None:
     pair.close_draft(request)
 
 
-def grant_anew(pair: PeerPair, request: LocalRequest) -> None:
-    """A late order ends the grant, and another grant comes after what was on the way."""
+def renew_credit(pair: PeerPair, request: LocalRequest) -> None:
+    """A late order ends the credit, and another credit comes after what was on the way."""
     before, last = request.paths[-2:]
     pair.target.submit(
         VerifyRound(
@@ -208,7 +208,7 @@ def grant_anew(pair: PeerPair, request: LocalRequest) -> None:
             root_token_id=before.token_ids[-1],
         )
     )
-    for way in ways_of(pair, is_ahead=False)[:3]:
+    for way in ways_of(pair, overlaps=False)[:3]:
         way()
     pair.peer_until[request.request_id] = 0
     pair.order_tree(request)
@@ -220,7 +220,7 @@ def is_attached_again(disturb: Any) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("disturb", "is_ahead"),
+    ("disturb", "overlaps"),
     [
         (order_again, False),
         pytest.param(order_again, True, marks=EXHAUSTIVE),
@@ -228,19 +228,19 @@ def is_attached_again(disturb: Any) -> bool:
         (cut_by_target, False),
         (retract, False),
         (close_late, True),
-        pytest.param(grant_anew, False, marks=EXHAUSTIVE),
-        (grant_anew, True),
+        pytest.param(renew_credit, False, marks=EXHAUSTIVE),
+        (renew_credit, True),
     ],
 )
-def test_a_round_that_is_let_down_at_any_moment_is_answered_once(
-    make: Make, *, disturb: Callable[[PeerPair, LocalRequest], None], is_ahead: bool
+def test_a_peer_round_that_is_given_up_at_any_moment_is_answered_once(
+    make: Make, *, disturb: Callable[[PeerPair, LocalRequest], None], overlaps: bool
 ) -> None:
     """Its tree may be ordered, on its way, queued, in flight, or answered with others after it."""
     target, draft = make("eagle")
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=32, shape=SHAPES[2])
     (plain,) = plain_of(target, [request])
-    num_moments = 2 * (4 + is_ahead) + 1
+    num_moments = 2 * (4 + overlaps) + 1
     answered = set()
     for moment in range(num_moments):
         pair = PeerPair(target, draft)
@@ -248,7 +248,7 @@ def test_a_round_that_is_let_down_at_any_moment_is_answered_once(
         pair.open(served)
         while len(served.paths) < 3:
             pair.step()
-        ways = ways_of(pair, is_ahead=is_ahead)
+        ways = ways_of(pair, overlaps=overlaps)
         for way in ways * 2:
             way()
         assert is_ordered(pair)
@@ -292,7 +292,7 @@ def check_rows(pair: PeerPair) -> None:
 
 
 def opened(pair: PeerPair, **fields: Any) -> LocalRequest:
-    """Open a request and run it until its rounds are direct."""
+    """Open a request and run it until it is in peer rounds."""
     fields = {"prompt": [3, 1, 4, 1, 5], "max_new_tokens": 24, "shape": SHAPES[2], **fields}
     request = LocalRequest(**fields)
     pair.open(request)
@@ -453,19 +453,19 @@ def test_a_context_that_fills_up(make: Make, page_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scarce", "num_slots", "count", "length", "is_ahead"),
+    ("scarce", "num_slots", "count", "length", "overlaps"),
     [
         ("target", 232, 3, 10, False),
         ("target", 232, 3, 10, True),
         ("draft", EXTRA_SLOTS + 160, 5, 120, True),
     ],
 )
-def test_retraction_ends_direct_rounds_and_they_come_back(
-    make: Make, *, scarce: str, num_slots: int, count: int, length: int, is_ahead: bool
+def test_retraction_ends_peer_rounds_and_they_come_back(
+    make: Make, *, scarce: str, num_slots: int, count: int, length: int, overlaps: bool
 ) -> None:
     rng = random.Random(2)
     target, draft = make("eagle", **{scarce: {"page_size": 4, "num_pages": 1 + num_slots // 4}})
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     requests = [
         LocalRequest(
             prompt=random_tokens(rng, length),
@@ -500,7 +500,7 @@ def test_a_draft_that_runs_out_of_pages_tells_the_target_too(make: Make) -> None
 
 
 @pytest.mark.parametrize("num_steps", first_fast(range(5)))
-def test_the_target_says_so_when_a_link_is_lost_under_granted_rounds(
+def test_the_target_says_so_when_a_channel_is_lost_under_a_credit(
     make: Make, num_steps: int
 ) -> None:
     target, draft = make("eagle")
@@ -566,7 +566,9 @@ def subscription(**fields: Any) -> FeatureSubscribe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_peer", [False, True])
-def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_peer: bool) -> None:
+def test_an_older_draft_takes_no_features_from_an_attached_one(
+    make: Make, *, has_peer: bool
+) -> None:
     """Whatever way its subscription comes, even over the newer draft's own channel."""
     target, draft = make("eagle")
     pair = PeerPair(target, draft)
@@ -609,7 +611,7 @@ def test_an_older_draft_takes_no_features_from_a_linked_one(make: Make, *, has_p
     assert request.output == plain_of(target, [request])[0].output
 
 
-def test_an_older_linked_draft_takes_no_features_from_one_that_is_not(make: Make) -> None:
+def test_an_older_attached_draft_takes_no_features_from_one_that_is_not(make: Make) -> None:
     target, draft = make("eagle")
     pair = PeerPair(target, draft)
     request = opened(pair)
@@ -745,15 +747,15 @@ KINDS_AND_PACES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "is_ahead"), KINDS_AND_PACES)
-def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, is_ahead: bool) -> None:
+@pytest.mark.parametrize(("kind", "overlaps"), KINDS_AND_PACES)
+def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, overlaps: bool) -> None:
     target, draft = make(kind, {"feature_ring_mb": 1, "page_size": 4, "num_pages": 1 + 60})
-    target.scheduler.overlaps_steps = is_ahead
+    target.scheduler.overlaps_steps = overlaps
     num_trees: Counter[str] = Counter()
     for seed in range(4):
         requests = requests_of(3, seed)
         expected = plain_of(target, requests)
-        pair = PeerPair(target, draft, num_granted=5, margin=seed % 3)
+        pair = PeerPair(target, draft, credit_rounds=5, margin=seed % 3)
         for request in requests:
             pair.open(request)
         chaos = Chaos(pair, random.Random(seed))

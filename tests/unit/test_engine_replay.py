@@ -203,14 +203,14 @@ def test_a_slow_draft_catches_up_from_stale_orders(models: Models) -> None:
     pair = PoisonedPair(target, draft, edit_tree=draft_only)
     pair.open(request)
     for num_rounds in (1, 2, 5, 3):
-        while request.awaited_round < 0:
+        while request.ordered_round < 0:
             pair.step()
         for _ in range(num_rounds):
             # Only the target steps. A round's time is up: it goes root-only, and the draft is
             # told all the same.
-            request.awaited_round = -1
+            request.ordered_round = -1
             pair.verify(request, None)
-            while request.awaited_round < 0:
+            while request.ordered_round < 0:
                 for message in target.step():
                     pair.on_target(message)
     pair.finish()

@@ -112,7 +112,6 @@ def test_only_the_read_looks_at_values(models: Models, monkeypatch: pytest.Monke
     # The references of the kernels may look, and so may the model, which runs only those.
     monkeypatch.setattr(target.runner, "extend", watch.allowed(target.runner.extend))
     for place in (
-        "target_service.sampler.finite_rows",
         "target_service.sampler.sample",
         "target_service.sampler.apply_penalties",
         "target_service.runner.accept_walk",

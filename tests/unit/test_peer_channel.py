@@ -187,7 +187,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("data", BREAKS.values(), ids=BREAKS.keys())
-def test_a_link_that_breaks_says_so_once_and_last(ends: Ends, data: bytes) -> None:
+def test_a_channel_that_breaks_says_so_once_and_last(ends: Ends, data: bytes) -> None:
     ends.near.put(trees(1))
     ends.near.flush()
     with wire_of(ends.near) as wire:
@@ -227,7 +227,9 @@ def test_an_end_that_does_not_read_is_cut_off(
     assert ends.target.receive() == [(ends.far, PeerLost())]
 
 
-def test_an_end_that_is_behind_keeps_its_link(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_behind_keeps_its_channel(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A draft that joins many long requests gets their rows faster than it can read them."""
     monkeypatch.setattr(channel_module, "_MAX_BACKLOG_BYTES", 1 << 20)
     count = 40
@@ -241,7 +243,7 @@ def test_an_end_that_is_behind_keeps_its_link(ends: Ends, monkeypatch: pytest.Mo
         ends.target.flush()
 
 
-def test_a_cut_link_costs_no_other_one(ends: Ends, place: Path) -> None:
+def test_a_cut_channel_costs_no_other_one(ends: Ends, place: Path) -> None:
     other = connect(ends.listener.name, directory=place)
     with wire_of(ends.near) as wire:
         wire.send(frame(b"\xff"))
@@ -268,7 +270,7 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_target_without_descriptors_says_so_once_until_a_draft_can_link(
+def test_a_target_without_descriptors_says_so_once_until_a_draft_can_connect(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     listener = PeerListener(place)
@@ -286,7 +288,7 @@ def test_a_target_without_descriptors_says_so_once_until_a_draft_can_link(
     listener.close()
 
 
-def test_no_descriptor_is_left_of_links_that_end(place: Path) -> None:
+def test_no_descriptor_is_left_of_channels_that_end(place: Path) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 

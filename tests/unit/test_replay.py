@@ -150,7 +150,7 @@ def test_replayed_steps_give_the_plain_output(models: Models, kind: str) -> None
     graphs = replaying(target), replaying(draft)
     for engine in (target, draft):
         poison(pool_of(engine))
-    pair = LocalPair(target, draft, num_granted=3)
+    pair = LocalPair(target, draft, credit_rounds=3)
     for request in requests[::2]:
         pair.open(request)
     for _ in range(6):

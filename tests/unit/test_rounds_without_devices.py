@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Block())
 
 from tests.engines import SHAPES, Models, make_draft, make_target, run_plain
 from tests.local_pair import LocalPair, LocalRequest
-from tests.peer_pair import PeerPair, peer_rounds, unlink
+from tests.peer_pair import PeerPair, peer_rounds, close_channels
 
 pairing = Models(Path(sys.argv[1])).pairing("eagle")
 target, draft = make_target(pairing, feature_ring_mb=1), make_draft(pairing)
@@ -41,7 +41,7 @@ for make in (LocalPair, PeerPair):
     assert any(path.num_draft_tokens > 1 for path in requests[0].paths), make
     if make is PeerPair:
         assert peer_rounds(pair, requests[0]) > 3
-unlink(target, draft)
+close_channels(target, draft)
 assert not any(name.startswith(BLOCKED) for name in sys.modules)
 print("served")
 """

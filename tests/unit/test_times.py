@@ -167,7 +167,7 @@ def own_stages(measured: AnswerTimes) -> list[str]:
 
 def test_engines_time_rounds_of_timed_requests_only(models: Models) -> None:
     pairing = models.pairing("eagle3")
-    pair = LocalPair(make_target(pairing), make_draft(pairing), num_granted=4)
+    pair = LocalPair(make_target(pairing), make_draft(pairing), credit_rounds=4)
     shape = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
     timed, granted, other = (
         LocalRequest(prompt=[5, 6, 7, 8], max_new_tokens=12, shape=each, is_timed=is_timed)
