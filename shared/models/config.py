@@ -1,6 +1,6 @@
 """What a draft is, and which rows of its target it reads; ModelConfig is re-exported. No torch.
 
-Conventions of every kind are a table in docs/architecture.md.
+Conventions of every kind are a table in docs/draft-kinds.md.
 """
 
 from __future__ import annotations
