@@ -92,7 +92,7 @@ def kernels() -> set[str]:
             used |= launched
             own = counted_names(function)
             assert own, f"{path.name}: {function.name} launches {launched} uncounted"
-            if not path.name.startswith("mail_"):  # workers on a CPU have no mailbox
+            if not path.name.startswith("mailbox_"):  # workers on a CPU have no mailbox
                 counted |= own
     assert defined <= used, f"nobody runs {sorted(defined - used)}"
     assert counted

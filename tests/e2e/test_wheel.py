@@ -63,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("COPPICE_")}
     for command in (
         ["wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", str(built), str(source)],
-        ["install", *OFFLINE, "--target", str(site), "--find-channels", str(built), "coppice"],
+        ["install", *OFFLINE, "--target", str(site), "--find-links", str(built), "coppice"],
     ):
         result = subprocess.run([*pip, *command], env=environ, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr

@@ -136,7 +136,7 @@ def kernels(dtype: str):
             "HEADS": 8,
         },
     )
-    yield from mail_kernels(values)
+    yield from mailbox_kernels(values)
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
     if dtype == "bf16":  # what has no dtype is compiled once
@@ -196,7 +196,7 @@ def kernels(dtype: str):
         yield from growth_kernels()
 
 
-def mail_kernels(values: str):
+def mailbox_kernels(values: str):
     """Yield what posts to a mailbox and takes out of it, as `kernels` does."""
     width = {"MAX_PATH": 8, "WIDTH": 12288, "BLOCK": mailbox_paths._BLOCK}
     lanes = {"MAX_PATH": 8, "LANES": mailbox_paths._LANES}
