@@ -1,8 +1,8 @@
 # Every target sets up .venv by itself; up to date, that is silent and instant.
 #   make demo     see it work: three processes, the bundled models, with and without speculation
-#   make test     what proves everything that runs on a CPU, ten minutes on two cores
+#   make test     what proves everything that runs on a CPU, a quarter of an hour on two cores
 #   make test-slow   the rest: the same promises over more shapes, kinds and seeds
-#   make check    lint, types and the fast tests, a minute and a half
+#   make check    lint, types and the fast tests, two minutes
 #   make format   apply the formatter and the safe lint fixes
 #   make protos   regenerate coppice/v1 from protos/
 PYTHON ?= python3
