@@ -92,7 +92,7 @@ def streams(
 def share_of_peer_rounds(
     server: Server, requests: list[dict[str, Any]], plain_outputs: PlainOutputs
 ) -> float:
-    """Serve requests, check their outputs, and return the share of direct rounds."""
+    """Serve requests, check their outputs, and return the share of peer rounds."""
     plain = plain_outputs.of(server, requests)
     rounds = []
     with streams(
