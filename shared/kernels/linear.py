@@ -32,6 +32,10 @@ _SPLIT_MULTIPLE = 128
 
 # As many outputs fill a GPU with tall tiles too: those of a vocabulary.
 _WIDE_N = 1 << 14
+# Programs of large tiles that run at once, one per multiprocessor of the largest GPUs, and what a
+# program of wide tiles takes as a multiple of one of square tiles.
+_NUM_MULTIPROCESSORS = 132
+_WIDE_TILE_COST = 1.7
 # More rows than this are computed by programs that walk all splits.
 MAX_SPLIT_ROWS = 256
 
@@ -77,7 +81,18 @@ def choose_tiles(num_rows: int, element_size: int, width_n: int) -> Tiles:
         return Tiles(64, 64, 128, 4, 3)
     if num_rows <= 128:
         return Tiles(128, 128, 64, 8, 3) if width_n >= _WIDE_N else Tiles(64, 128, 64, 4, 4)
-    return Tiles(128, 256, 64, 8, 4)
+    square, wide = Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)
+    if num_rows <= MAX_SPLIT_ROWS:
+        return wide  # splits fill the GPU
+    square_cost = _num_waves(square, num_rows, width_n)
+    wide_cost = _WIDE_TILE_COST * _num_waves(wide, num_rows, width_n)
+    return wide if wide_cost < square_cost else square
+
+
+def _num_waves(tiles: Tiles, num_rows: int, width_n: int) -> int:
+    """Return how many programs run one after the other where a program walks all splits."""
+    num_programs = triton.cdiv(num_rows, tiles.block_t) * triton.cdiv(width_n, tiles.block_n)
+    return int(triton.cdiv(num_programs, _NUM_MULTIPROCESSORS))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -27,7 +27,7 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
         return Tiles(64, 32, 64, 4, 5)
     if num_rows <= 64:
         return Tiles(64, 64, 64, 4, 4)
-    return Tiles(64, 128, 64, 4, 3) if num_rows <= 256 else Tiles(64, 256, 64, 8, 3)
+    return Tiles(64, 128, 64, 4, 3) if num_rows <= 128 else Tiles(128, 128, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

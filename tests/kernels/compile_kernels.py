@@ -71,7 +71,7 @@ def kernels(dtype: str):
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
     yield from attention_kernels(dtype)
-    sizes = [(rows, 4, 4096) for rows in (1, 64, 128, 256, 2048)]
+    sizes = [(rows, 4, 4096) for rows in (1, 64, 128, 256, 512, 2048)]
     for num_rows, num_splits, width_n in (*sizes, (256, 1, 4096), (128, 1, 128256)):
         tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2, width_n)
         yield (
