@@ -42,8 +42,8 @@ _LOG2_E = math.log2(math.e)
 # Programs that a step is split into, as far as its chunks go: a few per multiprocessor.
 _SPLIT_PROGRAMS = 512
 # Above either of these a step is not split: its rows fill a GPU, or its states its memory.
-_MAX_SPLIT_ROWS = 256
-_MAX_SPLIT_STATES = 1 << 14
+_MAX_SPLIT_ROWS = 512
+_MAX_SPLIT_STATES = 18 << 10
 
 
 def tree_attention(
@@ -215,7 +215,7 @@ def _cut(
         is_split = num_rows <= _MAX_SPLIT_ROWS and num_rows * max_chunks <= _MAX_SPLIT_STATES
         is_sequential = not is_split
     group_block = triton.next_power_of_2(num_heads // num_kv_heads)
-    queries = choose_queries(dot, is_wide=is_sequential and head_dim <= 128)
+    queries = choose_queries(dot)
     rows = max(1, queries // group_block)
     # Never fewer programs than blocks of rows, and no read-back of how many those are.
     num_programs = min(num_rows, num_rows // rows + num_reqs)
@@ -234,15 +234,13 @@ def _cut(
     )
 
 
-def choose_queries(dot: tl.dtype, *, is_wide: bool = False) -> int:
-    """Return the rows x heads of a product: those of a tensor core's instruction, or of two.
+def choose_queries(dot: tl.dtype) -> int:
+    """Return the rows x heads of a product: those of a tensor core's instruction.
 
     Float32 products have one shape, as the interpreter's BLAS may give rows of another one other
     bits.
     """
-    if dot == tl.float32:
-        return 16
-    return 128 if is_wide else 64
+    return 16 if dot == tl.float32 else 64
 
 
 def choose_own_queries(dot: tl.dtype, device: torch.device) -> int:

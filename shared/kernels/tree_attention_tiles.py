@@ -21,7 +21,7 @@ import triton.language as tl
 
 # KV indices of one tile, the wide operand of both products.
 TRITON_KV_TILE = 64
-# Tiles per chunk: this many in each of the first 16 chunks, 4 times as many in the next 12, then 16
+# Tiles per chunk: this many in each of the first 16 chunks, 4 times as many in the next 28, then 16
 # times. A chunk is the least that a program takes: short ones spread a short context over all of a
 # GPU, long ones bound what is left to fold after a long context.
 TRITON_CHUNK_TILES = 4
@@ -29,7 +29,7 @@ TRITON_CHUNK_TILES = 4
 # Below every score, and finite: a difference of two of it is 0.
 NOTHING = tl.constexpr(-1e38)
 _SHORT = tl.constexpr(16)
-_MEDIUM = tl.constexpr(12)
+_MEDIUM = tl.constexpr(28)
 
 
 def num_chunks(num_tokens: int, chunk_tiles: int) -> int:

@@ -281,14 +281,14 @@ def sampling_kernels():
 
 
 def attention_kernels(dtype: str):
-    """Yield tree attention: narrow, wide, of many rows, and of narrow and wide heads."""
+    """Yield tree attention: with states split and in sequence, of narrow and wide heads."""
     dot = DOT_DTYPES[dtype]
     cases = [(80, False), (128, False), (128, True)]
     if dtype != "fp32":
         cases += [(64, False), (256, False), (256, True)]
     for head_dim, is_sequential in cases:
         dim_block = triton.next_power_of_2(head_dim)
-        queries = tree_attention.choose_queries(dot, is_wide=is_sequential and dim_block <= 128)
+        queries = tree_attention.choose_queries(dot)
         shape = {
             "DOT_DTYPE": dot,
             "NUM_KV_HEADS": 8,
