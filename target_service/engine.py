@@ -30,6 +30,7 @@ from target_service.request_table import RequestTable, failure_of
 from target_service.round_times import RoundTimes
 from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler
+from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
 
 
@@ -41,6 +42,7 @@ class TargetEngine:
         source: Where the trees of rounds come from.
         channels: To drafts on this host.
         overlaps_steps: Launch a step before the result of the one before is read.
+        costs: Of a forward, by its rows; None: not known.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TargetEngine:
         max_batch_rows: int,
         prefill_chunk_len: int,
         overlaps_steps: bool = False,
+        costs: StepCosts | None = None,
     ) -> None:
         self.channels = channels
         self.source = source
@@ -62,6 +65,7 @@ class TargetEngine:
             max_batch_rows=max_batch_rows,
             prefill_chunk_len=prefill_chunk_len,
             overlaps_steps=overlaps_steps,
+            costs=costs,
         )
         self._state = state
         self.runner = runner

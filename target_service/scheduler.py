@@ -12,9 +12,15 @@ from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
 from target_service.request import DeviceTree, Phase, TargetRequest
+from target_service.step_costs import StepCosts
 
-# Trees leave one row in so many to prefills and replays, if there are any.
+# Trees leave one row in so many to prefills and replays, if there are any; and other prompts leave
+# as many of those to the one that has waited longest.
 CHAIN_SHARE = 4
+# A step with rows of prompts takes so many times as long as it would without, at most.
+_MOST_DELAY = 2
+# So that prompts get on beside any trees.
+_LEAST_CHAIN_ROWS = 16
 
 _QUEUE_IDX = operator.attrgetter("queue_idx")
 
@@ -67,9 +73,13 @@ class Scheduler:
 
     A running request is never failed for want of pages: each step reserves a whole round for each
     of its requests first. No request starves: the rounds that have waited longest come first, and
-    leave a share of the rows to prefills and replays.
+    leave a share of the rows to prefills and replays. Of prompts the one with the fewest tokens
+    left comes first, and leaves a share to the one that has waited longest.
 
     Args:
+        prefill_chunk_len: Most tokens of a prompt, or of a replay, in one step.
+        costs: Of a forward, by its rows: while requests decode, rows of prompts do not make a step
+            longer than they can bear. None: not known, chunks are all that limits them.
         overlaps_steps: Plan rounds of the root alone whose root is still being computed.
     """
 
@@ -80,11 +90,13 @@ class Scheduler:
         max_batch_rows: int,
         prefill_chunk_len: int,
         overlaps_steps: bool = False,
+        costs: StepCosts | None = None,
     ) -> None:
         self.overlaps_steps = overlaps_steps
         self._pool = pool
         self._max_batch_rows = max_batch_rows
         self._chunk_len = prefill_chunk_len
+        self._costs = costs
         self._waiting: list[
             tuple[int, int, TargetRequest]
         ] = []  # (-priority, admission_idx, request)
@@ -155,6 +167,7 @@ class Scheduler:
         chained = [request for request in self.held if _has_chain(request)]
         set_aside = self._max_batch_rows // CHAIN_SHARE if chained else 0
         budget = self._plan_rounds(plan, self._max_batch_rows, set_aside)
+        budget = self._chain_budget(self._max_batch_rows - budget, budget) if chained else 0
         budget = self._plan_prefills(plan, chained, budget)
         self._plan_replays(plan, chained, budget)
         if plan.retracted:  # for others of this plan
@@ -178,15 +191,36 @@ class Scheduler:
                 budget -= num_rows
         return budget
 
+    def _chain_budget(self, num_tree_rows: int, num_left: int) -> int:
+        """Return how many of the rows that are left may be those of prompts and replays.
+
+        Whoever decodes has no token before the step is over, in this step or in the next one.
+        """
+        num_decoding = sum([r.phase is Phase.RUNNING or r.num_in_flight > 0 for r in self.held])
+        if self._costs is None or not num_decoding:
+            return num_left
+        without_s = self._costs.of(max(num_tree_rows, num_decoding))
+        num_rows = self._costs.most_rows(_MOST_DELAY * without_s) - num_tree_rows
+        return min(num_left, max(num_rows, _LEAST_CHAIN_ROWS))
+
     def _plan_prefills(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> int:
         """Plan chunks of prompts; return the rows that are left."""
-        for request in chained:
-            if request.is_prefilling and budget > 0:
-                start = request.launched_len
-                stop = min(len(request.tokens), start + min(self._chunk_len, budget))
-                if self._reserve(request, stop, plan.retracted):
-                    plan.prefills.append(PrefillWork(request=request, start=start, stop=stop))
-                    budget -= stop - start
+        prompts = [request for request in chained if request.is_prefilling]
+        if not prompts:
+            return budget
+        oldest = prompts[0]
+        set_aside = min(_num_left(oldest), budget // CHAIN_SHARE)
+        for request in sorted(prompts, key=_num_left):
+            if request is oldest:
+                set_aside = 0
+            start = request.launched_len
+            count = min(_num_left(request), self._chunk_len, budget - set_aside)
+            if count <= 0 or request.phase is Phase.WAITING:
+                continue
+            if self._reserve(request, start + count, plan.retracted):
+                work = PrefillWork(request=request, start=start, stop=start + count)
+                plan.prefills.append(work)
+                budget -= count
         return budget
 
     def _plan_replays(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> None:
@@ -247,6 +281,11 @@ class Scheduler:
                     return False
             else:
                 return True
+
+
+def _num_left(request: TargetRequest) -> int:
+    """Return the tokens of the prompt that are left to launch."""
+    return len(request.tokens) - request.launched_len
 
 
 def _is_tree_here(request: TargetRequest) -> bool:
