@@ -60,5 +60,11 @@ def max_batch_rows(config: WorkerConfig, device: torch.device) -> int:
 
 
 def prefill_chunk_len(config: TargetConfig, device: torch.device) -> int:
-    """Return the most prompt tokens of one request per engine step."""
-    return config.prefill_chunk_len or (256 if device.type == "cpu" else 1024)
+    """Return the most prompt tokens of one request per engine step.
+
+    On a GPU only a step's rows limit them, by default: how many of these are for prompts follows
+    from what rows cost there.
+    """
+    if config.prefill_chunk_len:
+        return config.prefill_chunk_len
+    return 256 if device.type == "cpu" else max_batch_rows(config, device)

@@ -30,6 +30,7 @@ from target_service.request_table import RequestTable, failure_of
 from target_service.round_times import RoundTimes
 from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler
+from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
 
 
@@ -41,6 +42,7 @@ class TargetEngine:
         source: Where the trees of rounds come from.
         channels: To drafts on this host.
         overlaps_steps: Launch a step before the result of the one before is read.
+        costs: Of a forward, by its rows; None: not known.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TargetEngine:
         max_batch_rows: int,
         prefill_chunk_len: int,
         overlaps_steps: bool = False,
+        costs: StepCosts | None = None,
     ) -> None:
         self.channels = channels
         self.source = source
@@ -62,6 +65,7 @@ class TargetEngine:
             max_batch_rows=max_batch_rows,
             prefill_chunk_len=prefill_chunk_len,
             overlaps_steps=overlaps_steps,
+            costs=costs,
         )
         self._state = state
         self.runner = runner
@@ -107,7 +111,7 @@ class TargetEngine:
     @property
     def _window_wait_s(self) -> float:
         """Return how long to wait for trees that are being grown; with other work, not at all."""
-        if not self.source.window.is_growing:
+        if not self.source.window.is_growing or self.source.can_launch_early(self.scheduler):
             return 0.0
         if self._num_tree_rows is None:
             self._num_tree_rows = self.scheduler.num_tree_rows
@@ -233,11 +237,19 @@ class TargetEngine:
         """
         self.pipeline.step(waits=self._window_wait_s > 0)
         self._forget_rows()
+        return self._take_answers()
+
+    def launch_deferred(self) -> list[Any]:
+        """Launch a step with trees that the device is to wait for, before answers leave.
+
+        Returns: What can be said of it now, such as TargetAdmitted.
+        """
+        if not self.pipeline.launch_early():
+            return []
+        self._forget_rows()
+        return self._take_answers()
+
+    def _take_answers(self) -> list[Any]:
         outputs = self._state.outbox.copy()
         self._state.outbox.clear()
         return outputs
-
-    def launch_deferred(self) -> None:
-        """Launch the step of trees that the device is to wait for, before answers leave."""
-        if self.pipeline.launch_early():
-            self._forget_rows()

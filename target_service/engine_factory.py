@@ -87,7 +87,7 @@ def create_engine(
     ring = open_ring(config, features.width * dtype.itemsize * max_batch_rows(config, device))
     channels = PeerChannels(open_listener(config))
     costs = None
-    if channels.name and runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
+    if runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
         progress("timing forwards", 0.92)
         costs = runner.measure_costs(window=model_config.sliding_window)
         logger.info("ms of a forward by its rows: %s", costs)
@@ -129,6 +129,7 @@ def create_engine(
         max_batch_rows=max_batch_rows(config, device),
         prefill_chunk_len=prefill_chunk_len(config, device),
         overlaps_steps=device.type == "cuda",
+        costs=costs,
     )
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)

@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
-from target_service.request import Phase, TargetRequest
+from target_service.request import DeviceTree, Phase, TargetRequest
+from target_service.step_costs import StepCosts
 
-# Trees leave one row in so many to prefills and replays, if there are any.
+# Trees leave one row in so many to prefills and replays, if there are any; and other prompts leave
+# as many of those to the one that has waited longest.
 CHAIN_SHARE = 4
+# A step with rows of prompts takes so many times as long as it would without, at most.
+_MOST_DELAY = 2
+# So that prompts get on beside any trees.
+_LEAST_CHAIN_ROWS = 16
 
 _QUEUE_IDX = operator.attrgetter("queue_idx")
 
@@ -44,7 +50,11 @@ class ReplayWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one engine step computes; its rows stay within the budget."""
+    """What one engine step computes; its rows stay within the budget.
+
+    Args:
+        verifies: Those whose trees the device takes from the mailbox come first.
+    """
 
     verifies: list[TargetRequest] = field(default_factory=list)
     prefills: list[PrefillWork] = field(default_factory=list)
@@ -63,9 +73,13 @@ class Scheduler:
 
     A running request is never failed for want of pages: each step reserves a whole round for each
     of its requests first. No request starves: the rounds that have waited longest come first, and
-    leave a share of the rows to prefills and replays.
+    leave a share of the rows to prefills and replays. Of prompts the one with the fewest tokens
+    left comes first, and leaves a share to the one that has waited longest.
 
     Args:
+        prefill_chunk_len: Most tokens of a prompt, or of a replay, in one step.
+        costs: Of a forward, by its rows: while requests decode, rows of prompts do not make a step
+            longer than they can bear. None: not known, chunks are all that limits them.
         overlaps_steps: Plan rounds of the root alone whose root is still being computed.
     """
 
@@ -76,11 +90,13 @@ class Scheduler:
         max_batch_rows: int,
         prefill_chunk_len: int,
         overlaps_steps: bool = False,
+        costs: StepCosts | None = None,
     ) -> None:
         self.overlaps_steps = overlaps_steps
         self._pool = pool
         self._max_batch_rows = max_batch_rows
         self._chunk_len = prefill_chunk_len
+        self._costs = costs
         self._waiting: list[
             tuple[int, int, TargetRequest]
         ] = []  # (-priority, admission_idx, request)
@@ -119,11 +135,6 @@ class Scheduler:
                 num_rows += request.next_num_rows
         return num_rows
 
-    def fits_alone(self, num_rows: int) -> bool:
-        """Return whether a step can take so many rows of trees, and nothing but trees is due."""
-        has_chain = any([_has_chain(request) for request in self.held])
-        return num_rows <= self._max_batch_rows and not has_chain and not self._can_admit()
-
     def enqueue(self, request: TargetRequest) -> None:
         """Let a request wait for pages."""
         heapq.heappush(self._waiting, (-request.open.priority, request.admission_idx, request))
@@ -156,12 +167,14 @@ class Scheduler:
         chained = [request for request in self.held if _has_chain(request)]
         set_aside = self._max_batch_rows // CHAIN_SHARE if chained else 0
         budget = self._plan_rounds(plan, self._max_batch_rows, set_aside)
+        budget = self._chain_budget(self._max_batch_rows - budget, budget) if chained else 0
         budget = self._plan_prefills(plan, chained, budget)
         self._plan_replays(plan, chained, budget)
         if plan.retracted:  # for others of this plan
             plan.verifies[:] = [r for r in plan.verifies if r.phase is not Phase.WAITING]
             plan.prefills[:] = [w for w in plan.prefills if w.request.phase is not Phase.WAITING]
             plan.admitted[:] = [r for r in plan.admitted if r.phase is not Phase.WAITING]
+        plan.verifies.sort(key=_is_tree_here)
         return plan
 
     def _plan_rounds(self, plan: StepPlan, budget: int, set_aside: int) -> int:
@@ -178,15 +191,36 @@ class Scheduler:
                 budget -= num_rows
         return budget
 
+    def _chain_budget(self, num_tree_rows: int, num_left: int) -> int:
+        """Return how many of the rows that are left may be those of prompts and replays.
+
+        Whoever decodes has no token before the step is over, in this step or in the next one.
+        """
+        num_decoding = sum([r.phase is Phase.RUNNING or r.num_in_flight > 0 for r in self.held])
+        if self._costs is None or not num_decoding:
+            return num_left
+        without_s = self._costs.of(max(num_tree_rows, num_decoding))
+        num_rows = self._costs.most_rows(_MOST_DELAY * without_s) - num_tree_rows
+        return min(num_left, max(num_rows, _LEAST_CHAIN_ROWS))
+
     def _plan_prefills(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> int:
         """Plan chunks of prompts; return the rows that are left."""
-        for request in chained:
-            if request.is_prefilling and budget > 0:
-                start = request.launched_len
-                stop = min(len(request.tokens), start + min(self._chunk_len, budget))
-                if self._reserve(request, stop, plan.retracted):
-                    plan.prefills.append(PrefillWork(request=request, start=start, stop=stop))
-                    budget -= stop - start
+        prompts = [request for request in chained if request.is_prefilling]
+        if not prompts:
+            return budget
+        oldest = prompts[0]
+        set_aside = min(_num_left(oldest), budget // CHAIN_SHARE)
+        for request in sorted(prompts, key=_num_left):
+            if request is oldest:
+                set_aside = 0
+            start = request.launched_len
+            count = min(_num_left(request), self._chunk_len, budget - set_aside)
+            if count <= 0 or request.phase is Phase.WAITING:
+                continue
+            if self._reserve(request, start + count, plan.retracted):
+                work = PrefillWork(request=request, start=start, stop=start + count)
+                plan.prefills.append(work)
+                budget -= count
         return budget
 
     def _plan_replays(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> None:
@@ -247,6 +281,16 @@ class Scheduler:
                     return False
             else:
                 return True
+
+
+def _num_left(request: TargetRequest) -> int:
+    """Return the tokens of the prompt that are left to launch."""
+    return len(request.tokens) - request.launched_len
+
+
+def _is_tree_here(request: TargetRequest) -> bool:
+    """Return whether the host knows the tree of the round that is queued."""
+    return not isinstance(request.queued, DeviceTree)
 
 
 def _has_chain(request: TargetRequest) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,6 +22,8 @@ class StepCosts:
         assert rows and len(rows) == len(seconds)
         self._rows = tuple(rows)
         self._seconds = tuple(seconds)
+        # Measurements scatter: more rows never take less time.
+        self._at_least = tuple(itertools.accumulate(seconds, max))
         self.of: Callable[[int], float] = functools.cache(self._of)
         """Return what so many rows cost, in seconds; in proportion past the last one measured."""
 
@@ -27,6 +31,15 @@ class StepCosts:
         if num_rows > self._rows[-1]:
             return self._seconds[-1] * num_rows / self._rows[-1]
         return float(np.interp(num_rows, self._rows, self._seconds)) if num_rows else 0.0
+
+    def most_rows(self, seconds: float) -> int:
+        """Return how many rows can be computed in a time: the most that were measured to take no
+        longer, for steps are padded up to these; in proportion past the last one measured.
+        """
+        if seconds > self._seconds[-1]:
+            return int(self._rows[-1] * seconds / self._seconds[-1])
+        count = bisect_right(self._at_least, seconds)
+        return self._rows[count - 1] if count else 0
 
     def __str__(self) -> str:
         pairs = zip(self._rows, self._seconds, strict=True)

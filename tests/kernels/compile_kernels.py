@@ -203,7 +203,7 @@ def mailbox_kernels(values: str):
     ids, counts = "*i64", "*i32"
     yield (
         mailbox_paths._post_rows_kernel,
-        [values, counts, counts, ids, ids, values, "i32"],
+        [values, counts, counts, ids, ids, values, "i32", "i32"],
         width,
     )
     yield mailbox_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width
@@ -229,7 +229,7 @@ def mailbox_kernels(values: str):
     )
     yield (
         mailbox_paths._take_paths_kernel,
-        [ids, *[counts] * 3, ids, counts, ids, ids, counts, *["i32"] * 4],
+        [*[ids] * 4, *[counts] * 4, ids, ids, counts, ids, ids, counts, *["i32"] * 6],
         {**lanes, "WAITS": True},
         {"num_warps": 1},
     )

@@ -199,26 +199,43 @@ def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
     ],
     ids=["repetition", "presence", "min_new_tokens"],
 )
-@pytest.mark.parametrize("is_longest", [False, True])
-def test_a_request_whose_host_must_know_the_tree_ends_device_rounds_of_all(
-    make: Make, needs_host: dict[str, Any], *, is_longest: bool
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_device_rounds_go_on_beside_a_request_whose_host_must_know_the_tree(
+    make: Make, needs_host: dict[str, Any], *, overlaps: bool
 ) -> None:
-    """The devices go on by themselves as soon as it has ended."""
     target, draft, _ = make("eagle")
-    num_tokens = 40 if is_longest else 25
-    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=num_tokens, shape=BUSHY, **needs_host)
-    others = [replace(request, max_new_tokens=60) for request in requests_of(2, 0)]
-    requests = [one] if is_longest else [one, *others]
+    target.scheduler.overlaps_steps = overlaps
+    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY, **needs_host)
+    others = [replace(request, max_new_tokens=40) for request in requests_of(2, 0)]
+    requests = [one, *others]
     expected = plain_of(target, requests)
     pair = PoisonedDevicePair(target, draft)
-    for request in requests:
-        pair.open(request)
-    while not one.finish_reason:
-        pair.step()
-    assert pair.num_device_trees == 0
-    pair.finish()
+    pair.run(requests)
     check(requests, expected)
-    assert is_longest or pair.num_device_trees > 10
+    of_others = num_rounds(others)
+    assert pair.num_device_trees > of_others * 2 // 3 and pair.num_overlapped > of_others // 2
+    assert one.request_id not in {request_id for request_id, _ in pair.device_trees}
+    assert any(path.num_draft_tokens > 1 for path in one.paths), "it speculates as well"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("neighbour", ["plain", "deep"])
+def test_device_rounds_go_on_beside_a_request_without_them(
+    make: Make, neighbour: str, *, overlaps: bool
+) -> None:
+    """One that never speculates, or whose trees are too deep for the mailbox."""
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = overlaps
+    shape = None if neighbour == "plain" else TOO_DEEP
+    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=60, shape=shape)
+    others = [replace(request, max_new_tokens=40) for request in requests_of(2, 0)]
+    requests = [one, *others]
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    pair.run(requests)
+    check(requests, expected)
+    of_others = num_rounds(others)
+    assert pair.num_device_trees > of_others * 2 // 3 and pair.num_overlapped > of_others // 2
 
 
 # --- trees that are no good ----------------------------------------------------------------------
@@ -334,7 +351,9 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(
     monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
     requests = requests_of(2, 0)
     expected = plain_of(target, requests)
-    pair = PoisonedDevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
+    pair = PoisonedDevicePair(
+        target, draft, edit_paths=lambda paths: paths.mailboxes[0].paths.zero_()
+    )
     pair.run(requests)
     check(requests, expected)
     assert not mailbox.trees.any() and pair.num_device_trees > 5 and pair.num_overlapped == 0
@@ -369,7 +388,7 @@ def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
     """Each time costs 30 ms, and those whose trees are there wait as well."""
     target, draft, _ = make("standalone")
     monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
-    pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
+    pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailboxes[0].paths.zero_())
     pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
     rounds = [round_idx for _, round_idx in pair.device_trees]
     gaps = [after - before for before, after in itertools.pairwise(rounds)]
@@ -439,8 +458,8 @@ def spoiled(spoil: EditPath) -> EditPaths:
     rng = random.Random(1)
 
     def edit(paths: MailboxPaths) -> None:
-        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
-            spoil(paths.mailbox.paths[slot], seq, rng)
+        for slot, seq in zip(paths.slot[0].tolist(), paths.round_tag.tolist(), strict=True):
+            spoil(paths.mailboxes[0].paths[slot], seq, rng)
 
     return edit
 
@@ -489,10 +508,10 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
 
     def edit(paths: MailboxPaths) -> None:
         nonlocal num_left
-        assert paths.mailbox.rows is not None
+        assert paths.mailboxes[0].rows is not None
         num_left -= 1
         if num_left >= 0:
-            paths.mailbox.rows.fill_(value)
+            paths.mailboxes[0].rows.fill_(value)
 
     pair = DevicePair(target, draft, edit_paths=edit)
     pair.run(requests)

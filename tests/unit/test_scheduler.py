@@ -21,6 +21,7 @@ from shared.messages import (
 from target_service.feature_log import FeatureLog
 from target_service.request import ROOT_ONLY, HostTree, Phase, TargetRequest
 from target_service.scheduler import CHAIN_SHARE, Scheduler, StepPlan
+from target_service.step_costs import StepCosts
 
 
 class World:
@@ -34,6 +35,7 @@ class World:
         max_num_requests: int = 8,
         max_batch_rows: int = 64,
         chunk_len: int = 16,
+        costs: StepCosts | None = None,
     ) -> None:
         self.pool = KVPool(
             num_layers=1, num_kv_heads=1, head_dim=1, num_pages=num_pages, page_size=page_size,
@@ -43,7 +45,10 @@ class World:
         self.max_batch_rows = max_batch_rows
         self.chunk_len = chunk_len
         self.scheduler = Scheduler(
-            self.pool, max_batch_rows=max_batch_rows, prefill_chunk_len=chunk_len
+            self.pool,
+            max_batch_rows=max_batch_rows,
+            prefill_chunk_len=chunk_len,
+            costs=costs,
         )
         self.order = itertools.count()
 
@@ -278,6 +283,69 @@ def test_saturating_rounds_leave_rows_for_prefills_and_replays() -> None:
     plan = saturate()
     assert [(w.start, w.stop) for w in plan.replays] == [(0, 4)]
     assert world.max_batch_rows // CHAIN_SHARE == 16
+
+
+# Weights are most of a small step, then cost grows with the rows.
+COSTS = StepCosts([1, 8, 32, 64, 128, 256], [4.0, 4.1, 4.4, 5.0, 7.0, 14.0])
+
+
+def prompt_rows(plan: StepPlan) -> dict[str, int]:
+    return {work.request.request_id: work.stop - work.start for work in plan.prefills}
+
+
+def test_an_idle_target_reads_prompts_at_once() -> None:
+    world = World(num_pages=2000, max_batch_rows=1024, chunk_len=1024, costs=COSTS)
+    world.open("a", 900)
+    assert prompt_rows(world.step()) == {"a": 900}
+
+
+@pytest.mark.parametrize(("num_nodes", "expected"), [(1, 128 - 2), (8, 128 - 16), (64, 256 - 128)])
+def test_prompts_do_not_make_a_step_of_trees_longer_than_twice(
+    num_nodes: int, expected: int
+) -> None:
+    world = World(num_pages=2000, max_batch_rows=1024, chunk_len=1024, costs=COSTS)
+    requests = running(world, "ab")
+    late = world.open("late", 900)
+    while late.phase is not Phase.RUNNING:
+        for request in requests:
+            world.queue(request, num_nodes)
+        left = 900 - late.launched_len
+        assert prompt_rows(world.step()) == {"late": min(expected, left)}
+    assert COSTS.of(2 * num_nodes + expected) <= 2 * COSTS.of(2 * num_nodes)
+
+
+def test_whoever_waits_for_a_tree_counts_as_well() -> None:
+    world = World(num_pages=2000, max_batch_rows=1024, chunk_len=1024, costs=COSTS)
+    running(world, "ab")
+    world.open("late", 900)
+    assert prompt_rows(world.step()) == {"late": 128}
+
+
+def test_short_prompts_pass_and_the_oldest_gets_on() -> None:
+    world = World(num_pages=4000, max_batch_rows=1024, chunk_len=1024, costs=COSTS)
+    [stream] = running(world, "s")
+    world.open("long", 2500)
+    world.step()
+    for i in range(10):
+        short = world.open(f"short {i}", 90)
+        world.queue(stream, 1)
+        assert prompt_rows(world.step()) == {f"short {i}": 90, "long": 127 - 90}
+        world.scheduler.remove(short)
+    world.open("another", 900)
+    world.queue(stream, 1)
+    assert prompt_rows(world.step()) == {"another": 96, "long": 127 // CHAIN_SHARE}
+
+
+def test_prompts_get_on_beside_trees_of_any_size() -> None:
+    """Where twice a step's time is enough for no more rows."""
+    costs = StepCosts([1, 2, 4], [1.0, 100.0, 10000.0])
+    world = World(num_pages=2000, max_batch_rows=256, chunk_len=256, costs=costs)
+    [stream] = running(world, "s")
+    late = world.open("late", 200)
+    for _ in range(20):
+        world.queue(stream, 2)
+        world.step()
+    assert late.phase is Phase.RUNNING
 
 
 def test_a_tree_larger_than_the_budget_runs_alone() -> None:
