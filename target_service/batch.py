@@ -40,6 +40,7 @@ class StepBatch:
         trees: None when nothing is sampled.
         mailbox_trees: Where the device finds the trees; None: they are here.
         logit_rows: [L] rows of the extend that are sampled; None: the first L.
+        wants_features: Whether some request keeps features of its rows.
     """
 
     extend: ExtendInput
@@ -48,6 +49,7 @@ class StepBatch:
     chains: Sequence[ChainRows]
     num_rows: int
     logit_rows: Sequence[int] | None
+    wants_features: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,13 +100,14 @@ def build_batch(
     source: TreeSource,
     *,
     window: int,
-    pads_rows: bool,
+    buckets: Sequence[int],
 ) -> StepBatch:
     """Pack trees, prefill chunks and replays into one forward, and start to bring it over.
 
     Args:
         source: Knows where the device finds trees that are not here.
-        pads_rows: Pad the rows of a step without prefills and replays up to a bucket.
+        buckets: Row counts to pad to; a step with more rows than the last, as any if there are
+            none, is as it is.
     """
     # The rows of trees come first, and the nodes of the step are these rows. After them come the
     # last tokens of prompts, each of them a tree of one node.
@@ -116,7 +119,7 @@ def build_batch(
     works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
     chains = [columns.add_chain(work) for work in works]
     count = len(columns.token_ids)
-    bucket = bucket_of(count) if pads_rows and not chains else None
+    bucket = bucket_of(count, buckets)
 
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket or count)
@@ -141,6 +144,10 @@ def build_batch(
         chains=chains,
         num_rows=count,
         logit_rows=_logit_rows(num_tree_rows, chains) if chains else None,
+        wants_features=any(
+            [r.features is not None for r in (trees.requests if trees is not None else ())]
+            + [work.request.features is not None for work in works]
+        ),
     )
 
 

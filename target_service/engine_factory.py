@@ -69,11 +69,18 @@ def create_engine(
         vocab_size=model_config.vocab_size,
         device=device,
     )
-    runner = TargetRunner(model, pool, sampler, features, projection=projection)
+    runner = TargetRunner(
+        model,
+        pool,
+        sampler,
+        features,
+        max_batch_rows=max_batch_rows(config, device),
+        projection=projection,
+    )
     if runner.pads_rows:
         runner.capture(
             window=model_config.sliding_window,
-            progress=lambda done: progress("capturing graphs", 0.8 + 0.1 * done),
+            progress=lambda stage, done: progress(stage, LOADED + 0.1 * done),
         )
     progress("proving exactness", 0.9)
     prompt = {

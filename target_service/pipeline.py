@@ -101,7 +101,7 @@ class Pipeline:
         if batch.mailbox_trees is not None:
             taken = source.take_trees(batch.mailbox_trees, batch.extend, batch.num_rows)
             timer.device("take")
-        extended = runner.extend(batch.extend)
+        extended = runner.compute(batch)
         timer.device("forward")
         verified = None
         if batch.trees is not None:

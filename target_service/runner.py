@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,10 +15,10 @@ from shared.kernels.logprobs import chosen_logprobs
 from shared.kernels.mailbox_trees import TakenTrees
 from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
-from shared.messages import FeatureSpec
+from shared.messages import MAX_TREE_NODES, FeatureSpec
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
-from shared.step.buckets import ROW_BUCKETS
+from shared.step.buckets import buckets_up_to
 from shared.step.graphs import GraphCache
 from shared.step.packing import NO_BLOCKS, pack_rows
 from shared.step.read_back import PendingRead, ReadBack
@@ -38,9 +40,13 @@ from target_service.scheduler import StepPlan
 from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
 
-# Far more than a step of trees takes; longer steps go round it.
-EXTEND_BYTES = 8 << 20
+logger = logging.getLogger(__name__)
+
+# More than a step of trees takes; longer steps go round it.
 VERIFY_BYTES = 1 << 20
+# Of an ExtendInput: what its rows take, and what else there is.
+_BYTES_PER_ROW = 512
+_STAGED_BYTES = 4 << 20
 _NUM_TIMED = 3
 
 
@@ -49,6 +55,7 @@ class TargetRunner:
 
     Args:
         features: What to capture for a draft.
+        max_batch_rows: Of a step.
         projection: Of captured rows; None: they are sent as they are.
         pads_rows: Pad steps up to buckets; None: where graphs are captured.
     """
@@ -60,6 +67,7 @@ class TargetRunner:
         sampler: Sampler,
         features: FeatureSpec,
         *,
+        max_batch_rows: int,
         projection: FeatureProjection | None = None,
         pads_rows: bool | None = None,
     ) -> None:
@@ -68,7 +76,10 @@ class TargetRunner:
         self.sampler = sampler
         self.features = features
         self._projection = projection
-        self.extend_staging = Staging(pool.device, EXTEND_BYTES)
+        # A step of one tree alone may have more rows than the others.
+        self._buckets = buckets_up_to(max(max_batch_rows, MAX_TREE_NODES))
+        num_bytes = self._buckets[-1] * _BYTES_PER_ROW + _STAGED_BYTES
+        self.extend_staging = Staging(pool.device, num_bytes)
         self.verify_staging = Staging(pool.device, VERIFY_BYTES)
         # The newest token of every request, by row of the page table.
         self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
@@ -80,6 +91,11 @@ class TargetRunner:
         """Return the sliding window of the model's attention, tokens; 0 = none."""
         return self.model.config.sliding_window
 
+    @property
+    def buckets(self) -> Sequence[int]:
+        """Return the row counts that steps are padded to; empty: they are not padded."""
+        return self._buckets if self.pads_rows else ()
+
     def pack(self, plan: StepPlan, source: TreeSource) -> StepBatch:
         """Pack the rows of a step, and start to bring them over."""
         return build_batch(
@@ -88,7 +104,7 @@ class TargetRunner:
             self.extend_staging,
             source,
             window=self.window,
-            pads_rows=self.pads_rows,
+            buckets=self.buckets,
         )
 
     def pack_verify(
@@ -101,8 +117,19 @@ class TargetRunner:
         """
         return build_verify(batch, trees, self.verify_staging, self.sampler, source, taken=taken)
 
+    def compute(self, batch: StepBatch) -> ExtendOutput:
+        """Compute the rows of a step, and the features of it that some request keeps.
+
+        Returns: Valid until the next step.
+        Mutates: KV slots of the rows, all of them past their request's seq_len.
+        """
+        extended = self.extend(batch.extend)
+        if extended.features is None or not batch.wants_features:
+            return replace(extended, features=None)
+        return replace(extended, features=self._features_of(extended.features, batch.extend.bucket))
+
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
-        """Compute rows of new tokens.
+        """Compute rows of new tokens; features are as captured.
 
         Returns: Valid until the next step.
         Mutates: KV slots of the rows, all of them past their request's seq_len.
@@ -110,11 +137,20 @@ class TargetRunner:
         if inputs.bucket is None:
             return self._forward(inputs)
         output: ExtendOutput = self._graphs.run(
-            inputs.bucket,
+            ("extend", inputs.bucket),
             lambda: self._forward(inputs),
             (inputs.token_ids, inputs.position_ids, inputs.root_idx, *inputs.rows.tensors),
         )
         return output
+
+    def _features_of(self, captured: torch.Tensor, bucket: int | None) -> torch.Tensor:
+        """Return the rows that a draft gets, [T, features.width], of captured ones."""
+        if bucket is None or self._projection is None:
+            return self._project(captured)
+        rows: torch.Tensor = self._graphs.run(
+            ("project", bucket), lambda: self._project(captured), (captured,)
+        )
+        return rows
 
     def bring_page_table(self) -> None:
         """Bring the page table on the device up to date, so that the next step need not."""
@@ -123,18 +159,29 @@ class TargetRunner:
             self.pool.stage_page_table(self.extend_staging)
             self.extend_staging.flush()
 
-    def capture(self, *, window: int, progress: Callable[[float], None]) -> None:
-        """Make the graph of every bucket, from rows of padding. Mutates: the sink page."""
-        for done, bucket in enumerate(ROW_BUCKETS):
-            progress(done / len(ROW_BUCKETS))
+    def capture(self, *, window: int, progress: Callable[[str, float], None]) -> None:
+        """Make the graphs of every bucket, from rows of padding; logs what that took.
+
+        Mutates: the sink page.
+        """
+        started = time.perf_counter()
+        # The largest first: the others fit into its memory.
+        for done, bucket in enumerate(reversed(self._buckets)):
+            progress(f"capturing graphs: {bucket} rows", done / len(self._buckets))
             features = self.extend(self._padding(bucket, window)).features
             if features is not None:
-                self._project(features)  # compiles it; no graph has it
+                self._features_of(features, bucket)
+        logger.info(
+            "made graphs of %d to %d rows in %.1f s",
+            self._buckets[0],
+            self._buckets[-1],
+            time.perf_counter() - started,
+        )
 
     def measure_costs(self, *, window: int) -> StepCosts:
         """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""
-        seconds = [self._time_forward(bucket, window) for bucket in ROW_BUCKETS]
-        return StepCosts(ROW_BUCKETS, seconds)
+        seconds = [self._time_forward(bucket, window) for bucket in self._buckets]
+        return StepCosts(self._buckets, seconds)
 
     def _time_forward(self, num_rows: int, window: int) -> float:
         seconds = []
@@ -180,6 +227,7 @@ class TargetRunner:
             features = output.hidden
         return ExtendOutput(hidden=output.hidden, features=features)
 
+    @torch.inference_mode()
     def _project(self, captured: torch.Tensor) -> torch.Tensor:
         """Return the rows that a draft gets, [T, features.width]."""
         return captured if self._projection is None else self._projection(captured)
@@ -198,7 +246,7 @@ class TargetRunner:
         outputs.register("token_ids", tokens)
         outputs.register("is_finite", is_finite)
         if extended.features is not None and inputs.wants_features:
-            outputs.register("features", self._project(inputs.gather(extended.features)))
+            outputs.register("features", inputs.gather(extended.features))
         if inputs.logprob_rows is not None:
             assert raw_rows is not None
             found = chosen_logprobs(
@@ -266,7 +314,7 @@ class TargetRunner:
                 assert extended.features is not None
                 count = chain.work.stop - chain.work.start
                 rows = extended.features[chain.first_row : chain.first_row + count]
-                read.add(f"chain {i}", self._project(rows))
+                read.add(f"chain {i}", rows)
         return read.start()
 
     def finish_read(self, batch: StepBatch, pending: PendingRead) -> StepOutputs:
