@@ -44,7 +44,7 @@ def _fence_system():
     )
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_steps", "num_slots"])
 def _post_rows_kernel(
     rows_ptr,  # [2, S, MAX_PATH, WIDTH] mutated
     slot_ptr,  # [B] i32
@@ -52,6 +52,7 @@ def _post_rows_kernel(
     accept_length_ptr,  # [B] i64
     path_rows_ptr,  # [B, D + 1] i64
     features_ptr,  # [L, WIDTH]
+    num_steps,  # D + 1
     num_slots,  # S
     MAX_PATH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -65,7 +66,7 @@ def _post_rows_kernel(
     if (slot >= 0) & (step < tl.load(accept_length_ptr + request)):
         column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         in_row = column < WIDTH
-        row = tl.load(path_rows_ptr + request * tl.num_programs(1) + step)
+        row = tl.load(path_rows_ptr + request * num_steps + step)
         feature = tl.load(features_ptr + row * WIDTH + column, mask=in_row, other=0.0)
         half = tl.load(seq_ptr + request) & 1
         posted = ((half * num_slots + slot) * MAX_PATH + step) * WIDTH
@@ -112,15 +113,16 @@ def post_paths(
 ) -> None:
     """Post what B requests accepted: feature rows first, then the words that vouch for them.
 
-    Grids: (B, D + 1, blocks of W), then (B,).
+    Grids: (B, min(D + 1, 8), blocks of W), then (B,).
 
     Args:
         paths: [S, 8] i64, the mailbox.
         rows: [2, S, 8, W] of the features' dtype; None without features.
         slot: [B] i32; -1: nothing to post.
         seq: [B] i32, rounds.
-        accept_length: [B] i64, tokens of the path, bonus included; at most D + 1.
-        path_rows: [B, D + 1] i64, logit rows of the path's nodes; D < 8.
+        accept_length: [B] i64, tokens of the path, bonus included; at most D + 1, and 8 of those
+            that are posted.
+        path_rows: [B, D + 1] i64, logit rows of the path's nodes.
         tokens: [L] i32, the target's token at each logit row.
         features: [L, W], or None.
     Mutates: `paths` at these slots, and their rows of this half of `rows` that are on the path.
@@ -129,7 +131,7 @@ def post_paths(
         post_paths_ref(paths, rows, slot, seq, accept_length, path_rows, tokens, features)
         return
     batch, num_steps = path_rows.shape
-    assert paths.shape[1] == MAX_PATH >= num_steps and paths.is_contiguous()
+    assert paths.shape[1] == MAX_PATH and paths.is_contiguous()
     assert path_rows.is_contiguous() and len(slot) == len(seq) == batch
     if batch == 0:
         return
@@ -139,13 +141,15 @@ def post_paths(
         width = features.shape[1]
         assert rows.shape[2:] == (MAX_PATH, width) and rows.dtype == features.dtype
         count_launch("post_rows")
-        _post_rows_kernel[(batch, num_steps, triton.cdiv(width, _BLOCK))](
+        grid = (batch, min(num_steps, MAX_PATH), triton.cdiv(width, _BLOCK))
+        _post_rows_kernel[grid](
             rows,
             slot,
             seq,
             accept_length,
             path_rows,
             features,
+            num_steps,
             rows.shape[1],
             MAX_PATH=MAX_PATH,
             WIDTH=width,
@@ -180,8 +184,9 @@ def post_paths_ref(
     features: torch.Tensor | None,
 ) -> None:
     """Do what `post_paths` does in plain torch."""
+    path_rows = path_rows[:, :MAX_PATH]
     batch, num_steps = path_rows.shape
-    on_path = torch.arange(num_steps) < accept_length[:, None]  # [B, D + 1]
+    on_path = torch.arange(num_steps) < accept_length[:, None]  # [B, min(D + 1, 8)]
     token = torch.zeros((batch, MAX_PATH), dtype=torch.int64)
     token[:, :num_steps] = torch.where(on_path, tokens[path_rows], 0)
     words = mailbox_words_ref(seq[:, None], accept_length[:, None], token)

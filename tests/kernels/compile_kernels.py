@@ -139,6 +139,7 @@ def kernels(dtype: str):
     yield from mailbox_kernels(values)
     yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
     yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
+    yield move_kv._move_paths_kernel, ["*i64", "*i32", "*i32", values, "i32"], {**row, "STEPS": 64}
     if dtype == "bf16":  # what has no dtype is compiled once
         yield (
             tree_attention_schedule._schedule_kernel,
@@ -203,7 +204,7 @@ def mailbox_kernels(values: str):
     ids, counts = "*i64", "*i32"
     yield (
         mailbox_paths._post_rows_kernel,
-        [values, counts, counts, ids, ids, values, "i32"],
+        [values, counts, counts, ids, ids, values, "i32", "i32"],
         width,
     )
     yield mailbox_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width
