@@ -113,8 +113,9 @@ class DraftEngine:
         self._outbox.clear()
         return outputs
 
-    def launch_deferred(self) -> None:
-        """Do nothing: a step of a draft launches all that there is."""
+    def launch_deferred(self) -> list[Any]:
+        """Return nothing: a step of a draft launches all that there is."""
+        return []
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""

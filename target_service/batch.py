@@ -15,7 +15,7 @@ from shared.kernels.mailbox_trees import TakenTrees
 from shared.kv.pool import KVPool
 from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks, pack_rows
-from shared.step.staging import Fields, Staging
+from shared.step.staging import Fields, Staging, Tensors
 from shared.tree import TreeLayout
 from target_service.nodes import SampledNodes, SampledTrees, gather_trees
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, MailboxTrees, VerifyInput
@@ -38,7 +38,7 @@ class StepBatch:
 
     Args:
         trees: None when nothing is sampled.
-        mailbox_trees: Where the device finds the trees; None: they are here.
+        mailbox_trees: Where the device finds the first trees; None: all of them are here.
         logit_rows: [L] rows of the extend that are sampled; None: the first L.
         wants_features: Whether some request keeps features of its rows.
     """
@@ -134,8 +134,8 @@ def build_batch(
     np.add(before_path.repeat(columns.num_rows), rows.path_len, out=host["position_ids"][:count])
     extend = ExtendInput(**device, rows=rows, bucket=bucket)
     mailbox_trees = None
-    if trees is not None and trees.are_on_device:
-        mailbox_trees = source.place_trees(plan.verifies, staging)
+    if trees is not None and trees.num_on_device:
+        mailbox_trees = source.place_trees(plan.verifies[: trees.num_on_device], staging)
     staging.flush()
     return StepBatch(
         extend=extend,
@@ -184,7 +184,7 @@ def build_verify(
 
     Args:
         source: Knows where the device posts accepted paths, besides.
-        taken: What the device took from the mailbox, if the trees are there.
+        taken: What the device took from the mailbox: the first trees; None: all of them are here.
     """
     nodes, rows = SampledNodes(trees), batch.logit_rows
     staging.begin()
@@ -209,9 +209,7 @@ def build_verify(
         num_logit_rows=count,
         logit_rows=None if rows is None else staging.add(np.array(rows)),
         node_rows=device["node_rows"],
-        token_ids=device["token_ids"] if taken is None else taken.token_ids,
-        parent_index=device["parent_index"] if taken is None else taken.parent_index,
-        position=device["position"] if taken is None else taken.position,
+        **_tree_tensors(trees, device, taken),
         max_depth=nodes.max_depth,
         may_move_kv=not all(layout.is_chain for layout in trees.layouts),
         logprob_rows=logprob_rows,
@@ -219,11 +217,37 @@ def build_verify(
             (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
         ),
         wants_features=any(request.features is not None for request in trees.requests),
-        are_trees_on_device=taken is not None,
-        mailbox_paths=source.place_paths(trees.requests, nodes.max_depth, staging),
+        num_device_trees=trees.num_on_device,
+        mailbox_paths=source.place_paths(trees.requests, staging),
     )
     staging.flush()
+    if taken is not None and trees.num_on_device < num_trees:
+        _put_first(taken, inputs)
     return inputs
+
+
+def _tree_tensors(
+    trees: SampledTrees, staged: Tensors, taken: TakenTrees | None
+) -> dict[str, torch.Tensor]:
+    """Return the trees of a VerifyInput: as taken, if the mailbox has all of them; else staged."""
+    if taken is None or trees.num_on_device < len(trees.requests):
+        return {name: staged[name] for name in ("token_ids", "parent_index", "position")}
+    return {
+        "token_ids": taken.token_ids,
+        "parent_index": taken.parent_index,
+        "position": taken.position,
+    }
+
+
+def _put_first(taken: TakenTrees, inputs: VerifyInput) -> None:
+    """Replace what held the places of trees from the mailbox by these trees, on the device.
+
+    Mutates: the first trees of `inputs`.
+    """
+    num_trees, num_nodes = taken.token_ids.shape
+    inputs.token_ids[:num_trees, :num_nodes] = taken.token_ids
+    inputs.parent_index[:num_trees, :num_nodes] = taken.parent_index
+    inputs.position[: len(taken.position)] = taken.position
 
 
 def _verify_fields(num_trees: int, num_nodes: int, num_rows: int) -> Fields:

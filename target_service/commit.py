@@ -31,9 +31,10 @@ class Cut(NamedTuple):
 
 def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[AcceptedNodes]:
     """Yield the path of every tree of a step."""
+    taken = [] if paths.num_nodes is None else paths.num_nodes.tolist()
     for seq_len, num_nodes, length, index, token_ids in zip(
         trees.seq_len,
-        trees.num_nodes if paths.num_nodes is None else paths.num_nodes.tolist(),
+        [*taken, *trees.num_nodes[len(taken) :]],
         paths.accept_length.tolist(),
         paths.accept_index.tolist(),
         paths.token_ids.tolist(),

@@ -107,7 +107,7 @@ class TargetEngine:
     @property
     def _window_wait_s(self) -> float:
         """Return how long to wait for trees that are being grown; with other work, not at all."""
-        if not self.source.window.is_growing:
+        if not self.source.window.is_growing or self.source.can_launch_early(self.scheduler):
             return 0.0
         if self._num_tree_rows is None:
             self._num_tree_rows = self.scheduler.num_tree_rows
@@ -233,11 +233,19 @@ class TargetEngine:
         """
         self.pipeline.step(waits=self._window_wait_s > 0)
         self._forget_rows()
+        return self._take_answers()
+
+    def launch_deferred(self) -> list[Any]:
+        """Launch a step with trees that the device is to wait for, before answers leave.
+
+        Returns: What can be said of it now, such as TargetAdmitted.
+        """
+        if not self.pipeline.launch_early():
+            return []
+        self._forget_rows()
+        return self._take_answers()
+
+    def _take_answers(self) -> list[Any]:
         outputs = self._state.outbox.copy()
         self._state.outbox.clear()
         return outputs
-
-    def launch_deferred(self) -> None:
-        """Launch the step of trees that the device is to wait for, before answers leave."""
-        if self.pipeline.launch_early():
-            self._forget_rows()

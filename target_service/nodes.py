@@ -32,8 +32,8 @@ class SampledTrees:
         device_roots: The nodes whose tokens only the device knows: each is the newest token of a
             request, here by row of the page table.
         parent_index: [L] within the own tree, root = -1.
-        are_on_device: The device takes the trees from the mailbox; the nodes here, but for the
-            roots, hold their places.
+        num_on_device: How many of the trees the device takes from the mailbox: the first ones. Of
+            these the nodes here, but for the roots, hold places.
     """
 
     requests: Sequence[TargetRequest]
@@ -43,12 +43,17 @@ class SampledTrees:
     token_ids: list[int]
     device_roots: dict[int, int]
     parent_index: list[int]
-    are_on_device: bool
+    num_on_device: int
 
     @property
     def num_nodes(self) -> list[int]:
         """Return the nodes of each tree, [B]; roots included."""
         return [len(layout.path_len) for layout in self.layouts]
+
+    @property
+    def num_device_nodes(self) -> int:
+        """Return how many nodes hold the places of trees from the mailbox: the first ones."""
+        return sum(self.num_nodes[: self.num_on_device])
 
 
 class SampledNodes:
@@ -100,7 +105,7 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
     device_roots: dict[int, int] = {}
     parent_index: list[int] = []
     layouts: list[TreeLayout] = []
-    are_on_device = False
+    num_on_device = 0
     for request in plan.verifies:
         parents, layout = _ROOT_ONLY, _ROOT_LAYOUT
         match request.queued:
@@ -109,7 +114,8 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
                 parents = tree.parent_index
                 layout = lay_out_tree(parents)
             case DeviceTree(shape):
-                are_on_device = True
+                assert len(layouts) == num_on_device, "trees from the mailbox come first"
+                num_on_device += 1
                 num_drafts = shape.num_draft_tokens - 1
                 token_ids += [request.tokens[-1], *[0] * num_drafts]
                 parents = (-1, *[0] * num_drafts)
@@ -139,7 +145,7 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
         token_ids=token_ids,
         device_roots=device_roots,
         parent_index=parent_index,
-        are_on_device=are_on_device,
+        num_on_device=num_on_device,
     )
 
 

@@ -56,7 +56,7 @@ class ExtendOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MailboxTrees:
-    """Trees that the device takes from the mailbox: those of all B requests of a step.
+    """Trees that the device takes from the mailbox: those of the first B requests of a step.
 
     Args:
         words: [S, 64] i64, the mailbox's trees.
@@ -107,7 +107,7 @@ class VerifyInput:
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
         mailbox_paths: Where paths are posted; None: nowhere.
-        are_trees_on_device: The host does not know the trees.
+        num_device_trees: Of how many requests, the first ones, the host does not know the trees.
         sampling: How the rows are sampled.
     """
 
@@ -125,7 +125,7 @@ class VerifyInput:
     num_top_logprobs: int
     wants_features: bool
     mailbox_paths: MailboxPaths | None
-    are_trees_on_device: bool
+    num_device_trees: int
     sampling: SamplingInput
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -204,8 +204,8 @@ class VerifyOutput:
     Args:
         node_outputs: Registered node-indexed tensors, [L, ...] each.
         walk: Accepted paths.
-        taken_parents: [B, N] i64, `parent_index` of trees from the mailbox; None: the host knows
-            the trees.
+        taken_parents: [M, N] i64, `parent_index` of the M trees from the mailbox, the first ones;
+            None: the host knows all trees.
     """
 
     node_outputs: NodeOutputs
@@ -252,8 +252,8 @@ class PathOutputs:
         accept_length: [B], bonus included.
         token_ids: The target's token at each path node.
         is_finite: 0 where the raw logits of that token were not all finite.
-        num_nodes: [B], of trees from the mailbox, root included; 1: the tree did not come in time.
-            None: the trees were here.
+        num_nodes: [M], of the M trees from the mailbox, the first ones; root included. 1: the tree
+            did not come in time. None: all trees were here.
         logprobs: Of those tokens; None when no request asked.
         top_ids, top_logprobs: [B, D + 1, num_top].
         features: [B, D + 1, row_bytes] u8; None when no request keeps them.

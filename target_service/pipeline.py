@@ -28,11 +28,17 @@ from target_service.tree_source import TreeSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
-    """A step that the device works on."""
+    """A step that the device works on.
+
+    Args:
+        has_device_round: It takes trees from the mailbox, or posts paths there: the device waits
+            for the trees that follow them in the next step, which must not be behind another.
+    """
 
     batch: StepBatch
     read: PendingRead
     timer: StepTimer
+    has_device_round: bool
 
 
 @dataclass(kw_only=True)
@@ -59,12 +65,16 @@ class Pipeline:
         """Launch a step; commit and answer the one before, and without overlap this one too.
 
         Args:
-            waits: Trees that are here wait for others; only trees from the mailbox are launched.
+            waits: Trees that are here wait for others, unless some come from the mailbox.
         """
         before, launched = self.in_flight, None
-        if before is None or not before.read.is_done:  # a result that is here is answered at once
-            is_early = before is None and self.source.queue_early(self.scheduler)
-            launched = self.launch(StepPlan() if waits and not is_early else self.scheduler.plan())
+        if before is None:
+            plan = self.source.plan_early(self.scheduler)
+            if plan is None:
+                plan = StepPlan() if waits else self.scheduler.plan()
+            launched = self.launch(plan)
+        elif self._may_launch_beside(before):
+            launched = self.launch(StepPlan() if waits else self.scheduler.plan())
         if before is not None:
             self.finish(before)
         if launched is not None and not self.scheduler.overlaps_steps:
@@ -80,11 +90,23 @@ class Pipeline:
         self.state.recorder.end_step()
 
     def launch_early(self) -> bool:
-        """Launch the step of trees that the device is to wait for; return whether there is one."""
-        if self.in_flight is None and self.source.queue_early(self.scheduler):
-            self.in_flight = self.launch(self.scheduler.plan())
-            return True
-        return False
+        """Launch a step with trees that the device is to wait for; return whether there are any."""
+        if self.in_flight is not None:
+            return False
+        plan = self.source.plan_early(self.scheduler)
+        if plan is not None:
+            self.in_flight = self.launch(plan)
+        return plan is not None
+
+    def _may_launch_beside(self, before: LaunchedStep) -> bool:
+        """Return whether a step is launched while the one before is in flight.
+
+        Not if its result is here, which is answered at once; nor where trees from the mailbox come
+        next, which would wait for that step.
+        """
+        if before.read.is_done or before.has_device_round:
+            return False
+        return not self.source.can_launch_early(self.scheduler)
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
         """Launch the rows of a plan; nothing waits for the device."""
@@ -97,15 +119,19 @@ class Pipeline:
         timer = self.state.recorder.step(request.request_id for request in plan.verifies)
         batch = runner.pack(plan, source)
         timer.host("pack")
-        taken = None
+        taken, has_device_round = None, False
         if batch.mailbox_trees is not None:
-            taken = source.take_trees(batch.mailbox_trees, batch.extend, batch.num_rows)
+            assert batch.trees is not None
+            num_rows = batch.trees.num_device_nodes
+            taken = source.take_trees(batch.mailbox_trees, batch.extend, num_rows)
+            has_device_round = True
             timer.device("take")
         extended = runner.compute(batch)
         timer.device("forward")
         verified = None
         if batch.trees is not None:
             verify = runner.pack_verify(batch, batch.trees, source, taken)
+            has_device_round = has_device_round or verify.mailbox_paths is not None
             verified = runner.verify(verify, extended)
             source.post_paths(verify, verified)
             runner.commit_kv(verify, verified)
@@ -113,7 +139,7 @@ class Pipeline:
         # Before the next step is launched: that step overwrites what this one computes.
         read = runner.start_read(batch, extended, verified)
         self.table.note_launch(plan, batch)
-        return LaunchedStep(batch=batch, read=read, timer=timer)
+        return LaunchedStep(batch=batch, read=read, timer=timer, has_device_round=has_device_round)
 
     def finish(self, launched: LaunchedStep) -> None:
         """Wait for a launched step, commit and answer it."""
@@ -146,7 +172,7 @@ class Pipeline:
             is_prefill = request.phase is Phase.PREFILL
             reply = commit_path(request, path, paths, row, max_context_len=state.max_context_len)
             if request.open.is_timed and not is_prefill:
-                times = self.times.of_answer(reply, step, is_device_round=trees.are_on_device)
+                times = self.times.of_answer(reply, step, is_device_round=row < trees.num_on_device)
                 reply = replace(reply, times=times)
             state.outbox.append(reply)
             state.counts.moved_rounds += reply.accept_index != tuple(range(len(reply.token_ids)))
@@ -158,6 +184,6 @@ class Pipeline:
             if request.features is not None and paths.features is not None and not is_prefill:
                 rows = paths.features[row, : len(reply.token_ids)]
                 request.features.append(path.seq_len, rows.copy())
-        if not trees.are_on_device:  # else the next step is launched first
+        if not trees.num_on_device:  # else the next step is launched first
             self.flush_peers()
         self.runner.sampler.count(advanced)

@@ -113,7 +113,7 @@ class TargetRunner:
         """Lay out how a step's trees are sampled and walked, and start to bring it over.
 
         Args:
-            taken: What the device took from the mailbox, if the trees are there.
+            taken: What the device took from the mailbox: the first trees; None: all are here.
         """
         return build_verify(batch, trees, self.verify_staging, self.sampler, source, taken=taken)
 
@@ -275,7 +275,9 @@ class TargetRunner:
         return VerifyOutput(
             node_outputs=outputs,
             walk=walk,
-            taken_parents=inputs.parent_index if inputs.are_trees_on_device else None,
+            taken_parents=(
+                inputs.parent_index[: inputs.num_device_trees] if inputs.num_device_trees else None
+            ),
         )
 
     @torch.inference_mode()

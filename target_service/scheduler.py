@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
-from target_service.request import Phase, TargetRequest
+from target_service.request import DeviceTree, Phase, TargetRequest
 
 # Trees leave one row in so many to prefills and replays, if there are any.
 CHAIN_SHARE = 4
@@ -44,7 +44,11 @@ class ReplayWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one engine step computes; its rows stay within the budget."""
+    """What one engine step computes; its rows stay within the budget.
+
+    Args:
+        verifies: Those whose trees the device takes from the mailbox come first.
+    """
 
     verifies: list[TargetRequest] = field(default_factory=list)
     prefills: list[PrefillWork] = field(default_factory=list)
@@ -119,11 +123,6 @@ class Scheduler:
                 num_rows += request.next_num_rows
         return num_rows
 
-    def fits_alone(self, num_rows: int) -> bool:
-        """Return whether a step can take so many rows of trees, and nothing but trees is due."""
-        has_chain = any([_has_chain(request) for request in self.held])
-        return num_rows <= self._max_batch_rows and not has_chain and not self._can_admit()
-
     def enqueue(self, request: TargetRequest) -> None:
         """Let a request wait for pages."""
         heapq.heappush(self._waiting, (-request.open.priority, request.admission_idx, request))
@@ -162,6 +161,7 @@ class Scheduler:
             plan.verifies[:] = [r for r in plan.verifies if r.phase is not Phase.WAITING]
             plan.prefills[:] = [w for w in plan.prefills if w.request.phase is not Phase.WAITING]
             plan.admitted[:] = [r for r in plan.admitted if r.phase is not Phase.WAITING]
+        plan.verifies.sort(key=_is_tree_here)
         return plan
 
     def _plan_rounds(self, plan: StepPlan, budget: int, set_aside: int) -> int:
@@ -247,6 +247,11 @@ class Scheduler:
                     return False
             else:
                 return True
+
+
+def _is_tree_here(request: TargetRequest) -> bool:
+    """Return whether the host knows the tree of the round that is queued."""
+    return not isinstance(request.queued, DeviceTree)
 
 
 def _has_chain(request: TargetRequest) -> bool:

@@ -29,7 +29,7 @@ from target_service.phases import (
     VerifyOutput,
 )
 from target_service.request import TargetRequest
-from target_service.scheduler import Scheduler
+from target_service.scheduler import Scheduler, StepPlan
 
 
 class TreeSource:
@@ -85,31 +85,34 @@ class TreeSource:
     # --- device rounds ---------------------------------------------------------------------------
 
     def can_launch_early(self, scheduler: Scheduler) -> bool:
-        """Return whether the next step can be launched before its trees are here.
-
-        Not if a request could be served at once: it would wait for the trees as well.
+        """Return whether the device can wait for some tree that is ordered: the step that it is in
+        can be launched before the tree is here.
         """
         return False
 
-    def queue_early(self, scheduler: Scheduler) -> bool:
-        """Queue the rounds of trees that the device will wait for, if `can_launch_early`.
+    def plan_early(self, scheduler: Scheduler) -> StepPlan | None:
+        """Plan a step that waits, on the device, for all trees that it can wait for there, and has
+        whatever else is ready beside them. Nothing is in flight.
 
-        The device waits for all of them: a request that came meanwhile would wait as well.
-
-        Returns: Whether it did: these rounds are the next step, and nothing else is in it.
+        Returns: None unless `can_launch_early`.
         """
-        return False
+        return None
 
     def place_trees(self, requests: Sequence[TargetRequest], staging: Staging) -> MailboxTrees:
         """Say where the device finds the trees of these requests."""
         raise AssertionError("only a source with a mailbox queues a DeviceTree")
 
     def take_trees(self, trees: MailboxTrees, inputs: ExtendInput, num_rows: int) -> TakenTrees:
-        """Let the device wait for trees and lay them out. Mutates: the rows of `inputs`."""
+        """Let the device wait for trees and lay them out as the first rows of a step.
+
+        Args:
+            num_rows: Of these trees.
+        Mutates: the rows of `inputs`.
+        """
         raise AssertionError("only a source with a mailbox places trees")
 
     def place_paths(
-        self, requests: Sequence[TargetRequest], max_depth: int, staging: Staging
+        self, requests: Sequence[TargetRequest], staging: Staging
     ) -> MailboxPaths | None:
         """Say where the device posts the accepted paths of these requests; None: nowhere."""
         return None

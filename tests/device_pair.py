@@ -172,7 +172,7 @@ class DevicePair(PeerPair):
         """Step both engines once; return whether anything is left to do."""
         self.pump()
         if self.target.scheduler.overlaps_steps:
-            self.target.launch_deferred()
+            self.launch_deferred()
         self.step_target()
         if (
             self.target.pipeline.in_flight is not None
@@ -184,6 +184,11 @@ class DevicePair(PeerPair):
         self.pump()
         has_work = self.target.has_work or self.target.has_work_in_s is not None or self.late
         return bool(has_work) or (self.draft is not None and self.draft.has_work)
+
+    def launch_deferred(self) -> None:
+        """Let the target launch a step before its trees are here."""
+        for message in self.target.launch_deferred():
+            self.on_target(message)
 
     @property
     def can_launch_early(self) -> bool:

@@ -44,7 +44,7 @@ def _fence_system():
     )
 
 
-@triton.jit(do_not_specialize=["num_steps", "num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "num_steps"])
 def _post_rows_kernel(
     rows_ptr,  # [2, S, MAX_PATH, WIDTH] mutated
     slot_ptr,  # [B] i32
@@ -52,8 +52,8 @@ def _post_rows_kernel(
     accept_length_ptr,  # [B] i64
     path_rows_ptr,  # [B, D + 1] i64
     features_ptr,  # [L, WIDTH]
-    num_steps,  # D + 1
     num_slots,  # S
+    num_steps,  # D + 1
     MAX_PATH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,15 +113,15 @@ def post_paths(
 ) -> None:
     """Post what B requests accepted: feature rows first, then the words that vouch for them.
 
-    Grids: (B, min(D + 1, 8), blocks of W), then (B,).
+    Of a path that is longer than a slot, words and rows of the first tokens are posted, with its
+    length: no reader takes it. Grids: (B, min(D + 1, 8), blocks of W), then (B,).
 
     Args:
         paths: [S, 8] i64, the mailbox.
         rows: [2, S, 8, W] of the features' dtype; None without features.
         slot: [B] i32; -1: nothing to post.
         seq: [B] i32, rounds.
-        accept_length: [B] i64, tokens of the path, bonus included; at most D + 1, and 8 of those
-            that are posted.
+        accept_length: [B] i64, tokens of the path, bonus included; at most D + 1.
         path_rows: [B, D + 1] i64, logit rows of the path's nodes.
         tokens: [L] i32, the target's token at each logit row.
         features: [L, W], or None.
@@ -141,16 +141,15 @@ def post_paths(
         width = features.shape[1]
         assert rows.shape[2:] == (MAX_PATH, width) and rows.dtype == features.dtype
         count_launch("post_rows")
-        grid = (batch, min(num_steps, MAX_PATH), triton.cdiv(width, _BLOCK))
-        _post_rows_kernel[grid](
+        _post_rows_kernel[(batch, min(num_steps, MAX_PATH), triton.cdiv(width, _BLOCK))](
             rows,
             slot,
             seq,
             accept_length,
             path_rows,
             features,
-            num_steps,
             rows.shape[1],
+            num_steps,
             MAX_PATH=MAX_PATH,
             WIDTH=width,
             BLOCK=_BLOCK,

@@ -53,8 +53,11 @@ class Engine(Protocol):
     def step(self) -> list[Any]:
         """Run one batch and return what it answers."""
 
-    def launch_deferred(self) -> None:
-        """Launch a step whose inputs the device awaits, before the last one's answers leave."""
+    def launch_deferred(self) -> list[Any]:
+        """Launch a step whose inputs the device awaits, before the last one's answers leave.
+
+        Returns: More answers.
+        """
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""

@@ -145,7 +145,7 @@ class _EngineLoop:
         received = pipe.receive()  # requests that came during the step join the next launch
         if received:
             self.submit(received)
-        engine.launch_deferred()
+        outputs += engine.launch_deferred()
         engine.channels.flush()
         # A step that was only launched, or answered over a channel, is no news for a while.
         if outputs or time.monotonic() >= self._next_report:

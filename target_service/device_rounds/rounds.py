@@ -33,7 +33,7 @@ from target_service.phases import (
     VerifyOutput,
 )
 from target_service.request import DeviceTree, TargetRequest
-from target_service.scheduler import Scheduler
+from target_service.scheduler import Scheduler, StepPlan
 
 # A tree takes a millisecond or two; one that has to wait for a prompt, ten.
 PATIENCE_US = 30_000
@@ -55,9 +55,8 @@ class DeviceRounds(PeerRounds):
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
-        if trees.are_on_device:
-            for request, path in zip(trees.requests, nodes, strict=True):
-                _note_wait(request, path)
+        for request, path in zip(trees.requests[: trees.num_on_device], nodes, strict=False):
+            _note_wait(request, path)
         super().order_next(trees, nodes, features)
 
     def launched(self, requests: Sequence[TargetRequest]) -> None:
@@ -68,18 +67,21 @@ class DeviceRounds(PeerRounds):
     # --- a step that waits for its trees ---------------------------------------------------------
 
     def can_launch_early(self, scheduler: Scheduler) -> bool:
-        shapes = [_ordered_shape(request) for request in scheduler.held]
-        num_rows = sum([shape.num_draft_tokens for shape in shapes if shape is not None])
-        return bool(shapes) and None not in shapes and scheduler.fits_alone(num_rows)
+        return any([_ordered_shape(request) is not None for request in scheduler.held])
 
-    def queue_early(self, scheduler: Scheduler) -> bool:
-        if not self.can_launch_early(scheduler):
-            return False
-        for request in scheduler.held:
-            shape = _ordered_shape(request)
-            assert shape is not None
+    def plan_early(self, scheduler: Scheduler) -> StepPlan | None:
+        ordered = [(request, _ordered_shape(request)) for request in scheduler.held]
+        due = [(request, shape) for request, shape in ordered if shape is not None]
+        if not due:
+            return None
+        for request, shape in due:
             request.queued = DeviceTree(shape)
-        return True
+        plan = scheduler.plan()
+        planned = set(plan.verifies)
+        for request, _ in due:
+            if request not in planned:  # for want of rows; its tree is waited for in a later step
+                request.queued = None
+        return plan
 
     def place_trees(self, requests: Sequence[TargetRequest], staging: Staging) -> MailboxTrees:
         host, device = staging.place_zeros(_fields, len(requests))
@@ -115,10 +117,10 @@ class DeviceRounds(PeerRounds):
         )
 
     def place_paths(
-        self, requests: Sequence[TargetRequest], max_depth: int, staging: Staging
+        self, requests: Sequence[TargetRequest], staging: Staging
     ) -> MailboxPaths | None:
         tags = list(map(_round_tag, requests))
-        if max_depth >= MAX_PATH or not any(tags):
+        if not any(tags):
             return None
         host, device = staging.place_zeros(_fields, len(requests))
         host["round_tag"][:] = tags

@@ -25,8 +25,9 @@ class BareEngine:
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         raise AssertionError(f"{message} over a channel that does not exist")
 
-    def launch_deferred(self) -> None:
+    def launch_deferred(self) -> list[Any]:
         """Do nothing."""
+        return []
 
     def check_integrity(self) -> None:
         """There is nothing to leak."""

@@ -199,26 +199,43 @@ def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
     ],
     ids=["repetition", "presence", "min_new_tokens"],
 )
-@pytest.mark.parametrize("is_longest", [False, True])
-def test_a_request_whose_host_must_know_the_tree_ends_device_rounds_of_all(
-    make: Make, needs_host: dict[str, Any], *, is_longest: bool
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_device_rounds_go_on_beside_a_request_whose_host_must_know_the_tree(
+    make: Make, needs_host: dict[str, Any], *, overlaps: bool
 ) -> None:
-    """The devices go on by themselves as soon as it has ended."""
     target, draft, _ = make("eagle")
-    num_tokens = 40 if is_longest else 25
-    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=num_tokens, shape=BUSHY, **needs_host)
-    others = [replace(request, max_new_tokens=60) for request in requests_of(2, 0)]
-    requests = [one] if is_longest else [one, *others]
+    target.scheduler.overlaps_steps = overlaps
+    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY, **needs_host)
+    others = [replace(request, max_new_tokens=40) for request in requests_of(2, 0)]
+    requests = [one, *others]
     expected = plain_of(target, requests)
     pair = PoisonedDevicePair(target, draft)
-    for request in requests:
-        pair.open(request)
-    while not one.finish_reason:
-        pair.step()
-    assert pair.num_device_trees == 0
-    pair.finish()
+    pair.run(requests)
     check(requests, expected)
-    assert is_longest or pair.num_device_trees > 10
+    of_others = num_rounds(others)
+    assert pair.num_device_trees > of_others * 2 // 3 and pair.num_overlapped > of_others // 2
+    assert one.request_id not in {request_id for request_id, _ in pair.device_trees}
+    assert any(path.num_draft_tokens > 1 for path in one.paths), "it speculates as well"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("neighbour", ["plain", "deep"])
+def test_device_rounds_go_on_beside_a_request_without_them(
+    make: Make, neighbour: str, *, overlaps: bool
+) -> None:
+    """One that never speculates, or whose trees are too deep for the mailbox."""
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = overlaps
+    shape = None if neighbour == "plain" else TOO_DEEP
+    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=60, shape=shape)
+    others = [replace(request, max_new_tokens=40) for request in requests_of(2, 0)]
+    requests = [one, *others]
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    pair.run(requests)
+    check(requests, expected)
+    of_others = num_rounds(others)
+    assert pair.num_device_trees > of_others * 2 // 3 and pair.num_overlapped > of_others // 2
 
 
 # --- trees that are no good ----------------------------------------------------------------------

@@ -50,8 +50,8 @@ class Scripted(BareEngine):
         if message == "go":
             self._steps = self._todo
 
-    def launch_deferred(self) -> None:
-        pass
+    def launch_deferred(self) -> list[Any]:
+        return []
 
     def step(self) -> list[Any]:
         self._clock.now += self._step_s
@@ -150,8 +150,9 @@ class Eager(Scripted):
         self.seen.append(message)
         super().submit(message)
 
-    def launch_deferred(self) -> None:
+    def launch_deferred(self) -> list[Any]:
         self.seen.append("launch early")
+        return ["early"]
 
 
 def test_what_is_launched_early_comes_after_new_messages_and_before_the_report(
