@@ -128,10 +128,15 @@ def create_engine(
     mailbox = None
     if device.type == "cuda" or has_cpu_mailbox:
         mailbox = make_mailbox(config, channels.name, features, pool, dtype)
+    source = make_source(state, BatchWindow(costs), channels, mailbox, device)
+    if runner.pads_rows:
+        runner.capture_verifies(
+            source, progress=lambda stage, done: progress(stage, 0.93 + 0.02 * done)
+        )
     engine = TargetEngine(
         runner,
         state,
-        make_source(state, BatchWindow(costs), channels, mailbox, device),
+        source,
         channels,
         max_batch_rows=max_batch_rows(config, device),
         prefill_chunk_len=prefill_chunk_len(config, device),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from shared.kernels.accept_walk import accept_walk
-from shared.kernels.logprobs import chosen_logprobs
 from shared.kernels.mailbox_trees import TakenTrees
-from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, FeatureSpec
 from shared.models.eagle3 import FeatureProjection
@@ -23,13 +20,12 @@ from shared.step.graphs import GraphCache
 from shared.step.packing import NO_BLOCKS, pack_rows
 from shared.step.read_back import PendingRead, ReadBack
 from shared.step.staging import Staging
-from target_service.batch import StepBatch, build_batch, build_verify, extend_fields
+from target_service.batch import StepBatch, build_batch, extend_fields
 from target_service.nodes import SampledTrees
 from target_service.phases import (
     TOKEN_IS_KNOWN,
     ExtendInput,
     ExtendOutput,
-    NodeOutputs,
     PathOutputs,
     StepOutputs,
     VerifyInput,
@@ -39,13 +35,14 @@ from target_service.sampler import Sampler
 from target_service.scheduler import StepPlan
 from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
+from target_service.verify import PostPaths, Verifier
+from target_service.verify_input import build_padding, build_verify
 
 logger = logging.getLogger(__name__)
 
-# More than a step of trees takes; longer steps go round it.
-VERIFY_BYTES = 1 << 20
-# Of an ExtendInput: what its rows take, and what else there is.
+# What a row of a step and its tree take in staging, and what else there is.
 _BYTES_PER_ROW = 512
+_BYTES_PER_TREE = 3 * 8 * MAX_TREE_NODES + 64
 _STAGED_BYTES = 4 << 20
 _NUM_TIMED = 3
 
@@ -80,11 +77,36 @@ class TargetRunner:
         self._buckets = buckets_up_to(max(max_batch_rows, MAX_TREE_NODES))
         num_bytes = self._buckets[-1] * _BYTES_PER_ROW + _STAGED_BYTES
         self.extend_staging = Staging(pool.device, num_bytes)
-        self.verify_staging = Staging(pool.device, VERIFY_BYTES)
-        # The newest token of every request, by row of the page table.
-        self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
-        self._graphs = GraphCache(pool.device)
-        self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
+        num_bytes = self._buckets[-1] * _BYTES_PER_ROW + _STAGED_BYTES
+        num_bytes += pool.max_num_requests * _BYTES_PER_TREE
+        self.verify_staging = Staging(pool.device, num_bytes)
+        # The newest token of every request, by row of the page table; the last is a spare.
+        num_roots = pool.max_num_requests + 1
+        self._roots = torch.zeros(num_roots, dtype=torch.int64, device=pool.device)
+        self.graphs = GraphCache(pool.device)
+        self.pads_rows = self.graphs.is_capturing if pads_rows is None else pads_rows
+        # Where padded forwards leave their rows.
+        self._padded, self._captured = self._place_rows()
+        self._verifier = Verifier(
+            model, pool, sampler, self.graphs, roots=self._roots, extended=self._padded
+        )
+
+    def _place_rows(self) -> tuple[ExtendOutput, torch.Tensor | None]:
+        """Return memory for the rows of the largest step, and for captured ones to project."""
+        config, num_rows = self.model.config, self._buckets[-1]
+
+        def rows(width: int) -> torch.Tensor | None:
+            shape = (num_rows, width)
+            if not width:
+                return None
+            return torch.zeros(shape, dtype=self.model.dtype, device=self.pool.device)
+
+        hidden = rows(config.hidden_size)
+        assert hidden is not None
+        is_projected = self._projection is not None
+        captured_width = config.hidden_size * len(self.features.layer_ids) if is_projected else 0
+        features = rows(self.features.width)
+        return ExtendOutput(hidden=hidden, features=features), rows(captured_width)
 
     @property
     def window(self) -> int:
@@ -92,7 +114,7 @@ class TargetRunner:
         return self.model.config.sliding_window
 
     @property
-    def buckets(self) -> Sequence[int]:
+    def buckets(self) -> tuple[int, ...]:
         """Return the row counts that steps are padded to; empty: they are not padded."""
         return self._buckets if self.pads_rows else ()
 
@@ -115,7 +137,16 @@ class TargetRunner:
         Args:
             taken: What the device took from the mailbox: the first trees; None: all are here.
         """
-        return build_verify(batch, trees, self.verify_staging, self.sampler, source, taken=taken)
+        return build_verify(
+            batch,
+            trees,
+            self.pool,
+            self.verify_staging,
+            self.sampler,
+            source,
+            buckets=self.buckets,
+            taken=taken,
+        )
 
     def compute(self, batch: StepBatch) -> ExtendOutput:
         """Compute the rows of a step, and the features of it that some request keeps.
@@ -126,7 +157,10 @@ class TargetRunner:
         extended = self.extend(batch.extend)
         if extended.features is None or not batch.wants_features:
             return replace(extended, features=None)
-        return replace(extended, features=self._features_of(extended.features, batch.extend.bucket))
+        if self._projection is not None:
+            features = self._features_of(extended.features, batch.extend.bucket)
+            extended = replace(extended, features=features)
+        return extended
 
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
         """Compute rows of new tokens; features are as captured.
@@ -136,19 +170,19 @@ class TargetRunner:
         """
         if inputs.bucket is None:
             return self._forward(inputs)
-        output: ExtendOutput = self._graphs.run(
+        output: ExtendOutput = self.graphs.run(
             ("extend", inputs.bucket),
-            lambda: self._forward(inputs),
+            lambda: self._forward_padded(inputs),
             (inputs.token_ids, inputs.position_ids, inputs.root_idx, *inputs.rows.tensors),
         )
         return output
 
     def _features_of(self, captured: torch.Tensor, bucket: int | None) -> torch.Tensor:
         """Return the rows that a draft gets, [T, features.width], of captured ones."""
-        if bucket is None or self._projection is None:
+        if bucket is None:
             return self._project(captured)
-        rows: torch.Tensor = self._graphs.run(
-            ("project", bucket), lambda: self._project(captured), (captured,)
+        rows: torch.Tensor = self.graphs.run(
+            ("project", bucket), lambda: self._project_padded(captured), (captured,)
         )
         return rows
 
@@ -169,7 +203,7 @@ class TargetRunner:
         for done, bucket in enumerate(reversed(self._buckets)):
             progress(f"capturing graphs: {bucket} rows", done / len(self._buckets))
             features = self.extend(self._padding(bucket, window)).features
-            if features is not None:
+            if features is not None and self._projection is not None:
                 self._features_of(features, bucket)
         logger.info(
             "made graphs of %d to %d rows in %.1f s",
@@ -177,6 +211,20 @@ class TargetRunner:
             self._buckets[-1],
             time.perf_counter() - started,
         )
+
+    def capture_verifies(
+        self, source: TreeSource, *, progress: Callable[[str, float], None]
+    ) -> None:
+        """Make the graphs of what follows a forward, from rows of padding; logs what that took."""
+        started = time.perf_counter()
+        for done, bucket in enumerate(reversed(self._buckets)):
+            progress(f"capturing graphs: {bucket} sampled rows", done / len(self._buckets))
+            for has_filters in (False, True):
+                inputs = build_padding(
+                    bucket, self.pool, self.verify_staging, source, has_filters=has_filters
+                )
+                self.verify(inputs, self._padded, source.post_paths)
+        logger.info("made graphs of what is sampled in %.1f s", time.perf_counter() - started)
 
     def measure_costs(self, *, window: int) -> StepCosts:
         """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""
@@ -227,74 +275,36 @@ class TargetRunner:
             features = output.hidden
         return ExtendOutput(hidden=output.hidden, features=features)
 
+    def _forward_padded(self, inputs: ExtendInput) -> ExtendOutput:
+        """Do what `_forward` does; leave its rows where the next graphs look for them."""
+        output = self._forward(inputs)
+        num_rows = len(output.hidden)
+        features = self._padded.features if self._projection is None else self._captured
+        if output.features is not None:
+            assert features is not None
+            features = features[:num_rows].copy_(output.features)
+        hidden = self._padded.hidden[:num_rows].copy_(output.hidden)
+        return ExtendOutput(hidden=hidden, features=features)
+
     @torch.inference_mode()
     def _project(self, captured: torch.Tensor) -> torch.Tensor:
         """Return the rows that a draft gets, [T, features.width]."""
-        return captured if self._projection is None else self._projection(captured)
+        assert self._projection is not None
+        return self._projection(captured)
 
-    @torch.inference_mode()
-    def verify(self, inputs: VerifyInput, extended: ExtendOutput) -> VerifyOutput:
-        """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
-        sampling = inputs.sampling
-        logits = self.model.logits(inputs.gather(extended.hidden))  # [L, V]
-        raw, raw_rows = logits, inputs.logprob_rows
-        if raw_rows is not None and sampling.edits_logits:
-            raw = logits[raw_rows]
-            raw_rows = torch.arange(len(raw), device=raw.device)
-        tokens, is_finite = self.sampler.sample(logits, sampling, inputs.position)  # [L] each
-        outputs = NodeOutputs(len(tokens))
-        outputs.register("token_ids", tokens)
-        outputs.register("is_finite", is_finite)
-        if extended.features is not None and inputs.wants_features:
-            outputs.register("features", inputs.gather(extended.features))
-        if inputs.logprob_rows is not None:
-            assert raw_rows is not None
-            found = chosen_logprobs(
-                raw, raw_rows, tokens[inputs.logprob_rows], num_top=inputs.num_top_logprobs
-            )
-            # Rows that did not ask have 0.
-            for name, values in (
-                ("logprobs", found.chosen),
-                ("top_logprobs", found.top),
-                ("top_ids", found.top_ids),
-            ):
-                table = values.new_zeros((len(tokens), *values.shape[1:]))
-                outputs.register(name, table.index_copy_(0, inputs.logprob_rows, values))
-        walk = accept_walk(
-            inputs.token_ids,
-            inputs.parent_index,
-            inputs.node_rows,
-            tokens,
-            inputs.seq_len,
-            inputs.req_idx,
-            self.pool.page_table,
-            self._roots,
-            page_size=self.pool.page_size,
-            max_depth=inputs.max_depth,
-        )
-        return VerifyOutput(
-            node_outputs=outputs,
-            walk=walk,
-            taken_parents=(
-                inputs.parent_index[: inputs.num_device_trees] if inputs.num_device_trees else None
-            ),
-        )
+    def _project_padded(self, captured: torch.Tensor) -> torch.Tensor:
+        assert self._padded.features is not None
+        return self._padded.features[: len(captured)].copy_(self._project(captured))
 
-    @torch.inference_mode()
-    def commit_kv(self, inputs: VerifyInput, verified: VerifyOutput) -> None:
-        """Move the KV of each accepted path to the front of its round's slots.
+    def verify(self, inputs: VerifyInput, extended: ExtendOutput, post: PostPaths) -> VerifyOutput:
+        """Sample at every node, walk each tree, post accepted paths and move their KV; launches
+        only.
 
-        Mutates: KV slots [seq_len, seq_len + accept_length) of each request.
+        Returns: Valid until the next step.
+        Mutates: KV slots [seq_len, seq_len + accept_length) of each request, and its root on the
+            device.
         """
-        if not inputs.may_move_kv:
-            return
-        walk, pool = verified.walk, self.pool
-        move_kv(
-            pool.caches,
-            walk.move_src.flatten(),
-            walk.move_dst.flatten(),
-            addresses=pool.cache_addresses,
-        )
+        return self._verifier.run(inputs, extended, post)
 
     @torch.inference_mode()
     def start_read(
