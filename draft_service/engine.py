@@ -67,6 +67,7 @@ class DraftEngine:
             self._outbox,
             self.source,
             self._recorder,
+            hear_peers=self._hear_peers,
             max_batch_rows=max_batch_rows,
         )
 
@@ -77,8 +78,8 @@ class DraftEngine:
 
     @property
     def has_work_in_s(self) -> float | None:
-        """Return None: there is work now, or when a message comes."""
-        return None
+        """Return how long there is work that waits for a device round at most; None: none waits."""
+        return self.pipeline.has_work_in_s
 
     @property
     def load(self) -> WorkerLoad:
@@ -120,6 +121,10 @@ class DraftEngine:
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
         self.runner.pool.check_integrity()
+
+    def _hear_peers(self) -> None:
+        for channel, message in self.channels.receive():
+            self.submit_peer(channel, message)
 
     def _take(self, message: Any, channel: PeerChannel | None) -> None:
         self.pipeline.note_message()

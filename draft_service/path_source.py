@@ -11,7 +11,7 @@ The first two ways end in an order of the request table; the third is a `PathSou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,26 +63,41 @@ class PathSource:
         """Stage where the trees of requests that are about to grow are posted; None: nowhere."""
         return None
 
-    def next_shape(self, requests: Sequence[DraftRequest]) -> TreeShape | None:
-        """Return the shape of the trees that the device can grow next by itself; None: it cannot.
+    def ready_ahead(self, requests: Iterable[DraftRequest]) -> list[DraftRequest]:
+        """Return the requests whose next trees the device can grow by itself, in one launch.
 
         Args:
             requests: All of the engine.
         """
-        return None
+        return []
 
-    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape, timer: StepTimer) -> None:
-        """Let the device wait for what the target accepts of the newest trees, and go on from it.
+    def launch_ahead(
+        self, requests: Sequence[DraftRequest], path_width: int, timer: StepTimer
+    ) -> None:
+        """Let the device wait for what targets accept of the newest trees, and go on from it.
 
         Args:
-            requests: Those that have this `next_shape`, with slots reserved.
+            requests: Some that are ready, with slots reserved.
+            path_width: Tokens of the longest path through any of their trees.
         """
-        raise AssertionError("there is no shape")
+        raise AssertionError("no request is ready")
 
-    def confirm(self) -> ConfirmedTrees | None:
+    def ahead_until_s(self, requests: Iterable[DraftRequest]) -> float:
+        """Return how long the host should leave the device alone, which waits for paths; a time of
+        the monotonic clock. 0: it does not wait, or an order is here that ends the wait.
+
+        Args:
+            requests: All of the engine.
+        """
+        return 0.0
+
+    def confirm(self, hear: Callable[[], None]) -> ConfirmedTrees | None:
         """Return what was launched and is the same as what would be done now; the rest is void.
 
         Waits for the device, which waits no longer for paths that are not there.
+
+        Args:
+            hear: Takes the orders that have come meanwhile.
         """
         return None
 

@@ -8,12 +8,14 @@ grow        launched: a tree from every root that is extended, posted if a devic
 settle      while the device works: counts, pages that are freed and reserved
 read        waits for the device
 answer      each tree the way that its order came
-overlap     launched: what the device does next without its host (device rounds)
+ahead       launched: what the device does next without its host (device rounds)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from draft_service.answers import GrownTrees, answer
@@ -24,10 +26,13 @@ from draft_service.request import DraftRequest
 from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
 from shared.messages import TreeShape
+from shared.step.buckets import ROW_BUCKETS
 from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
 
 CHUNK_ROWS = 256
+# More than a path has. Requests with more rows than that are reading their prompts.
+_MOST_PATH_ROWS = 16
 
 
 class DraftPipeline:
@@ -36,6 +41,7 @@ class DraftPipeline:
     Args:
         outbox: Takes what goes to the front.
         source: Of paths that the device has first.
+        hear_peers: Takes what targets' engines have sent.
         max_batch_rows: Rows per extend.
     """
 
@@ -47,6 +53,7 @@ class DraftPipeline:
         source: PathSource,
         recorder: Recorder,
         *,
+        hear_peers: Callable[[], None],
         max_batch_rows: int,
     ) -> None:
         self.num_steps = self.num_rows = self.num_request_steps = 0
@@ -55,26 +62,48 @@ class DraftPipeline:
         self._outbox = outbox
         self._source = source
         self._recorder = recorder
+        self._hear_peers = hear_peers
         self._max_batch_rows = max_batch_rows
-        self._has_work: bool | None = None  # None: not known
+        self._begins_s: float | None = None  # see _work_begins_s; None: not known
 
     @property
     def has_work(self) -> bool:
-        """Return whether there are rows to extend or trees to grow."""
-        if self._has_work is None:
-            self._has_work = any(
-                request.num_ready_rows or request.can_grow for request in self._requests.values()
-            )
-        return self._has_work
+        """Return whether there are rows to extend or trees to grow now."""
+        return self._work_begins_s <= time.monotonic()
+
+    @property
+    def has_work_in_s(self) -> float | None:
+        """Return how long rows and trees wait for a device round at most; None: none waits."""
+        if math.isinf(self._work_begins_s):
+            return None
+        return max(self._work_begins_s - time.monotonic(), 0.0) or None
+
+    @property
+    def _work_begins_s(self) -> float:
+        """Return when there is work, a time of the monotonic clock; inf: not before a message.
+
+        While the device waits for paths, everything that is launched waits behind it. What is not
+        urgent is launched after the round, before the next one.
+        """
+        if self._begins_s is None:
+            requests = self._requests.values()
+            has_work = any(request.num_ready_rows or request.can_grow for request in requests)
+            self._begins_s = self._source.ahead_until_s(requests) if has_work else math.inf
+        return self._begins_s
 
     def note_message(self) -> None:
         """Look anew whether there is work: a message changes the requests."""
-        self._has_work = None
+        self._begins_s = None
 
     def step(self) -> None:
         """Extend what can be extended, then grow every tree whose root is extended."""
         if self.has_work:
             self._confirm()
+            self._extend_and_grow()
+        self._launch_ahead()
+        self._begins_s = None
+
+    def _extend_and_grow(self) -> None:
         timer = self._timer([r for r in self._requests.values() if r.pending is not None])
         works = self.plan_extend()
         self._runner.extend(works, timer)
@@ -88,21 +117,27 @@ class DraftPipeline:
             output = self._runner.read(timer)
             rows = range(len(growing))
             self._answer(GrownTrees(requests=growing, rows=rows, output=output, timer=timer))
-        self._overlap()
-        self._has_work = None
 
     def plan_extend(self) -> list[ExtendWork]:
-        """Choose rows: first of requests whose tree is ordered, oldest first."""
+        """Choose rows: first of requests whose tree is ordered, oldest first.
+
+        Beside device rounds prompts are read in pieces: the next round is launched behind them.
+        """
         ready = [
             (request, count)
             for request in self._requests.values()  # oldest first
             if (count := request.num_ready_rows)
         ]
         ready.sort(key=lambda entry: entry[0].pending is None)
-        budget = self._max_batch_rows
+        budget = prompt_budget = self._max_batch_rows
+        if any(request.device_tree is not None for request in self._requests.values()):
+            prompt_budget = CHUNK_ROWS
         works = []
         for request, num_ready in ready:
             count = min(num_ready, budget, CHUNK_ROWS)
+            if num_ready > _MOST_PATH_ROWS:
+                count = min(count, prompt_budget)
+                prompt_budget -= count
             if count and request.is_held and self._requests.reserve(request, count):
                 works.append(ExtendWork(request, request.kv_len, count))
                 budget -= count
@@ -136,7 +171,7 @@ class DraftPipeline:
 
     def _confirm(self) -> None:
         """Commit and answer what the device did before its host had the orders."""
-        done = self._source.confirm()
+        done = self._source.confirm(self._hear_peers)
         if done is None:
             return
         requests = done.trees.requests
@@ -161,20 +196,24 @@ class DraftPipeline:
             if request.is_held:
                 self._requests.drop_unseen(request)
         for request in growing:
-            self._reserve_next(request, request.pending_tree.order.shape)
+            shape = request.pending_tree.order.shape
+            self._reserve_next(request, shape, shape.num_steps + 1)
         self._runner.bring_page_table()
 
-    def _overlap(self) -> None:
-        """Let the device go on by itself, if all requests are at that point."""
-        requests = list(self._requests.values())
-        shape = self._source.next_shape(requests)
-        if shape is not None and all([self._reserve_next(r, shape) for r in requests]):
-            self._source.launch(requests, shape, self._timer(requests))
+    def _launch_ahead(self) -> None:
+        """Let the device go on by itself, for all requests that are at that point."""
+        ready = self._source.ready_ahead(self._requests.values())
+        shapes = [r.device_tree.shape for r in ready if r.device_tree is not None]
+        path_width = 1 + max([shape.num_steps for shape in shapes], default=0)
+        pairs = zip(ready, shapes, strict=True)
+        requests = [r for r, shape in pairs if self._reserve_next(r, shape, path_width)]
+        requests = requests[: ROW_BUCKETS[-1] // path_width]
+        if requests:
+            self._source.launch_ahead(requests, path_width, self._timer(requests))
 
-    def _reserve_next(self, request: DraftRequest, shape: TreeShape) -> bool:
-        """Reserve for the longest path through a tree, and for the tree after it, if possible."""
-        num_slots = num_scratch_slots(shape)
-        return self._requests.try_reserve(request, shape.num_steps + 1, num_slots)
+    def _reserve_next(self, request: DraftRequest, shape: TreeShape, path_width: int) -> bool:
+        """Reserve for a path through a tree, and for the tree after it, if possible."""
+        return self._requests.try_reserve(request, path_width, num_scratch_slots(shape))
 
     def _answer(self, trees: GrownTrees) -> None:
         answer(trees, self._outbox, self._recorder)

@@ -158,8 +158,8 @@ class DevicePair(PeerPair):
             self.edit_paths(paths)
             return OverlapRunner.take_paths(overlap, paths, *rest)
 
-        def confirm() -> ConfirmedTrees | None:
-            done = DeviceRounds.confirm(draft_device)
+        def confirm(hear: Callable[[], None]) -> ConfirmedTrees | None:
+            done = DeviceRounds.confirm(draft_device, hear)
             if done is not None:
                 assert all(r.is_held for r in done.trees.requests), "its pages are another's"
                 self.num_overlapped += len(done.trees.requests)
@@ -183,7 +183,7 @@ class DevicePair(PeerPair):
         self.step_draft()
         self.pump()
         has_work = self.target.has_work or self.target.has_work_in_s is not None or self.late
-        return bool(has_work) or (self.draft is not None and self.draft.has_work)
+        return bool(has_work) or self.draft_has_work
 
     def launch_deferred(self) -> None:
         """Let the target launch a step before its trees are here."""

@@ -67,7 +67,13 @@ class PeerPair(LocalPair):
         super().step()
         self.pump()
         has_work = self.target.has_work or self.target.has_work_in_s is not None
-        return has_work or (self.draft is not None and self.draft.has_work)
+        return has_work or self.draft_has_work
+
+    @property
+    def draft_has_work(self) -> bool:
+        """Return whether there is a draft with work, now or later."""
+        draft = self.draft
+        return draft is not None and (draft.has_work or draft.has_work_in_s is not None)
 
     def pump(self) -> None:
         """Carry what is on the channels until both ends are silent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from draft_service.request import DeviceTree
@@ -37,20 +38,25 @@ class TreePosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MailboxPaths:
-    """Where paths come from, and where the trees go that grow from their ends.
+    """Where the paths of R requests come from, and where the trees go that grow from their ends.
 
     Args:
-        mailbox: Of all of them.
-        slot, round_tag: [R] i32, place of each path and tag of its round.
+        mailboxes: M, of several targets.
+        mailbox_idx: [R] i32, of `mailboxes`.
+        slot: [M, R] i32, place of each path in its mailbox; -1: it is not there.
+        round_tag: [R] i32, tag of each path's round.
+        arrived: [1] i64, for the kernel that waits.
         path_width: Tokens of the longest path that may come.
-        posts: Of as many trees.
+        posts: Of as many trees, a mailbox after the other.
     """
 
-    mailbox: MailboxEnd
+    mailboxes: Sequence[MailboxEnd]
+    mailbox_idx: torch.Tensor
     slot: torch.Tensor
     round_tag: torch.Tensor
+    arrived: torch.Tensor
     path_width: int
-    posts: TreePosts
+    posts: Sequence[TreePosts]
 
 
 def stage_posts(
@@ -86,24 +92,40 @@ def stage_posts(
 
 
 def place_paths(
-    trees: Sequence[DeviceTree], mailbox: MailboxEnd, path_width: int, staging: Staging
+    trees: Sequence[DeviceTree],
+    mailboxes: Sequence[MailboxEnd],
+    path_width: int,
+    staging: Staging,
 ) -> MailboxPaths:
     """Place where the paths through the newest trees are, and where the next trees go.
 
     Args:
+        mailboxes: Of the same requests.
         path_width: Tokens of the longest path.
     """
-    host, device = staging.place_zeros(_path_fields, len(trees))
-    host["slot"][:] = [tree.slot for tree in trees]
+    distinct = list({id(mailbox): mailbox for mailbox in mailboxes}.values())
+    host, device = staging.place_zeros(_path_fields, len(distinct), len(trees))
+    host["slot"].fill(-1)
+    for i, mailbox in enumerate(distinct):
+        is_own = np.array([own is mailbox for own in mailboxes])
+        host["mailbox_idx"][is_own] = i
+        host["slot"][i, is_own] = [
+            tree.slot for tree, own in zip(trees, mailboxes, strict=True) if own is mailbox
+        ]
     host["path_tag"][:] = [tree.round_tag for tree in trees]
     host["tree_tag"][:] = [next_tag(tree.round_tag) for tree in trees]
-    slot = device["slot"]
+    slot, tree_tag = device["slot"], device["tree_tag"]
     return MailboxPaths(
-        mailbox=mailbox,
+        mailboxes=distinct,
+        mailbox_idx=device["mailbox_idx"],
         slot=slot,
         round_tag=device["path_tag"],
+        arrived=device["arrived"],
         path_width=path_width,
-        posts=TreePosts(words=mailbox.trees, slot=slot, round_tag=device["tree_tag"]),
+        posts=[
+            TreePosts(words=mailbox.trees, slot=slot[i], round_tag=tree_tag)
+            for i, mailbox in enumerate(distinct)
+        ],
     )
 
 
@@ -125,10 +147,12 @@ def compile_mailbox(
     words = zeros(1, MAX_TREE_NODES, dtype=torch.int64)
     post_trees(words, zeros(1, 4), nowhere, nowhere)
     taken = take_paths(
-        words[:, :MAX_PATH].contiguous(),
-        nowhere,
+        [words[:, :MAX_PATH].contiguous()],
+        count,
+        nowhere[None],
         nowhere,
         stop,
+        zeros(1, dtype=torch.int64),
         index[0],
         count,
         *index,
@@ -137,6 +161,7 @@ def compile_mailbox(
         spare_idx=0,
         vocab_size=vocab_size,
         timeout_us=0,
+        grace_us=0,
     )
     if width:
         rows = zeros(2, 1, MAX_PATH, width, dtype=dtype)
@@ -148,5 +173,9 @@ def _tree_fields(num_reqs: int) -> Fields:
     return dict.fromkeys(("slot", "round_tag"), (torch.int32, (num_reqs,)))
 
 
-def _path_fields(num_reqs: int) -> Fields:
-    return dict.fromkeys(("slot", "path_tag", "tree_tag"), (torch.int32, (num_reqs,)))
+def _path_fields(num_mailboxes: int, num_reqs: int) -> Fields:
+    return {
+        "arrived": (torch.int64, (1,)),
+        "slot": (torch.int32, (num_mailboxes, num_reqs)),
+        **dict.fromkeys(("mailbox_idx", "path_tag", "tree_tag"), (torch.int32, (num_reqs,))),
+    }

@@ -29,6 +29,8 @@ from shared.step.step_timer import StepTimer
 
 # Longer than any step of a target; the host ends a wait when it knows better.
 PATH_PATIENCE_US = 100_000
+# Paths of a step are posted together; who has none by then has ended, or is in another step.
+PATH_GRACE_US = 100
 
 
 class OverlapRunner:
@@ -51,20 +53,22 @@ class OverlapRunner:
         self,
         requests: Sequence[DraftRequest],
         trees: Sequence[DeviceTree],
-        mailbox: MailboxEnd,
+        mailboxes: Sequence[MailboxEnd],
+        path_width: int,
         timer: StepTimer,
     ) -> None:
-        """Extend what the target will accept of the requests' newest trees, as soon as its device
-        says so, grow the next trees, and post those; launches only.
+        """Extend what targets will accept of the requests' newest trees, as soon as the first of
+        their devices says so, grow the next trees, and post those; launches only.
 
         Args:
-            requests: All caught up, with slots for the longest path and the next tree reserved.
-            trees: Their newest ones, all of one shape, which the next ones get too.
+            requests: All caught up, with slots for `path_width` rows and the next tree reserved.
+            trees: Their newest ones; the next ones get their shapes.
+            mailboxes: Of their targets.
+            path_width: Tokens of the longest path through any of the trees.
         Mutates: KV slots past kv_len of each request.
         """
-        shape = trees[0].shape
-        extend, paths = self._pack_paths(requests, trees, mailbox)
-        grow = self._runner.pack_growth(requests, [shape] * len(requests))
+        extend, paths = self._pack_paths(requests, trees, mailboxes, path_width)
+        grow = self._runner.pack_growth(requests, [tree.shape for tree in trees])
         self._stop.zero_()
         timer.host("pack")
         self._deferred = lambda: self._launch(paths, extend, grow, timer)
@@ -116,32 +120,37 @@ class OverlapRunner:
         Mutates: `extend` and `grow`.
         Returns: [R, 1 + MAX_PATH] i32, as the kernel `take_paths` has it.
         """
-        runner, mailbox = self._runner, paths.mailbox
+        runner = self._runner
+        num_reqs = len(paths.round_tag)
         taken = take_paths(
-            mailbox.paths,
+            [mailbox.paths for mailbox in paths.mailboxes],
+            paths.mailbox_idx,
             paths.slot,
             paths.round_tag,
             self._stop,
+            paths.arrived,
             extend.token_ids,
             extend.rows.slot_mapping,
             extend.last_rows,
             extend.hidden_idx,
-            num_reqs=len(paths.slot),
+            num_reqs=num_reqs,
             path_width=paths.path_width,
             spare_idx=runner.pool.max_num_requests,
             vocab_size=runner.vocab_size,
             timeout_us=PATH_PATIENCE_US,
+            grace_us=PATH_GRACE_US,
         )
         if extend.features is not None:
-            assert mailbox.rows is not None
-            take_rows(
-                mailbox.rows,
-                paths.slot,
-                paths.round_tag,
-                taken,
-                extend.features,
-                path_width=paths.path_width,
-            )
+            for mailbox, slot in zip(paths.mailboxes, paths.slot, strict=True):
+                assert mailbox.rows is not None
+                take_rows(
+                    mailbox.rows,
+                    slot,
+                    paths.round_tag,
+                    taken,
+                    extend.features,
+                    path_width=paths.path_width,
+                )
         advance_growth(
             taken,
             grow.trees.kv_len,
@@ -163,7 +172,8 @@ class OverlapRunner:
         runner.launch_extend(extend)
         timer.device("extend")
         packed = runner.launch_growth(grow)
-        paths.posts.post(packed)
+        for posts in paths.posts:
+            posts.post(packed)
         timer.device("grow")
         runner.results.start(packed, taken)
 
@@ -171,11 +181,11 @@ class OverlapRunner:
         self,
         requests: Sequence[DraftRequest],
         trees: Sequence[DeviceTree],
-        mailbox: MailboxEnd,
+        mailboxes: Sequence[MailboxEnd],
+        path_width: int,
     ) -> tuple[DraftExtendInput, MailboxPaths]:
         """Stage rows for the longest path of each request, and where its path and its tree are."""
-        runner, packer = self._runner, self._runner.packer
-        path_width = trees[0].shape.num_steps + 1
+        runner, packer, mailbox = self._runner, self._runner.packer, mailboxes[0]
         num_reqs = len(requests)
         num_live = num_reqs * path_width
         bucket = bucket_of(num_live) if runner.pads_rows else None
@@ -195,6 +205,6 @@ class OverlapRunner:
             )
             host["features"][num_live:] = 0  # the others come from the mailbox
             features = device["features"]
-        paths = place_paths(trees, mailbox, path_width, packer.staging)
+        paths = place_paths(trees, mailboxes, path_width, packer.staging)
         packer.staging.flush()
         return DraftExtendInput(**fields, features=features), paths

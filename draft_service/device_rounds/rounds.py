@@ -7,7 +7,8 @@ it had not been done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,30 +19,35 @@ from draft_service.device_rounds.overlap import OverlapRunner
 from draft_service.path_source import ConfirmedTrees, PathSource, PostTrees
 from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import STAGED_BYTES, DraftRunner
+from shared.kernels.mailbox_paths import MAX_MAILBOXES
 from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import MailboxEnd, is_tag, open_mailbox
-from shared.step.buckets import ROW_BUCKETS
 from shared.step.staging import Staging
 from shared.step.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
 
+# More than a step takes mostly: what is launched for others in a shorter wait is launched in vain.
+AHEAD_PATIENCE_S = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launched:
-    """What the device does by itself as soon as the target's device says what it accepted.
+    """What the device does by itself as soon as a target's device says what it accepted.
 
     Args:
-        shape: Of the trees that it will grow.
+        shapes: Of the trees that it will grow.
         num_tokens: That each request had before.
+        until_s: How long work of others waits for it, on the monotonic clock.
     """
 
     requests: Sequence[DraftRequest]
-    shape: TreeShape
+    shapes: Sequence[TreeShape]
     num_tokens: Sequence[int]
     timer: StepTimer
+    until_s: float
 
 
 class DeviceRounds(PathSource):
@@ -107,37 +113,48 @@ class DeviceRounds(PathSource):
 
         return post
 
-    def next_shape(self, requests: Sequence[DraftRequest]) -> TreeShape | None:
-        """Return the shape of the trees that the device can grow next by itself; None: it cannot.
+    def ready_ahead(self, requests: Iterable[DraftRequest]) -> list[DraftRequest]:
+        if self._launched is not None:
+            return []
+        ready = list(filter(self._is_ready, requests))
+        mailboxes = [self._mailbox_of(request) for request in ready]
+        # One launch takes rows of one dtype from a few mailboxes; others are grown by order.
+        alike = [id(own) for own in mailboxes if own.dtype == mailboxes[0].dtype]
+        served = list(dict.fromkeys(alike))[:MAX_MAILBOXES]
+        return [r for r, own in zip(ready, mailboxes, strict=True) if id(own) in served]
 
-        Only if all requests are at that point: any other that needed the device would have to wait.
-        """
-        if self._launched is not None or not requests or requests[0].device_tree is None:
-            return None
-        shape = requests[0].device_tree.shape
-        if shape.num_steps >= MAX_PATH:
-            return None
-        mailbox = self._mailboxes.get(requests[0].channel)
-        if mailbox is None or not all([self._is_ready(r, mailbox, shape) for r in requests]):
-            return None
-        return shape if len(requests) * (shape.num_steps + 1) <= ROW_BUCKETS[-1] else None
-
-    def launch(self, requests: Sequence[DraftRequest], shape: TreeShape, timer: StepTimer) -> None:
-        mailbox = self._mailboxes.get(requests[0].channel)
+    def launch_ahead(
+        self, requests: Sequence[DraftRequest], path_width: int, timer: StepTimer
+    ) -> None:
         trees = [request.device_tree for request in requests if request.device_tree is not None]
-        assert mailbox is not None and len(trees) == len(requests)
-        self.overlap.launch(requests, trees, mailbox, timer)
-        num_tokens = [len(request.tokens) for request in requests]
+        assert len(trees) == len(requests)
+        mailboxes = list(map(self._mailbox_of, requests))
+        self.overlap.launch(requests, trees, mailboxes, path_width, timer)
         self._launched = _Launched(
-            requests=requests, shape=shape, num_tokens=num_tokens, timer=timer
+            requests=requests,
+            shapes=[tree.shape for tree in trees],
+            num_tokens=[len(request.tokens) for request in requests],
+            timer=timer,
+            until_s=time.monotonic() + AHEAD_PATIENCE_S,
         )
 
-    def confirm(self) -> ConfirmedTrees | None:
+    def ahead_until_s(self, requests: Iterable[DraftRequest]) -> float:
+        launched = self._launched
+        if launched is None or not any([request.is_held for request in launched.requests]):
+            return 0.0
+        if any([request.pending is not None for request in launched.requests]):
+            return 0.0
+        # Behind the launch their trees would wait for a step that itself waits for them.
+        is_awaited = [r.pending is not None and r.device_tree is not None for r in requests]
+        return 0.0 if any(is_awaited) else launched.until_s
+
+    def confirm(self, hear: Callable[[], None]) -> ConfirmedTrees | None:
         """Return what counts of what was launched: the target's host has said the same."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None
         taken, output = self.overlap.read(launched.timer)
+        hear()
         paths = [path[1 : 1 + path[0]] for path in taken.tolist()]
         rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
         if not rows:
@@ -154,15 +171,18 @@ class DeviceRounds(PathSource):
     def compile(self, dtype: torch.dtype) -> None:
         self.overlap.compile(dtype)
 
-    def _is_ready(self, request: DraftRequest, mailbox: MailboxEnd, shape: TreeShape) -> bool:
+    def _is_ready(self, request: DraftRequest) -> bool:
         """Return whether the newest tree is answered, and what is accepted of it will be in a
-        mailbox, with an order of the same shape.
+        mailbox.
         """
         tree = request.device_tree
         is_caught_up = request.pending is None and not request.num_ready_rows
-        if not is_caught_up or tree is None or tree.shape != shape:
+        if not is_caught_up or tree is None or tree.shape.num_steps >= MAX_PATH:
             return False
-        return self._mailboxes.get(request.channel) is mailbox
+        return request.channel in self._mailboxes
+
+    def _mailbox_of(self, request: DraftRequest) -> MailboxEnd:
+        return self._mailboxes[request.channel]
 
 
 def _is_confirmed(launched: _Launched, row: int, path: Sequence[int]) -> bool:
@@ -171,7 +191,7 @@ def _is_confirmed(launched: _Launched, row: int, path: Sequence[int]) -> bool:
     if not path or not request.is_held or request.pending is None:
         return False
     return (
-        request.pending.order.shape == launched.shape
+        request.pending.order.shape == launched.shapes[row]
         and request.tokens[launched.num_tokens[row] :] == list(path)
         and request.num_ready_rows == len(path)
     )

@@ -8,6 +8,8 @@ before the words are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,8 @@ from shared.kernels.mailbox_words import (
     word_token,
 )
 
+# Mailboxes that one launch can take paths from.
+MAX_MAILBOXES = 4
 # Threads of a warp, see `await_words`.
 _LANES = 32
 # Values of a feature row of one program.
@@ -198,39 +202,66 @@ def post_paths_ref(
         rows[half, slot[request].long(), step] = features[path_rows[request, step]]
 
 
-@triton.jit(do_not_specialize=["path_width", "spare_idx", "vocab_size", "timeout_us"])
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs", "path_width", "spare_idx", "vocab_size", "timeout_us", "grace_us",
+    ]
+)  # fmt: skip
 def _take_paths_kernel(
-    paths_ptr,  # [S, MAX_PATH] i64
-    slot_ptr,  # [R] i32
+    paths_0_ptr,  # [S, MAX_PATH] i64, of each mailbox
+    paths_1_ptr,
+    paths_2_ptr,
+    paths_3_ptr,
+    mailbox_ptr,  # [R] i32, 0..3
+    slot_ptr,  # [M, R] i32
     seq_ptr,  # [R] i32
     stop_ptr,  # [1] i32
+    arrived_ptr,  # [1] i64 mutated
     token_ids_ptr,  # [T] i64 mutated
     slot_mapping_ptr,  # [T] i32 mutated
     last_rows_ptr,  # [R] i64 mutated
     hidden_idx_ptr,  # [R] i64 mutated
     taken_ptr,  # [R, 1 + MAX_PATH] i32 mutated
+    num_reqs,  # R
     path_width,  # P
     spare_idx,
     vocab_size,
     timeout_us,
+    grace_us,
     MAX_PATH: tl.constexpr,
     LANES: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + request).to(tl.int64)
+    mailbox = tl.load(mailbox_ptr + request)
+    paths_ptr = tl.where(mailbox == 1, paths_1_ptr, paths_0_ptr)
+    paths_ptr = tl.where(mailbox == 2, paths_2_ptr, paths_ptr)
+    paths_ptr = tl.where(mailbox == 3, paths_3_ptr, paths_ptr)
+    slot = tl.load(slot_ptr + mailbox.to(tl.int64) * num_reqs + request).to(tl.int64)
     seq = tl.load(seq_ptr + request)
     step = tl.arange(0, LANES)
     in_path = step < MAX_PATH
     is_wanted = in_path & (slot >= 0)
     word_ptrs = paths_ptr + slot * MAX_PATH + step
-    word = await_words(word_ptrs, is_wanted, seq, timeout_us, stop_ptr, CAN_STOP=True, WAITS=WAITS)
+    word = await_words(
+        word_ptrs,
+        is_wanted,
+        seq,
+        timeout_us,
+        stop_ptr,
+        arrived_ptr,
+        grace_us,
+        CAN_STOP=True,
+        WAITS=WAITS,
+    )
 
     length = tl.sum(tl.where(step == 0, word_small(word), 0), axis=0)
     token = word_token(word)
     is_wrong = in_path & (is_word(word, seq) == 0)
     is_wrong = is_wrong | ((step < length) & (token >= vocab_size))
     num_wrong = tl.sum(is_wrong.to(tl.int32), axis=0)
+    if WAITS:
+        tl.store(arrived_ptr, tl.extra.cuda.globaltimer(), mask=num_wrong == 0)
     length = tl.where((num_wrong == 0) & (length <= path_width), length, 0)
     token = tl.where(step < length, token, 0)
 
@@ -247,10 +278,12 @@ def _take_paths_kernel(
 
 
 def take_paths(
-    paths: torch.Tensor,
+    paths: Sequence[torch.Tensor],
+    mailbox: torch.Tensor,
     slot: torch.Tensor,
     seq: torch.Tensor,
     stop: torch.Tensor,
+    arrived: torch.Tensor,
     token_ids: torch.Tensor,
     slot_mapping: torch.Tensor,
     last_rows: torch.Tensor,
@@ -261,18 +294,25 @@ def take_paths(
     spare_idx: int,
     vocab_size: int,
     timeout_us: int,
+    grace_us: int,
 ) -> torch.Tensor:
     """Wait for paths and make their tokens the first rows of a draft extend.
+
+    Paths that are posted together come together. So once one is here the wait for the others is
+    nearly over: no request waits long for one that has ended, or is in another step or of another
+    target.
 
     A path counts if all its words came, its length is 1..P and its tokens are of the vocabulary.
     Otherwise its length is 0: its rows hold token 0 and go to the sink.
     On a CPU the words are there or are not: nothing waits. Grid: (R,).
 
     Args:
-        paths: [S, 8] i64, the mailbox.
-        slot: [>= R] i32; -1: no word comes.
+        paths: Of up to 4 mailboxes, [S, 8] i64 each.
+        mailbox: [R] i32, of `paths`.
+        slot: [M, R] i32, a row for each mailbox; -1: no word comes.
         seq: [>= R] i32, rounds.
         stop: [1] i32, of the host; not 0: wait no longer.
+        arrived: [1] i64, 0: for the kernel alone.
         token_ids: [T] i64; request r has the rows [r * P, (r + 1) * P).
         slot_mapping: [T] i32.
         last_rows: [>= R] i64.
@@ -281,6 +321,7 @@ def take_paths(
         path_width: P, at most 8.
         spare_idx: What `hidden_idx` becomes of requests without a path.
         timeout_us: How long to wait at most, from the start of the kernel.
+        grace_us: How long to wait at most once a path is here.
     Returns: [R, 1 + 8] i32: lengths, then the tokens, 0 past the path.
     Mutates: `token_ids` of all these rows, `slot_mapping` of those past their path (0),
         `last_rows` (the last row of the path; the first without one), `hidden_idx`.
@@ -288,9 +329,11 @@ def take_paths(
     if not use_triton(token_ids):
         return take_paths_ref(
             paths,
+            mailbox,
             slot,
             seq,
             stop,
+            arrived,
             token_ids,
             slot_mapping,
             last_rows,
@@ -300,8 +343,11 @@ def take_paths(
             spare_idx=spare_idx,
             vocab_size=vocab_size,
             timeout_us=timeout_us,
+            grace_us=grace_us,
         )
-    assert paths.shape[1] == MAX_PATH >= path_width and paths.is_contiguous()
+    assert 1 <= len(paths) <= MAX_MAILBOXES and path_width <= MAX_PATH
+    assert all(own.shape[1] == MAX_PATH and own.is_contiguous() for own in paths)
+    assert slot.shape == (len(paths), num_reqs) and slot.is_contiguous()
     assert len(token_ids) >= num_reqs * path_width <= len(slot_mapping)
     taken = torch.empty((num_reqs, 1 + MAX_PATH), dtype=torch.int32, device=token_ids.device)
     if num_reqs == 0:
@@ -309,19 +355,24 @@ def take_paths(
     count_launch("take_paths")
     # It waits for another GPU, so it must not begin early: kernels before it need the room.
     _take_paths_kernel[(num_reqs,)](
-        paths,
+        *paths,
+        *[paths[0]] * (MAX_MAILBOXES - len(paths)),
+        mailbox,
         slot,
         seq,
         stop,
+        arrived,
         token_ids,
         slot_mapping,
         last_rows,
         hidden_idx,
         taken,
+        num_reqs,
         path_width,
         spare_idx,
         vocab_size,
         timeout_us,
+        grace_us,
         MAX_PATH=MAX_PATH,
         LANES=_LANES,
         WAITS=token_ids.is_cuda,
@@ -332,10 +383,12 @@ def take_paths(
 
 
 def take_paths_ref(
-    paths: torch.Tensor,
+    paths: Sequence[torch.Tensor],
+    mailbox: torch.Tensor,
     slot: torch.Tensor,
     seq: torch.Tensor,
     stop: torch.Tensor,
+    arrived: torch.Tensor,
     token_ids: torch.Tensor,
     slot_mapping: torch.Tensor,
     last_rows: torch.Tensor,
@@ -346,10 +399,14 @@ def take_paths_ref(
     spare_idx: int,
     vocab_size: int,
     timeout_us: int,
+    grace_us: int,
 ) -> torch.Tensor:
     """Do what `take_paths` does in plain torch, of the words that are there."""
-    slot, seq = slot[:num_reqs, None], seq[:num_reqs, None]
-    word = torch.where(slot < 0, -1, paths[slot.squeeze(1).clamp(min=0).long()])  # [R, 8]
+    seq = seq[:num_reqs, None]
+    word = torch.full((num_reqs, MAX_PATH), -1)  # [R, 8]
+    for i, own in enumerate(paths):
+        is_own = (mailbox == i) & (slot[i] >= 0)
+        word[is_own] = own[slot[i][is_own].long()]
     step = torch.arange(MAX_PATH)
     token, length = word & 0xFFFFFFFF, (word[:, :1] >> 32) & 0xFF
     is_good = (word >> 40 == tag_bits_ref(seq)) & ((step >= length) | (token < vocab_size))
@@ -392,7 +449,7 @@ def _take_rows_kernel(
     posted = ((half * num_slots + slot) * MAX_PATH + step) * WIDTH
     feature = tl.load(rows_ptr + posted + column, mask=in_row & is_taken, other=0.0, volatile=True)
     row = request * path_width + step
-    tl.store(features_ptr + row * WIDTH + column, feature, mask=in_row)
+    tl.store(features_ptr + row * WIDTH + column, feature, mask=in_row & (slot >= 0))
 
 
 def take_rows(
@@ -404,16 +461,17 @@ def take_rows(
     *,
     path_width: int,
 ) -> None:
-    """Take the feature rows of the paths that `take_paths` took. Grid: (R, P, blocks of W).
+    """Take the feature rows of the paths that `take_paths` took from one of its mailboxes.
+    Grid: (R, P, blocks of W).
 
     Args:
         rows: [2, S, 8, W], of the mailbox.
-        slot: [>= R] i32.
+        slot: [>= R] i32; -1: of another mailbox.
         seq: [>= R] i32, rounds.
         taken: [R, 1 + 8] i32, from `take_paths`.
         features: [T, W] of the rows' dtype; request r has the rows [r * P, (r + 1) * P).
         path_width: P.
-    Mutates: `features` of all these rows; those past their path become 0.
+    Mutates: `features` of the rows of this mailbox's requests; those past their path become 0.
     """
     if not use_triton(features):
         take_rows_ref(rows, slot, seq, taken, features, path_width=path_width)
@@ -451,8 +509,9 @@ def take_rows_ref(
     path_width: int,
 ) -> None:
     """Do what `take_rows` does in plain torch."""
-    num_reqs = len(taken)
-    half = tag_bits_ref(seq[:num_reqs]) & 1
-    posted = rows[half, slot[:num_reqs].clamp(min=0).long(), :path_width]  # [R, P, W]
-    is_taken = torch.arange(path_width) < taken[:, :1]  # [R, P]
-    features[: num_reqs * path_width] = torch.where(is_taken[..., None], posted, 0).flatten(0, 1)
+    own = torch.nonzero(slot[: len(taken)] >= 0).squeeze(1)  # [R'], requests of this mailbox
+    half = tag_bits_ref(seq[own]) & 1
+    posted = rows[half, slot[own].long(), :path_width]  # [R', P, W]
+    is_taken = torch.arange(path_width) < taken[own, :1]  # [R', P]
+    of_requests = features[: len(taken) * path_width].unflatten(0, (-1, path_width))
+    of_requests[own] = torch.where(is_taken[..., None], posted, 0)

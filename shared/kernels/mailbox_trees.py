@@ -156,7 +156,7 @@ def _take_trees_kernel(
     is_wanted = (slot >= 0) & is_row & (node > 0)
     word_ptrs = trees_ptr + slot * NODES + node
     word = await_words(
-        word_ptrs, is_wanted, seq, timeout_us, word_ptrs, CAN_STOP=False, WAITS=WAITS
+        word_ptrs, is_wanted, seq, timeout_us, word_ptrs, word_ptrs, 0, CAN_STOP=False, WAITS=WAITS
     )
     token, parent = word_token(word), word_small(word)
     # What is no node is its own parent: nothing climbs from there to the root.

@@ -57,6 +57,8 @@ def await_words(
     seq,
     timeout_us,
     stop_ptr,  # [1] i32, unread unless CAN_STOP
+    arrived_ptr,  # [1] i64, likewise
+    grace_us,
     CAN_STOP: tl.constexpr,
     WAITS: tl.constexpr,
 ):
@@ -69,6 +71,8 @@ def await_words(
         is_wanted: Of each word; the others come back as -1, which belongs to no round.
         timeout_us: From now on.
         stop_ptr: Anything but 0 there ends the wait, too.
+        arrived_ptr: Another time than 0 there, by the clock of the GPU, ends the wait `grace_us`
+            later.
         WAITS: False: whatever is there.
     """
     if WAITS:
@@ -78,9 +82,13 @@ def await_words(
             word = tl.load(word_ptrs, mask=is_wanted, other=-1, volatile=True)
             is_missing = is_wanted & (is_word(word, seq) == 0)
             # Every thread reads a clock of its own; the sum is the same to all of them.
-            is_missing = is_missing & (tl.extra.cuda.globaltimer() < deadline_ns)
+            now_ns = tl.extra.cuda.globaltimer()
+            is_missing = is_missing & (now_ns < deadline_ns)
             if CAN_STOP:
                 is_missing = is_missing & (tl.load(stop_ptr, volatile=True) == 0)
+                arrived_ns = tl.load(arrived_ptr, volatile=True)
+                is_over = (arrived_ns != 0) & (now_ns > arrived_ns + grace_us.to(tl.int64) * 1000)
+                is_missing = is_missing & (is_over == 0)
             num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
     # Once more: Triton cannot carry what a loop loads out of it.
     return tl.load(word_ptrs, mask=is_wanted, other=-1, volatile=True)

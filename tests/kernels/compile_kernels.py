@@ -230,7 +230,7 @@ def mailbox_kernels(values: str):
     )
     yield (
         mailbox_paths._take_paths_kernel,
-        [ids, *[counts] * 3, ids, counts, ids, ids, counts, *["i32"] * 4],
+        [*[ids] * 4, *[counts] * 4, ids, ids, counts, ids, ids, counts, *["i32"] * 6],
         {**lanes, "WAITS": True},
         {"num_warps": 1},
     )

@@ -105,6 +105,7 @@ def take(
     *,
     stop: torch.Tensor | None = None,
     timeout_us: int = 0,
+    grace_us: int = WAIT_US,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return what was taken, and the tensors that change: three more rows each than needed."""
     total = len(slot) * width + 3
@@ -115,16 +116,19 @@ def take(
         torch.arange(len(slot) + 3).to(device),
     ]
     taken = take_paths(
-        paths,
-        int32s([*slot, 0], device),
+        [paths],
+        int32s([0] * len(slot), device),
+        int32s(slot, device)[None],
         int32s([*seq, 0], device),
         never(device) if stop is None else stop,
+        torch.zeros(1, dtype=torch.int64, device=device),
         *changed,
         num_reqs=len(slot),
         path_width=width,
         spare_idx=SPARE_IDX,
         vocab_size=VOCAB_SIZE,
         timeout_us=timeout_us,
+        grace_us=grace_us,
     )
     return taken, changed
 
@@ -220,7 +224,8 @@ def test_rows_of_the_path_are_taken(
     expected = torch.full((total + 3, width), float("nan")).to(dtype)
     features = expected.to(device, copy=True)
     expected[:total] = 0
-    for b in range(4):
+    expected[path_width : 2 * path_width] = torch.nan  # another mailbox's
+    for b in (0, 2, 3):
         mine = rows[seq[b] & 1, slot[b], : length[b]]
         expected[b * path_width : b * path_width + length[b]] = mine
     rows[rng.randrange(2), 1] = torch.nan  # nobody's

@@ -422,10 +422,10 @@ class DeviceChaos(Chaos):
             self.spoil_words(WRONG_TREES, words, seq)
 
     def spoil_paths(self, paths: MailboxPaths) -> None:
-        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
-            self.spoil_words(WRONG_PATHS, paths.mailbox.paths[slot], seq)
-        if paths.mailbox.rows is not None and self.rng.random() < 0.1:
-            paths.mailbox.rows.normal_()
+        for slot, seq in zip(paths.slot[0].tolist(), paths.round_tag.tolist(), strict=True):
+            self.spoil_words(WRONG_PATHS, paths.mailboxes[0].paths[slot], seq)
+        if paths.mailboxes[0].rows is not None and self.rng.random() < 0.1:
+            paths.mailboxes[0].rows.normal_()
 
     def spoil_words(self, ways: Sequence[EditWords], words: torch.Tensor, seq: int) -> None:
         if self.rng.random() < 0.2:

@@ -351,7 +351,9 @@ def test_a_draft_that_posts_nothing_costs_speculation_and_no_token(
     monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
     requests = requests_of(2, 0)
     expected = plain_of(target, requests)
-    pair = PoisonedDevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
+    pair = PoisonedDevicePair(
+        target, draft, edit_paths=lambda paths: paths.mailboxes[0].paths.zero_()
+    )
     pair.run(requests)
     check(requests, expected)
     assert not mailbox.trees.any() and pair.num_device_trees > 5 and pair.num_overlapped == 0
@@ -386,7 +388,7 @@ def test_the_device_waits_less_and_less_for_a_draft_that_posts_nothing(
     """Each time costs 30 ms, and those whose trees are there wait as well."""
     target, draft, _ = make("standalone")
     monkeypatch.setattr(draft_service.device_rounds.rounds, "stage_posts", lambda *_: [])
-    pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailbox.paths.zero_())
+    pair = DevicePair(target, draft, edit_paths=lambda paths: paths.mailboxes[0].paths.zero_())
     pair.run([replace(requests_of(1, 0)[0], max_new_tokens=100)])
     rounds = [round_idx for _, round_idx in pair.device_trees]
     gaps = [after - before for before, after in itertools.pairwise(rounds)]
@@ -456,8 +458,8 @@ def spoiled(spoil: EditPath) -> EditPaths:
     rng = random.Random(1)
 
     def edit(paths: MailboxPaths) -> None:
-        for slot, seq in zip(paths.slot.tolist(), paths.round_tag.tolist(), strict=True):
-            spoil(paths.mailbox.paths[slot], seq, rng)
+        for slot, seq in zip(paths.slot[0].tolist(), paths.round_tag.tolist(), strict=True):
+            spoil(paths.mailboxes[0].paths[slot], seq, rng)
 
     return edit
 
@@ -506,10 +508,10 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
 
     def edit(paths: MailboxPaths) -> None:
         nonlocal num_left
-        assert paths.mailbox.rows is not None
+        assert paths.mailboxes[0].rows is not None
         num_left -= 1
         if num_left >= 0:
-            paths.mailbox.rows.fill_(value)
+            paths.mailboxes[0].rows.fill_(value)
 
     pair = DevicePair(target, draft, edit_paths=edit)
     pair.run(requests)
