@@ -135,7 +135,15 @@ def create_engine(
         kind=str(kind),
         draft_window=window,
     )
-    runner = DraftRunner(model, pool, window=window, vocab_size=target_config.vocab_size)
+    shapes = parse_shapes(config.warm_up_trees)
+    runner = DraftRunner(
+        model,
+        pool,
+        window=window,
+        vocab_size=target_config.vocab_size,
+        max_batch_rows=max_batch_rows(config, device),
+        ready_shapes=shapes if device.type == "cuda" else (),
+    )
     engine = DraftEngine(
         runner,
         info,
@@ -147,10 +155,11 @@ def create_engine(
         progress("compiling kernels", 0.9)
         warm_up(
             engine,
-            shapes=parse_shapes(config.warm_up_trees),
+            shapes=shapes,
             dtype=dtype,
             max_num_requests=config.max_num_requests,
         )
+    engine.serving.begin()
     return engine
 
 

@@ -145,6 +145,7 @@ def create_engine(
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
         warm_up(engine)
+    engine.serving.begin()
     return engine
 
 
