@@ -135,14 +135,12 @@ def create_engine(
         kind=str(kind),
         draft_window=window,
     )
-    shapes = parse_shapes(config.warm_up_trees)
     runner = DraftRunner(
         model,
         pool,
         window=window,
         vocab_size=target_config.vocab_size,
         max_batch_rows=max_batch_rows(config, device),
-        ready_shapes=shapes if device.type == "cuda" else (),
     )
     engine = DraftEngine(
         runner,
@@ -155,7 +153,7 @@ def create_engine(
         progress("compiling kernels", 0.9)
         warm_up(
             engine,
-            shapes=shapes,
+            shapes=parse_shapes(config.warm_up_trees),
             dtype=dtype,
             max_num_requests=config.max_num_requests,
         )

@@ -38,8 +38,6 @@ class DraftRunner:
         window: Tokens that a row attends to; 0 = everything.
         vocab_size: Of the target.
         max_batch_rows: Of a step.
-        ready_shapes: Of trees whose growth is captured at the start: others grow by the graph of
-            one that is as large.
         pads_rows: Pad batches to a few sizes; None: where graphs are captured.
     """
 
@@ -51,7 +49,6 @@ class DraftRunner:
         window: int,
         vocab_size: int,
         max_batch_rows: int,
-        ready_shapes: Sequence[TreeShape] = (),
         pads_rows: bool | None = None,
     ) -> None:
         device = pool.device
@@ -64,7 +61,7 @@ class DraftRunner:
         self.pads_rows = self.graphs.is_capturing if pads_rows is None else pads_rows
         self.row_buckets = buckets_up_to(min(max_batch_rows, MAX_EXTEND_ROWS))
         self.batch_buckets = buckets_up_to(pool.max_num_requests, BATCH_BUCKETS)
-        self._ready_shapes = sorted(ready_shapes, key=_growth_cost)
+        self._ready_shapes: list[TreeShape] = []
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
         staging = Staging(device, self.row_buckets[-1] * feature_bytes + STAGED_BYTES)
         self.packer = ExtendPacker(pool, staging, window=window)
@@ -74,6 +71,10 @@ class DraftRunner:
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
         )
         self.results = StepResults(device, self.batch_buckets[-1])
+
+    def set_ready_shapes(self, shapes: Sequence[TreeShape]) -> None:
+        """Let trees of other shapes grow by the graph of one of these, if it is as large."""
+        self._ready_shapes = sorted(shapes, key=_growth_cost)
 
     def extend(self, works: Sequence[ExtendWork], timer: StepTimer) -> None:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;

@@ -40,6 +40,7 @@ def warm_up(
         max_num_requests: That the engine can hold.
     Mutates: nothing that outlives it but the counters of the engine's load.
     """
+    engine.runner.set_ready_shapes(shapes)
     for shape in shapes:
         for batch in engine.runner.batch_buckets:
             for temperature in (0.0, 1.0):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.messages import SamplingParams
-from shared.step.buckets import ROW_BUCKETS, bucket_of, buckets_up_to
+from shared.step.buckets import BATCH_BUCKETS, ROW_BUCKETS, bucket_of, buckets_up_to
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
@@ -100,6 +100,7 @@ def test_buckets_hold_what_they_are_asked_for() -> None:
     assert buckets_up_to(5) == (1, 2, 4, 5) and buckets_up_to(8) == (1, 2, 4, 8)
     assert bucket_of(5, buckets_up_to(5)) == 5 and bucket_of(6, buckets_up_to(5)) is None
     assert bucket_of(1, ()) is None
+    assert buckets_up_to(20, BATCH_BUCKETS) == (1, 2, 4, 8, 16, 20)
 
 
 def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
