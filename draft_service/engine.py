@@ -30,6 +30,7 @@ from shared.messages import (
 )
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.step.recorder import Recorder
+from shared.step.serving_counts import ServingCounts
 
 
 class DraftEngine:
@@ -54,6 +55,7 @@ class DraftEngine:
         self.channels = PeerChannels()
         self.source = source
         self.runner = runner
+        self.serving = ServingCounts(runner.graphs)
         self._recorder = Recorder(runner.pool.device)
         self._outbox: list[Any] = []
         self._reader = FeatureReader(info.features.width)
@@ -92,6 +94,9 @@ class DraftEngine:
             num_steps=pipeline.num_steps,
             num_rows=pipeline.num_rows,
             num_request_steps=pipeline.num_request_steps,
+            num_compiles=self.serving.num_compiles,
+            num_captures=self.serving.num_captures,
+            num_eager_launches=self.serving.num_eager_launches,
             kernel_launches=tuple(sorted(launch_counts().items())),
         )
 

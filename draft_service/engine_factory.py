@@ -135,7 +135,13 @@ def create_engine(
         kind=str(kind),
         draft_window=window,
     )
-    runner = DraftRunner(model, pool, window=window, vocab_size=target_config.vocab_size)
+    runner = DraftRunner(
+        model,
+        pool,
+        window=window,
+        vocab_size=target_config.vocab_size,
+        max_batch_rows=max_batch_rows(config, device),
+    )
     engine = DraftEngine(
         runner,
         info,
@@ -151,6 +157,7 @@ def create_engine(
             dtype=dtype,
             max_num_requests=config.max_num_requests,
         )
+    engine.serving.begin()
     return engine
 
 

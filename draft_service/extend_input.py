@@ -15,8 +15,7 @@ from draft_service.features import FeatureRows
 from draft_service.phases import DraftExtendInput
 from draft_service.request import DraftRequest
 from shared.kv.pool import KVPool
-from shared.step.buckets import bucket_of
-from shared.step.packing import RowBlocks, pack_rows
+from shared.step.packing import RowBlocks, pack_rows, padded_blocks
 from shared.step.staging import Arrays, Fields, Staging
 
 
@@ -41,8 +40,12 @@ class ExtendPacker:
         self.staging = staging
         self._window = window
 
-    def pack(self, works: Sequence[ExtendWork], *, pads_rows: bool) -> DraftExtendInput:
-        """Stage the next rows of several requests; takes their features."""
+    def pack(self, works: Sequence[ExtendWork], bucket: int | None) -> DraftExtendInput:
+        """Stage the next rows of several requests; takes their features.
+
+        Args:
+            bucket: What the rows are padded to; None: they are not padded.
+        """
         token_ids: list[int] = []
         position_ids: list[int] = []
         last_rows: list[int] = []
@@ -61,7 +64,6 @@ class ExtendPacker:
             num_rows=[work.num_rows for work in works],
         )
         num_live = len(token_ids)
-        bucket = bucket_of(num_live) if pads_rows else None
         host, fields = self.begin(blocks, position_ids, num_live, bucket)
         host["token_ids"][:num_live] = token_ids
         host["last_rows"][: len(works)] = last_rows
@@ -85,7 +87,8 @@ class ExtendPacker:
         """
         staging, num_reqs = self.staging, len(blocks.req_idx)
         staging.begin()
-        host, device = staging.place_zeros(_extend_fields, bucket or num_live, bucket or num_reqs)
+        num_places = num_reqs if bucket is None else padded_blocks(bucket, self._pool)
+        host, device = staging.place_zeros(_extend_fields, bucket or num_live, num_places)
         rows = pack_rows(blocks, self._pool, window=self._window, staging=staging, num_rows=bucket)
         host["position_ids"][:num_live] = position_ids
         host["hidden_idx"][:num_reqs] = blocks.req_idx

@@ -1,6 +1,6 @@
 """Stage what the growth of trees reads.
 
-Where graphs are captured, the requests are padded to a power of 2, as growth.py says.
+Where graphs are captured, the requests are padded to one of a few numbers, as growth.py says.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def pack_growth(
     pool: KVPool,
     staging: Staging,
     *,
-    pads_rows: bool,
+    num_places: int,
 ) -> DraftInput:
     """Stage what the requests' trees depend on.
 
     Args:
         shapes: Of their trees.
         staging: Of nothing else.
+        num_places: Of the requests and of padding.
     """
     count = len(requests)
     staging.begin()
-    host, device = staging.place_zeros(_growth_fields, padded_size(count) if pads_rows else count)
+    host, device = staging.place_zeros(_growth_fields, num_places)
     for request, shape in zip(requests, shapes, strict=True):
         stop = request.kv_len + num_scratch_slots(shape)
         assert pool.holds(request.req_idx, request.kv_len, stop), "a node's slot is in the sink"
@@ -85,11 +86,6 @@ def pack_growth(
 def num_scratch_slots(shape: TreeShape) -> int:
     """Return how many slots past kv_len a tree needs while it grows."""
     return (shape.num_steps - 1) * shape.topk
-
-
-def padded_size(count: int) -> int:
-    """Return the least power of 2 that is not below `count`."""
-    return 1 << (count - 1).bit_length()
 
 
 def _numbers_of(request: DraftRequest, shape: TreeShape) -> tuple[int, ...]:

@@ -26,7 +26,6 @@ from draft_service.request import DraftRequest
 from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
 from shared.messages import TreeShape
-from shared.step.buckets import ROW_BUCKETS
 from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
 
@@ -207,7 +206,7 @@ class DraftPipeline:
         path_width = 1 + max([shape.num_steps for shape in shapes], default=0)
         pairs = zip(ready, shapes, strict=True)
         requests = [r for r, shape in pairs if self._reserve_next(r, shape, path_width)]
-        requests = requests[: ROW_BUCKETS[-1] // path_width]
+        requests = requests[: self._runner.row_buckets[-1] // path_width]
         if requests:
             self._source.launch_ahead(requests, path_width, self._timer(requests))
 

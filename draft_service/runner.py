@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,18 +11,20 @@ from numpy.typing import NDArray
 
 from draft_service.extend_input import ExtendPacker, ExtendWork, parts_of
 from draft_service.growth import TreeGrower
-from draft_service.growth_input import pack_growth, padded_size
+from draft_service.growth_input import pack_growth
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
 from draft_service.request import DraftRequest
 from shared.kernels.mailbox_words import MAX_PATH
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, TreeShape
 from shared.models.draft import DraftModel
-from shared.step.buckets import ROW_BUCKETS
+from shared.step.buckets import BATCH_BUCKETS, bucket_of, buckets_up_to
 from shared.step.graphs import GraphCache
 from shared.step.staging import Staging
 from shared.step.step_timer import StepTimer
 
+# Rows of the largest extend: more take several.
+MAX_EXTEND_ROWS = 1024
 # Beside features: a few numbers per row and request.
 STAGED_BYTES = 1 << 20
 # Of a request: a tree as `select_nodes` packs it, and a path as `take_paths` has it.
@@ -34,6 +37,7 @@ class DraftRunner:
     Args:
         window: Tokens that a row attends to; 0 = everything.
         vocab_size: Of the target.
+        max_batch_rows: Of a step.
         pads_rows: Pad batches to a few sizes; None: where graphs are captured.
     """
 
@@ -44,6 +48,7 @@ class DraftRunner:
         *,
         window: int,
         vocab_size: int,
+        max_batch_rows: int,
         pads_rows: bool | None = None,
     ) -> None:
         device = pool.device
@@ -52,17 +57,24 @@ class DraftRunner:
         self.window = window
         self.vocab_size = vocab_size
         self._grower = TreeGrower(model, pool, window=window)
-        self._graphs = GraphCache(device)
-        self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
+        self.graphs = GraphCache(device)
+        self.pads_rows = self.graphs.is_capturing if pads_rows is None else pads_rows
+        self.row_buckets = buckets_up_to(min(max_batch_rows, MAX_EXTEND_ROWS))
+        self.batch_buckets = buckets_up_to(pool.max_num_requests, BATCH_BUCKETS)
+        self._ready_shapes: list[TreeShape] = []
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype
-        staging = Staging(device, ROW_BUCKETS[-1] * feature_bytes + STAGED_BYTES)
+        staging = Staging(device, self.row_buckets[-1] * feature_bytes + STAGED_BYTES)
         self.packer = ExtendPacker(pool, staging, window=window)
         self._growth_staging = Staging(device, STAGED_BYTES)
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self._last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
         )
-        self.results = StepResults(device, padded_size(pool.max_num_requests))
+        self.results = StepResults(device, self.batch_buckets[-1])
+
+    def set_ready_shapes(self, shapes: Sequence[TreeShape]) -> None:
+        """Let trees of other shapes grow by the graph of one of these, if it is as large."""
+        self._ready_shapes = sorted(shapes, key=_growth_cost)
 
     def extend(self, works: Sequence[ExtendWork], timer: StepTimer) -> None:
         """Run true inputs through the draft, overwriting what it computed from its own guesses;
@@ -74,14 +86,22 @@ class DraftRunner:
         Mutates: KV slots of the rows; the hidden rows that trees grow from; takes features from the
             requests.
         """
-        *first, last = parts_of(works, ROW_BUCKETS[-1]) if self.pads_rows else [works]
+        *first, last = parts_of(works, self.row_buckets[-1]) if self.pads_rows else [works]
         for part in first:
-            self.launch_extend(self.packer.pack(part, pads_rows=self.pads_rows))
-        inputs = self.packer.pack(last, pads_rows=self.pads_rows) if last else None
+            self.launch_extend(self.packer.pack(part, self.bucket_of(part)))
+        inputs = self.packer.pack(last, self.bucket_of(last)) if last else None
         timer.host("pack")
         if inputs is not None:
             self.launch_extend(inputs)
         timer.device("extend")
+
+    def bucket_of(self, works: Sequence[ExtendWork]) -> int | None:
+        """Return what the rows of works are padded to; None: they are not padded."""
+        return self.row_bucket(sum([work.num_rows for work in works]))
+
+    def row_bucket(self, num_rows: int) -> int | None:
+        """Return what so many rows are padded to; None: they are not padded."""
+        return bucket_of(num_rows, self.row_buckets) if self.pads_rows else None
 
     def launch_extend(self, inputs: DraftExtendInput) -> None:
         """Extend packed rows; launches only.
@@ -93,15 +113,23 @@ class DraftRunner:
             return
         dtype = None if inputs.features is None else inputs.features.dtype
         key = ("extend", inputs.bucket, dtype)
-        self._graphs.run(key, lambda: self._forward(inputs), inputs.tensors)
+        self.graphs.run(key, lambda: self._forward(inputs), inputs.tensors)
 
     def pack_growth(
         self, requests: Sequence[DraftRequest], shapes: Sequence[TreeShape]
     ) -> DraftInput:
         """Stage trees to grow, valid until the next call."""
-        return pack_growth(
-            requests, shapes, self.pool, self._growth_staging, pads_rows=self.pads_rows
+        size = bucket_of(len(requests), self.batch_buckets) if self.pads_rows else None
+        inputs = pack_growth(
+            requests, shapes, self.pool, self._growth_staging, num_places=size or len(requests)
         )
+        return replace(inputs, bounds=self._ready_bounds(inputs.bounds))
+
+    def _ready_bounds(self, bounds: TreeShape) -> TreeShape:
+        """Return the cheapest bounds whose growth is captured and that hold these; if there are
+        none, these.
+        """
+        return next((shape for shape in self._ready_shapes if _holds(shape, bounds)), bounds)
 
     def launch_growth(self, inputs: DraftInput) -> torch.Tensor:
         """Grow trees, while the device may still extend; launches only.
@@ -109,7 +137,7 @@ class DraftRunner:
         Mutates: Scratch KV slots past kv_len.
         Returns: As `select_nodes` packs them, valid until the next growth.
         """
-        packed: torch.Tensor = self._graphs.run(
+        packed: torch.Tensor = self.graphs.run(
             ("grow", len(inputs.seed), inputs.bounds, inputs.is_random),
             lambda: self._forward_growth(inputs),
             inputs.tensors,
@@ -149,6 +177,20 @@ class DraftRunner:
         )
         last = hidden.index_select(0, inputs.last_rows)
         self._last_hidden.index_copy_(0, inputs.hidden_idx, last)
+
+
+def _growth_cost(shape: TreeShape) -> tuple[int, int]:
+    """Return what orders shapes by the rows that their growth computes."""
+    return shape.num_steps * shape.topk, shape.num_draft_tokens
+
+
+def _holds(shape: TreeShape, other: TreeShape) -> bool:
+    """Return whether trees of another shape can grow in the memory of this one."""
+    return (
+        shape.num_steps >= other.num_steps
+        and shape.topk >= other.topk
+        and shape.num_draft_tokens >= other.num_draft_tokens
+    )
 
 
 class StepResults:

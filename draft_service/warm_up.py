@@ -23,7 +23,6 @@ from shared.messages import (
     SamplingParams,
     TreeShape,
 )
-from shared.step.buckets import ROW_BUCKETS
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +40,12 @@ def warm_up(
         max_num_requests: That the engine can hold.
     Mutates: nothing that outlives it but the counters of the engine's load.
     """
+    engine.runner.set_ready_shapes(shapes)
     for shape in shapes:
-        for batch in batch_sizes(max_num_requests):
+        for batch in engine.runner.batch_buckets:
             for temperature in (0.0, 1.0):
-                _grow(engine, min(batch, max_num_requests), shape, temperature, dtype)
-    for bucket in ROW_BUCKETS:
+                _grow(engine, batch, shape, temperature, dtype)
+    for bucket in engine.runner.row_buckets:
         parts = [min(CHUNK_ROWS, bucket - done) for done in range(0, bucket, CHUNK_ROWS)]
         if len(parts) <= max_num_requests:
             _extend(engine, parts, dtype)
@@ -56,11 +56,6 @@ def warm_up(
         ", ".join(f"{shape} {seconds * 1e3:.2f}" for shape, seconds in costs.items()),
     )
     engine.check_integrity()
-
-
-def batch_sizes(max_num_requests: int) -> list[int]:
-    """Return the batch sizes that growth is padded to: powers of 2."""
-    return [1 << power for power in range((max_num_requests - 1).bit_length() + 1)]
 
 
 def _grow(

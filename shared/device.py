@@ -56,7 +56,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def max_batch_rows(config: WorkerConfig, device: torch.device) -> int:
     """Return the row budget of an engine step."""
-    return config.max_batch_rows or (512 if device.type == "cpu" else 4096)
+    return config.max_batch_rows or (512 if device.type == "cpu" else 2048)
 
 
 def prefill_chunk_len(config: TargetConfig, device: torch.device) -> int:

@@ -1,7 +1,4 @@
-"""Build a step's tensors from its plan; host side, over all requests at once.
-
-What the forward needs comes first; the rest is built while the device computes.
-"""
+"""Build the tensors of a step's forward from its plan; host side, over all requests at once."""
 
 from __future__ import annotations
 
@@ -11,15 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shared.kernels.mailbox_trees import TakenTrees
 from shared.kv.pool import KVPool
 from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks, pack_rows
-from shared.step.staging import Fields, Staging, Tensors
+from shared.step.staging import Fields, Staging
 from shared.tree import TreeLayout
-from target_service.nodes import SampledNodes, SampledTrees, gather_trees
-from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, MailboxTrees, VerifyInput
-from target_service.sampler import Sampler
+from target_service.nodes import SampledTrees, gather_trees
+from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, MailboxTrees
 from target_service.scheduler import PrefillWork, ReplayWork, StepPlan
 from target_service.tree_source import TreeSource
 
@@ -40,6 +35,7 @@ class StepBatch:
         trees: None when nothing is sampled.
         mailbox_trees: Where the device finds the first trees; None: all of them are here.
         logit_rows: [L] rows of the extend that are sampled; None: the first L.
+        wants_features: Whether some request keeps features of its rows.
     """
 
     extend: ExtendInput
@@ -48,6 +44,7 @@ class StepBatch:
     chains: Sequence[ChainRows]
     num_rows: int
     logit_rows: Sequence[int] | None
+    wants_features: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,13 +95,14 @@ def build_batch(
     source: TreeSource,
     *,
     window: int,
-    pads_rows: bool,
+    buckets: Sequence[int],
 ) -> StepBatch:
     """Pack trees, prefill chunks and replays into one forward, and start to bring it over.
 
     Args:
         source: Knows where the device finds trees that are not here.
-        pads_rows: Pad the rows of a step without prefills and replays up to a bucket.
+        buckets: Row counts to pad to; a step with more rows than the last, as any if there are
+            none, is as it is.
     """
     # The rows of trees come first, and the nodes of the step are these rows. After them come the
     # last tokens of prompts, each of them a tree of one node.
@@ -116,7 +114,7 @@ def build_batch(
     works: list[PrefillWork | ReplayWork] = [*plan.prefills, *plan.replays]
     chains = [columns.add_chain(work) for work in works]
     count = len(columns.token_ids)
-    bucket = bucket_of(count) if pads_rows and not chains else None
+    bucket = bucket_of(count, buckets)
 
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket or count)
@@ -141,6 +139,10 @@ def build_batch(
         chains=chains,
         num_rows=count,
         logit_rows=_logit_rows(num_tree_rows, chains) if chains else None,
+        wants_features=any(
+            [r.features is not None for r in (trees.requests if trees is not None else ())]
+            + [work.request.features is not None for work in works]
+        ),
     )
 
 
@@ -161,95 +163,4 @@ def extend_fields(num_rows: int) -> Fields:
         "token_ids": (torch.int64, shape),
         "position_ids": (torch.int64, shape),
         "root_idx": (torch.int64, shape),
-    }
-
-
-def build_verify(
-    batch: StepBatch,
-    trees: SampledTrees,
-    staging: Staging,
-    sampler: Sampler,
-    source: TreeSource,
-    *,
-    taken: TakenTrees | None,
-) -> VerifyInput:
-    """Lay out how the trees of a step are sampled and walked, and start to bring it over.
-
-    Args:
-        source: Knows where the device posts accepted paths, besides.
-        taken: What the device took from the mailbox: the first trees; None: all of them are here.
-    """
-    nodes, rows = SampledNodes(trees), batch.logit_rows
-    staging.begin()
-    num_trees, count = len(trees.requests), len(trees.token_ids)
-    host, device = staging.place_zeros(_verify_fields, num_trees, int(nodes.num_nodes.max()), count)
-    host["req_idx"][:] = nodes.req_idx
-    host["seq_len"][:] = nodes.seq_len
-    at = (nodes.tree, np.arange(count) - nodes.first_node[nodes.tree])
-    host["node_rows"][at] = np.arange(count)
-    host["token_ids"][at] = nodes.token_ids
-    host["parent_index"].fill(-2)
-    host["parent_index"][at] = nodes.parent_index
-    np.add(nodes.seq_len[nodes.tree] + 1, nodes.depth, out=host["position"])
-    wants_logprobs = [request.open.logprobs for request in trees.requests]
-    logprob_rows = None
-    if any(wants_logprobs):
-        logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[nodes.tree]))
-    inputs = VerifyInput(
-        sampling=sampler.prepare(nodes, staging),
-        req_idx=device["req_idx"],
-        seq_len=device["seq_len"],
-        num_logit_rows=count,
-        logit_rows=None if rows is None else staging.add(np.array(rows)),
-        node_rows=device["node_rows"],
-        **_tree_tensors(trees, device, taken),
-        max_depth=nodes.max_depth,
-        may_move_kv=not all(layout.is_chain for layout in trees.layouts),
-        logprob_rows=logprob_rows,
-        num_top_logprobs=max(
-            (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
-        ),
-        wants_features=any(request.features is not None for request in trees.requests),
-        num_device_trees=trees.num_on_device,
-        mailbox_paths=source.place_paths(trees.requests, staging),
-    )
-    staging.flush()
-    if taken is not None and trees.num_on_device < num_trees:
-        _put_first(taken, inputs)
-    return inputs
-
-
-def _tree_tensors(
-    trees: SampledTrees, staged: Tensors, taken: TakenTrees | None
-) -> dict[str, torch.Tensor]:
-    """Return the trees of a VerifyInput: as taken, if the mailbox has all of them; else staged."""
-    if taken is None or trees.num_on_device < len(trees.requests):
-        return {name: staged[name] for name in ("token_ids", "parent_index", "position")}
-    return {
-        "token_ids": taken.token_ids,
-        "parent_index": taken.parent_index,
-        "position": taken.position,
-    }
-
-
-def _put_first(taken: TakenTrees, inputs: VerifyInput) -> None:
-    """Replace what held the places of trees from the mailbox by these trees, on the device.
-
-    Mutates: the first trees of `inputs`.
-    """
-    num_trees, num_nodes = taken.token_ids.shape
-    inputs.token_ids[:num_trees, :num_nodes] = taken.token_ids
-    inputs.parent_index[:num_trees, :num_nodes] = taken.parent_index
-    inputs.position[: len(taken.position)] = taken.position
-
-
-def _verify_fields(num_trees: int, num_nodes: int, num_rows: int) -> Fields:
-    square = (num_trees, num_nodes)
-    return {
-        "req_idx": (torch.int64, (num_trees,)),
-        "seq_len": (torch.int64, (num_trees,)),
-        "node_rows": (torch.int64, square),
-        "token_ids": (torch.int64, square),
-        "parent_index": (torch.int64, square),
-        "position": (torch.int64, (num_rows,)),
     }

@@ -23,6 +23,7 @@ from shared.messages import (
     WorkerLoad,
 )
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
+from shared.step.serving_counts import ServingCounts
 from target_service.engine_state import EngineState
 from target_service.pipeline import Pipeline
 from target_service.request import TargetRequest
@@ -69,6 +70,7 @@ class TargetEngine:
         )
         self._state = state
         self.runner = runner
+        self.serving = ServingCounts(runner.graphs)
         self._table = RequestTable(state, self.scheduler, source)
         self.pipeline = Pipeline(
             state=state,
@@ -135,6 +137,9 @@ class TargetEngine:
             num_request_steps=counts.request_steps,
             kernel_launches=tuple(sorted(launch_counts().items())),
             num_moved_rounds=counts.moved_rounds,
+            num_compiles=self.serving.num_compiles,
+            num_captures=self.serving.num_captures,
+            num_eager_launches=self.serving.num_eager_launches,
         )
 
     def check_integrity(self) -> None:

@@ -69,11 +69,18 @@ def create_engine(
         vocab_size=model_config.vocab_size,
         device=device,
     )
-    runner = TargetRunner(model, pool, sampler, features, projection=projection)
+    runner = TargetRunner(
+        model,
+        pool,
+        sampler,
+        features,
+        max_batch_rows=max_batch_rows(config, device),
+        projection=projection,
+    )
     if runner.pads_rows:
         runner.capture(
             window=model_config.sliding_window,
-            progress=lambda done: progress("capturing graphs", 0.8 + 0.1 * done),
+            progress=lambda stage, done: progress(stage, LOADED + 0.1 * done),
         )
     progress("proving exactness", 0.9)
     prompt = {
@@ -121,10 +128,15 @@ def create_engine(
     mailbox = None
     if device.type == "cuda" or has_cpu_mailbox:
         mailbox = make_mailbox(config, channels.name, features, pool, dtype)
+    source = make_source(state, BatchWindow(costs), channels, mailbox, device)
+    if runner.pads_rows:
+        runner.capture_verifies(
+            source, progress=lambda stage, done: progress(stage, 0.93 + 0.02 * done)
+        )
     engine = TargetEngine(
         runner,
         state,
-        make_source(state, BatchWindow(costs), channels, mailbox, device),
+        source,
         channels,
         max_batch_rows=max_batch_rows(config, device),
         prefill_chunk_len=prefill_chunk_len(config, device),
@@ -134,6 +146,7 @@ def create_engine(
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
         warm_up(engine)
+    engine.serving.begin()
     return engine
 
 

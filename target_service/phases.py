@@ -77,11 +77,13 @@ class MailboxPaths:
     """Where the accepted paths of a step are posted.
 
     Args:
+        is_used: Whether any of them is.
         words: [S, MAX_PATH] i64, the mailbox's paths.
         rows: [2, S, MAX_PATH, W], its feature rows; None: drafts take none.
         slot, round_tag: [B] i32, place and number of each path; slot -1: it is not posted.
     """
 
+    is_used: bool
     words: torch.Tensor
     rows: torch.Tensor | None
     slot: torch.Tensor
@@ -92,29 +94,35 @@ class MailboxPaths:
 class VerifyInput:
     """The trees to sample and walk.
 
+    Where rows are padded, L is a bucket, N is 64 and B as many trees as L rows can have.
+
     Args:
-        req_idx: [B] i64, rows of the page table.
+        bucket: L, if the rows were padded up to it (see buckets.py); else None.
+        num_trees: Of the step, without padding.
+        path_width: Nodes of the longest path that the step can accept.
+        req_idx: [B] i64, rows of the page table; of padding, the spare one past them.
         seq_len: [B] i64, logical slot of each root.
-        num_logit_rows: L.
-        logit_rows: [L] i64, rows of the extend; None: its first L.
+        logit_rows: [L] i64, rows of the extend.
         node_rows: [B, N] i64, logit row of each node; padding nodes point at row 0.
         token_ids: [B, N] i64, root included.
         parent_index: [B, N] i64, root = -1, padding = -2.
         position: [L] i64, absolute position of the token sampled at each row.
-        max_depth: Depth of the deepest tree.
+        max_depth: Bounds the depth of every tree.
         may_move_kv: Whether some accepted path may not be contiguous.
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: no request did.
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
-        mailbox_paths: Where paths are posted; None: nowhere.
+        mailbox_paths: Where paths are posted; None: there is no mailbox.
         num_device_trees: Of how many requests, the first ones, the host does not know the trees.
         sampling: How the rows are sampled.
     """
 
+    bucket: int | None
+    num_trees: int
+    path_width: int
     req_idx: torch.Tensor
     seq_len: torch.Tensor
-    num_logit_rows: int
-    logit_rows: torch.Tensor | None
+    logit_rows: torch.Tensor
     node_rows: torch.Tensor
     token_ids: torch.Tensor
     parent_index: torch.Tensor
@@ -130,7 +138,25 @@ class VerifyInput:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logit rows of what an extend computed, [T, ...] -> [L, ...]."""
-        return rows[: self.num_logit_rows] if self.logit_rows is None else rows[self.logit_rows]
+        return rows.index_select(0, self.logit_rows)
+
+    @property
+    def is_rare(self) -> bool:
+        """Return whether some request asks for what no graph has."""
+        return self.logprob_rows is not None or self.sampling.edits_logits
+
+    @property
+    def posts_paths(self) -> bool:
+        """Return whether some accepted path is posted."""
+        return self.mailbox_paths is not None and self.mailbox_paths.is_used
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return everything on the device that a graph reads of this."""
+        tensors = [self.req_idx, self.seq_len, self.logit_rows, self.node_rows, self.token_ids]
+        tensors += [self.parent_index, self.position, *self.sampling.columns]
+        paths = self.mailbox_paths
+        return tensors if paths is None else [*tensors, paths.slot, paths.round_tag]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +218,27 @@ class SamplingInput:
     forbidden: ForbiddenInput | None
 
     @property
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """Return what every row has."""
+        return (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+    def part(self, rows: slice) -> SamplingInput:
+        """Return what belongs to some rows, where none is edited."""
+        assert not self.edits_logits
+        temperature, top_k, top_p, min_p, seed = [column[rows] for column in self.columns]
+        return SamplingInput(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            has_filters=self.has_filters,
+            bias=None,
+            penalties=None,
+            forbidden=None,
+        )
+
+    @property
     def edits_logits(self) -> bool:
         """Return whether sampling changes logits in place."""
         return not (self.bias is self.penalties is self.forbidden is None)
@@ -235,6 +282,12 @@ class NodeOutputs:
     def get(self, name: str) -> torch.Tensor | None:
         """Return a registered tensor; None if there is none of the name."""
         return self._tensors.get(name)
+
+    def without(self, name: str) -> NodeOutputs:
+        """Return all but one of the outputs, which need not be there."""
+        others = NodeOutputs(self._num_rows)
+        others._tensors = {key: value for key, value in self._tensors.items() if key != name}
+        return others
 
     def read(self, into: ReadBack, rows: torch.Tensor) -> None:
         """Read every registered tensor at `rows` [...] i64, as [..., *rest]."""

@@ -126,15 +126,13 @@ class Pipeline:
             taken = source.take_trees(batch.mailbox_trees, batch.extend, num_rows)
             has_device_round = True
             timer.device("take")
-        extended = runner.extend(batch.extend)
+        extended = runner.compute(batch)
         timer.device("forward")
         verified = None
         if batch.trees is not None:
             verify = runner.pack_verify(batch, batch.trees, source, taken)
-            has_device_round = has_device_round or verify.mailbox_paths is not None
-            verified = runner.verify(verify, extended)
-            source.post_paths(verify, verified)
-            runner.commit_kv(verify, verified)
+            has_device_round = has_device_round or verify.posts_paths
+            verified = runner.verify(verify, extended, source.post_paths)
         timer.device("sample")  # before the read, which is all that is waited for
         # Before the next step is launched: that step overwrites what this one computes.
         read = runner.start_read(batch, extended, verified)

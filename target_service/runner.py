@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from shared.kernels.accept_walk import accept_walk
-from shared.kernels.logprobs import chosen_logprobs
 from shared.kernels.mailbox_trees import TakenTrees
-from shared.kernels.move_kv import move_kv
 from shared.kv.pool import KVPool
-from shared.messages import FeatureSpec
+from shared.messages import MAX_TREE_NODES, FeatureSpec
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
-from shared.step.buckets import ROW_BUCKETS
+from shared.step.buckets import buckets_up_to
 from shared.step.graphs import GraphCache
 from shared.step.packing import NO_BLOCKS, pack_rows
 from shared.step.read_back import PendingRead, ReadBack
 from shared.step.staging import Staging
-from target_service.batch import StepBatch, build_batch, build_verify, extend_fields
+from target_service.batch import StepBatch, build_batch, extend_fields
 from target_service.nodes import SampledTrees
 from target_service.phases import (
     TOKEN_IS_KNOWN,
     ExtendInput,
     ExtendOutput,
-    NodeOutputs,
     PathOutputs,
     StepOutputs,
     VerifyInput,
@@ -37,10 +35,15 @@ from target_service.sampler import Sampler
 from target_service.scheduler import StepPlan
 from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
+from target_service.verify import PostPaths, Verifier
+from target_service.verify_input import build_padding, build_verify
 
-# Far more than a step of trees takes; longer steps go round it.
-EXTEND_BYTES = 8 << 20
-VERIFY_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
+
+# What a row of a step and its tree take in staging, and what else there is.
+_BYTES_PER_ROW = 512
+_BYTES_PER_TREE = 3 * 8 * MAX_TREE_NODES + 64
+_STAGED_BYTES = 4 << 20
 _NUM_TIMED = 3
 
 
@@ -49,6 +52,7 @@ class TargetRunner:
 
     Args:
         features: What to capture for a draft.
+        max_batch_rows: Of a step.
         projection: Of captured rows; None: they are sent as they are.
         pads_rows: Pad steps up to buckets; None: where graphs are captured.
     """
@@ -60,6 +64,7 @@ class TargetRunner:
         sampler: Sampler,
         features: FeatureSpec,
         *,
+        max_batch_rows: int,
         projection: FeatureProjection | None = None,
         pads_rows: bool | None = None,
     ) -> None:
@@ -68,17 +73,50 @@ class TargetRunner:
         self.sampler = sampler
         self.features = features
         self._projection = projection
-        self.extend_staging = Staging(pool.device, EXTEND_BYTES)
-        self.verify_staging = Staging(pool.device, VERIFY_BYTES)
-        # The newest token of every request, by row of the page table.
-        self._roots = torch.zeros(pool.max_num_requests, dtype=torch.int64, device=pool.device)
-        self._graphs = GraphCache(pool.device)
-        self.pads_rows = self._graphs.is_capturing if pads_rows is None else pads_rows
+        # A step of one tree alone may have more rows than the others.
+        self._buckets = buckets_up_to(max(max_batch_rows, MAX_TREE_NODES))
+        num_bytes = self._buckets[-1] * _BYTES_PER_ROW + _STAGED_BYTES
+        self.extend_staging = Staging(pool.device, num_bytes)
+        num_bytes = self._buckets[-1] * _BYTES_PER_ROW + _STAGED_BYTES
+        num_bytes += pool.max_num_requests * _BYTES_PER_TREE
+        self.verify_staging = Staging(pool.device, num_bytes)
+        # The newest token of every request, by row of the page table; the last is a spare.
+        num_roots = pool.max_num_requests + 1
+        self._roots = torch.zeros(num_roots, dtype=torch.int64, device=pool.device)
+        self.graphs = GraphCache(pool.device)
+        self.pads_rows = self.graphs.is_capturing if pads_rows is None else pads_rows
+        # Where padded forwards leave their rows.
+        self._padded, self._captured = self._place_rows()
+        self._verifier = Verifier(
+            model, pool, sampler, self.graphs, roots=self._roots, extended=self._padded
+        )
+
+    def _place_rows(self) -> tuple[ExtendOutput, torch.Tensor | None]:
+        """Return memory for the rows of the largest step, and for captured ones to project."""
+        config, num_rows = self.model.config, self._buckets[-1]
+
+        def rows(width: int) -> torch.Tensor | None:
+            shape = (num_rows, width)
+            if not width:
+                return None
+            return torch.zeros(shape, dtype=self.model.dtype, device=self.pool.device)
+
+        hidden = rows(config.hidden_size)
+        assert hidden is not None
+        is_projected = self._projection is not None
+        captured_width = config.hidden_size * len(self.features.layer_ids) if is_projected else 0
+        features = rows(self.features.width)
+        return ExtendOutput(hidden=hidden, features=features), rows(captured_width)
 
     @property
     def window(self) -> int:
         """Return the sliding window of the model's attention, tokens; 0 = none."""
         return self.model.config.sliding_window
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Return the row counts that steps are padded to; empty: they are not padded."""
+        return self._buckets if self.pads_rows else ()
 
     def pack(self, plan: StepPlan, source: TreeSource) -> StepBatch:
         """Pack the rows of a step, and start to bring them over."""
@@ -88,7 +126,7 @@ class TargetRunner:
             self.extend_staging,
             source,
             window=self.window,
-            pads_rows=self.pads_rows,
+            buckets=self.buckets,
         )
 
     def pack_verify(
@@ -99,22 +137,54 @@ class TargetRunner:
         Args:
             taken: What the device took from the mailbox: the first trees; None: all are here.
         """
-        return build_verify(batch, trees, self.verify_staging, self.sampler, source, taken=taken)
+        return build_verify(
+            batch,
+            trees,
+            self.pool,
+            self.verify_staging,
+            self.sampler,
+            source,
+            buckets=self.buckets,
+            taken=taken,
+        )
+
+    def compute(self, batch: StepBatch) -> ExtendOutput:
+        """Compute the rows of a step, and the features of it that some request keeps.
+
+        Returns: Valid until the next step.
+        Mutates: KV slots of the rows, all of them past their request's seq_len.
+        """
+        extended = self.extend(batch.extend)
+        if extended.features is None or not batch.wants_features:
+            return replace(extended, features=None)
+        if self._projection is not None:
+            features = self._features_of(extended.features, batch.extend.bucket)
+            extended = replace(extended, features=features)
+        return extended
 
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
-        """Compute rows of new tokens.
+        """Compute rows of new tokens; features are as captured.
 
         Returns: Valid until the next step.
         Mutates: KV slots of the rows, all of them past their request's seq_len.
         """
         if inputs.bucket is None:
             return self._forward(inputs)
-        output: ExtendOutput = self._graphs.run(
-            inputs.bucket,
-            lambda: self._forward(inputs),
+        output: ExtendOutput = self.graphs.run(
+            ("extend", inputs.bucket),
+            lambda: self._forward_padded(inputs),
             (inputs.token_ids, inputs.position_ids, inputs.root_idx, *inputs.rows.tensors),
         )
         return output
+
+    def _features_of(self, captured: torch.Tensor, bucket: int | None) -> torch.Tensor:
+        """Return the rows that a draft gets, [T, features.width], of captured ones."""
+        if bucket is None:
+            return self._project(captured)
+        rows: torch.Tensor = self.graphs.run(
+            ("project", bucket), lambda: self._project_padded(captured), (captured,)
+        )
+        return rows
 
     def bring_page_table(self) -> None:
         """Bring the page table on the device up to date, so that the next step need not."""
@@ -123,18 +193,43 @@ class TargetRunner:
             self.pool.stage_page_table(self.extend_staging)
             self.extend_staging.flush()
 
-    def capture(self, *, window: int, progress: Callable[[float], None]) -> None:
-        """Make the graph of every bucket, from rows of padding. Mutates: the sink page."""
-        for done, bucket in enumerate(ROW_BUCKETS):
-            progress(done / len(ROW_BUCKETS))
+    def capture(self, *, window: int, progress: Callable[[str, float], None]) -> None:
+        """Make the graphs of every bucket, from rows of padding; logs what that took.
+
+        Mutates: the sink page.
+        """
+        started = time.perf_counter()
+        # The largest first: the others fit into its memory.
+        for done, bucket in enumerate(reversed(self._buckets)):
+            progress(f"capturing graphs: {bucket} rows", done / len(self._buckets))
             features = self.extend(self._padding(bucket, window)).features
-            if features is not None:
-                self._project(features)  # compiles it; no graph has it
+            if features is not None and self._projection is not None:
+                self._features_of(features, bucket)
+        logger.info(
+            "made graphs of %d to %d rows in %.1f s",
+            self._buckets[0],
+            self._buckets[-1],
+            time.perf_counter() - started,
+        )
+
+    def capture_verifies(
+        self, source: TreeSource, *, progress: Callable[[str, float], None]
+    ) -> None:
+        """Make the graphs of what follows a forward, from rows of padding; logs what that took."""
+        started = time.perf_counter()
+        for done, bucket in enumerate(reversed(self._buckets)):
+            progress(f"capturing graphs: {bucket} sampled rows", done / len(self._buckets))
+            for has_filters in (False, True):
+                inputs = build_padding(
+                    bucket, self.pool, self.verify_staging, source, has_filters=has_filters
+                )
+                self.verify(inputs, self._padded, source.post_paths)
+        logger.info("made graphs of what is sampled in %.1f s", time.perf_counter() - started)
 
     def measure_costs(self, *, window: int) -> StepCosts:
         """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""
-        seconds = [self._time_forward(bucket, window) for bucket in ROW_BUCKETS]
-        return StepCosts(ROW_BUCKETS, seconds)
+        seconds = [self._time_forward(bucket, window) for bucket in self._buckets]
+        return StepCosts(self._buckets, seconds)
 
     def _time_forward(self, num_rows: int, window: int) -> float:
         seconds = []
@@ -180,73 +275,36 @@ class TargetRunner:
             features = output.hidden
         return ExtendOutput(hidden=output.hidden, features=features)
 
+    def _forward_padded(self, inputs: ExtendInput) -> ExtendOutput:
+        """Do what `_forward` does; leave its rows where the next graphs look for them."""
+        output = self._forward(inputs)
+        num_rows = len(output.hidden)
+        features = self._padded.features if self._projection is None else self._captured
+        if output.features is not None:
+            assert features is not None
+            features = features[:num_rows].copy_(output.features)
+        hidden = self._padded.hidden[:num_rows].copy_(output.hidden)
+        return ExtendOutput(hidden=hidden, features=features)
+
+    @torch.inference_mode()
     def _project(self, captured: torch.Tensor) -> torch.Tensor:
         """Return the rows that a draft gets, [T, features.width]."""
-        return captured if self._projection is None else self._projection(captured)
+        assert self._projection is not None
+        return self._projection(captured)
 
-    @torch.inference_mode()
-    def verify(self, inputs: VerifyInput, extended: ExtendOutput) -> VerifyOutput:
-        """Sample at every node and walk each tree. Mutates: the requests' roots on the device."""
-        sampling = inputs.sampling
-        logits = self.model.logits(inputs.gather(extended.hidden))  # [L, V]
-        raw, raw_rows = logits, inputs.logprob_rows
-        if raw_rows is not None and sampling.edits_logits:
-            raw = logits[raw_rows]
-            raw_rows = torch.arange(len(raw), device=raw.device)
-        tokens, is_finite = self.sampler.sample(logits, sampling, inputs.position)  # [L] each
-        outputs = NodeOutputs(len(tokens))
-        outputs.register("token_ids", tokens)
-        outputs.register("is_finite", is_finite)
-        if extended.features is not None and inputs.wants_features:
-            outputs.register("features", self._project(inputs.gather(extended.features)))
-        if inputs.logprob_rows is not None:
-            assert raw_rows is not None
-            found = chosen_logprobs(
-                raw, raw_rows, tokens[inputs.logprob_rows], num_top=inputs.num_top_logprobs
-            )
-            # Rows that did not ask have 0.
-            for name, values in (
-                ("logprobs", found.chosen),
-                ("top_logprobs", found.top),
-                ("top_ids", found.top_ids),
-            ):
-                table = values.new_zeros((len(tokens), *values.shape[1:]))
-                outputs.register(name, table.index_copy_(0, inputs.logprob_rows, values))
-        walk = accept_walk(
-            inputs.token_ids,
-            inputs.parent_index,
-            inputs.node_rows,
-            tokens,
-            inputs.seq_len,
-            inputs.req_idx,
-            self.pool.page_table,
-            self._roots,
-            page_size=self.pool.page_size,
-            max_depth=inputs.max_depth,
-        )
-        return VerifyOutput(
-            node_outputs=outputs,
-            walk=walk,
-            taken_parents=(
-                inputs.parent_index[: inputs.num_device_trees] if inputs.num_device_trees else None
-            ),
-        )
+    def _project_padded(self, captured: torch.Tensor) -> torch.Tensor:
+        assert self._padded.features is not None
+        return self._padded.features[: len(captured)].copy_(self._project(captured))
 
-    @torch.inference_mode()
-    def commit_kv(self, inputs: VerifyInput, verified: VerifyOutput) -> None:
-        """Move the KV of each accepted path to the front of its round's slots.
+    def verify(self, inputs: VerifyInput, extended: ExtendOutput, post: PostPaths) -> VerifyOutput:
+        """Sample at every node, walk each tree, post accepted paths and move their KV; launches
+        only.
 
-        Mutates: KV slots [seq_len, seq_len + accept_length) of each request.
+        Returns: Valid until the next step.
+        Mutates: KV slots [seq_len, seq_len + accept_length) of each request, and its root on the
+            device.
         """
-        if not inputs.may_move_kv:
-            return
-        walk, pool = verified.walk, self.pool
-        move_kv(
-            pool.caches,
-            walk.move_src.flatten(),
-            walk.move_dst.flatten(),
-            addresses=pool.cache_addresses,
-        )
+        return self._verifier.run(inputs, extended, post)
 
     @torch.inference_mode()
     def start_read(
@@ -268,7 +326,7 @@ class TargetRunner:
                 assert extended.features is not None
                 count = chain.work.stop - chain.work.start
                 rows = extended.features[chain.first_row : chain.first_row + count]
-                read.add(f"chain {i}", self._project(rows))
+                read.add(f"chain {i}", rows)
         return read.start()
 
     def finish_read(self, batch: StepBatch, pending: PendingRead) -> StepOutputs:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
 from shared.kernels.sampling import finite_rows, sample
 from shared.step.packing import to_device
-from shared.step.staging import Staging
+from shared.step.staging import Fields, Staging
 from target_service.nodes import SampledNodes
 from target_service.phases import BiasInput, ForbiddenInput, PenaltyInput, SamplingInput
 from target_service.request import TargetRequest
@@ -105,24 +105,18 @@ class Sampler:
         ones = torch.ones_like(index, dtype=torch.int32)
         self._output_counts.view(-1).index_add_(0, index, ones)
 
-    def prepare(self, nodes: SampledNodes, staging: Staging) -> SamplingInput:
+    def prepare(self, nodes: SampledNodes, staging: Staging, num_rows: int) -> SamplingInput:
         """Lay out what the sampling of these nodes needs; host work only.
 
         Args:
-            staging: Between its `begin` and its `flush`.
+            staging: Between its `begin` and its `flush`; what every row has is placed first.
+            num_rows: Of the nodes and of padding, which is greedy.
         """
         per_tree = self._parameters[nodes.req_idx]
         per_row = per_tree[nodes.tree]
-        shape = per_row.shape
-        host, device = staging.place(
-            temperature=(torch.float32, shape),
-            top_k=(torch.int32, shape),
-            top_p=(torch.float32, shape),
-            min_p=(torch.float32, shape),
-            seed=(torch.int64, shape),
-        )
+        host, device = staging.place_zeros(sampling_fields, num_rows)
         for name, array in host.items():
-            array[:] = per_row[name]
+            array[: len(per_row)] = per_row[name]
         return SamplingInput(
             **device,
             has_filters=bool(per_tree["has_filters"].any()),
@@ -230,3 +224,15 @@ class Sampler:
             presence=inputs.presence,
             frequency=inputs.frequency,
         )
+
+
+def sampling_fields(num_rows: int) -> Fields:
+    """Return the fields that every row of a SamplingInput has."""
+    shape = (num_rows,)
+    return {
+        "temperature": (torch.float32, shape),
+        "top_k": (torch.int32, shape),
+        "top_p": (torch.float32, shape),
+        "min_p": (torch.float32, shape),
+        "seed": (torch.int64, shape),
+    }

@@ -189,10 +189,9 @@ class _SelfTest:
         )
 
     def _extend(self, block: RowBlocks, tokens: NDArray, positions: NDArray) -> torch.Tensor:
-        """Run a block as a step of the engine would: prefills as they are, the rest in buckets."""
+        """Run a block as a step of the engine would."""
         runner, count = self._runner, len(tokens)
-        is_prefill = not block.trees and count > 1
-        bucket = bucket_of(count) if runner.pads_rows and not is_prefill else None
+        bucket = bucket_of(count, runner.buckets)
         staging = runner.extend_staging
         staging.begin()
         host, device = staging.place_zeros(extend_fields, bucket or count)

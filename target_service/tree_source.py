@@ -112,9 +112,14 @@ class TreeSource:
         raise AssertionError("only a source with a mailbox places trees")
 
     def place_paths(
-        self, requests: Sequence[TargetRequest], staging: Staging
+        self, requests: Sequence[TargetRequest], staging: Staging, num_places: int
     ) -> MailboxPaths | None:
-        """Say where the device posts the accepted paths of these requests; None: nowhere."""
+        """Say where the device posts the accepted paths of these requests; None: there is no
+        mailbox.
+
+        Args:
+            num_places: Of these requests and of padding.
+        """
         return None
 
     def post_paths(self, verify: VerifyInput, verified: VerifyOutput) -> None:

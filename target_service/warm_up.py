@@ -20,7 +20,6 @@ from shared.messages import (
     TokenTree,
     VerifyRound,
 )
-from shared.step.buckets import ROW_BUCKETS
 from target_service.engine import TargetEngine
 
 _SAMPLINGS = (
@@ -32,16 +31,14 @@ _SAMPLINGS = (
     ),
 )
 _PROMPT = (0, 1, 2)
-# More rows than any bucket holds: they are multiplied and attended to by other binaries.
-_LONG_PROMPT = (0,) * (ROW_BUCKETS[-1] + 1)
 _MAX_NEW_TOKENS = 12
 # Longest that a request of these gets, and the nodes of its tree.
 NUM_TOKENS = len(_PROMPT) + _MAX_NEW_TOKENS + 3
 
 
 def warm_up(engine: TargetEngine) -> None:
-    """Serve requests of every kind: prefill, a bushy tree, rounds by credit; a long prompt beside
-    the trees, if the context holds one.
+    """Serve requests of every kind: prefill, a bushy tree, rounds by credit. Graphs of all row
+    counts are there: this compiles what is in none of them.
 
     Mutates: nothing that outlives it but the counters of the engine's load.
     """
@@ -63,25 +60,11 @@ def warm_up(engine: TargetEngine) -> None:
                 wants_features=True,
             )
         )
-    is_long_due = engine.info.max_context_len > len(_LONG_PROMPT)
     while engine.has_work:
         paths = [output for output in engine.step() if isinstance(output, AcceptedPath)]
         for path in paths:
             if path.finish_reason is FinishReason.NONE:
                 engine.submit(_next(path))
-        if paths and is_long_due:
-            is_long_due = False
-            engine.submit(
-                TargetOpen(
-                    request_id="warm-up, long",
-                    target_epoch=0,
-                    token_ids=_LONG_PROMPT,
-                    num_prompt_tokens=len(_LONG_PROMPT),
-                    sampling=SamplingParams(),
-                    stopping=StoppingParams(max_new_tokens=1),
-                    wants_features=True,
-                )
-            )
     assert engine.load.num_running == engine.load.num_waiting == 0
     engine.check_integrity()
 

@@ -150,7 +150,7 @@ class RequestRetracted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "num_moved_rounds", "kernel_launches")
+    __slots__ = ("num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "num_moved_rounds", "kernel_launches", "num_compiles", "num_captures", "num_eager_launches")
     class KernelLaunchesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,9 @@ class WorkerLoad(_message.Message):
     NUM_REQUEST_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     KERNEL_LAUNCHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPILES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CAPTURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_EAGER_LAUNCHES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_free_pages: int
@@ -176,7 +179,10 @@ class WorkerLoad(_message.Message):
     num_request_steps: int
     num_moved_rounds: int
     kernel_launches: _containers.ScalarMap[str, int]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    num_compiles: int
+    num_captures: int
+    num_eager_launches: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ..., num_compiles: _Optional[int] = ..., num_captures: _Optional[int] = ..., num_eager_launches: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring", "peer_socket", "device_model", "versions", "cpu_threads", "logits_hash")

@@ -23,7 +23,6 @@ from draft_service.runner import DraftRunner
 from shared.kernels.mailbox_growth import advance_growth
 from shared.kernels.mailbox_paths import take_paths, take_rows
 from shared.peer.mailbox import MailboxEnd
-from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks
 from shared.step.step_timer import StepTimer
 
@@ -188,7 +187,7 @@ class OverlapRunner:
         runner, packer, mailbox = self._runner, self._runner.packer, mailboxes[0]
         num_reqs = len(requests)
         num_live = num_reqs * path_width
-        bucket = bucket_of(num_live) if runner.pads_rows else None
+        bucket = runner.row_bucket(num_live)
         blocks = RowBlocks(
             req_idx=[request.req_idx for request in requests],
             prefix_len=[request.kv_len for request in requests],

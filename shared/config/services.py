@@ -74,7 +74,7 @@ class WorkerConfig:
         aliases=("max_running_requests",),
     )
     max_batch_rows: int = option(
-        0, "rows (tokens) per engine step; 0 = 512 on a CPU, 4096 on a GPU", minimum=0
+        0, "rows (tokens) per engine step; 0 = 512 on a CPU, 2048 on a GPU", minimum=0
     )
     cpu_threads: int = option(
         0, "torch threads of the engine; 0 = half of the cores, at most 8", minimum=0

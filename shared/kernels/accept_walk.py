@@ -52,7 +52,7 @@ def _accept_walk_kernel(
     path_rows_ptr,  # [B, D + 1] i64 mutated
     move_src_ptr,  # [B, D + 1] i32 mutated
     move_dst_ptr,  # [B, D + 1] i32 mutated
-    roots_ptr,  # [max_reqs] i64 mutated
+    roots_ptr,  # [>= max_reqs] i64 mutated
     num_nodes,
     num_steps,  # D + 1
     table_stride,
@@ -131,9 +131,10 @@ def accept_walk(
         node_rows: [B, N] i64, logit row of each node; padding nodes point at row 0.
         target_predict: [L] i32, the target's token at each logit row.
         seq_len: [B] i64, logical slot of each root.
-        req_idx: [B] i64, rows of the page table.
+        req_idx: [B] i64, rows of the page table; of a padding tree, whose nodes are all padding, a
+            row of `roots` that no request has.
         page_table: [max_reqs, max_pages_per_req] i32.
-        roots: [max_reqs] i64, the newest token of every request.
+        roots: [>= max_reqs] i64, the newest token of every request.
         max_depth: Depth of the deepest tree; bounds the walk.
     Returns: AcceptWalk. No host-device sync.
     Mutates: `roots` of these requests: the bonus token, which ends the path.
@@ -223,7 +224,8 @@ def accept_walk_ref(
 
     def slot(offset: torch.Tensor) -> torch.Tensor:
         logical = torch.where(node > step, seq_len.unsqueeze(1) + offset, 0)
-        slots = slots_in(page_table, req_idx.unsqueeze(1), logical, page_size)
+        rows = req_idx.clamp(max=len(page_table) - 1)  # padding has no row, and does not move
+        slots = slots_in(page_table, rows.unsqueeze(1), logical, page_size)
         return torch.where(node > step, slots, 0).to(torch.int32)
 
     return AcceptWalk(

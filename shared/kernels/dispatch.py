@@ -48,17 +48,46 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+class _Launches:
+    """Launches of this process: by kernel since the last reset, and those outside of graphs."""
+
+    def __init__(self) -> None:
+        self.by_name: Counter[str] = Counter()
+        self.num_eager = 0
+
+
 @cache
-def _launches() -> Counter[str]:
-    return Counter()
+def _launches() -> _Launches:
+    return _Launches()
 
 
-def count_launch(name: str) -> None:
+def count_launch(name: str, *, is_single: bool = False) -> None:
     """Count one launch of the kernel `name`.
+
+    Args:
+        is_single: It belongs to no graph, whatever is captured.
+    Mutates: the counters of this process.
+    """
+    launches = _launches()
+    launches.by_name[name] += 1
+    launches.num_eager += not is_single
+
+
+def forget_launches(counts: Mapping[str, int]) -> None:
+    """Take back launches that were captured, and did not happen.
 
     Mutates: the counters of this process.
     """
-    _launches()[name] += 1
+    launches = _launches()
+    launches.by_name.subtract(counts)
+    launches.num_eager -= sum(counts.values())
+
+
+def num_eager_launches() -> int:
+    """Return how often an operation was launched by itself, and not as a part of a graph, since the
+    start of this process; those that are always launched so do not count.
+    """
+    return _launches().num_eager
 
 
 def add_launches(counts: Mapping[str, int]) -> None:
@@ -66,14 +95,14 @@ def add_launches(counts: Mapping[str, int]) -> None:
 
     Mutates: the counters of this process.
     """
-    launches = _launches()
+    launches = _launches().by_name
     for name, count in counts.items():  # Counter.update is ten times slower
         launches[name] += count
 
 
 def launch_counts() -> dict[str, int]:
     """Return the launches of every kernel of this process since the last reset."""
-    return dict(_launches())
+    return {name: count for name, count in _launches().by_name.items() if count}
 
 
 def reset_launch_counts() -> None:
@@ -81,4 +110,4 @@ def reset_launch_counts() -> None:
 
     Mutates: the counters of this process.
     """
-    _launches().clear()
+    _launches().by_name.clear()

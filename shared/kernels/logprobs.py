@@ -20,6 +20,8 @@ from shared.kernels.vector_math import settle_vector_math
 
 # Columns of one program of the first kernel.
 BLOCK = 1024
+# Alternatives that one binary finds; more need another one.
+_TOP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,7 @@ def chosen_logprobs(
     count, width = rows.shape[0], logits.shape[1]
     block = min(BLOCK, triton.next_power_of_2(width))
     num_chunks = triton.cdiv(width, block)
-    top = triton.next_power_of_2(max(num_top, 1))
+    top = max(_TOP, triton.next_power_of_2(num_top))
     device = logits.device
     largest = torch.empty((count, num_chunks), dtype=torch.float32, device=device)
     sums = torch.empty_like(largest)

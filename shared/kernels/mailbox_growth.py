@@ -76,7 +76,7 @@ def advance_growth(
     num_reqs = len(taken)
     if num_reqs == 0:
         return
-    count_launch("advance_growth")
+    count_launch("advance_growth", is_single=True)
     _advance_growth_kernel[(triton.cdiv(num_reqs, _LANES),)](
         taken,
         kv_len,

@@ -352,7 +352,7 @@ def take_paths(
     taken = torch.empty((num_reqs, 1 + MAX_PATH), dtype=torch.int32, device=token_ids.device)
     if num_reqs == 0:
         return taken
-    count_launch("take_paths")
+    count_launch("take_paths", is_single=True)
     # It waits for another GPU, so it must not begin early: kernels before it need the room.
     _take_paths_kernel[(num_reqs,)](
         *paths,
@@ -482,7 +482,7 @@ def take_rows(
     assert len(features) >= num_reqs * path_width
     if num_reqs == 0:
         return
-    count_launch("take_rows")
+    count_launch("take_rows", is_single=True)
     _take_rows_kernel[(num_reqs, path_width, triton.cdiv(width, _BLOCK))](
         rows,
         slot,

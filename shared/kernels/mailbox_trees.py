@@ -88,7 +88,7 @@ def post_trees(
     assert slot.is_contiguous() and seq.is_contiguous() and len(slot) <= len(packed)
     if len(slot) == 0:
         return
-    count_launch("post_trees")
+    count_launch("post_trees", is_single=True)
     _post_trees_kernel[(len(slot),)](
         trees,
         packed,
@@ -267,7 +267,7 @@ def take_trees(
     )
     if num_trees == 0:
         return taken
-    count_launch("take_trees")
+    count_launch("take_trees", is_single=True)
     # It waits for another GPU, so it must not begin early: kernels before it need the room.
     _take_trees_kernel[(num_trees,)](
         trees,

@@ -1,7 +1,9 @@
 """Move K/V rows between slots of every layer; sources and destinations may overlap.
 
-Two kernels, each on the grid (num_caches, num_moves): everything is gathered into a temporary
-before anything is scattered. Rows that stay where they are, padding included, cost no traffic.
+`move_kv` takes any moves by two kernels, each on the grid (num_caches, num_moves): everything is
+gathered into a temporary before anything is scattered. `move_paths` takes those of accepted paths,
+which need no temporary, by one kernel on the grid (num_caches, num_requests). Rows that stay where
+they are, padding included, cost no traffic.
 """
 
 from __future__ import annotations
@@ -65,6 +67,38 @@ def _scatter_kv_kernel(
         tl.store(cache_ptr + dst * ROW + column, row, mask=in_row)
 
 
+@triton.jit(do_not_specialize=["num_steps"])
+def _move_paths_kernel(
+    cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]; those are mutated
+    src_ptr,  # [B, D] i32
+    dst_ptr,  # [B, D] i32
+    cache_like_ptr,  # [num_slots, Hkv, d], unread: its dtype is that of the caches
+    num_steps,  # D
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(IS_DEPENDENT)
+    first = tl.program_id(1).to(tl.int64) * num_steps
+    step = tl.arange(0, STEPS)
+    in_path = step < num_steps
+    src = tl.load(src_ptr + first + step, mask=in_path, other=0)
+    dst = tl.load(dst_ptr + first + step, mask=in_path, other=0)
+    end = tl.max(tl.where(src != dst, step + 1, 0), axis=0)
+    cache_ptr = tl.load(cache_address_ptr + tl.program_id(0).to(tl.int64))
+    cache_ptr = cache_ptr.to(tl.pointer_type(cache_like_ptr.dtype.element_ty))
+    column = tl.arange(0, BLOCK)
+    in_row = column < ROW
+    for move in range(0, end):
+        src = tl.load(src_ptr + first + move).to(tl.int64)
+        dst = tl.load(dst_ptr + first + move).to(tl.int64)
+        # A thread loads the columns that it stores: what a later move overwrites has been read.
+        is_moved = in_row & (src != dst)
+        row = tl.load(cache_ptr + src * ROW + column, mask=is_moved, other=0.0)
+        tl.store(cache_ptr + dst * ROW + column, row, mask=is_moved)
+
+
 def cache_addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return where the caches lie, [num_caches] i64 on their device, for `move_kv`.
 
@@ -113,6 +147,45 @@ def move_kv(
     )
     _scatter_kv_kernel[grid](
         addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **dependent_launch(first)
+    )
+
+
+def move_paths(
+    caches: Sequence[torch.Tensor],
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    *,
+    addresses: torch.Tensor,
+) -> None:
+    """Copy slot src[b, m] to slot dst[b, m] in every cache, path by path in ascending order of m.
+
+    Args:
+        caches: Each [num_slots, Hkv, d], of one shape and dtype; K and V of every layer.
+        src, dst: [B, D] i32. No destination is a later source of its path, nor any slot of another
+            path; equal ones, such as padding, are not touched.
+        addresses: What `cache_addresses` said of these caches.
+    Mutates: rows of every cache named by `dst`.
+    """
+    if not caches or src.numel() == 0:
+        return
+    first = caches[0]
+    if not use_triton(first):
+        move_kv_ref(caches, src.flatten(), dst.flatten())
+        return
+    assert len(addresses) == len(caches) and src.is_contiguous() and dst.is_contiguous()
+    row = first.shape[1] * first.shape[2]
+    count_launch("move_paths")
+    _move_paths_kernel[(len(caches), src.shape[0])](
+        addresses,
+        src,
+        dst,
+        first,
+        src.shape[1],
+        ROW=row,
+        BLOCK=triton.next_power_of_2(row),
+        STEPS=triton.next_power_of_2(src.shape[1]),
+        num_warps=4,
+        **dependent_launch(first),
     )
 
 

@@ -184,10 +184,10 @@ def prepared(
 
     Whoever does without has it computed at the first `tree_attention`, which then starts later.
     """
-    if not use_triton(metadata.req_idx):
-        return metadata
     # A captured forward computes it anew at every replay: nothing of an earlier one may be kept.
     metadata = dataclasses.replace(metadata)
+    if not use_triton(metadata.req_idx):
+        return metadata
     if metadata.path_len.shape[0] and metadata.req_idx.shape[0]:
         dot = dot_dtype(metadata.req_idx.new_empty(0, dtype=q_dtype))
         shape = (num_heads, num_kv_heads, head_dim)

@@ -20,6 +20,7 @@ class WorkerLoad:
     """Progress and room of an engine; see proto WorkerLoad.
 
     Args:
+        num_compiles, num_captures, num_eager_launches: Since the engine was ready.
         kernel_launches: (kernel, launches) pairs, ascending.
     """
 
@@ -31,6 +32,9 @@ class WorkerLoad:
     num_rows: int = 0
     num_request_steps: int = 0
     num_moved_rounds: int = 0
+    num_compiles: int = 0
+    num_captures: int = 0
+    num_eager_launches: int = 0
     kernel_launches: tuple[tuple[str, int], ...] = ()
 
 

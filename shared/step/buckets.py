@@ -19,12 +19,21 @@ Attention gives padded rows 0, and whoever reads the result asks for the rows th
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
-# Not 96, 192 or 384: on a GPU these take longer than the power of 2 above them.
-ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
+ROW_BUCKETS = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
+)  # fmt: skip
+# Requests that a draft grows trees for at once.
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
-def bucket_of(count: int) -> int | None:
-    """Return the smallest bucket that holds `count` rows; None: more than any."""
-    place = bisect_left(ROW_BUCKETS, count)
-    return ROW_BUCKETS[place] if place < len(ROW_BUCKETS) else None
+def buckets_up_to(most: int, buckets: Sequence[int] = ROW_BUCKETS) -> tuple[int, ...]:
+    """Return the buckets of an engine whose steps have at most so many rows, the last one."""
+    return (*(bucket for bucket in buckets if bucket < most), most)
+
+
+def bucket_of(count: int, buckets: Sequence[int] = ROW_BUCKETS) -> int | None:
+    """Return the smallest of the buckets that holds `count`; None: more than any."""
+    place = bisect_left(buckets, count)
+    return buckets[place] if place < len(buckets) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shared.kernels.dispatch import add_launches, launch_counts
+from shared.kernels.dispatch import add_launches, forget_launches, launch_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,13 @@ class GraphCache:
         max_graphs: The one that was not run for longest makes room for another.
     """
 
-    def __init__(self, device: torch.device, *, max_graphs: int = 128) -> None:
+    def __init__(self, device: torch.device, *, max_graphs: int = 1024) -> None:
         self.is_capturing = device.type == "cuda"
         self._max_graphs = max_graphs
         self._device = device
         self._pool: Any = None
         self._captured: dict[Hashable, _Captured] = {}
+        self.num_captures = 0
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -57,6 +58,7 @@ class GraphCache:
             if len(self._captured) >= self._max_graphs:
                 self._drop_oldest()
             captured = self._capture(compute, inputs)
+            self.num_captures += 1
         self._captured[key] = captured  # the newest is last
         assert _are_same(captured.inputs, inputs), f"the inputs of graph {key} moved"
         captured.graph.replay()
@@ -82,7 +84,7 @@ class GraphCache:
             for name, count in launch_counts().items()
             if count > before.get(name, 0)
         }
-        add_launches({name: -count for name, count in launches.items()})  # captured, not launched
+        forget_launches(launches)
         return _Captured(graph=graph, outputs=outputs, inputs=inputs, launches=launches)
 
 

@@ -100,14 +100,17 @@ def pack_rows(
     Args:
         staging: What brings it all to the device at its next flush.
         window: Sliding window of the model, tokens; 0 = none.
-        num_rows: Rows and requests to pad to (see buckets.py), so that all shapes depend on this
-            number alone; None: no padding.
+        num_rows: Rows to pad to (see buckets.py), so that all shapes depend on this number alone;
+            None: no padding.
     """
     num_trees, count = len(blocks.trees), len(blocks.req_idx)
     row_indptr = [0, *accumulate(blocks.num_rows)]
     used = row_indptr[-1]
-    total, num_reqs = (used, count) if num_rows is None else (num_rows, num_rows)
+    total, num_reqs = used, count
+    if num_rows is not None:
+        total, num_reqs = num_rows, padded_blocks(num_rows, pool)
     assert used <= total, f"{used} rows do not fit {total}"
+    assert count <= num_reqs, f"{count} blocks do not fit {num_reqs}"
     are_chains = [tree.is_chain for tree in blocks.trees]
     has_trees = not all(are_chains)
     # A captured step must serve trees, whatever it was captured with.
@@ -160,6 +163,14 @@ def pack_rows(
         row_indptr=row_indptr,
         path_len=host["path_len"][:used],
     )
+
+
+def padded_blocks(num_rows: int, pool: KVPool) -> int:
+    """Return how many blocks a step of a bucket is padded to: as many as it can have.
+
+    A request has two at most: rows of its own, and a replay beside them.
+    """
+    return min(num_rows, 2 * pool.max_num_requests)
 
 
 def _fields(num_rows: int, num_reqs: int, width: int) -> Fields:

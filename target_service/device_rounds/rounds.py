@@ -117,18 +117,18 @@ class DeviceRounds(PeerRounds):
         )
 
     def place_paths(
-        self, requests: Sequence[TargetRequest], staging: Staging
+        self, requests: Sequence[TargetRequest], staging: Staging, num_places: int
     ) -> MailboxPaths | None:
         tags = list(map(_round_tag, requests))
-        if not any(tags):
-            return None
-        host, device = staging.place_zeros(_fields, len(requests))
-        host["round_tag"][:] = tags
-        host["slot"][:] = [
+        host, device = staging.place_zeros(_fields, num_places)
+        host["round_tag"][: len(tags)] = tags
+        host["slot"].fill(_NOWHERE)
+        host["slot"][: len(tags)] = [
             request.req_idx if tag else _NOWHERE
             for request, tag in zip(requests, tags, strict=True)
         ]
-        return MailboxPaths(words=self.mailbox.paths, rows=self.mailbox.rows, **device)
+        mailbox = self.mailbox
+        return MailboxPaths(is_used=any(tags), words=mailbox.paths, rows=mailbox.rows, **device)
 
     @torch.inference_mode()
     def post_paths(self, verify: VerifyInput, verified: VerifyOutput) -> None:

@@ -206,6 +206,9 @@ loads = st.builds(
     num_rows=st.integers(0, 2**63 - 1),
     num_request_steps=st.integers(0, 2**63 - 1),
     num_moved_rounds=st.integers(0, 2**63 - 1),
+    num_compiles=st.integers(0, 2**63 - 1),
+    num_captures=st.integers(0, 2**63 - 1),
+    num_eager_launches=st.integers(0, 2**63 - 1),
     kernel_launches=st.dictionaries(
         st.text(max_size=12), st.integers(0, 2**63 - 1), max_size=3
     ).map(lambda launches: tuple(sorted(launches.items()))),

@@ -42,6 +42,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_take_rows_kernel",
         "_gather_kv_kernel",
         "_scatter_kv_kernel",
+        "_move_paths_kernel",
     }
     of_no_dtype = {
         "_post_trees_kernel",

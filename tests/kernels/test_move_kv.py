@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.move_kv import cache_addresses, move_kv
+from shared.kernels.move_kv import cache_addresses, move_kv, move_kv_ref, move_paths
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NUM_SLOTS = 24
@@ -142,3 +142,30 @@ def test_rows_in_place_are_not_touched(device: torch.device) -> None:
         assert torch.equal(cache[5], old[9])
         kept = [slot for slot in range(NUM_SLOTS) if slot != 5]
         assert torch.equal(cache[kept].view(torch.int32), old[kept].view(torch.int32))
+
+
+def test_accepted_paths_move_like_any_rows(device: torch.device) -> None:
+    """Of several requests at once, in their own slots; sources ascend above their destinations."""
+    rng = random.Random(2)
+    for width in (1, 5, 8):
+        moves = []
+        for first in (1, 9, 17):
+            nodes = sorted(rng.sample(range(7), rng.randint(1, min(width, 7))))
+            path = [(first + node, first + rank) for rank, node in enumerate(nodes)]
+            path = [(src, dst) if src != dst else (0, 0) for src, dst in path]
+            moves.append(path + [(0, 0)] * (width - len(path)))
+        table = torch.tensor(moves, dtype=torch.int32)
+        for dtype in DTYPES:
+            caches = [torch.randn(25, 3, 17).to(device, dtype) for _ in range(4)]
+            expected = [cache.clone() for cache in caches]
+            move_kv_ref(expected, *table.flatten(0, 1).to(device).unbind(1))
+            src, dst = (side.contiguous() for side in table.to(device).unbind(2))
+            move_paths(caches, src, dst, addresses=cache_addresses(caches))
+            assert all(map(torch.equal, caches, expected))
+
+
+def test_no_path_moves(device: torch.device) -> None:
+    none = torch.empty((0, 3), dtype=torch.int32, device=device)
+    caches = random_caches(2, device, torch.float32)
+    move_paths(caches, none, none, addresses=cache_addresses(caches))
+    assert launch_counts() == {}

@@ -28,6 +28,7 @@ from shared.messages import (
     TokenTree,
     TreeShape,
 )
+from shared.step.buckets import buckets_up_to
 from shared.step.graphs import GraphCache
 from shared.step.staging import Staging
 from shared.step.step_timer import StepTimer
@@ -265,15 +266,15 @@ def test_replayed_graphs_grow_the_same_trees_without_waiting(
     for is_capturing in (False, True):
         engine = create_engine(config, lambda *_: None)
         runner = engine.runner
-        runner._graphs = GraphCache(runner.pool.device)
-        runner._graphs.is_capturing = is_capturing
+        runner.graphs = GraphCache(runner.pool.device)
+        runner.graphs.is_capturing = is_capturing
         sampling = SamplingParams(temperature=temperature, seed=1)
         open_requests(engine, [2, 9, 17], list(SHAPES[3:6]), sampling)
         growing = extended(engine)
         trees.append(grown(engine, growing))
         with forbidden_waits():
             trees += [grown(engine, growing) for _ in range(2)]
-        assert len(runner._graphs) == 2 * is_capturing
+        assert len(runner.graphs) == 2 * is_capturing
     assert all(again == trees[0] for again in trees)
 
 
@@ -284,6 +285,7 @@ def test_prompts_of_more_rows_than_a_graph_has_are_extended_in_parts(models: Mod
         engine = draft_engine(models.pairing("eagle"), pads=pads, max_batch_rows=4096)
         open_requests(engine, lengths, shapes, SamplingParams())
         runner = engine.runner
+        runner.row_buckets = buckets_up_to(512)
         num_rows: list[int] = []
         launch = runner.launch_extend
 

@@ -79,7 +79,7 @@ def test_every_output_of_a_reply_is_that_of_its_own_node(
         for i, shape in enumerate(SHAPES)
     ]  # fmt: skip
     plain = run_plain(target, requests)
-    monkeypatch.setattr("target_service.runner.NodeOutputs", Tagged)
+    monkeypatch.setattr("target_service.verify.NodeOutputs", Tagged)
     first_row: dict[str, int] = {}
     start_read = target.runner.start_read
 
@@ -144,7 +144,7 @@ def test_an_output_without_a_place_in_the_reply_raises(
             if name == "token_ids":
                 super().register("routed_experts", tensor)
 
-    monkeypatch.setattr("target_service.runner.NodeOutputs", Extended)
+    monkeypatch.setattr("target_service.verify.NodeOutputs", Extended)
     target = make_target(models.pairing("standalone"))
     pair = LocalPair(target)
     pair.open(LocalRequest(prompt=[1, 2], max_new_tokens=3))

@@ -114,9 +114,9 @@ def test_only_the_read_looks_at_values(models: Models, monkeypatch: pytest.Monke
     for place in (
         "target_service.sampler.sample",
         "target_service.sampler.apply_penalties",
-        "target_service.runner.accept_walk",
-        "target_service.runner.chosen_logprobs",
-        "target_service.runner.move_kv",
+        "target_service.verify.accept_walk",
+        "target_service.verify.chosen_logprobs",
+        "target_service.verify.move_paths",
     ):
         module, _, name = place.rpartition(".")
         function = getattr(__import__(module, fromlist=[name]), name)

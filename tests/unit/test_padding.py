@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.messages import SamplingParams
-from shared.step.buckets import ROW_BUCKETS, bucket_of
+from shared.step.buckets import BATCH_BUCKETS, ROW_BUCKETS, bucket_of, buckets_up_to
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
@@ -93,10 +93,14 @@ def trees(models: Models) -> Trees:
 
 
 def test_buckets_hold_what_they_are_asked_for() -> None:
-    assert [bucket_of(count) for count in (1, 2, 3, 9, 16, 65, 256, 257, 513)] == [
-        1, 2, 4, 16, 16, 128, 256, 512, None,
+    assert [bucket_of(count) for count in (1, 2, 3, 9, 16, 65, 129, 256, 257, 4097)] == [
+        1, 2, 4, 16, 16, 128, 192, 256, 384, None,
     ]  # fmt: skip
     assert list(ROW_BUCKETS) == sorted(ROW_BUCKETS)
+    assert buckets_up_to(5) == (1, 2, 4, 5) and buckets_up_to(8) == (1, 2, 4, 8)
+    assert bucket_of(5, buckets_up_to(5)) == 5 and bucket_of(6, buckets_up_to(5)) is None
+    assert bucket_of(1, ()) is None
+    assert buckets_up_to(20, BATCH_BUCKETS) == (1, 2, 4, 8, 16, 20)
 
 
 def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
@@ -123,7 +127,7 @@ def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
 
 def test_a_step_of_nothing_but_padding_touches_the_sink_only(trees: Trees) -> None:
     kv = trees.kv().clone()
-    trees.runner.capture(window=0, progress=lambda _: None)
+    trees.runner.capture(window=0, progress=lambda *_: None)
     assert torch.equal(trees.kv(), kv)
     trees.pool.check_integrity()
 

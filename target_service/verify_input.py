@@ -1,0 +1,160 @@
+"""Build what follows the forward of a step, while the device computes that; host side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.kernels.mailbox_trees import TakenTrees
+from shared.kv.pool import KVPool
+from shared.messages import MAX_TREE_NODES
+from shared.step.buckets import bucket_of
+from shared.step.staging import Arrays, Fields, Staging, Tensors
+from target_service.batch import StepBatch
+from target_service.nodes import SampledNodes, SampledTrees
+from target_service.phases import MailboxPaths, SamplingInput, VerifyInput
+from target_service.sampler import Sampler, sampling_fields
+from target_service.tree_source import TreeSource
+
+_NO_NODE = -2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Trees, nodes of each, and logit rows, padding included."""
+
+    num_trees: int
+    num_nodes: int
+    num_rows: int
+
+    @classmethod
+    def of_bucket(cls, bucket: int, pool: KVPool) -> _Sizes:
+        num_trees = min(bucket, pool.max_num_requests)
+        return cls(num_trees=num_trees, num_nodes=MAX_TREE_NODES, num_rows=bucket)
+
+
+def build_verify(
+    batch: StepBatch,
+    trees: SampledTrees,
+    pool: KVPool,
+    staging: Staging,
+    sampler: Sampler,
+    source: TreeSource,
+    *,
+    buckets: tuple[int, ...],
+    taken: TakenTrees | None,
+) -> VerifyInput:
+    """Lay out how the trees of a step are sampled and walked, and start to bring it over.
+
+    Args:
+        source: Knows where the device posts accepted paths, besides.
+        buckets: Row counts to pad to, if the forward is padded as well.
+        taken: What the device took from the mailbox: the first trees; None: all of them are here.
+    """
+    nodes = SampledNodes(trees)
+    num_trees, count = len(trees.requests), len(trees.token_ids)
+    bucket = None if batch.extend.bucket is None else bucket_of(count, buckets)
+    sizes = _Sizes(num_trees=num_trees, num_nodes=int(nodes.num_nodes.max()), num_rows=count)
+    if bucket is not None:
+        sizes = _Sizes.of_bucket(bucket, pool)
+    host, device = _place(sizes, pool, staging)
+    host["req_idx"][:num_trees] = nodes.req_idx
+    host["seq_len"][:num_trees] = nodes.seq_len
+    at = (nodes.tree, np.arange(count) - nodes.first_node[nodes.tree])
+    host["node_rows"][at] = np.arange(count)
+    host["token_ids"][at] = nodes.token_ids
+    host["parent_index"][at] = nodes.parent_index
+    np.add(nodes.seq_len[nodes.tree] + 1, nodes.depth, out=host["position"][:count])
+    rows = np.arange(count) if batch.logit_rows is None else batch.logit_rows
+    host["logit_rows"][:count] = rows
+    # What depends on the sizes alone comes first: it always lies in the same place.
+    mailbox_paths = source.place_paths(trees.requests, staging, sizes.num_trees)
+    sampling = sampler.prepare(nodes, staging, sizes.num_rows)
+    wants_logprobs = [request.open.logprobs for request in trees.requests]
+    logprob_rows = None
+    if any(wants_logprobs):
+        logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[nodes.tree]))
+    inputs = VerifyInput(
+        bucket=bucket,
+        num_trees=num_trees,
+        path_width=nodes.max_depth + 1,
+        sampling=sampling,
+        **device,
+        max_depth=nodes.max_depth if bucket is None else MAX_TREE_NODES - 1,
+        may_move_kv=bucket is not None or not all(layout.is_chain for layout in trees.layouts),
+        logprob_rows=logprob_rows,
+        num_top_logprobs=max(
+            (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
+        ),
+        wants_features=any(request.features is not None for request in trees.requests),
+        num_device_trees=trees.num_on_device,
+        mailbox_paths=mailbox_paths,
+    )
+    staging.flush()
+    if taken is not None:
+        _put_first(taken, inputs)
+    return inputs
+
+
+def build_padding(
+    bucket: int, pool: KVPool, staging: Staging, source: TreeSource, *, has_filters: bool
+) -> VerifyInput:
+    """Return a bucket of rows that belong to no request, and start to bring it over."""
+    sizes = _Sizes.of_bucket(bucket, pool)
+    _, device = _place(sizes, pool, staging)
+    mailbox_paths: MailboxPaths | None = source.place_paths((), staging, sizes.num_trees)
+    _, columns = staging.place_zeros(sampling_fields, bucket)
+    staging.flush()
+    return VerifyInput(
+        bucket=bucket,
+        num_trees=sizes.num_trees,
+        path_width=1,
+        **device,
+        max_depth=MAX_TREE_NODES - 1,
+        may_move_kv=True,
+        logprob_rows=None,
+        num_top_logprobs=0,
+        wants_features=False,
+        num_device_trees=0,
+        mailbox_paths=mailbox_paths,
+        sampling=SamplingInput(
+            **columns, has_filters=has_filters, bias=None, penalties=None, forbidden=None
+        ),
+    )
+
+
+def _place(sizes: _Sizes, pool: KVPool, staging: Staging) -> tuple[Arrays, Tensors]:
+    """Begin to stage trees that are nothing but padding."""
+    staging.begin()
+    host, device = staging.place_zeros(
+        _verify_fields, sizes.num_trees, sizes.num_nodes, sizes.num_rows
+    )
+    host["req_idx"].fill(pool.max_num_requests)
+    host["parent_index"].fill(_NO_NODE)
+    return host, device
+
+
+def _put_first(taken: TakenTrees, inputs: VerifyInput) -> None:
+    """Replace what held the places of trees from the mailbox by these trees, on the device.
+
+    Mutates: the first trees of `inputs`.
+    """
+    num_trees, num_nodes = taken.token_ids.shape
+    inputs.token_ids[:num_trees, :num_nodes] = taken.token_ids
+    inputs.parent_index[:num_trees, :num_nodes] = taken.parent_index
+    inputs.position[: len(taken.position)] = taken.position
+
+
+def _verify_fields(num_trees: int, num_nodes: int, num_rows: int) -> Fields:
+    square = (num_trees, num_nodes)
+    return {
+        "req_idx": (torch.int64, (num_trees,)),
+        "seq_len": (torch.int64, (num_trees,)),
+        "node_rows": (torch.int64, square),
+        "token_ids": (torch.int64, square),
+        "parent_index": (torch.int64, square),
+        "position": (torch.int64, (num_rows,)),
+        "logit_rows": (torch.int64, (num_rows,)),
+    }
