@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from coppice.bench_plot import draw_plot
 
 from coppice.bench import CellResult, RequestResult, percentile, run_cell, summarize
-from coppice.bench_plot import draw_plot
 from shared.errors import UnavailableError
 from shared.messages import FinishInfo, FinishReason, SpeculationStats
 
