@@ -11,7 +11,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     num_both, num_same = identical_outputs(before, after)
     if num_both:
         sys.stdout.write(f"{num_same} of {num_both} outputs are identical\n")
+    fingerprints = [each.get("model_fingerprint") for each in (before, after)]
+    if all(fingerprints) and fingerprints[0] != fingerprints[1]:
+        sys.stdout.write("the models compute otherwise: model_fingerprint differs\n")
     return 0
 
 
@@ -96,6 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         runs = [_measure(measurement, bench) for measurement in measurements]
     print_runs(runs)
+    _say_overhead(runs, num_processes)
+    if arguments.compare_outputs and all(each["identical_to_file"] is None for each in runs):
+        sys.stderr.write(
+            f"warning: --compare-outputs {arguments.compare_outputs} holds none of these requests\n"
+        )
     counted = _count(before)
     if arguments.output:
         settings = {"processes": num_processes, "goodput_limits_s": goodput and goodput.limits_s}
@@ -115,9 +123,20 @@ def _measure(measurement: options.Measurement, bench: Bench) -> dict[str, Any]:
     sys.stderr.write(brief(figures) + "\n")
     for reason, count in figures["failures"].items():
         sys.stderr.write(f"warning: {count} requests failed: {reason}\n")
-    if warning := warning_of(figures["clients"]):
+    if warning := warning_of(figures["clients"], is_batch="batch" in figures):
         sys.stderr.write(f"warning: {warning}\n")
     return figures
+
+
+def _say_overhead(runs: Sequence[Mapping[str, Any]], num_processes: int) -> None:
+    clients = [each["clients"] for each in runs]
+    busy = max(each["cpu_share_max"] for each in clients)
+    late_ms = max(each["late_ms_p99"] for each in clients)
+    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+    sys.stdout.write(
+        f"clients: {processes}, busy {busy:.0%} of the time at most; requests were sent "
+        f"{late_ms:.1f} ms late (p99)\n"
+    )
 
 
 def _reference(path: str | None) -> Mapping[str, str] | None:
