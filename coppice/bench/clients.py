@@ -1,6 +1,6 @@
 """Processes that send requests, so that measuring takes no time from what is measured.
 
-Each is an asyncio client with a connection of its own. Arrivals are dealt to them in turn; they
+Each is an asyncio client with connections of its own. Arrivals are dealt to them in turn; they
 begin together, at a time of the monotonic clock, which processes of one machine share.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -79,16 +80,18 @@ class ClientProcesses:
     Args:
         address: HOST:PORT of the orchestrator.
         num_processes: How many.
+        num_connections: Of each; a server of several processes gets a share of the connections.
     """
 
-    def __init__(self, address: str, num_processes: int) -> None:
+    def __init__(self, address: str, num_processes: int, *, num_connections: int = 1) -> None:
         context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
         self._connections: list[Connection] = []
         self._processes = []
         for index in range(num_processes):
             ours, theirs = context.Pipe()
+            arguments = (theirs, address, num_connections)
             process = context.Process(
-                target=_serve, args=(theirs, address), name=f"client-{index}", daemon=True
+                target=_serve, args=arguments, name=f"client-{index}", daemon=True
             )
             process.start()
             theirs.close()
@@ -144,27 +147,30 @@ class ClientProcesses:
             process.join()
 
 
-def _serve(connection: Connection, address: str) -> None:
+def _serve(connection: Connection, address: str, num_connections: int) -> None:
     """Be a client process until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter hears it and ends us
     with contextlib.suppress(EOFError, ConnectionError):
-        asyncio.run(_take_orders(connection, address))
+        asyncio.run(_take_orders(connection, address, num_connections))
 
 
-async def _take_orders(connection: Connection, address: str) -> None:
-    async with TimedClient(address) as client:
+async def _take_orders(connection: Connection, address: str, num_connections: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(TimedClient(address)) for _ in range(num_connections)
+        ]
         while (sends := await asyncio.to_thread(connection.recv)) is not None:
             connection.send(None)
             begin_s = await asyncio.to_thread(connection.recv)
-            connection.send(await _play(client, sends, begin_s))
+            connection.send(await _play(clients, sends, begin_s))
 
 
-async def _play(client: TimedClient, sends: Sequence[Send], begin_s: float) -> _Share:
+async def _play(clients: Sequence[TimedClient], sends: Sequence[Send], begin_s: float) -> _Share:
     gc.collect()
     gc.disable()  # a collection would be a gap that the server did not make
     cpu_s = time.process_time()
     tasks = []
-    for send in sends:
+    for client, send in zip(itertools.cycle(clients), sends, strict=False):
         due_s = begin_s + send.at_s
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         tasks.append(asyncio.create_task(_run(client, send.request, due_s)))

@@ -111,10 +111,8 @@ class Bench:
         Raises: CoppiceError of the first request of the warm-up that failed.
         """
         warm_up = [dataclasses.replace(each, at_s=0.0) for each in arrivals[:WARM_UP_ARRIVALS]]
-        runs = []
-        for _ in range(self._repeat):
-            self._play(mode, _limited(warm_up, WARM_UP_TOKENS))
-            runs.append(self._play(mode, arrivals, may_fail=True))
+        self._play(mode, _limited(warm_up, WARM_UP_TOKENS))
+        runs = [self._play(mode, arrivals, may_fail=True) for _ in range(self._repeat)]
         return {**label, "speculation": mode.name, **self._figures(arrivals, runs)}
 
     def _figures(self, arrivals: Sequence[Arrival], runs: Sequence[Played]) -> dict[str, Any]:

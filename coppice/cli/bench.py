@@ -89,7 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     num_processes = arguments.processes or default_num_processes()
     require_server(arguments.server)
     before = read_workers(split_list(arguments.workers))
-    with ClientProcesses(arguments.server, num_processes) as clients:
+    num_connections = arguments.connections or 1
+    with ClientProcesses(
+        arguments.server, num_processes, num_connections=num_connections
+    ) as clients:
         bench = Bench(
             clients,
             keywords=options.keywords_of(arguments),
@@ -106,7 +109,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     counted = _count(before)
     if arguments.output:
-        settings = {"processes": num_processes, "goodput_limits_s": goodput and goodput.limits_s}
+        settings = {
+            "processes": num_processes,
+            "connections": num_connections,
+            "goodput_limits_s": goodput and goodput.limits_s,
+        }
         document = _document(arguments, bench, outputs, settings)
         _write(arguments.output, {**document, **counted, "runs": runs})
     if arguments.plot:

@@ -40,7 +40,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
     Raises: ConfigError that names the option.
     """
-    for name in ("new_tokens", "repeat", "processes", "requests"):
+    for name in ("new_tokens", "repeat", "processes", "connections", "requests"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{_flag(name)} is {value}, expected at least 1")
@@ -56,7 +56,10 @@ def check_options(arguments: argparse.Namespace) -> None:
     if arguments.schedule:
         _refuse(arguments, ("prompts", "new_tokens"), "with --schedule, whose files say it")
     if arguments.timeline is not None:
-        names = ("rate", "schedule", "repeat", "goodput", "processes", "workers", "compare_outputs")
+        names = (
+            *("rate", "schedule", "repeat", "goodput", "processes", "connections", "workers"),
+            "compare_outputs",
+        )
         _refuse(arguments, names, "with --timeline")
 
 
@@ -288,6 +291,9 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     )
     measuring.add_argument(
         "--processes", type=int, metavar="N", help="that send requests (default: by cores)"
+    )
+    measuring.add_argument(
+        "--connections", type=int, metavar="N", help="of each of these processes (default: 1)"
     )
     measuring.add_argument(
         "--workers",

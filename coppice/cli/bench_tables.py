@@ -111,7 +111,12 @@ def _goodput(run: Run) -> str:
 def _quantiles(values: Mapping[str, float] | None) -> str:
     if values is None:
         return "-"
-    return " / ".join(f"{each:.1f}" if each < 100 else f"{each:.0f}" for each in values.values())
+    return " / ".join(f"{each:.{_digits(each)}f}" for each in values.values())
+
+
+def _digits(value: float) -> int:
+    """Return how many digits behind the point make three in all."""
+    return 2 if value < 10 else 1 if value < 100 else 0
 
 
 def _number(value: float | None, form: str) -> str:

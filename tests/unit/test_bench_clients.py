@@ -44,7 +44,7 @@ def test_processes_send_everything_when_it_is_due(address: str, server: FakeGene
         Arrival(at_s=0.1 * index, prompt=(index,), max_new_tokens=3, seed=0) for index in range(5)
     ]
     sends = [Send(at_s=each.at_s, request=each.request({})) for each in arrivals]
-    with ClientProcesses(address, 2) as clients:
+    with ClientProcesses(address, 2, num_connections=2) as clients:
         played = clients.play(sends)
     outputs = [outcome.token_ids for outcome in played.outcomes]
     assert outputs == [(n, n + 1, n + 2) for n in range(5)]  # in the order of what was sent

@@ -18,13 +18,13 @@ DOCUMENTS = sorted(
 # Words of module names that mean what they mean elsewhere.
 PLAIN_WORDS = frozenset(
     """
-    allocator answers bench check checkpoint children client compare compile config costs decoder
-    demo embedding endpoints errors factory failures field files filters generate generation graphs
-    growth head health input interceptors kernels launch linear lines llama loader loading log main
-    math measure memory messages models names nodes norm options output packing params penalties
-    phases plot process progress render request runner sampler sampling scheduler select serve
-    server service shape shared sizing stack startup state status stop store test timer times
-    tokenizer up validation vector walk warm watch worker
+    allocator answers bench check checkpoint children client compile config costs decoder demo
+    embedding endpoints errors factory failures field files filters generate generation graphs
+    growth health head input interceptors kernels launch linear lines llama loader loading log main
+    math memory messages models names nodes norm options output packing params penalties phases plot
+    process progress render request runner sampler sampling scheduler select serve server service
+    shape shared sizing stack startup state status stop store test times timer tokenizer up
+    validation vector walk warm watch worker
     """.split()
 )
 _REFERENCE = re.compile(r"`([\w./*-]+\.(?:py|md|proto|sh|yml|toml|json))(?::([\w.]+))?`")
