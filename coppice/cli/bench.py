@@ -31,7 +31,7 @@ SETTLE_S = 0.2
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` and `bench compare`."""
+    """Add `bench`."""
     parser = commands.add_parser(
         "bench",
         help="measure a running server",
@@ -39,27 +39,28 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Measure a running server: batches of requests that arrive at once, or "
         "requests that arrive by a schedule or at random.",
     )
+    # No subcommand: argparse would take a mistyped option's value for one.
+    parser.add_argument(
+        "compare",
+        nargs="*",
+        metavar="compare A.json B.json",
+        help="measure nothing: show two files that --output wrote side by side",
+    )
     add_server_option(parser)
     options.add_options(parser)
     parser.set_defaults(run=run, parser=parser)
-    compare = parser.add_subparsers(metavar="COMMAND").add_parser(
-        "compare", help="compare two files that --output wrote", allow_abbrev=False
-    )
-    compare.add_argument("before", metavar="A.json")
-    compare.add_argument("after", metavar="B.json")
-    compare.set_defaults(run=run_compare, parser=compare)
 
 
-def run_compare(arguments: argparse.Namespace) -> int:
-    """Print two results side by side."""
+def _run_compare(arguments: argparse.Namespace) -> int:
     from coppice.bench.compare import compare, identical_outputs, read_result
     from coppice.cli.bench_tables import print_pairs
 
-    before, after = read_result(arguments.before), read_result(arguments.after)
+    paths = options.compared_files(arguments)
+    before, after = map(read_result, paths)
     pairs = compare(before["runs"], after["runs"])
     if not pairs:
-        raise ConfigError(f"{arguments.before} and {arguments.after} have no arrivals in common")
-    names = Path(arguments.before).stem, Path(arguments.after).stem
+        raise ConfigError(f"{' and '.join(paths)} have no arrivals in common")
+    names = Path(paths[0]).stem, Path(paths[1]).stem
     print_pairs(pairs, names if names[0] != names[1] else ("A", "B"))
     num_both, num_same = identical_outputs(before, after)
     if num_both:
@@ -72,6 +73,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the tables, write the files."""
+    if arguments.compare:
+        return _run_compare(arguments)
     options.check_options(arguments)
     if arguments.timeline is not None:
         return _run_timeline(arguments)

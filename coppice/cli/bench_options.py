@@ -63,6 +63,28 @@ def check_options(arguments: argparse.Namespace) -> None:
         _refuse(arguments, names, "with --timeline")
 
 
+def compared_files(arguments: argparse.Namespace) -> tuple[str, str]:
+    """Return the two files to compare.
+
+    Raises: ConfigError unless there is nothing else on the command line.
+    """
+    match arguments.compare:
+        case ["compare", before, after]:
+            ours = {"compare", "run", "parser"}
+            given = {
+                name: value
+                for name, value in vars(arguments).items()
+                if name not in ours and value != arguments.parser.get_default(name)
+            }
+            if given:
+                raise ConfigError(f"{_flag(min(given))} means nothing with compare")
+            return before, after
+    raise ConfigError(
+        f"{' '.join(arguments.compare)!r} is unexpected; expected options only, or "
+        "compare A.json B.json"
+    )
+
+
 def is_open(arguments: argparse.Namespace) -> bool:
     """Return whether requests arrive whether or not others have ended."""
     return bool(arguments.rate or arguments.schedule)

@@ -59,6 +59,7 @@ def up_config(*argv: str) -> StackConfig:
     ("argv", "message"),
     [
         (["serve", "target", "--pagesize=3"], "--pagesize; did you mean --page-size?"),
+        (["bench", "--shedule", "a.json"], "--shedule; did you mean --schedule?"),
         (["up", "--num-target", "2"], "--num-target; did you mean --num-targets?"),
         (["generate", "hi", "there"], "unexpected argument 'there'"),
         (["serve", "targets"], "invalid choice: 'targets'"),
@@ -105,6 +106,8 @@ def test_unknown_arguments_are_refused(
         (["bench", "--goodput", "fast"], "--goodput is 'fast', expected limits of ttft"),
         (["bench", "--compare-outputs", "/none"], "cannot read /none"),
         (["bench", "compare", "/none", "/none"], "cannot read /none"),
+        (["bench", "compare", "a", "b", "--rate", "5"], "--rate means nothing with compare"),
+        (["bench", "compare", "a"], "'compare a' is unexpected; expected options only, or"),
         (["bench", "--prompts", "/none"], "cannot read --prompts /none"),
         (["serve", "target", "--config", "/none.toml"], "cannot read the configuration file"),
     ],
