@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coppice.stack.config import split_list
@@ -53,6 +54,10 @@ def check_options(arguments: argparse.Namespace) -> None:
     for name, other, is_there in needs:
         if getattr(arguments, name) is not None and not is_there:
             raise ConfigError(f"{_flag(name)} means something with {_flag(other)} only")
+    for name in ("output", "plot", "timeline"):
+        path = getattr(arguments, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{_flag(name)} {path}: there is no such folder to write to")
     if arguments.schedule:
         _refuse(arguments, ("prompts", "new_tokens"), "with --schedule, whose files say it")
     if arguments.timeline is not None:
