@@ -26,8 +26,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.machine import describe_machine
-from coppice.bench import RequestResult, run_request
-from coppice.client import AsyncClient
+from coppice.bench.request import RequestResult, TimedClient, run_request
 from coppice.stack import Stack
 from coppice.stack.config import stack_config
 from shared.config import OrchestratorConfig
@@ -207,7 +206,7 @@ async def _measure(
     report: Report,
 ) -> None:
     first: dict[tuple[float, int], tuple[int, ...]] = {}  # outputs
-    async with AsyncClient(address) as client:
+    async with TimedClient(address) as client:
         for cell in cells:
             keywords = _keywords(cell.shape, cell.temperature)
             lengths = [WARM_UP_TOKENS + WARM_UP_SPREAD * i for i in range(cell.concurrency)]
@@ -251,7 +250,7 @@ def _keywords(shape: str, temperature: float) -> dict[str, Any]:
 
 
 async def _wave(
-    client: AsyncClient,
+    client: TimedClient,
     prompts: Sequence[Prompt],
     lengths: Sequence[int],
     keywords: dict[str, Any],

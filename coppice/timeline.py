@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coppice.bench import Mode, percentile, run_cell
-from coppice.client import AsyncClient
+from coppice.bench.figures import quantile
+from coppice.bench.measure import Mode
+from coppice.bench.request import TimedClient, run_in_turn
+from coppice.bench.schedule import Prompt, at_once
 from coppice.svg import Bar, Chart, Span, color_of
 from shared.errors import ConfigError
 from shared.messages import RoundTimes
@@ -104,29 +106,33 @@ async def measure_timelines(
     *,
     modes: Sequence[Mode],
     concurrencies: Sequence[int],
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     requests_per_cell: int,
+    max_new_tokens: int,
+    seed: int,
     keywords: Mapping[str, Any],
 ) -> list[TimelineResult]:
     """Time the rounds of every mode at every concurrency.
 
     Args:
         requests_per_cell: At least the concurrency is run.
-        keywords: For AsyncClient.stream, in every mode.
+        keywords: Of `RequestOptions`, in every mode.
     Raises: CoppiceError of the first request that fails, ConfigError if requests are too short.
     """
     results = []
-    async with AsyncClient(address) as client:
+    async with TimedClient(address) as client:
         for concurrency, mode in itertools.product(concurrencies, modes):
             count = max(concurrency, requests_per_cell)
             options = {**keywords, **mode.keywords, "round_times": True}
-            await run_cell(client, prompts, options, concurrency, concurrency)  # warm up
-            requests = await run_cell(client, prompts, options, concurrency, count)
+            arrivals = at_once(prompts, count, max_new_tokens=max_new_tokens, seed=seed)
+            sent = [arrival.request(options) for arrival in arrivals]
+            await run_in_turn(client, sent[:concurrency], concurrency)  # warm up
+            requests = await run_in_turn(client, sent, concurrency)
             rounds = [times for r in requests for times in r.finish.round_times[WARM_UP_ROUNDS:-1]]
             if not rounds:
                 raise ConfigError(
                     f"no request of {mode.name} took more than {WARM_UP_ROUNDS + 1} rounds; "
-                    "raise --max-new-tokens"
+                    "raise --new-tokens"
                 )
             results.append(summarize(mode.name, concurrency, rounds))
     return results
@@ -160,7 +166,7 @@ def summarize(mode: str, concurrency: int, rounds: Sequence[RoundTimes]) -> Time
                 name=name,
                 num_rounds=len(values),
                 median_us=statistics.median(values),
-                p95_us=percentile(values, 95),
+                p95_us=quantile(values, 0.95),
                 share=sum(values) / total_us,
             )
             for name, values in ((name, durations[name]) for name in _in_order(spans))

@@ -1,4 +1,4 @@
-"""`coppice bench`: throughput and latency of a running server; a table, JSON and a plot."""
+"""`coppice bench`: latency and throughput of a running server; tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -6,206 +6,241 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
+import platform
+import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coppice import __version__
+from coppice.cli import bench_options as options
 from coppice.cli.options import add_server_option, require_server
 from coppice.stack.config import split_list
-from shared.config.check import parse_shape
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
-    from coppice.bench import CellResult, Mode
-    from coppice.timeline import TimelineResult
+    from coppice.bench.measure import Bench
+    from coppice.bench.outputs import OutputLog
 
-COLUMNS = (
-    ("mode", lambda r: r.mode),
-    ("requests at once", lambda r: str(r.concurrency)),
-    ("tokens/s", lambda r: f"{r.tokens_per_second:.1f}"),
-    ("first token ms p50", lambda r: f"{r.time_to_first_token_ms_p50:.1f}"),
-    ("p99", lambda r: f"{r.time_to_first_token_ms_p99:.1f}"),
-    ("ms/token p50", lambda r: f"{r.time_per_output_token_ms_p50:.2f}"),
-    ("p99", lambda r: f"{r.time_per_output_token_ms_p99:.2f}"),
-    ("accept_length", lambda r: f"{r.accept_length:.2f}"),
-    ("root only", lambda r: f"{r.root_only_share:.0%}"),
-    ("= plain", lambda r: "-" if r.identical_share is None else f"{r.identical_share:.0%}"),
-)
+SETTLE_S = 0.2
+"""Until idle workers have said what they counted: they report every 50 ms."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench`."""
-    parser = commands.add_parser("bench", help="measure a running server", allow_abbrev=False)
+    parser = commands.add_parser(
+        "bench",
+        help="measure a running server",
+        allow_abbrev=False,
+        description="Measure a running server: batches of requests that arrive at once, or "
+        "requests that arrive by a schedule or at random.",
+    )
+    # No subcommand: argparse would take a mistyped option's value for one.
+    parser.add_argument(
+        "compare",
+        nargs="*",
+        metavar="compare A.json B.json",
+        help="measure nothing: show two files that --output wrote side by side",
+    )
     add_server_option(parser)
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="a prompt per line; a line that is a JSON string may hold newlines "
-        "(default: a few beginnings of Python code)",
-    )
-    parser.add_argument(
-        "--concurrency", default="1,4", help="requests at once, a list (default: 1,4)"
-    )
-    parser.add_argument(
-        "--requests", type=int, default=16, help="requests per measurement (default: 16)"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument(
-        "--speculation", choices=("on", "off", "both"), default="both", help="default: both"
-    )
-    parser.add_argument(
-        "--trees",
-        default="",
-        metavar="STEPS/TOPK/NODES,...",
-        help="tree shapes to compare (default: the server's)",
-    )
-    parser.add_argument("--output", metavar="FILE", help="write the figures as JSON")
-    picture = parser.add_mutually_exclusive_group()
-    picture.add_argument("--plot", metavar="FILE", help="write tokens per second as SVG")
-    picture.add_argument(
-        "--timeline",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="say where a round's time goes instead: a table, and a picture (SVG) if there is a "
-        "FILE",
-    )
+    options.add_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
-    from coppice.bench import DEFAULT_PROMPTS, run_bench
-    from coppice.bench_plot import draw_plot
-    from coppice.svg import draw_charts
-    from coppice.timeline import chart, measure_timelines, stage_colors
+def _run_compare(arguments: argparse.Namespace) -> int:
+    from coppice.bench.compare import compare, identical_outputs, read_result
+    from coppice.cli.bench_tables import print_pairs
 
-    prompts = _read_prompts(arguments.prompts) if arguments.prompts else list(DEFAULT_PROMPTS)
-    what: dict[str, Any] = {
-        "modes": _modes(arguments),
-        "concurrencies": _concurrencies(arguments.concurrency),
-        "prompts": prompts,
-        "requests_per_cell": arguments.requests,
-        # Equal lengths make modes comparable.
-        "keywords": {
-            "max_new_tokens": arguments.max_new_tokens,
-            "temperature": arguments.temperature,
-            "ignore_eos": True,
-        },
-    }
-    require_server(arguments.server)
-    if arguments.timeline is not None:
-        timelines = asyncio.run(measure_timelines(arguments.server, **what))
-        for timeline in timelines:
-            _print_timeline(timeline)
-        _write_json(arguments, prompts, timelines)
-        if arguments.timeline:
-            charts = [chart(each) for each in timelines]
-            Path(arguments.timeline).write_text(draw_charts(charts, colors=stage_colors()))
-        return 0
-    results = asyncio.run(run_bench(arguments.server, **what, on_cell=_say))
-    _print_table(results)
-    _write_json(arguments, prompts, results)
-    if arguments.plot:
-        Path(arguments.plot).write_text(draw_plot(results, title="tokens per second"))
+    paths = options.compared_files(arguments)
+    before, after = map(read_result, paths)
+    pairs = compare(before["runs"], after["runs"])
+    if not pairs:
+        raise ConfigError(f"{' and '.join(paths)} have no arrivals in common")
+    names = Path(paths[0]).stem, Path(paths[1]).stem
+    print_pairs(pairs, names if names[0] != names[1] else ("A", "B"))
+    num_both, num_same = identical_outputs(before, after)
+    if num_both:
+        sys.stdout.write(f"{num_same} of {num_both} outputs are identical\n")
+    fingerprints = [each.get("model_fingerprint") for each in (before, after)]
+    if all(fingerprints) and fingerprints[0] != fingerprints[1]:
+        sys.stdout.write("the models compute otherwise: model_fingerprint differs\n")
     return 0
 
 
-def _write_json(
-    arguments: argparse.Namespace,
-    prompts: Sequence[str],
-    cells: Sequence[CellResult] | Sequence[TimelineResult],
-) -> None:
-    if not arguments.output:
-        return
-    document = {
-        "server": arguments.server,
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-        "num_prompts": len(prompts),
-        "cells": [dataclasses.asdict(cell) for cell in cells],
-    }
-    Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the tables, write the files."""
+    if arguments.compare:
+        return _run_compare(arguments)
+    options.check_options(arguments)
+    if arguments.timeline is not None:
+        return _run_timeline(arguments)
+    from coppice.bench.clients import ClientProcesses, default_num_processes
+    from coppice.bench.figures import Goodput
+    from coppice.bench.measure import Bench
+    from coppice.bench.outputs import OutputLog
+    from coppice.bench.plot import plot_runs
+    from coppice.bench.workers import read_workers
+    from coppice.cli.bench_tables import print_runs
 
-
-def _say(result: CellResult) -> None:
-    speed = f"{result.tokens_per_second:.1f} tokens/s"
-    sys.stderr.write(f"{result.mode}, {result.concurrency} at once: {speed}\n")
-
-
-def _modes(arguments: argparse.Namespace) -> list[Mode]:
-    from coppice.bench import Mode
-
-    modes = []
-    if arguments.speculation in ("off", "both"):
-        modes.append(Mode(name="plain", keywords={"speculation": False}))
-    if arguments.speculation in ("on", "both"):
-        shapes = split_list(arguments.trees)
-        modes += [
-            Mode(name=shape, keywords=dataclasses.asdict(parse_shape(shape))) for shape in shapes
-        ]
-        if not shapes:
-            modes.append(Mode(name="speculation"))
-    return modes
-
-
-def _concurrencies(text: str) -> list[int]:
-    parts = split_list(text)
-    if not parts or not all(part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"--concurrency is {text!r}, expected a list of numbers as in 1,4,16")
-    return [int(part) for part in parts]
-
-
-def _read_prompts(path: str) -> list[str]:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read --prompts {path}: {error.strerror}") from error
-    prompts = [_parse_prompt(line) for line in lines if line.strip()]
-    if not prompts:
-        raise ConfigError(f"--prompts {path} holds no prompt")
-    return prompts
-
-
-def _parse_prompt(line: str) -> str:
-    if line.startswith('"'):
-        try:
-            value: Any = json.loads(line)
-        except json.JSONDecodeError:
-            return line
-        return str(value)
-    return line
-
-
-def _print_table(results: list[CellResult]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for title, _ in COLUMNS:
-        table.add_column(title, justify="left" if title == "mode" else "right")
-    for result in results:
-        table.add_row(*(text(result) for _, text in COLUMNS))
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-
-
-def _print_timeline(timeline: TimelineResult) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=timeline.title, title_justify="left")
-    table.add_column("stage")
-    for title in ("rounds", "median us", "p95 us", "share"):
-        table.add_column(title, justify="right")
-    for stage in timeline.stages:
-        table.add_row(
-            stage.name,
-            str(stage.num_rounds),
-            f"{stage.median_us:.0f}",
-            f"{stage.p95_us:.0f}",
-            f"{stage.share:.1%}",
+    measurements = list(options.measurements_of(arguments))
+    goodput = Goodput.parse(arguments.goodput) if arguments.goodput else None
+    outputs = OutputLog(arguments.temperature, _reference(arguments.compare_outputs))
+    num_processes = arguments.processes or default_num_processes()
+    require_server(arguments.server)
+    before = read_workers(split_list(arguments.workers))
+    num_connections = arguments.connections or 1
+    with ClientProcesses(
+        arguments.server, num_processes, num_connections=num_connections
+    ) as clients:
+        bench = Bench(
+            clients,
+            keywords=options.keywords_of(arguments),
+            repeat=options.num_repeats(arguments),
+            goodput=goodput,
+            outputs=outputs,
         )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        runs = [_measure(measurement, bench) for measurement in measurements]
+    print_runs(runs)
+    _say_overhead(runs, num_processes)
+    if arguments.compare_outputs and all(each["identical_to_file"] is None for each in runs):
+        sys.stderr.write(
+            f"warning: --compare-outputs {arguments.compare_outputs} holds none of these requests\n"
+        )
+    counted = _count(before)
+    if arguments.output:
+        settings = {
+            "processes": num_processes,
+            "connections": num_connections,
+            "goodput_limits_s": goodput and goodput.limits_s,
+        }
+        document = _document(arguments, bench, outputs, settings)
+        _write(arguments.output, {**document, **counted, "runs": runs})
+    if arguments.plot:
+        Path(arguments.plot).write_text(plot_runs(runs))
+    return 1 if any(each["failures"] for each in runs) else 0
+
+
+def _measure(measurement: options.Measurement, bench: Bench) -> dict[str, Any]:
+    """Measure once, and say what came of it while the others go on."""
+    from coppice.bench.figures import warning_of
+    from coppice.cli.bench_tables import brief
+
+    figures = measurement(bench)
+    sys.stderr.write(brief(figures) + "\n")
+    for reason, count in figures["failures"].items():
+        sys.stderr.write(f"warning: {count} requests failed: {reason}\n")
+    if warning := warning_of(figures["clients"], is_batch="batch" in figures):
+        sys.stderr.write(f"warning: {warning}\n")
+    return figures
+
+
+def _say_overhead(runs: Sequence[Mapping[str, Any]], num_processes: int) -> None:
+    clients = [each["clients"] for each in runs]
+    busy = max(each["cpu_share_max"] for each in clients)
+    late_ms = max(each["late_ms_p99"] for each in clients)
+    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+    sys.stdout.write(
+        f"clients: {processes}, busy {busy:.0%} of the time at most; requests were sent "
+        f"{late_ms:.1f} ms late (p99)\n"
+    )
+
+
+def _reference(path: str | None) -> Mapping[str, str] | None:
+    """Return the outputs of another result."""
+    from coppice.bench.compare import outputs_of, read_result
+
+    if path is None:
+        return None
+    if outputs := outputs_of(read_result(path)):
+        return outputs
+    raise ConfigError(f"--compare-outputs {path} holds no outputs")
+
+
+def _count(before: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Show by how much the workers' counters have grown; return it for the JSON."""
+    from coppice.bench.workers import describe, differences, read_workers
+
+    if not before:
+        return {}
+    time.sleep(SETTLE_S)
+    grown = differences(before, read_workers(list(before)))
+    for address, counters in grown.items():
+        sys.stdout.write(describe(address, counters) + "\n")
+    return {"workers": before, "counters": grown}
+
+
+def _run_timeline(arguments: argparse.Namespace) -> int:
+    from coppice.cli.bench_tables import print_timeline
+    from coppice.svg import draw_charts
+    from coppice.timeline import chart, measure_timelines, stage_colors
+
+    what: dict[str, Any] = {
+        "modes": options.modes_of(arguments),
+        "concurrencies": options.concurrencies(arguments),
+        "prompts": options.prompts_of(arguments),
+        "requests_per_cell": arguments.requests or options.DEFAULT_REQUESTS,
+        "max_new_tokens": options.new_tokens(arguments),
+        "seed": arguments.seed,
+        "keywords": options.keywords_of(arguments),
+    }
+    require_server(arguments.server)
+    timelines = asyncio.run(measure_timelines(arguments.server, **what))
+    for timeline in timelines:
+        print_timeline(timeline)
+    if arguments.output:
+        cells = [dataclasses.asdict(timeline) for timeline in timelines]
+        _write(arguments.output, {**_origin(arguments), "cells": cells})
+    if arguments.timeline:
+        charts = [chart(each) for each in timelines]
+        Path(arguments.timeline).write_text(draw_charts(charts, colors=stage_colors()))
+    return 0
+
+
+def _document(
+    arguments: argparse.Namespace,
+    bench: Bench,
+    outputs: OutputLog,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    info = bench.info
+    return {
+        **_origin(arguments),
+        "model": info and info.model,
+        "model_fingerprint": info and info.model_fingerprint,
+        "settings": settings,
+        "outputs_digest": outputs.digest(),
+        "outputs": outputs.digests,
+    }
+
+
+def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return where figures come from: command, date, machine, server."""
+    return {
+        "coppice": __version__,
+        "command": shlex.join(["coppice", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "server": arguments.server,
+    }
+
+
+def _processor() -> str:
+    """Return the processor's name, as far as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _write(path: str, document: Mapping[str, Any]) -> None:
+    Path(path).write_text(json.dumps(document, indent=1) + "\n")

@@ -36,9 +36,14 @@ def coppice(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `coppice up` writes."""
+    return tmp_path_factory.mktemp("up") / "up.log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[str]:
     """Run `coppice up` with two drafts; yields its address."""
-    log = tmp_path_factory.mktemp("up") / "up.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [COPPICE, "up", "--port=0", "--device=cpu", "--num-drafts=2"],
@@ -167,28 +172,51 @@ def test_errors_of_the_server_are_printed(server: str) -> None:
 def test_bench_writes_table_json_and_plot(server: str, tmp_path: Path) -> None:
     output, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
     result = coppice(
-        *("bench", "--server", server, "--requests=4", "--concurrency=1,2", "--trees=3/2/6"),
-        *("--max-new-tokens=24", f"--output={output}", f"--plot={plot}"),
+        *("bench", "--server", server, "--repeat=1", "--concurrency=1,2", "--new-tokens=24"),
+        *("--speculation=off,3/2/6", f"--output={output}", f"--plot={plot}"),
     )
     assert result.returncode == 0, result.stderr
-    cells = json.loads(output.read_text())["cells"]
-    assert [(c["mode"], c["concurrency"]) for c in cells] == [
-        *(("plain", 1), ("3/2/6", 1)),
-        *(("plain", 2), ("3/2/6", 2)),
+    runs = json.loads(output.read_text())["runs"]
+    assert [(run["speculation"], run["batch"]) for run in runs] == [
+        *(("off", 1), ("3/2/6", 1)),
+        *(("off", 2), ("3/2/6", 2)),
     ]
-    for cell in cells:
-        assert cell["num_tokens"] == 4 * 24
-        assert cell["identical_share"] == 1.0
-        assert cell["mode"] == "plain" or cell["accept_length"] > 1.2
-        assert f"{cell['tokens_per_second']:.1f}" in result.stdout
+    for index, run in enumerate(runs):
+        assert run["tokens"] == run["batch"] * 24
+        assert run["identical"] == (1.0 if index else None)
+        assert run["speculation"] == "off" or run["accept_length"] > 1.2
+        assert f"{run['decode_tokens_per_second']:,.1f}" in result.stdout
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_bench_plays_a_schedule_and_counts_what_workers_did(
+    server: str, log: Path, tmp_path: Path
+) -> None:
+    schedule, output = tmp_path / "arrivals.json", tmp_path / "bench.json"
+    rows = [
+        {"at_s": 0.1 * index, "token_ids": [5 + index, 9], "max_new_tokens": 8 + index}
+        for index in range(6)
+    ]
+    schedule.write_text(json.dumps(rows))
+    workers = ",".join(re.findall(r" ready address=(\S+)", log.read_text()))
+    result = coppice(
+        *("bench", "--server", server, "--schedule", str(schedule), "--speculation=off,3/1/4"),
+        *("--processes=2", f"--workers={workers}", f"--output={output}"),
+    )
+    assert result.returncode == 0, result.stderr
+    document = json.loads(output.read_text())
+    off, tree = document["runs"]
+    assert off["tokens"] == tree["tokens"] == sum(row["max_new_tokens"] for row in rows)
+    assert tree["identical"] == 1.0 and off["failed"] == tree["failed"] == 0
+    assert sum(counters["num_steps"] > 0 for counters in document["counters"].values()) >= 2
+    assert "num_steps +" in result.stdout
 
 
 def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     output, picture = tmp_path / "bench.json", tmp_path / "timeline.svg"
     result = coppice(
-        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--trees=3/2/6"),
-        *("--max-new-tokens=48", f"--output={output}", f"--timeline={picture}"),
+        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--new-tokens=48"),
+        *("--speculation=off,3/2/6", f"--output={output}", f"--timeline={picture}"),
     )
     assert result.returncode == 0, result.stderr
     plain, tree = json.loads(output.read_text())["cells"]

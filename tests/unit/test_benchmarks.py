@@ -17,7 +17,7 @@ from benchmarks.rows import tree_of
 from benchmarks.speculation import decode_rate
 from benchmarks.steps import chart, gaps_us, summarize
 from benchmarks.timing import time_ms
-from coppice.bench import RequestResult
+from coppice.bench.request import RequestResult
 from coppice.svg import Span, draw_charts
 from shared.messages import FinishInfo, FinishReason
 from shared.tree import check_tree

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import coppice
-from coppice.cli import bench, generate, serve, up
+from coppice.cli import bench_options, generate, serve, up
 from coppice.cli.main import build_parser, main
 from coppice.cli.render import TokenPrinter, stats_rows
 from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
@@ -59,6 +59,7 @@ def up_config(*argv: str) -> StackConfig:
     ("argv", "message"),
     [
         (["serve", "target", "--pagesize=3"], "--pagesize; did you mean --page-size?"),
+        (["bench", "--shedule", "a.json"], "--shedule; did you mean --schedule?"),
         (["up", "--num-target", "2"], "--num-target; did you mean --num-targets?"),
         (["generate", "hi", "there"], "unexpected argument 'there'"),
         (["serve", "targets"], "invalid choice: 'targets'"),
@@ -90,7 +91,24 @@ def test_unknown_arguments_are_refused(
         (["generate", "x", "--num-steps", "1", "--topk=1", "--num-draft-tokens=3"], "= 2; lower"),
         (["generate", "x", "--logit-bias", "7"], "--logit-bias is '7', expected ID=VALUE"),
         (["bench", "--concurrency", "1,x"], "--concurrency is '1,x'"),
-        (["bench", "--trees", "5/8"], "'5/8' is no tree shape"),
+        (["bench", "--speculation", "5/8"], "--speculation: '5/8' is no tree shape"),
+        (["bench", "--speculation", "on"], "--speculation is 'on', expected a list of off, auto"),
+        (["bench", "--speculation", ","], "--speculation is empty"),
+        (["bench", "--new-tokens", "1"], "--new-tokens is 1, expected at least 2"),
+        (["bench", "--repeat", "0"], "--repeat is 0, expected at least 1"),
+        (["bench", "--rate", "fast"], "--rate is 'fast', expected requests per second"),
+        (["bench", "--rate", "0.001", "--seconds", "1"], "nobody arrives within 1 s"),
+        (["bench", "--seconds", "5"], "--seconds means something with --rate only"),
+        (["bench", "--requests", "5"], "--requests means something with --timeline only"),
+        (["bench", "--timeline", "--rate", "5"], "--rate means nothing with --timeline"),
+        (["bench", "--schedule", "/none"], "cannot read --schedule /none"),
+        (["bench", "--schedule", "x", "--new-tokens", "5"], "--new-tokens means nothing with"),
+        (["bench", "--goodput", "fast"], "--goodput is 'fast', expected limits of ttft"),
+        (["bench", "--output", "/none/a.json"], "--output /none/a.json: there is no such folder"),
+        (["bench", "--compare-outputs", "/none"], "cannot read /none"),
+        (["bench", "compare", "/none", "/none"], "cannot read /none"),
+        (["bench", "compare", "a", "b", "--rate", "5"], "--rate means nothing with compare"),
+        (["bench", "compare", "a"], "'compare a' is unexpected; expected options only, or"),
         (["bench", "--prompts", "/none"], "cannot read --prompts /none"),
         (["serve", "target", "--config", "/none.toml"], "cannot read the configuration file"),
     ],
@@ -371,20 +389,13 @@ def test_tree_shapes_are_parsed() -> None:
         parse_shape("3/2/12")
 
 
-def test_modes_of_a_bench() -> None:
+def test_ways_to_speculate_of_a_bench() -> None:
     def names(*argv: str) -> list[str]:
-        return [mode.name for mode in bench._modes(parse("bench", *argv))]
+        return [mode.name for mode in bench_options.modes_of(parse("bench", *argv))]
 
-    assert names() == ["plain", "speculation"]
-    assert names("--trees", "3/2/6,5/8/32") == ["plain", "3/2/6", "5/8/32"]
-    assert names("--speculation", "on") == ["speculation"]
-    assert names("--speculation", "off") == ["plain"]
-
-
-def test_prompts_are_lines_or_json_strings(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text('plain\n\n"two\\nlines"\n"quoted" but no JSON\n')
-    assert bench._read_prompts(str(path)) == ["plain", "two\nlines", '"quoted" but no JSON']
+    assert names() == ["off", "auto"]
+    assert names("--rate", "8") == names("--schedule", "a.json", "b.json") == ["auto"]
+    assert names("--speculation", "off, 3/2/6,5/8/32") == ["off", "3/2/6", "5/8/32"]
 
 
 # --- health ---
