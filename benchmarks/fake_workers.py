@@ -36,6 +36,7 @@ from shared.messages import (
 from shared.rpc.channel import server_options
 
 VOCAB_SIZE = 512
+_OPENING_STEP_S = 0.02
 _LOAD = WorkerLoad(num_free_pages=1_000_000, num_pages=1_000_000)
 
 
@@ -95,16 +96,19 @@ class _Request:
 
 
 class FakeTarget(target_pb2_grpc.TargetServiceServicer):
-    """Answers paths as fast as each session takes them, or once per `step_s`.
+    """Answers paths once per `step_s`, or as fast as each session takes them.
 
     Args:
         path_len: Tokens per round with a tree, bonus included.
         step_s: Least time from step to step, seconds; 0: none.
+        num_streams: Until so many requests are open, steps take their time.
     """
 
-    def __init__(self, *, path_len: int, step_s: float) -> None:
+    def __init__(self, *, path_len: int, step_s: float, num_streams: int) -> None:
         self._path_len = path_len
         self._step_s = step_s
+        self._num_streams = num_streams
+        self._num_opened = 0
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         """Return identity, limits and load."""
@@ -126,17 +130,23 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         try:
             while not reader.done():
                 began = loop.time()
+                self._num_opened += sum(isinstance(message, TargetOpen) for message in news)
                 replies = [reply for message in news for reply in _take(held, message)]
                 news.clear()
                 has_news.clear()
                 replies += self._step(held)
                 if replies:
                     await context.write(batches.pack_target_response(replies, _LOAD))
-                    await asyncio.sleep(max(0.0, began + self._step_s - loop.time()))
+                    await asyncio.sleep(max(0.0, began + self._pace_s - loop.time()))
                 else:
                     await has_news.wait()
         finally:
             reader.cancel()
+
+    @property
+    def _pace_s(self) -> float:
+        is_complete = self._num_opened >= self._num_streams
+        return self._step_s if is_complete else max(self._step_s, _OPENING_STEP_S)
 
     def _step(self, held: dict[str, _Request]) -> list[Any]:
         runnable = [r for r in held.values() if r.round_idx < r.until]
@@ -204,16 +214,15 @@ def _chain(order: DraftRound) -> TokenTree:
     )
 
 
-def run_fake_workers(ports: Sequence[int], path_len: int, step_s: float) -> None:
+def run_fake_workers(ports: Sequence[int], path_len: int, step_s: float, num_streams: int) -> None:
     """Serve a target on the first port and, if there is a second one, a draft on it; for ever."""
-    asyncio.run(_serve(ports, path_len, step_s))
+    target = FakeTarget(path_len=path_len, step_s=step_s, num_streams=num_streams)
+    asyncio.run(_serve(ports, target))
 
 
-async def _serve(ports: Sequence[int], path_len: int, step_s: float) -> None:
+async def _serve(ports: Sequence[int], target: FakeTarget) -> None:
     server = grpc.aio.server(options=server_options())
-    target_pb2_grpc.add_TargetServiceServicer_to_server(
-        FakeTarget(path_len=path_len, step_s=step_s), server
-    )
+    target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
     server.add_insecure_port(f"127.0.0.1:{ports[0]}")
     await server.start()
     if len(ports) > 1:

@@ -34,7 +34,7 @@ from shared.rpc.channel import open_channel
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SERVICE = "coppice.v1.GenerationService"
 _START_TIMEOUT_S = 60.0
-_TOKENS, _DELTAS = 0, 1
+_TOKENS, _DELTAS, _STREAMS = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def run_orchestrator(config: OrchestratorConfig) -> None:
 
 
 def run_client(address: str, num_streams: int, with_text: bool, counts: Any) -> None:  # noqa: FBT001
-    """Read streams for ever; `counts` holds [tokens, deltas] of this process."""
+    """Read streams for ever; `counts` holds [tokens, deltas, streams that have begun]."""
 
     async def read_one(stub: Any) -> None:
         request = pb.GenerateRequest(
@@ -83,6 +83,7 @@ def run_client(address: str, num_streams: int, with_text: bool, counts: Any) -> 
         async for response in stub.Generate(request):
             counts[_TOKENS] += len(response.delta.token_ids)
             counts[_DELTAS] += response.HasField("delta")
+            counts[_STREAMS] += response.HasField("prompt_info")
 
     async def read_all() -> None:
         async with open_channel(address) as channel:
@@ -105,11 +106,12 @@ def measure(load: Load, *, warm_up_s: float, duration_s: float) -> Cost:
             **({"workers": load.num_workers} if load.num_workers > 1 else {}),
         )
         step_s = load.step_ms / 1e3
-        _spawn(stack, run_fake_workers, ports[1 : 2 + has_drafts], load.path_len, step_s)
+        workers = ports[1 : 2 + has_drafts]
+        _spawn(stack, run_fake_workers, workers, load.path_len, step_s, load.num_streams)
         server = _spawn(stack, run_orchestrator, config)
         _wait_ready(f"127.0.0.1:{ports[0]}")
         shared = _start_clients(stack, load, ports[0])
-        _wait_streaming(shared)
+        _wait_streaming(shared, load.num_streams)
         time.sleep(warm_up_s)
         before, cpu_before = _sums(shared), _cpu_s(server)
         began = time.perf_counter()
@@ -134,7 +136,7 @@ def _start_clients(stack: contextlib.ExitStack, load: Load, port: int) -> list[A
     """Spread the streams over client processes; return their counters."""
     num_clients = min(load.num_clients, load.num_streams)
     shares = [len(range(i, load.num_streams, num_clients)) for i in range(num_clients)]
-    shared = [multiprocessing.get_context("spawn").RawArray(c_int64, 2) for _ in shares]
+    shared = [multiprocessing.get_context("spawn").RawArray(c_int64, 3) for _ in shares]
     for share, counts in zip(shares, shared, strict=True):
         _spawn(stack, run_client, f"127.0.0.1:{port}", share, load.with_text, counts)
     return shared
@@ -159,11 +161,11 @@ def _wait_ready(address: str) -> None:
             time.sleep(0.1)
 
 
-def _wait_streaming(shared: Sequence[Any]) -> None:
+def _wait_streaming(shared: Sequence[Any], num_streams: int) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while not all(counts[_TOKENS] for counts in shared):
+    while sum(counts[_STREAMS] for counts in shared) < num_streams:
         if time.monotonic() > deadline:
-            raise TimeoutError("a client gets no tokens")
+            raise TimeoutError("a stream has not begun")
         time.sleep(0.1)
 
 
@@ -197,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clients", type=int, default=4, help="client processes")
     parser.add_argument("--path-len", type=int, default=3, help="tokens of a path in peer mode")
     parser.add_argument(
-        "--step-ms", type=float, default=0.0, help="least time of a target's step; 0 = flat out"
+        "--step-ms", type=float, default=6.4, help="time of a target's step; 0 = flat out"
     )
     parser.add_argument("--text", action="store_true", help="detokenize, too")
     parser.add_argument("--warm-up-s", type=float, default=1.0)
