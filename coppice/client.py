@@ -38,7 +38,7 @@ from shared.messages import (
     TokenLogprob,
     Usage,
 )
-from shared.messages.batches import unpack_event
+from shared.messages.batches import unpack_events
 from shared.rpc.channel import channel_options, open_channel
 from shared.rpc.status import from_rpc_error
 
@@ -249,13 +249,18 @@ class _Transcript:
         return self._request, max(0.0, self._deadline - time.monotonic())
 
     def take(self, response: pb.GenerateResponse) -> Iterator[GenerateEvent]:
-        """Note an event; yield it unless the user has it already."""
-        event = unpack_event(response)
+        """Note the events of a message; yield them unless the user has them already."""
+        for event in unpack_events(response):
+            known = self._note(event)
+            if known is not None:
+                yield known
+
+    def _note(self, event: GenerateEvent) -> GenerateEvent | None:
         match event:
             case PromptInfo():
                 if self._info is not None:
                     self._check_resumed(event)
-                    return
+                    return None
                 self._info = event
             case TokenDelta():
                 self._token_ids += event.token_ids
@@ -264,7 +269,7 @@ class _Transcript:
             case FinishInfo():
                 usage = dataclasses.replace(event.usage, num_output_tokens=len(self._token_ids))
                 event = self._finish = dataclasses.replace(event, usage=usage)
-        yield event
+        return event
 
     def _check_resumed(self, info: PromptInfo) -> None:
         """Raise if what goes on is not what began; without a token so far, it begins anew."""

@@ -187,6 +187,15 @@ class DraftHandle:
         # No more than twice what is waited for: a target that paused once is no slow one.
         self._orders.note_round(min(self._watch.next_round(), 2 * self._patience_s))
 
+    def pause(self) -> None:
+        """Watch no peer rounds until `resume`: the target has no credit, the client must read."""
+        self._watch.stop()
+
+    def resume(self) -> None:
+        """Watch peer rounds again, if they go on."""
+        if self.state is DraftState.PEER:
+            self._watch.start()
+
     def lose_channel(self, draft_epoch: int) -> None:
         """End peer rounds: the target's channel to that draft is lost, and stays so."""
         if draft_epoch != self._draft_epoch:

@@ -230,7 +230,7 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         """Send waiting requests to targets with room, first come first served within a priority."""
-        if not self._waiters:
+        if not self._waiters or not any(map(_may_open, self._targets)):
             return
         reserved: set[str] = set()
         for waiter in sorted(self._waiters, key=lambda waiter: waiter.rank):
@@ -284,8 +284,12 @@ class WorkerPool:
         return best
 
 
+def _may_open(worker: WorkerSession) -> bool:
+    return len(worker.opening) < _MAX_OPENING
+
+
 def _has_room(worker: WorkerSession, need: Need) -> bool:
-    if len(worker.opening) >= _MAX_OPENING:
+    if not _may_open(worker):
         return False
     if not need.wants_room or not worker.num_own_requests:
         return True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 from orchestrator.meter import Meter
+from orchestrator.outgoing import Outgoing, WriteTurns
 from orchestrator.output import Output
 from orchestrator.pairing import ModelIdentity
 from orchestrator.timeline import Timeline
@@ -16,7 +16,6 @@ from shared.messages import (
     AnswerTimes,
     FinishInfo,
     FinishReason,
-    GenerateEvent,
     PromptInfo,
     Usage,
     WorkerInfo,
@@ -28,10 +27,16 @@ class Reply:
 
     Args:
         tokenizer: None if the model has none: then there is no text.
+        turns: Of all that write in this process; None: nobody else does.
     """
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
-        self.events: asyncio.Queue[GenerateEvent | None] = asyncio.Queue()
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer | None,
+        turns: WriteTurns | None = None,
+    ) -> None:
+        self.events = Outgoing(turns)
         self.meter = Meter()
         self.timeline = Timeline()
         self._request = request
@@ -71,7 +76,7 @@ class Reply:
         if self._num_cached_tokens is not None:
             return
         self._num_cached_tokens = num_cached_tokens
-        self.events.put_nowait(
+        self.events.put(
             PromptInfo(
                 request_id=self._request.request_id,
                 model=model.model,
@@ -93,7 +98,7 @@ class Reply:
             if self._request.omit_text:
                 delta = dataclasses.replace(delta, text="", num_accepted_draft_chars=0)
             self.meter.sent()
-            self.events.put_nowait(delta)
+            self.events.put(delta)
         self.meter.count(path, num_tokens=self._output.num_taken)
 
     def finish(self, *, retries: int) -> FinishInfo:
@@ -111,12 +116,12 @@ class Reply:
             retries=retries,
             round_times=self.timeline.rounds,
         )
-        self.events.put_nowait(finish)
+        self.events.put(finish)
         return finish
 
     def close(self) -> None:
         """Mark the end of the events."""
-        self.events.put_nowait(None)
+        self.events.put(None)
 
     def _reason_of_length(self) -> FinishReason:
         """Tell the client's limit from the context's."""

@@ -21,6 +21,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_ji
 
 from orchestrator.draft_handle import DraftHandle
 from orchestrator.losses import Loss, Losses, TargetGone
+from orchestrator.outgoing import Outgoing, WriteTurns
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
 from orchestrator.reply import Reply
@@ -35,7 +36,6 @@ from shared.errors import InvalidArgumentError, InvalidTreeError, ResourceExhaus
 from shared.messages import (
     AcceptedPath,
     FinishReason,
-    GenerateEvent,
     RootOnly,
     TargetAdmitted,
     TokenTree,
@@ -57,6 +57,7 @@ class Generation:
         model: What is served, as far as validation needed to know.
         tokenizer: None if the model has none: then there is no text.
         log: Where the request's records go; None = to this module's logger.
+        turns: Of all that write in this process; None: nobody else does.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Generation:
         config: OrchestratorConfig,
         tokenizer: Tokenizer | None,
         log: RequestLog | None = None,
+        turns: WriteTurns | None = None,
     ) -> None:
         self._request = request
         self._pool = pool
@@ -82,7 +84,7 @@ class Generation:
             wants_features=request.shape is not None and bool(config.drafts),
         )
         self._log = log or RequestLog(logger, request.request_id)
-        self._reply = Reply(request, tokenizer)
+        self._reply = Reply(request, tokenizer, turns)
         self._tokens = [*request.prompt_ids, *request.resume_ids]
         self._round_idx = 0
         self._target_epoch = 0
@@ -100,7 +102,7 @@ class Generation:
         self._losses = Losses(worker_request_id)
 
     @property
-    def events(self) -> asyncio.Queue[GenerateEvent | None]:
+    def events(self) -> Outgoing:
         """Return what the client gets; None is the end."""
         return self._reply.events
 
@@ -124,17 +126,72 @@ class Generation:
             self._reply.close()
 
     async def _round(self) -> None:
-        """Run one round: tree -> verify -> commit -> prepare the next round -> emit."""
+        """Run rounds by credit until something changes, or one relayed round."""
+        if not self._reply.events.has_room:
+            await self._wait_reader()
         self._begin_round(self._round_idx + 1)
-        tree = None
-        if self._draft.is_off:
-            path = await self._plain_round()
-        elif self._draft.is_peer:
-            path = await self._peer_round()
-        else:
-            tree, path = await self._relayed_round()
+        if self._runs_by_credit:
+            await self._credited_rounds()
+            return
+        tree, path = await self._relayed_round()
         self._commit(path)
-        await self._prepare_next_round(path)
+        if self._prepare_next_round(path):
+            await asyncio.sleep(0)  # the orders of all requests leave now
+        self._send(path, tree)
+
+    async def _wait_reader(self) -> None:
+        """Wait until the client has read: what the target holds stays, nobody else waits."""
+        self._draft.pause()
+        await self._reply.events.wait_room()
+        self._draft.resume()
+
+    @property
+    def _runs_by_credit(self) -> bool:
+        """Return whether the next round needs no order."""
+        return self._draft.is_off or self._draft.is_peer
+
+    async def _credited_rounds(self) -> None:
+        """Take the rounds that the target runs by its credit: of the root alone, or peer rounds."""
+        assert self._target is not None
+        was_peer = self._draft.is_peer
+        self._extend_credit(self._round_idx)
+        with self._reply.meter.verify:
+            try:
+                await self._target.credited_rounds(self._round_idx, self._take_credited)
+            except InvalidArgumentError as error:
+                if not was_peer:
+                    raise
+                self._draft.refuse(error.message)
+                self._take_credited(await self._target.verify(self._order(None)))
+
+    def _take_credited(self, path: AcceptedPath) -> bool:
+        """Take a round that the target ran by its credit; return whether the next one comes so.
+
+        Called as the path arrives, without a switch of tasks.
+        """
+        assert self._target is not None
+        self._draft.note_peer_round(had_tree=path.num_draft_tokens > 1)
+        self._commit(path)
+        self._prepare_next_round(path)
+        self._send(path, None)
+        next_idx = self._round_idx + 1
+        if self._reply.is_finished or not self._runs_by_credit:
+            return False
+        if not self._target.has_credit(next_idx):
+            return False
+        self._begin_round(next_idx)
+        return True
+
+    def _extend_credit(self, round_idx: int) -> None:
+        """Renew the target's credit, if its kind of round needs any and the client reads."""
+        assert self._target is not None
+        trees = RootOnly() if self._draft.is_off else self._draft.peer_trees
+        if trees is not None and self._reply.events.has_room:
+            self._draft.note_credit()
+            self._target.extend_credit(round_idx, trees)
+
+    def _send(self, path: AcceptedPath, tree: TokenTree | None) -> None:
+        """Send a committed round on to the client."""
         self._reply.emit(path)
         if path.times is not None:
             self._reply.timeline.add(
@@ -143,25 +200,6 @@ class Generation:
                 path=path.times,
                 now_ns=int(asyncio.get_running_loop().time() * 1e9),
             )
-
-    async def _plain_round(self) -> AcceptedPath:
-        """Wait for a round of the root alone, which the target runs by its credit."""
-        assert self._target is not None
-        self._target.extend_credit(self._round_idx, RootOnly())
-        with self._reply.meter.verify:
-            return await self._target.credited_path(self._round_idx)
-
-    async def _peer_round(self) -> AcceptedPath:
-        """Wait for a round that target and draft run by themselves, by the target's credit."""
-        assert self._target is not None
-        with self._reply.meter.verify:
-            try:
-                path = await self._target.credited_path(self._round_idx)
-            except InvalidArgumentError as error:
-                self._draft.refuse(error.message)
-                path = await self._target.verify(self._order(None))
-        self._draft.note_peer_round(had_tree=path.num_draft_tokens > 1)
-        return path
 
     async def _relayed_round(self) -> tuple[TokenTree | None, AcceptedPath]:
         """Take the draft's tree, if it comes in time, and have the target verify it."""
@@ -198,23 +236,20 @@ class Generation:
         assert self._target is not None
         self._losses.note_progress(self._target.worker, path.round_idx)
 
-    async def _prepare_next_round(self, path: AcceptedPath) -> None:
-        """Order the next tree, or extend the target's credit to order it.
+    def _prepare_next_round(self, path: AcceptedPath) -> bool:
+        """Order the next tree, or extend the target's credit; return whether a draft is asked.
 
         Tokens are emitted later: if a stop string ends them, the tree is in vain.
         """
-        if path.finish_reason is not FinishReason.NONE or self._draft.is_off:
-            return
-        trees = self._draft.peer_trees
-        if trees is not None:
-            assert self._target is not None
-            self._draft.note_credit()
-            self._target.extend_credit(self._round_idx + 1, trees)
-        else:
-            self._draft.order(
-                round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
-            )
-        await asyncio.sleep(0)  # the orders of all requests leave now
+        if path.finish_reason is not FinishReason.NONE:
+            return False
+        self._extend_credit(self._round_idx + 1)
+        if self._runs_by_credit:
+            return False
+        self._draft.order(
+            round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
+        )
+        return True
 
     def _revoke(self) -> None:
         """Have the target run the round that is waited for without its draft."""
@@ -243,7 +278,8 @@ class Generation:
                 except TargetGone as gone:
                     self._lose_target(gone)  # raises when enough is enough
                     raise
-        await self._prepare_next_round(path)
+        if self._prepare_next_round(path):
+            await asyncio.sleep(0)  # the orders of all requests leave now
         self._reply.emit(path)
 
     async def _prefill(self) -> AcceptedPath:

@@ -10,6 +10,7 @@ from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admission import Admission
 from orchestrator.endpoints import Lookup, WorkerEndpoints, lookup, parse_endpoints
 from orchestrator.pool import WorkerPool
+from orchestrator.processes import EXIT_CONFIG, run_processes
 from orchestrator.service import GenerationService
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
@@ -17,11 +18,13 @@ from shared.config import OrchestratorConfig
 from shared.errors import ConfigError
 from shared.memory import return_large_buffers, settle_garbage
 from shared.models.checkpoint import resolve_model, tokenizer_hash
+from shared.rpc.health_names import process_name
 from shared.rpc.server import RpcServer
 
 logger = logging.getLogger(__name__)
 
-EXIT_CONFIG = 2
+LISTEN_WITHIN_S = 5.0
+"""How long a process that shares its port waits for a target before it listens."""
 
 SERVICE = "coppice.v1.GenerationService"
 SPECULATION = "coppice.v1.GenerationService/speculation"
@@ -33,10 +36,13 @@ class Orchestrator:
 
     Args:
         lookup: Finds the addresses of a worker's name.
+        parent_pid: Of the process that shares the port among several orchestrators; 0: none does.
     Raises: ConfigError if the configuration cannot work.
     """
 
-    def __init__(self, config: OrchestratorConfig, *, lookup: Lookup = lookup) -> None:
+    def __init__(
+        self, config: OrchestratorConfig, *, lookup: Lookup = lookup, parent_pid: int = 0
+    ) -> None:
         targets = parse_endpoints(config.targets, option="--targets")
         drafts = parse_endpoints(config.drafts, option="--drafts")
         if not targets:
@@ -72,7 +78,9 @@ class Orchestrator:
             max_message_bytes=config.max_message_bytes,
             drain_timeout_s=config.drain_timeout_s,
             on_drain=self.admission.drain,
+            shares_port=bool(parent_pid),
         )
+        self._parent_pid = parent_pid
         pb_grpc.add_GenerationServiceServicer_to_server(
             GenerationService(
                 config, pool=self.pool, admission=self.admission, tokenizer=tokenizer
@@ -86,11 +94,11 @@ class Orchestrator:
 
         Returns: the port.
         """
+        self._tasks = [asyncio.create_task(endpoints.run()) for endpoints in self._endpoints]
+        if self._parent_pid:
+            await self._prepare_shared_port()
         port = await self._server.start()
-        self._tasks = [
-            asyncio.create_task(self._follow_health()),
-            *(asyncio.create_task(endpoints.run()) for endpoints in self._endpoints),
-        ]
+        self._tasks.append(asyncio.create_task(self._follow_health()))
         logger.info("listening on port %d", port)
         return port
 
@@ -121,6 +129,14 @@ class Orchestrator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _prepare_shared_port(self) -> None:
+        """Wait a while for a target: connections come here as soon as this process listens."""
+        await self._server.set_detail(process_name(self._parent_pid), is_serving=True)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LISTEN_WITHIN_S
+        while not self.pool.is_ready and loop.time() < deadline:
+            await asyncio.sleep(0.02)
+
     async def _follow_health(self) -> None:
         while True:
             await self._server.set_ready(ready=self.pool.is_ready)
@@ -129,26 +145,41 @@ class Orchestrator:
             self._changed.clear()
 
 
-async def serve(config: OrchestratorConfig) -> None:
+async def serve(config: OrchestratorConfig, *, parent_pid: int = 0) -> None:
     """Serve until SIGTERM or SIGINT.
 
+    Args:
+        parent_pid: Of the process that shares the port among several orchestrators; 0: none does.
     Raises: ConfigError if the configuration cannot work.
     """
     return_large_buffers()
-    orchestrator = Orchestrator(config)
+    orchestrator = Orchestrator(config, parent_pid=parent_pid)
     await orchestrator.start()
     settle_garbage()
     await orchestrator.serve_until_stopped()
 
 
 def main(config: OrchestratorConfig) -> int:
-    """Run the orchestrator process.
+    """Run the orchestrator, in this process or in several.
 
     Returns: exit code: 0 after an orderly end, 2 for a configuration that cannot work.
     """
+    if config.workers == 1:
+        return _run(config, 0)
     try:
-        asyncio.run(serve(config))
+        return run_processes(config, _run)
     except ConfigError as error:
-        sys.stderr.write(f"orchestrator: {error}\n")
-        return EXIT_CONFIG
+        return _refuse(error)
+
+
+def _run(config: OrchestratorConfig, parent_pid: int) -> int:
+    try:
+        asyncio.run(serve(config, parent_pid=parent_pid))
+    except ConfigError as error:
+        return _refuse(error)
     return 0
+
+
+def _refuse(error: ConfigError) -> int:
+    sys.stderr.write(f"orchestrator: {error}\n")
+    return EXIT_CONFIG

@@ -12,6 +12,7 @@ from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admission import Admission
 from orchestrator.encoding import PromptEncoder
+from orchestrator.outgoing import WriteTurns
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog, logged_end
@@ -22,7 +23,7 @@ from orchestrator.validation import GenerationRequest, ModelLimits, parse_reques
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError, StaleStateError, UnavailableError
 from shared.messages import WorkerInfo
-from shared.messages.batches import pack_event
+from shared.messages.batches import pack_events
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -47,6 +48,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._encoder = PromptEncoder(tokenizer) if tokenizer is not None else None
         self._incarnation = secrets.token_hex(4)
         self._serial = itertools.count()
+        self._turns = WriteTurns()
 
     async def Generate(
         self,
@@ -85,6 +87,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 config=self._config,
                 tokenizer=self._tokenizer,
                 log=log,
+                turns=self._turns,
             )
             await _stream(generation, context)
 
@@ -137,8 +140,8 @@ async def _stream(
     """Write a generation's events; whatever ends this frees the workers."""
     task = asyncio.create_task(generation.run())
     try:
-        while (event := await generation.events.get()) is not None:
-            await context.write(pack_event(event))
+        while events := await generation.events.take():
+            await context.write(pack_events(events))
         await task
     finally:
         task.cancel()

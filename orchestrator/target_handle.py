@@ -27,8 +27,11 @@ from shared.messages import (
 from shared.rpc.status import error_of
 from shared.times import seen_from
 
-CREDIT_ROUNDS = 32
-"""Rounds that one credit covers."""
+CREDIT_ROUNDS = 256
+"""Rounds that one credit covers: seconds, so that a late orchestrator lets none run out."""
+
+TakePath = Callable[[AcceptedPath], bool]
+"""Takes the path of a round; returns whether to hand it the next one as well."""
 
 
 class TargetHandle:
@@ -64,6 +67,7 @@ class TargetHandle:
         self._counts_progress = False
         self._watch: asyncio.TimerHandle | None = None
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
+        self._take: TakePath | None = None  # takes rounds by credit as they arrive
         self._credit_until = 0
         self._furthest_credit = 0  # the target may have run that far before a credit was revoked
         self._ordered_round = -1
@@ -111,9 +115,26 @@ class TargetHandle:
         self._credit_until = self._furthest_credit = round_idx + CREDIT_ROUNDS
         return Credit(until_round_idx=self._credit_until, trees=trees)
 
-    async def credited_path(self, round_idx: int) -> AcceptedPath:
-        """Return a round that the target runs by its credit."""
-        return await self._ask(None, round_idx=round_idx, counts_progress=False)
+    def has_credit(self, round_idx: int) -> bool:
+        """Return whether the target runs this round by itself, as far as it was told."""
+        return round_idx <= self._credit_until
+
+    async def credited_rounds(self, round_idx: int, take: TakePath) -> None:
+        """Hand rounds that the target runs by its credit to `take`, as they arrive, until it ends.
+
+        Args:
+            round_idx: The first of them.
+        Raises: What `take` raises, or why there is no path.
+        """
+        while (early := self._early.pop(round_idx, None)) is not None:
+            if not take(early):
+                return
+            round_idx += 1
+        self._take = take
+        try:
+            await self._ask(None, round_idx=round_idx, counts_progress=False)
+        finally:
+            self._take = None
 
     def revoke_credit(self, order: VerifyRound) -> None:
         """End a credit; the round that was asked for is ordered, unless it is done there."""
@@ -133,10 +154,10 @@ class TargetHandle:
     def receive(self, message: Any) -> None:
         """Take a reply, or the news that none will come."""
         match message:
-            case TargetAdmitted() if message.target_epoch == self.target_epoch:
-                self._admit(message)
             case AcceptedPath() if message.target_epoch == self.target_epoch:
                 self._take_path(self._timed(message))
+            case TargetAdmitted() if message.target_epoch == self.target_epoch:
+                self._admit(message)
             case DraftDetached() if message.target_epoch == self.target_epoch:
                 self._on_detached(message.draft_epoch)
             case RequestRetracted() if message.target_epoch == self.target_epoch:
@@ -151,9 +172,26 @@ class TargetHandle:
     def _take_path(self, path: AcceptedPath) -> None:
         if path.round_idx == self._asked_round:
             self._admit(None)
-            self._settle(path)
+            if self._take is None:
+                self._settle(path)
+            elif self._is_asked:
+                self._hand_on(path, self._take)
         elif self._asked_round < path.round_idx <= self._furthest_credit:
             self._early[path.round_idx] = path
+
+    def _hand_on(self, path: AcceptedPath, take: TakePath) -> None:
+        """Give a round by credit to who takes it, and wait for the next one, if there is one."""
+        following: AcceptedPath | None = path
+        try:
+            while following is not None:
+                if not take(following):
+                    self._settle(path)
+                    return
+                self._asked_round += 1
+                following = self._early.pop(self._asked_round, None)
+        except Exception as error:  # raised where the rounds are waited for
+            self._settle(error)
+        self._asked_at = asyncio.get_running_loop().time()
 
     def _take_loss(self, *, is_clean: bool) -> None:
         is_kill = self._is_in_engine and not is_clean

@@ -104,6 +104,7 @@ class UpConfig:
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
     num_targets: int = option(1, "target processes", minimum=1)
     num_drafts: int = option(1, "draft processes; 0 = no speculation", minimum=0)
+    workers: int = option(1, "orchestrator processes that share the port", minimum=1)
     host: str = option(LOOPBACK, "address that the orchestrator listens on")
     port: int = option(
         50051, "port that the orchestrator listens on; 0 = any free port", minimum=0, maximum=65535
@@ -174,7 +175,7 @@ def stack_config(
         host=up.host,
         port=up.port,
         **shape,
-        **pick(model="target_model"),
+        **pick(model="target_model", workers="workers"),
     )
     return StackConfig(
         orchestrator=orchestrator,

@@ -161,20 +161,28 @@ class PromptInfo(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("token_offset", "token_ids", "text", "logprobs", "num_accepted_drafts", "num_accepted_draft_chars")
+    __slots__ = ("token_offset", "token_ids", "text", "logprobs", "num_accepted_drafts", "num_accepted_draft_chars", "round_token_offsets", "round_num_chars", "round_num_accepted_drafts", "round_num_accepted_draft_chars")
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TOKEN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_NUM_CHARS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_NUM_ACCEPTED_DRAFT_CHARS_FIELD_NUMBER: _ClassVar[int]
     token_offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     num_accepted_drafts: int
     num_accepted_draft_chars: int
-    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., num_accepted_drafts: _Optional[int] = ..., num_accepted_draft_chars: _Optional[int] = ...) -> None: ...
+    round_token_offsets: _containers.RepeatedScalarFieldContainer[int]
+    round_num_chars: _containers.RepeatedScalarFieldContainer[int]
+    round_num_accepted_drafts: _containers.RepeatedScalarFieldContainer[int]
+    round_num_accepted_draft_chars: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., num_accepted_drafts: _Optional[int] = ..., num_accepted_draft_chars: _Optional[int] = ..., round_token_offsets: _Optional[_Iterable[int]] = ..., round_num_chars: _Optional[_Iterable[int]] = ..., round_num_accepted_drafts: _Optional[_Iterable[int]] = ..., round_num_accepted_draft_chars: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top")

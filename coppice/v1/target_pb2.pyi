@@ -21,20 +21,44 @@ class TargetServiceSessionRequest(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ..., credits: _Optional[_Iterable[_Union[CreditUpdate, _Mapping]]] = ...) -> None: ...
 
 class TargetServiceSessionResponse(_message.Message):
-    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "detached")
+    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "detached", "path_batch")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PATHS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     RETRACTED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
+    PATH_BATCH_FIELD_NUMBER: _ClassVar[int]
     admitted: _containers.RepeatedCompositeFieldContainer[TargetAdmitted]
     accepted_paths: _containers.RepeatedCompositeFieldContainer[_tree_pb2.AcceptedPath]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
     retracted: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestRetracted]
     load: _tree_pb2.WorkerLoad
     detached: _containers.RepeatedCompositeFieldContainer[DraftDetached]
-    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., detached: _Optional[_Iterable[_Union[DraftDetached, _Mapping]]] = ...) -> None: ...
+    path_batch: AcceptedPathBatch
+    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., detached: _Optional[_Iterable[_Union[DraftDetached, _Mapping]]] = ..., path_batch: _Optional[_Union[AcceptedPathBatch, _Mapping]] = ...) -> None: ...
+
+class AcceptedPathBatch(_message.Message):
+    __slots__ = ("request_ids", "target_epochs", "round_idx", "seq_lens", "num_tokens", "num_accepted_drafts", "num_draft_tokens", "token_ids", "accept_index")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
+    SEQ_LENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    target_epochs: _containers.RepeatedScalarFieldContainer[int]
+    round_idx: _containers.RepeatedScalarFieldContainer[int]
+    seq_lens: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_accepted_drafts: _containers.RepeatedScalarFieldContainer[int]
+    num_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    accept_index: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accept_index: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
     __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed")

@@ -224,8 +224,14 @@ class OrchestratorConfig:
         maximum=MAX_TREE_NODES,
         aliases=("speculative_num_draft_tokens",),
     )
+    workers: int = option(
+        1,
+        "orchestrator processes that share the port: more tokens per second to many streams; a "
+        "connection stays with one of them",
+        minimum=1,
+    )
     max_num_requests: int = option(
-        256, "requests admitted at once, waiting ones included", minimum=1
+        256, "requests admitted at once by each process, waiting ones included", minimum=1
     )
     max_message_bytes: int = option(16 * 1024 * 1024, "largest request message", minimum=1024)
     draft_timeout_ms: float = option(

@@ -8,9 +8,9 @@ becomes a RequestFailure in `Batch.rejected`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from coppice.v1 import draft_pb2, generation_pb2, peer_pb2, target_pb2
 from shared.errors import InvalidArgumentError
@@ -45,7 +45,9 @@ from shared.messages import (
     to_proto,
 )
 from shared.messages.codec import arguments_of
+from shared.messages.deltas import joined_arguments, split_delta
 from shared.messages.fields import Within
+from shared.messages.paths import is_plain, paths_arguments, paths_from_proto
 from shared.rpc.status import failure_of
 
 TargetCommand = TargetOpen | VerifyRound | CreditUpdate | TargetClose
@@ -71,6 +73,7 @@ _TARGET_REPLIES = {
     "retracted": RequestRetracted,
     "detached": DraftDetached,
 }
+_AFTER_PATHS = {name: kind for name, kind in _TARGET_REPLIES.items() if name != "admitted"}
 _DRAFT_COMMANDS = {"opens": DraftOpen, "rounds": DraftRound, "closes": DraftClose}
 _DRAFT_REPLIES = {"trees": TokenTree, "failures": RequestFailure, "retracted": RequestRetracted}
 _FEATURE_REPLIES = {"chunks": FeatureChunk, "failures": RequestFailure}
@@ -87,7 +90,7 @@ _TO_DRAFT = {
     "rounds": DraftRound,
     "path_batches": PathBatch,
 }
-_EVENTS = {PromptInfo: "prompt_info", TokenDelta: "delta", FinishInfo: "finish"}
+_EVENTS = {PromptInfo: "prompt_info", FinishInfo: "finish"}
 
 Item = TypeVar("Item")
 
@@ -123,16 +126,42 @@ def unpack_target_request(
 def pack_target_response(
     messages: Iterable[TargetReply], load: WorkerLoad
 ) -> target_pb2.TargetServiceSessionResponse:
-    """Pack what a target answers."""
+    """Pack what a target answers: paths that say no more than tokens as columns."""
+    plain: list[AcceptedPath] = []
+    others: list[TargetReply] = []
+    for message in messages:
+        if isinstance(message, AcceptedPath) and is_plain(message):
+            plain.append(message)
+        else:
+            others.append(message)
     response = target_pb2.TargetServiceSessionResponse
-    return _pack(response, _TARGET_REPLIES, messages, load=_brief(load))
+    columns = {"path_batch": paths_arguments(plain)} if plain else {}
+    return _pack(response, _TARGET_REPLIES, others, load=_brief(load), **columns)
 
 
 def unpack_target_response(
     batch: target_pb2.TargetServiceSessionResponse,
 ) -> Batch[TargetReply]:
-    """Unpack what a target answered."""
-    return _unpack(batch, _TARGET_REPLIES, load=from_proto(batch.load))
+    """Unpack what a target answered.
+
+    Columns come before what ends requests. If they cannot be read they are rejected as a whole:
+    nothing in them can be relied on.
+    """
+    admitted = _unpack_entries(batch.admitted)
+    paths: list[Any] = []
+    rejected: list[RequestFailure] = []
+    if batch.HasField("path_batch"):
+        try:
+            paths += paths_from_proto(batch.path_batch)
+        except InvalidArgumentError as error:
+            ids = set(batch.path_batch.request_ids)
+            rejected += [failure_of(error, request_id=request_id) for request_id in ids]
+    others = _unpack(batch, _AFTER_PATHS)
+    return Batch(
+        messages=[*admitted.messages, *paths, *others.messages],
+        rejected=[*admitted.rejected, *rejected, *others.rejected],
+        load=from_proto(batch.load),
+    )
 
 
 def pack_draft_request(messages: Iterable[DraftCommand]) -> draft_pb2.DraftServiceSessionRequest:
@@ -222,13 +251,16 @@ def unpack_to_draft(batch: peer_pb2.PeerToDraft) -> Batch[ToDraft]:
     return _unpack(batch, _TO_DRAFT)
 
 
-def pack_event(event: GenerateEvent) -> generation_pb2.GenerateResponse:
-    """Pack one event of a Generate stream."""
-    return generation_pb2.GenerateResponse(**{_EVENTS[type(event)]: to_proto(event)})
+def pack_events(events: Sequence[GenerateEvent]) -> generation_pb2.GenerateResponse:
+    """Pack one event of a Generate stream, or deltas that follow each other."""
+    first = events[0]
+    if isinstance(first, TokenDelta):
+        return generation_pb2.GenerateResponse(delta=joined_arguments(cast(Any, events)))
+    return generation_pb2.GenerateResponse(**{_EVENTS[type(first)]: to_proto(first)})
 
 
-def unpack_event(response: generation_pb2.GenerateResponse) -> GenerateEvent:
-    """Unpack one event of a Generate stream.
+def unpack_events(response: generation_pb2.GenerateResponse) -> list[GenerateEvent]:
+    """Unpack what a message of a Generate stream holds: one event, or a delta per round.
 
     Raises: InvalidArgumentError if the event is of a kind that this version does not know.
     """
@@ -236,8 +268,9 @@ def unpack_event(response: generation_pb2.GenerateResponse) -> GenerateEvent:
     if name is None:
         raise InvalidArgumentError("the event is absent or unknown", field="event")
     with Within(name):
-        event: GenerateEvent = from_proto(getattr(response, name))
-        return event
+        if name == "delta":
+            return [*split_delta(response.delta)]
+        return [from_proto(getattr(response, name))]
 
 
 def _brief(load: WorkerLoad) -> dict[str, Any]:

@@ -57,10 +57,18 @@ class PromptInfo:
         return ""
 
 
-@message(generation_pb2.TokenDelta)
+@message(
+    generation_pb2.TokenDelta,
+    ignored=(
+        "round_token_offsets",
+        "round_num_chars",
+        "round_num_accepted_drafts",
+        "round_num_accepted_draft_chars",
+    ),
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """What is new since the delta before.
+    """What is new since the delta before, of one round; see deltas.py for a message of several.
 
     Args:
         token_offset: Index of token_ids[0] in the output, resumed tokens included.

@@ -7,9 +7,11 @@ root = -1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Annotated, NamedTuple
+from itertools import repeat
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple
 
 from coppice.v1 import tree_pb2
 from shared.errors import InvalidArgumentError, InvalidTreeError
@@ -233,3 +235,24 @@ class AcceptedPath:
     finish_reason: FinishReason = FinishReason.NONE
     matched_stop_token_id: int | None = None
     times: AnswerTimes | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as a tuple between processes: a step has one of these per request."""
+        return restore_path, (*_get_path(self), int(self.finish_reason))
+
+
+_PATH_NAMES = tuple(field.name for field in fields(AcceptedPath) if field.name != "finish_reason")
+_get_path = attrgetter(*_PATH_NAMES)
+_new, _set = object.__new__, object.__setattr__
+
+
+def restore_path(*values: Any) -> AcceptedPath:
+    """Return a path, as the __init__ of a frozen dataclass would make it, but sooner.
+
+    Args:
+        values: In the order of the fields, but `finish_reason`, an int, comes last.
+    """
+    path = _new(AcceptedPath)
+    any(map(_set, repeat(path), _PATH_NAMES, values))
+    _set(path, "finish_reason", FinishReason(values[-1]) if values[-1] else FinishReason.NONE)
+    return path

@@ -37,12 +37,15 @@ def channel_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> O
     ]
 
 
-def server_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Options:
+def server_options(
+    *, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES, shares_port: bool = False
+) -> Options:
     """Return the options of a server.
 
     Args:
         max_message_bytes: Largest message received; a larger one ends its call with
             RESOURCE_EXHAUSTED.
+        shares_port: Other processes listen on the port as well; the kernel spreads connections.
     """
     return [
         ("grpc.keepalive_time_ms", 10_000),
@@ -50,7 +53,8 @@ def server_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Op
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.so_reuseport", 0),  # two workers on one port must fail loudly
+        # Two services on one port must fail loudly.
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
     ]

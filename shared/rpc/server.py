@@ -42,6 +42,7 @@ class RpcServer:
         max_message_bytes: Largest message received.
         drain_timeout_s: Budget of `on_drain`, seconds.
         on_drain: Awaited once after the services turned NOT_SERVING; returns when nothing runs.
+        shares_port: Other processes listen on the port as well.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RpcServer:
         max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES,
         drain_timeout_s: float = 20.0,
         on_drain: Callable[[], Awaitable[None]] = _no_drain,
+        shares_port: bool = False,
     ) -> None:
         self._services = tuple(services)
         self._host = host
@@ -65,7 +67,7 @@ class RpcServer:
         self.is_draining = False
         self.grpc_server = grpc.aio.server(
             interceptors=[ErrorInterceptor()],
-            options=server_options(max_message_bytes=max_message_bytes),
+            options=server_options(max_message_bytes=max_message_bytes, shares_port=shares_port),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)

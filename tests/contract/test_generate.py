@@ -21,7 +21,7 @@ from coppice import AsyncClient, Client, FinishInfo, FinishReason, PromptInfo, T
 from coppice.v1 import generation_pb2 as pb
 from orchestrator.server import SERVICE, SPECULATION
 from shared.messages import DraftRound, FeatureSpec, VerifyRound
-from shared.messages.batches import pack_event, unpack_event
+from shared.messages.batches import pack_events, unpack_events
 from tests.contract.serving import freed, serving, write_model
 from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate
 from tests.fakes.target import FORWARD_NS
@@ -369,10 +369,10 @@ async def test_events_survive_the_wire() -> None:
         pb.GenerateResponse(prompt_info=pb.PromptInfo()),
     ]
     for message in (full, delta, info, *empty):
-        event = unpack_event(message)
-        assert unpack_event(pack_event(event)) == event
+        events = unpack_events(message)
+        assert unpack_events(pack_events(events)) == events
     for message in (full, delta, info):
-        assert pack_event(unpack_event(message)) == message
+        assert pack_events(unpack_events(message)) == message
 
 
 async def test_the_orchestrator_and_the_client_import_no_tensor_library() -> None:

@@ -118,6 +118,16 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
 }
 
 
+def _says_more(path: types.AcceptedPath) -> bool:
+    return path != dataclasses.replace(
+        path,
+        logprobs=(),
+        finish_reason=types.FinishReason.NONE,
+        matched_stop_token_id=None,
+        times=None,
+    )
+
+
 @pytest.mark.parametrize("name", PACKERS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
@@ -128,7 +138,12 @@ def test_batch_survives_in_the_order_of_its_kinds(name: str, data: st.DataObject
     load = data.draw(BY_TYPE[types.WorkerLoad]) if has_load else None
     message = pack(messages, load) if has_load else pack(messages)
     batch = unpack(type(message).FromString(message.SerializeToString()))
-    assert batch.messages == [m for kind in kinds for m in messages if type(m) is kind]
+    in_order = [m for kind in kinds for m in messages if type(m) is kind]
+    is_path = [isinstance(m, types.AcceptedPath) for m in in_order]
+    if any(is_path):  # as columns come first: those that end a request, or say more, are messages
+        first, stop = is_path.index(True), len(is_path) - is_path[::-1].index(True)
+        in_order[first:stop] = sorted(in_order[first:stop], key=_says_more)
+    assert batch.messages == in_order
     assert batch.rejected == []
     assert batch.load == (load and dataclasses.replace(load, kernel_launches=()))
 
@@ -167,19 +182,104 @@ def test_unknown_feature_command_is_rejected() -> None:
 @settings(max_examples=40, deadline=None)
 @given(event=st.one_of(*(BY_TYPE[kind] for kind in get_args(types.GenerateEvent))))
 def test_event_survives(event: types.GenerateEvent) -> None:
-    response = batches.pack_event(event)
+    response = batches.pack_events([event])
     parsed = type(response).FromString(response.SerializeToString())
-    assert batches.unpack_event(parsed) == event
+    assert batches.unpack_events(parsed) == [event]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), has_ids=st.booleans(), has_logprobs=st.booleans())
+def test_rounds_that_leave_together_come_apart_as_they_were(
+    data: st.DataObject, *, has_ids: bool, has_logprobs: bool
+) -> None:
+    """Whatever a client asked for: no token ids, no text, logprobs of every token."""
+    offset = data.draw(st.integers(0, 99))
+    deltas = []
+    for ids in data.draw(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), min_size=2)):
+        text = data.draw(st.text(max_size=9))
+        logprob = types.TokenLogprob(token_id=1, logprob=-0.5, top=((2, -1.0),))
+        deltas.append(
+            types.TokenDelta(
+                token_offset=offset,
+                token_ids=tuple(ids) if has_ids else (),
+                text=text,
+                logprobs=(logprob,) * len(ids) if has_logprobs else (),
+                num_accepted_drafts=data.draw(st.integers(0, len(ids))),
+                num_accepted_draft_chars=data.draw(st.integers(0, len(text))),
+            )
+        )
+        offset += len(ids)
+    response = batches.pack_events(deltas)
+    parsed = type(response).FromString(response.SerializeToString())
+    assert batches.unpack_events(parsed) == deltas
+    assert list(parsed.delta.token_ids) == [i for delta in deltas for i in delta.token_ids]
+    assert parsed.delta.text == "".join(delta.text for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("round_token_offsets", [5, 4]),
+        ("round_token_offsets", [6, 6]),
+        ("round_num_chars", [1]),
+        ("round_num_chars", [3, -1]),
+        ("round_num_chars", [1, 2]),
+        ("round_num_accepted_drafts", [0, 0]),
+        ("round_num_accepted_draft_chars", []),
+    ],
+)
+def test_rounds_that_do_not_add_up_are_refused(field: str, values: list[int]) -> None:
+    deltas = [
+        types.TokenDelta(token_offset=5, token_ids=(1, 2), text="a", num_accepted_drafts=1),
+        types.TokenDelta(token_offset=7, token_ids=(3,), text="b"),
+    ]
+    response = batches.pack_events(deltas)
+    assert batches.unpack_events(response) == deltas
+    del getattr(response.delta, field)[:]
+    getattr(response.delta, field).extend(values)
+    with pytest.raises(InvalidArgumentError) as caught:
+        batches.unpack_events(response)
+    assert caught.value.field == f"delta.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("request_ids", ["a"]),
+        ("request_ids", ["a", ""]),
+        ("target_epochs", [1, -1]),
+        ("round_idx", [1]),
+        ("num_tokens", [1, 1]),
+        ("num_tokens", [4, -1]),
+        ("num_draft_tokens", [1, 0]),
+        ("token_ids", [1, 2, -3]),
+        ("accept_index", [0, 0]),
+    ],
+)
+def test_columns_of_paths_that_disagree_are_rejected_for_every_request(
+    field: str, values: list[Any]
+) -> None:
+    """Nothing in them can be relied on; what else the message holds is taken."""
+    path = from_proto(_path())
+    longer = dataclasses.replace(path, request_id="b", token_ids=(7, 8), accept_index=(0, 1))
+    message = batches.pack_target_response([path, longer], types.WorkerLoad())
+    assert batches.unpack_target_response(message).messages == [path, longer]
+    column = getattr(message.path_batch, field)
+    del column[:]
+    column.extend(values)
+    batch = batches.unpack_target_response(message)
+    assert batch.messages == []
+    assert {failure.request_id for failure in batch.rejected} == set(message.path_batch.request_ids)
 
 
 def test_unknown_event_is_refused_by_field() -> None:
     response = generation_pb2.GenerateResponse()
     with pytest.raises(InvalidArgumentError) as caught:
-        batches.unpack_event(response)
+        batches.unpack_events(response)
     assert caught.value.field == "event"
     response.finish.reason = 99  # type: ignore[assignment]
     with pytest.raises(InvalidArgumentError) as caught:
-        batches.unpack_event(response)
+        batches.unpack_events(response)
     assert caught.value.field == "finish.reason"
 
 

@@ -97,10 +97,10 @@ class Scene:
         )
 
     async def serve(self, request_id: str = "r", **fields: Any) -> list[GenerateEvent]:
-        """Run a request to its end and return its events."""
+        """Run a request to its end, with a client that reads; return its events."""
         generation = self.generation(request_id, **fields)
-        await generation.run()
-        return drained(generation)
+        events, _ = await asyncio.gather(read(generation), generation.run())
+        return events
 
     async def check_free(self) -> None:
         """Check that nothing of any request is left anywhere."""
@@ -109,6 +109,13 @@ class Scene:
             assert worker.engine.requests == {}
             assert worker.worker.num_own_requests == 0
         assert self.pool.num_waiting == 0
+
+
+async def read(generation: Generation) -> list[GenerateEvent]:
+    events: list[GenerateEvent] = []
+    while taken := await generation.events.take():
+        events += taken
+    return events
 
 
 def drained(generation: Generation) -> list[GenerateEvent]:

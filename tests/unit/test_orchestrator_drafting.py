@@ -108,12 +108,13 @@ def test_plain_decoding_needs_no_order_per_round() -> None:
     async def main() -> None:
         scene = Scene()
         target = scene.add_target()
-        check_stream(await scene.serve(shape=None), generate(PROMPT, 40))
+        events = await scene.serve(shape=None, max_new_tokens=200)
+        check_stream(events, generate(PROMPT, 200))
+        await scene.check_free()
         received = target.engine.received
         assert not any(isinstance(message, VerifyRound) for message in received)
         limits = [m.credit.until_round_idx for m in received if isinstance(m, CreditUpdate)]
-        assert limits == [33, 50], "39 rounds, and never less than half of a credit left"
-        await scene.check_free()
+        assert limits == [257, 386], "199 rounds, and never less than half of a credit left"
 
     run_virtual(main())
 

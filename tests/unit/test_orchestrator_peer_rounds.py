@@ -84,14 +84,14 @@ def test_peer_rounds_begin_after_the_first_tree_of_an_attached_draft() -> None:
             return pass_on(message)
 
         target, draft = scene.add_target(on_request=note), scene.add_draft()
-        stats = (await serve(scene)).speculation
+        stats = (await serve(scene, 2000)).speculation  # about 550 rounds
         assert stats.num_root_only_rounds == 0 and stats.accept_length > 2
         assert len(received(target, VerifyRound)) == len(received(draft, DraftRound)) == 1
         limits = [credit.until_round_idx for credit in credits_of(target)]
         assert limits == [
             2 + CREDIT_ROUNDS + i * (CREDIT_ROUNDS // 2 + 1) for i in range(len(limits))
         ]
-        assert len(limits) > 4 and min(left) > 5
+        assert len(limits) > 4 and min(left) > CREDIT_ROUNDS // 4
 
     run_virtual(main())
 
@@ -420,14 +420,18 @@ def test_answers_that_come_all_at_once_are_not_lost(stall_s: float) -> None:
 def test_a_target_that_is_late_again_and_again_is_not_held_against_the_draft() -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
+        held_until = 0.0
 
         def slow(message: Any) -> list[tuple[float, Any]]:
-            is_slow = isinstance(message, AcceptedPath) and message.round_idx % 40 == 20
-            return [(0.1 if is_slow else 0.0, message)]
+            nonlocal held_until  # a stream keeps its order: later messages wait as well
+            now = asyncio.get_running_loop().time()
+            if isinstance(message, AcceptedPath) and message.round_idx % 40 == 20:
+                held_until = now + 0.1
+            return [(max(0.0, held_until - now), message)]
 
         target = scene.add_target(on_reply=slow)
         draft = scene.add_draft()
-        finish = await serve(scene, 1600)
+        finish = await serve(scene, 2400)
         assert finish.speculation.num_root_only_rounds <= 1
         misses = [m for m in received(target, VerifyRound) if m.round_idx > 1]
         assert len(misses) > 6, "one of each late answer"

@@ -1,0 +1,95 @@
+"""Several rounds of one stream in one TokenDelta message, and back.
+
+A server that is busy sends rounds together; a client hands them on one by one, as they would have
+come from a server that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from coppice.v1 import generation_pb2
+from shared.errors import InvalidArgumentError
+from shared.messages.codec import arguments_of, from_proto
+from shared.messages.generation import TokenDelta
+
+_COLUMNS = (
+    "round_token_offsets",
+    "round_num_chars",
+    "round_num_accepted_drafts",
+    "round_num_accepted_draft_chars",
+)
+
+
+def joined_arguments(deltas: Sequence[TokenDelta]) -> dict[str, Any]:
+    """Return the arguments of one message for deltas that follow each other, a round each."""
+    if len(deltas) == 1:
+        return arguments_of(deltas[0])
+    num_drafts = [delta.num_accepted_drafts for delta in deltas]
+    num_draft_chars = [delta.num_accepted_draft_chars for delta in deltas]
+    arguments: dict[str, Any] = {
+        "token_offset": deltas[0].token_offset,
+        "token_ids": list(chain.from_iterable([delta.token_ids for delta in deltas])),
+        "text": "".join([delta.text for delta in deltas]),
+        "num_accepted_drafts": sum(num_drafts),
+        "num_accepted_draft_chars": sum(num_draft_chars),
+        "round_token_offsets": [delta.token_offset for delta in deltas],
+        "round_num_chars": [len(delta.text) for delta in deltas],
+        "round_num_accepted_drafts": num_drafts,
+        "round_num_accepted_draft_chars": num_draft_chars,
+    }
+    if any(delta.logprobs for delta in deltas):
+        arguments["logprobs"] = [
+            arguments_of(logprob) for delta in deltas for logprob in delta.logprobs
+        ]
+    return arguments
+
+
+def split_delta(message: generation_pb2.TokenDelta) -> list[TokenDelta]:
+    """Return the rounds of a message.
+
+    Raises: InvalidArgumentError if the columns do not add up to what the message holds.
+    """
+    whole: TokenDelta = from_proto(message)
+    columns = [getattr(message, name)[:] for name in _COLUMNS]
+    if not any(columns):  # empty, all of them
+        return [whole]
+    _check_columns(columns, whole)
+    return list(_rounds_of(whole, columns))
+
+
+def _check_columns(columns: list[list[int]], whole: TokenDelta) -> None:
+    offsets, *counts = columns
+    totals = (len(whole.text), whole.num_accepted_drafts, whole.num_accepted_draft_chars)
+    for name, column, total in zip(_COLUMNS[1:], counts, totals, strict=True):
+        if len(column) != len(offsets) or min(column) < 0 or sum(column) != total:
+            raise InvalidArgumentError(
+                f"{name} is {column}, expected {len(offsets)} counts that add up to {total}",
+                field=name,
+            )
+    if offsets[0] != whole.token_offset or offsets != sorted(offsets):
+        raise InvalidArgumentError(
+            f"round_token_offsets is {offsets}, expected to rise from {whole.token_offset}",
+            field="round_token_offsets",
+        )
+
+
+def _rounds_of(whole: TokenDelta, columns: list[list[int]]) -> Iterator[TokenDelta]:
+    begin_char = 0
+    begins = [offset - whole.token_offset for offset in columns[0]]
+    stops: list[int | None] = [*begins[1:], None]
+    for begin, stop, num_chars, num_drafts, num_draft_chars in zip(
+        begins, stops, *columns[1:], strict=True
+    ):
+        end_char = begin_char + num_chars
+        yield TokenDelta(
+            token_offset=whole.token_offset + begin,
+            token_ids=whole.token_ids[begin:stop],
+            text=whole.text[begin_char:end_char],
+            logprobs=whole.logprobs[begin:stop],
+            num_accepted_drafts=num_drafts,
+            num_accepted_draft_chars=num_draft_chars,
+        )
+        begin_char = end_char
