@@ -19,7 +19,7 @@ from coppice.request import build_request
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InternalError
 from shared.messages import FinishInfo, PromptInfo
-from shared.messages.batches import unpack_event
+from shared.messages.batches import unpack_events
 from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 
@@ -104,7 +104,7 @@ class TimedClient:
         finally:
             call.cancel()
         elapsed_s = time.monotonic() - sent_s
-        events = {type(event): event for event in map(unpack_event, others)}
+        events = {type(event): event for message in others for event in unpack_events(message)}
         finish, info = events.get(FinishInfo), events.get(PromptInfo)
         if not isinstance(finish, FinishInfo):
             raise InternalError("the server ended the stream without FinishInfo")
