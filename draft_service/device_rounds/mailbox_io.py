@@ -109,12 +109,12 @@ def place_paths(
     for i, mailbox in enumerate(distinct):
         is_own = np.array([own is mailbox for own in mailboxes])
         host["mailbox_idx"][is_own] = i
-        host["slot"][i, is_own] = [
+        host["slot"][i, : len(trees)][is_own] = [
             tree.slot for tree, own in zip(trees, mailboxes, strict=True) if own is mailbox
         ]
     host["path_tag"][:] = [tree.round_tag for tree in trees]
     host["tree_tag"][:] = [next_tag(tree.round_tag) for tree in trees]
-    slot, tree_tag = device["slot"], device["tree_tag"]
+    slot, tree_tag = device["slot"][:, : len(trees)], device["tree_tag"]
     return MailboxPaths(
         mailboxes=distinct,
         mailbox_idx=device["mailbox_idx"],
@@ -176,6 +176,7 @@ def _tree_fields(num_reqs: int) -> Fields:
 def _path_fields(num_mailboxes: int, num_reqs: int) -> Fields:
     return {
         "arrived": (torch.int64, (1,)),
-        "slot": (torch.int32, (num_mailboxes, num_reqs)),
+        # Rows as kernels know them: compiled for places that are multiples of 16 bytes.
+        "slot": (torch.int32, (num_mailboxes, -(-num_reqs // 4) * 4)),
         **dict.fromkeys(("mailbox_idx", "path_tag", "tree_tag"), (torch.int32, (num_reqs,))),
     }

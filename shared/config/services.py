@@ -136,7 +136,7 @@ class TargetConfig(WorkerConfig):
     )
     prefill_chunk_len: int = option(
         0,
-        "most prompt tokens of one request per engine step; 0 = 256 on a CPU, a step on a GPU",
+        "most prompt tokens of one request per engine step; 0 = 256 on a CPU, all rows on a GPU",
         minimum=0,
     )
     feature_retain_rows: int = option(

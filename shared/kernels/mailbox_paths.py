@@ -204,7 +204,7 @@ def post_paths_ref(
 
 @triton.jit(
     do_not_specialize=[
-        "num_reqs", "path_width", "spare_idx", "vocab_size", "timeout_us", "grace_us",
+        "slot_width", "path_width", "spare_idx", "vocab_size", "timeout_us", "grace_us",
     ]
 )  # fmt: skip
 def _take_paths_kernel(
@@ -213,7 +213,7 @@ def _take_paths_kernel(
     paths_2_ptr,
     paths_3_ptr,
     mailbox_ptr,  # [R] i32, 0..3
-    slot_ptr,  # [M, R] i32
+    slot_ptr,  # [M, slot_width] i32
     seq_ptr,  # [R] i32
     stop_ptr,  # [1] i32
     arrived_ptr,  # [1] i64 mutated
@@ -222,7 +222,7 @@ def _take_paths_kernel(
     last_rows_ptr,  # [R] i64 mutated
     hidden_idx_ptr,  # [R] i64 mutated
     taken_ptr,  # [R, 1 + MAX_PATH] i32 mutated
-    num_reqs,  # R
+    slot_width,
     path_width,  # P
     spare_idx,
     vocab_size,
@@ -237,7 +237,7 @@ def _take_paths_kernel(
     paths_ptr = tl.where(mailbox == 1, paths_1_ptr, paths_0_ptr)
     paths_ptr = tl.where(mailbox == 2, paths_2_ptr, paths_ptr)
     paths_ptr = tl.where(mailbox == 3, paths_3_ptr, paths_ptr)
-    slot = tl.load(slot_ptr + mailbox.to(tl.int64) * num_reqs + request).to(tl.int64)
+    slot = tl.load(slot_ptr + mailbox.to(tl.int64) * slot_width + request).to(tl.int64)
     seq = tl.load(seq_ptr + request)
     step = tl.arange(0, LANES)
     in_path = step < MAX_PATH
@@ -347,7 +347,7 @@ def take_paths(
         )
     assert 1 <= len(paths) <= MAX_MAILBOXES and path_width <= MAX_PATH
     assert all(own.shape[1] == MAX_PATH and own.is_contiguous() for own in paths)
-    assert slot.shape == (len(paths), num_reqs) and slot.is_contiguous()
+    assert slot.shape == (len(paths), num_reqs) and slot.stride(1) == 1
     assert len(token_ids) >= num_reqs * path_width <= len(slot_mapping)
     taken = torch.empty((num_reqs, 1 + MAX_PATH), dtype=torch.int32, device=token_ids.device)
     if num_reqs == 0:
@@ -367,7 +367,7 @@ def take_paths(
         last_rows,
         hidden_idx,
         taken,
-        num_reqs,
+        slot.stride(0),
         path_width,
         spare_idx,
         vocab_size,

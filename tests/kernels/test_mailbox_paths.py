@@ -55,7 +55,7 @@ def posted(seq: int, tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_steps", "width"), [(1, 1), (6, 80), (8, 2500)])
+@pytest.mark.parametrize(("num_steps", "width"), [(1, 1), (6, 80), (8, 2500), (12, 80)])
 def test_posting_writes_paths_and_their_rows_alone(
     device: torch.device, num_steps: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -74,8 +74,10 @@ def test_posting_writes_paths_and_their_rows_alone(
     for b, (row, number) in enumerate(zip(slot, seq, strict=True)):
         if row >= 0:
             kept = path_rows[b][: length[b]]
-            expected[row] = posted(number, [tokens[at] for at in kept])
-            expected_rows[number & 1, row, : length[b]] = features[kept]
+            # Of a path that is too long the first tokens, with its length: nobody takes it.
+            expected[row] = posted(number, [tokens[at] for at in kept])[:MAX_PATH]
+            kept = kept[:MAX_PATH]
+            expected_rows[number & 1, row, : len(kept)] = features[kept]
     given = [
         int32s(slot, device),
         int32s(seq, device),
@@ -209,6 +211,44 @@ def test_no_requests(device: torch.device) -> None:
     assert launch_counts() == {}
 
 
+@pytest.mark.parametrize("num_mailboxes", [2, 3, 4])
+def test_paths_are_taken_from_several_mailboxes(device: torch.device, num_mailboxes: int) -> None:
+    rng = random.Random(num_mailboxes)
+    mailboxes = [mailbox(6, device) for _ in range(num_mailboxes)]
+    of_mailbox = [row % num_mailboxes for row in range(6)]
+    slots = [[-1] * 8 for _ in mailboxes]  # wider than there are requests
+    expected = []
+    for row, own in enumerate(of_mailbox):
+        slots[own][row] = slot = rng.randrange(6)
+        mailboxes[own][slot] = -1
+    for row, own in enumerate(of_mailbox):
+        tokens = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 4))]
+        is_free = mailboxes[own][slots[own][row]][0] == -1  # of two in one place the first is there
+        if is_free:
+            mailboxes[own][slots[own][row]] = torch.tensor(posted(100 + row, tokens))
+        expected.append(tokens if is_free else [])
+    taken = take_paths(
+        mailboxes,
+        int32s(of_mailbox, device),
+        torch.tensor(slots, dtype=torch.int32).to(device)[:, :6],
+        int32s(list(range(100, 106)), device),
+        never(device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.full((24,), POISON).to(device),
+        torch.zeros(24, dtype=torch.int32, device=device),
+        torch.zeros(6, dtype=torch.int64, device=device),
+        torch.arange(6).to(device),
+        num_reqs=6,
+        path_width=4,
+        spare_idx=SPARE_IDX,
+        vocab_size=VOCAB_SIZE,
+        timeout_us=0,
+        grace_us=0,
+    )
+    assert taken.tolist() == [[len(p), *p, *[0] * (MAX_PATH - len(p))] for p in expected]
+    assert sum(map(bool, expected)) >= 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("path_width", "width"), [(1, 1), (5, 80), (8, 2500)])
 def test_rows_of_the_path_are_taken(
@@ -323,3 +363,20 @@ def test_taking_stops_when_told_and_gives_up(device: torch.device) -> None:
     torch.cuda.synchronize()
     assert begin.elapsed_time(end) < 200
     assert not taken.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_nobody_waits_long_for_a_path_that_did_not_come_with_the_others(
+    device: torch.device,
+) -> None:
+    paths = mailbox(3, device)
+    paths[1] = torch.tensor(posted(7, [3, 4]))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):  # the first time compiles
+        begin.record()
+        taken, _ = take(paths, [0, 1, 2], [7] * 3, 4, device, timeout_us=WAIT_US, grace_us=5_000)
+        end.record()
+        torch.cuda.synchronize()
+    assert 4.5 <= begin.elapsed_time(end) < 50
+    assert taken[:, 0].tolist() == [0, 2, 0]

@@ -163,6 +163,7 @@ def test_what_is_launched_early_comes_after_new_messages_and_before_the_report(
     engine = Eager(clock, [["a"]])
     pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
     receive, send = pipe.receive, pipe.send
+    answered: list[Any] = []
 
     def receive_more() -> list[list[Any]]:
         is_between = engine.seen[-1:] == ["go"]
@@ -170,6 +171,7 @@ def test_what_is_launched_early_comes_after_new_messages_and_before_the_report(
 
     def note_and_send(message: Any) -> None:
         engine.seen.append("report")
+        answered.extend(message.outputs)
         send(message)
 
     monkeypatch.setattr(pipe, "receive", receive_more)
@@ -177,6 +179,7 @@ def test_what_is_launched_early_comes_after_new_messages_and_before_the_report(
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
     assert engine.seen[1:5] == ["go", "new", "launch early", "report"]
+    assert answered == ["a", "early"]
 
 
 class Attached(Eager):
