@@ -40,6 +40,7 @@ def warm_up(
         max_num_requests: That the engine can hold.
     Mutates: nothing that outlives it but the counters of the engine's load.
     """
+    started = time.perf_counter()
     engine.runner.set_ready_shapes(shapes)
     for shape in shapes:
         for batch in engine.runner.batch_buckets:
@@ -50,6 +51,11 @@ def warm_up(
         if len(parts) <= max_num_requests:
             _extend(engine, parts, dtype)
     engine.source.compile(dtype)
+    logger.info(
+        "made %d graphs of trees and extends in %.1f s",
+        len(engine.runner.graphs),
+        time.perf_counter() - started,
+    )
     costs = {shape: _grow(engine, 1, shape, 0.0, dtype) for shape in shapes}
     logger.info(
         "ms of a draft round by its tree: %s",

@@ -225,6 +225,8 @@ class TargetRunner:
                 )
                 self.verify(inputs, self._padded, source.post_paths)
         logger.info("made graphs of what is sampled in %.1f s", time.perf_counter() - started)
+        if self.pool.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was computed once before its capture
 
     def measure_costs(self, *, window: int) -> StepCosts:
         """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""

@@ -184,7 +184,7 @@ class DraftConfig(WorkerConfig):
     warm_up_trees: str = option(
         "5/8/32,3/1/4",
         "shapes of trees, steps/topk/nodes, that a GPU gets ready for before the first request; "
-        "any other waits for kernels at its first use, and one with a 0 is left out",
+        "a tree that fits into none of them waits at its first use; one with a 0 is left out",
     )
 
 

@@ -83,9 +83,9 @@ def _move_paths_kernel(
     first = tl.program_id(1).to(tl.int64) * num_steps
     step = tl.arange(0, STEPS)
     in_path = step < num_steps
-    src = tl.load(src_ptr + first + step, mask=in_path, other=0)
-    dst = tl.load(dst_ptr + first + step, mask=in_path, other=0)
-    end = tl.max(tl.where(src != dst, step + 1, 0), axis=0)
+    path_src = tl.load(src_ptr + first + step, mask=in_path, other=0)
+    path_dst = tl.load(dst_ptr + first + step, mask=in_path, other=0)
+    end = tl.max(tl.where(path_src != path_dst, step + 1, 0), axis=0)
     cache_ptr = tl.load(cache_address_ptr + tl.program_id(0).to(tl.int64))
     cache_ptr = cache_ptr.to(tl.pointer_type(cache_like_ptr.dtype.element_ty))
     column = tl.arange(0, BLOCK)

@@ -161,3 +161,33 @@ def _depths(parents: list[int]) -> list[int]:
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     return depths
+
+
+def test_padding_trees_change_a_spare_root_only(device: torch.device) -> None:
+    """As captured steps have them: 64 nodes a tree, and a row that the page table does not have."""
+    tokens = torch.zeros((3, MAX_TREE_NODES), dtype=torch.int64)
+    parents = torch.full_like(tokens, -2)
+    rows = torch.zeros_like(tokens)
+    tokens[0, :3] = torch.tensor([7, 5, 6])
+    parents[0, :3] = torch.tensor([-1, 0, 0])
+    rows[0, :3] = torch.arange(3)
+    roots = torch.full((3,), -5).to(device)
+    walk = accept_walk(
+        tokens.to(device),
+        parents.to(device),
+        rows.to(device),
+        torch.tensor([6, 1, 9, 0], dtype=torch.int32).to(device),
+        torch.tensor([3, 0, 0]).to(device),
+        torch.tensor([1, 2, 2]).to(device),
+        torch.arange(1, 41, dtype=torch.int32).view(2, 20).to(device),
+        roots,
+        page_size=4,
+        max_depth=MAX_TREE_NODES - 1,
+    )
+    assert walk.accept_index[0, :3].tolist() == [0, 2, -1]
+    assert walk.accept_length.tolist() == [2, 1, 1]
+    assert roots[:2].tolist() == [-5, 9]
+    moves = torch.stack((walk.move_src, walk.move_dst), dim=-1)
+    assert moves[0, 1].tolist() == [22 * 4 + 1, 22 * 4]
+    moves[0, 1] = 0
+    assert not moves.any()

@@ -18,7 +18,7 @@ from shared.messages import SamplingParams, TreeShape
 from shared.step.graphs import GraphCache
 from shared.step.serving_counts import ServingCounts
 from target_service.engine import TargetEngine
-from tests.device_pair import PoisonedDevicePair
+from tests.device_pair import PoisonedDevicePair, device_engines
 from tests.emulated_graphs import EmulatedGraphs
 from tests.engines import Models, make_draft, make_target, plain_of, random_tokens
 from tests.local_pair import LocalPair, LocalRequest
@@ -36,32 +36,40 @@ SAMPLINGS = (
 )
 
 
-def ready_target(
-    models: Models, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> tuple[TargetEngine, list[Hashable]]:
-    """Return a target that emulates graphs and is ready, and the keys of what it captures next."""
-    keys: list[Hashable] = []
-    graphs = EmulatedGraphs(keys)
-    monkeypatch.setattr("target_service.runner.GraphCache", lambda _: graphs)
-    target = make_target(models.pairing("eagle"), max_batch_rows=192, **options)
-    target_service.warm_up.warm_up(target)
-    target.serving.begin()
-    keys.clear()
-    return target, keys
+OPTIONS = {"max_batch_rows": 192}
+DRAFT_OPTIONS = {"max_batch_rows": 192, "max_num_requests": 6}
 
 
-def ready_draft(
-    models: Models, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> tuple[DraftEngine, list[Hashable]]:
-    """Return a draft likewise; its trees are those of SHAPES."""
-    keys: list[Hashable] = []
-    graphs = EmulatedGraphs(keys)
-    monkeypatch.setattr("draft_service.runner.GraphCache", lambda _: graphs)
-    draft = make_draft(models.pairing("eagle"), max_batch_rows=192, max_num_requests=6, **options)
-    draft_service.warm_up.warm_up(draft, shapes=SHAPES, dtype=torch.float32, max_num_requests=6)
-    draft.serving.begin()
-    keys.clear()
-    return draft, keys
+class Captures:
+    """Lets engines emulate graphs, and holds the keys of those captured since both were ready."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: list[Hashable] = []
+        for service in ("target", "draft"):
+            monkeypatch.setattr(
+                f"{service}_service.runner.GraphCache", lambda _: EmulatedGraphs(self.keys)
+            )
+
+    def get_ready(self, target: TargetEngine, draft: DraftEngine) -> None:
+        """Do what engines on a GPU do before they are ready."""
+        target_service.warm_up.warm_up(target)
+        draft_service.warm_up.warm_up(draft, shapes=SHAPES, dtype=torch.float32, max_num_requests=6)
+        for engine in (target, draft):
+            engine.serving.begin()
+        self.keys.clear()
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return Captures(monkeypatch)
+
+
+def ready_pair(models: Models, captures: Captures) -> tuple[TargetEngine, DraftEngine]:
+    """Return a target and a draft that are ready."""
+    pairing = models.pairing("eagle")
+    target, draft = make_target(pairing, **OPTIONS), make_draft(pairing, **DRAFT_OPTIONS)
+    captures.get_ready(target, draft)
+    return target, draft
 
 
 def requests_of(count: int, *, samplings: tuple[SamplingParams, ...]) -> list[LocalRequest]:
@@ -79,54 +87,52 @@ def requests_of(count: int, *, samplings: tuple[SamplingParams, ...]) -> list[Lo
     ]
 
 
+def unpadded(models: Models, requests: list[LocalRequest]) -> list[LocalRequest]:
+    """Return the requests as served one by one by a target that emulates no graphs."""
+    target = make_target(models.pairing("eagle"))
+    target.runner.pads_rows = False
+    return plain_of(target, requests)
+
+
 def check(requests: list[LocalRequest], expected: list[LocalRequest]) -> None:
     for request, plain in zip(requests, expected, strict=True):
         assert request.output == plain.output
 
 
-def test_everything_is_a_replay(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_a_replay(models: Models, captures: Captures) -> None:
     """Prompts beside trees, requests that come and go, mixed shapes, filters: same output."""
-    expected = plain_of(
-        make_target(models.pairing("eagle")), requests_of(6, samplings=SAMPLINGS[:3])
-    )
-    target, captured = ready_target(models, monkeypatch)
-    draft, captured_of_draft = ready_draft(models, monkeypatch)
+    target, draft = ready_pair(models, captures)
     requests = requests_of(6, samplings=SAMPLINGS[:3])
     LocalPair(target, draft).run(requests)
-    check(requests, expected)
-    assert captured == [] and captured_of_draft == []
+    assert captures.keys == []
     assert target.load.num_captures == draft.load.num_captures == 0
     assert any(len(path.token_ids) > 1 for request in requests for path in request.paths[1:])
+    check(requests, unpadded(models, requests))
 
 
-def test_what_is_rare_captures_nothing_either(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_rare_captures_nothing_either(models: Models, captures: Captures) -> None:
+    target, draft = ready_pair(models, captures)
     requests = requests_of(5, samplings=SAMPLINGS)
     for i, request in enumerate(requests):
         request.logprobs, request.top_logprobs = i % 2 == 0, 2 * i
-    expected = plain_of(make_target(models.pairing("eagle")), requests)
-    target, captured = ready_target(models, monkeypatch)
-    draft, captured_of_draft = ready_draft(models, monkeypatch)
     LocalPair(target, draft).run(requests)
+    assert captures.keys == []
+    expected = unpadded(models, requests)
     check(requests, expected)
     for request, plain in zip(requests, expected, strict=True):
         assert request.logprob_rows == plain.logprob_rows
-    assert captured == [] and captured_of_draft == []
 
 
-def test_device_rounds_are_replays(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draft_service.device_rounds.rounds import DeviceRounds
-
-    target, captured = ready_target(models, monkeypatch, has_mailbox=True)
-    draft, captured_of_draft = ready_draft(models, monkeypatch, make_source=DeviceRounds)
-    requests = requests_of(5, samplings=SAMPLINGS[:2])
-    expected = plain_of(make_target(models.pairing("eagle")), requests)
-    pair = PoisonedDevicePair(target, draft)
-    pair.run(requests)
-    check(requests, expected)
-    assert pair.num_device_trees > 3
-    assert captured == [] and captured_of_draft == []
+def test_device_rounds_are_replays(models: Models, captures: Captures) -> None:
+    with device_engines(models) as make:
+        target, draft, _ = make("eagle", draft=DRAFT_OPTIONS, **OPTIONS)
+        captures.get_ready(target, draft)
+        requests = requests_of(5, samplings=SAMPLINGS[:2])
+        pair = PoisonedDevicePair(target, draft)
+        pair.run(requests)
+        assert captures.keys == []
+        assert pair.num_device_trees > 3
+        check(requests, unpadded(models, requests))
 
 
 def test_counts_begin_when_they_are_told_to() -> None:
