@@ -79,7 +79,7 @@ class Container:
         while not self.is_healthy():
             assert self.process.poll() is None, f"{self.name} ended:\n{self.log()}"
             assert time.monotonic() < deadline, f"{self.name} is not healthy:\n{self.log()}"
-            time.sleep(0.2)
+            time.sleep(1.0)  # a check is a process of its own
 
     def stop(self) -> int:
         """Do what `docker compose stop` does; return the exit code."""

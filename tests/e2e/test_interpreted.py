@@ -51,7 +51,11 @@ def server(checkpoint_dir: Path) -> Iterator[Server]:
 
     target = write_llama(checkpoint_dir / "two-layers", shape=Shape(num_layers=2))
     draft = write_eagle3(checkpoint_dir / "two-layers-eagle3", target, layer_ids=(0, 1))
-    config = checkpoint_config(target, draft, "eagle3", target={"self_test": False})
+    # A short context: what a target computes at its start is no longer than that.
+    short = {"max_context_len": 40}
+    config = checkpoint_config(
+        target, draft, "eagle3", target={"self_test": False, **short}, draft=short
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         with running(config) as server:

@@ -81,7 +81,7 @@ def test_retracted_requests_go_on_exactly(models: Models, kind: str, page_size: 
 def test_a_draft_without_room_retracts_and_recovers(models: Models, kind: str) -> None:
     pairing = models.pairing(kind)
     target = make_target(pairing)
-    requests = [fresh(request, max_new_tokens=140) for request in requests_of(1)]
+    requests = [fresh(request, max_new_tokens=110) for request in requests_of(1)]
     plain = run_plain(target, requests)
     draft = make_draft(pairing, page_size=4, num_pages=(EXTRA_SLOTS + 160) // 4)
     pair = PoisonedPair(target, draft)
@@ -95,7 +95,7 @@ def test_the_oldest_request_is_never_retracted(models: Models) -> None:
     pairing = models.pairing("standalone")
     target = make_target(pairing, page_size=4, num_pages=1 + 300 // 4)
     requests = [
-        LocalRequest(prompt=[i + 1], max_new_tokens=100, shape=SHAPES[5], request_id=f"r{i}")
+        LocalRequest(prompt=[i + 1], max_new_tokens=80, shape=SHAPES[5], request_id=f"r{i}")
         for i in range(5)
     ]
     pair = PoisonedPair(target, make_draft(pairing))
