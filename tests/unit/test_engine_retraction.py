@@ -81,7 +81,7 @@ def test_retracted_requests_go_on_exactly(models: Models, kind: str, page_size: 
 def test_a_draft_without_room_retracts_and_recovers(models: Models, kind: str) -> None:
     pairing = models.pairing(kind)
     target = make_target(pairing)
-    requests = [fresh(request, max_new_tokens=110) for request in requests_of(1)]
+    requests = [fresh(request, max_new_tokens=140) for request in requests_of(1)]
     plain = run_plain(target, requests)
     draft = make_draft(pairing, page_size=4, num_pages=(EXTRA_SLOTS + 160) // 4)
     pair = PoisonedPair(target, draft)
