@@ -46,7 +46,7 @@ SHAPES = {
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
     for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
 }
-NUM_ROUNDS = 10
+NUM_ROUNDS = 8
 """About how long each request runs, so that all of them run at once to the end."""
 SAMPLINGS: list[dict[str, Any]] = [
     {},
