@@ -1,8 +1,8 @@
 """One request: its rounds, and its recovery when it loses a worker.
 
-    plain round     no draft: the target runs rounds of the root alone by its credit
-    relayed round   the tree comes here from the draft and goes to the target with the order
-    peer round      target and draft run rounds by themselves, by the target's credit
+    round by credit  the target runs it by itself: with a tree that it orders of a draft which is
+                     attached to it and has caught up, else of the root alone
+    relayed round    the tree comes here from the draft and goes to the target with the order
 
 Of every round the accepted path comes here, is committed and emitted. Who runs the next round
 follows from the state of the draft, see draft_states.py.
@@ -36,7 +36,6 @@ from shared.messages import (
     AcceptedPath,
     FinishReason,
     GenerateEvent,
-    RootOnly,
     TargetAdmitted,
     TokenTree,
     VerifyRound,
@@ -126,13 +125,12 @@ class Generation:
     async def _round(self) -> None:
         """Run one round: tree -> verify -> commit -> prepare the next round -> emit."""
         self._begin_round(self._round_idx + 1)
+        assert self._target is not None
         tree = None
-        if self._draft.is_off:
-            path = await self._plain_round()
-        elif self._draft.is_peer:
-            path = await self._peer_round()
-        else:
+        if self._draft.is_relayed and not self._target.has_path(self._round_idx):
             tree, path = await self._relayed_round()
+        else:
+            path = await self._credited_round()
         self._commit(path)
         await self._prepare_next_round(path)
         self._reply.emit(path)
@@ -144,23 +142,18 @@ class Generation:
                 now_ns=int(asyncio.get_running_loop().time() * 1e9),
             )
 
-    async def _plain_round(self) -> AcceptedPath:
-        """Wait for a round of the root alone, which the target runs by its credit."""
+    async def _credited_round(self) -> AcceptedPath:
+        """Wait for a round that the target runs by its credit."""
         assert self._target is not None
-        self._target.extend_credit(self._round_idx, RootOnly())
-        with self._reply.meter.verify:
-            return await self._target.credited_path(self._round_idx)
-
-    async def _peer_round(self) -> AcceptedPath:
-        """Wait for a round that target and draft run by themselves, by the target's credit."""
-        assert self._target is not None
+        if not self._draft.is_relayed:  # the state may have changed since it was prepared
+            self._target.extend_credit(self._round_idx, self._draft.trees)
         with self._reply.meter.verify:
             try:
                 path = await self._target.credited_path(self._round_idx)
             except InvalidArgumentError as error:
                 self._draft.refuse(error.message)
                 path = await self._target.verify(self._order(None))
-        self._draft.note_peer_round(had_tree=path.num_draft_tokens > 1)
+        self._draft.note_path(had_tree=path.num_draft_tokens > 1)
         return path
 
     async def _relayed_round(self) -> tuple[TokenTree | None, AcceptedPath]:
@@ -173,12 +166,10 @@ class Generation:
     async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
         """Have the target verify the tree, or only the root if it finds the tree wrong."""
         assert self._target is not None
-        # If the draft is attached, the target orders the next tree as soon as it has this path.
-        trees = self._draft.peer_trees if tree is not None else None
         try:
-            return await self._target.verify(self._order(tree), trees)
+            return await self._target.verify(self._order(tree))
         except InvalidArgumentError as error:
-            # Without a tree: the wrong one was that of a peer round, which was revoked meanwhile.
+            # Without a tree: the wrong one was that of a round by credit, revoked meanwhile.
             if tree is None and not isinstance(error, InvalidTreeError):
                 raise
             self._draft.refuse(error.message)
@@ -199,22 +190,23 @@ class Generation:
         self._losses.note_progress(self._target.worker, path.round_idx)
 
     async def _prepare_next_round(self, path: AcceptedPath) -> None:
-        """Order the next tree, or extend the target's credit to order it.
+        """Order the next tree, or extend the target's credit to go on by itself, or both.
 
         Tokens are emitted later: if a stop string ends them, the tree is in vain.
         """
-        if path.finish_reason is not FinishReason.NONE or self._draft.is_off:
+        if path.finish_reason is not FinishReason.NONE:
             return
-        trees = self._draft.peer_trees
-        if trees is not None:
-            assert self._target is not None
-            self._draft.note_credit()
-            self._target.extend_credit(self._round_idx + 1, trees)
-        else:
-            self._draft.order(
+        is_sent = False
+        if not self._draft.is_peer:
+            is_sent = self._draft.order(
                 round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
             )
-        await asyncio.sleep(0)  # the orders of all requests leave now
+        if not self._draft.is_relayed:
+            assert self._target is not None
+            is_sent |= self._target.extend_credit(self._round_idx + 1, self._draft.trees)
+            self._draft.note_credit()
+        if is_sent:
+            await asyncio.sleep(0)  # the orders of all requests leave now
 
     def _revoke(self) -> None:
         """Have the target run the round that is waited for without its draft."""

@@ -26,7 +26,7 @@ from coppice.v1 import generation_pb2 as coppice_dot_v1_dot_generation__pb2
 from coppice.v1 import tree_pb2 as coppice_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63oppice/v1/target.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\x1a\x15\x63oppice/v1/tree.proto\"\xc3\x01\n\x1bTargetServiceSessionRequest\x12%\n\x05opens\x18\x01 \x03(\x0b\x32\x16.coppice.v1.TargetOpen\x12)\n\x08verifies\x18\x02 \x03(\x0b\x32\x17.coppice.v1.VerifyRound\x12\'\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x17.coppice.v1.TargetClose\x12)\n\x07\x63redits\x18\x04 \x03(\x0b\x32\x18.coppice.v1.CreditUpdate\"\xb0\x02\n\x1cTargetServiceSessionResponse\x12,\n\x08\x61\x64mitted\x18\x01 \x03(\x0b\x32\x1a.coppice.v1.TargetAdmitted\x12\x30\n\x0e\x61\x63\x63\x65pted_paths\x18\x02 \x03(\x0b\x32\x18.coppice.v1.AcceptedPath\x12,\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12/\n\tretracted\x18\x04 \x03(\x0b\x32\x1c.coppice.v1.RequestRetracted\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\x12+\n\x08\x64\x65tached\x18\x06 \x03(\x0b\x32\x19.coppice.v1.DraftDetached\"\xa6\x02\n\nTargetOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12.\n\x08stopping\x18\x06 \x01(\x0b\x32\x1c.coppice.v1.StoppingCriteria\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x08 \x01(\x05\x12\x16\n\x0ewants_features\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x10\n\x08is_timed\x18\x0b \x01(\x08\"}\n\x0eTargetAdmitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\x12&\n\x05times\x18\x04 \x01(\x0b\x32\x17.coppice.v1.AnswerTimes\"\xbb\x01\n\x0bVerifyRound\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\tround_idx\x18\x03 \x01(\x05\x12\x0f\n\x07seq_len\x18\x04 \x01(\x05\x12\x15\n\rroot_token_id\x18\x05 \x01(\x05\x12#\n\x04tree\x18\x06 \x01(\x0b\x32\x15.coppice.v1.TokenTree\x12\"\n\x06\x63redit\x18\x07 \x01(\x0b\x32\x12.coppice.v1.Credit\"|\n\x06\x43redit\x12\x17\n\x0funtil_round_idx\x18\x01 \x01(\x05\x12)\n\troot_only\x18\x02 \x01(\x0b\x32\x14.coppice.v1.RootOnlyH\x00\x12%\n\x04peer\x18\x03 \x01(\x0b\x32\x15.coppice.v1.PeerTreesH\x00\x42\x07\n\x05trees\"\n\n\x08RootOnly\"q\n\tPeerTrees\x12\x13\n\x0b\x64raft_epoch\x18\x01 \x01(\x05\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\x05\x12\x11\n\tnum_steps\x18\x03 \x01(\x05\x12\x0c\n\x04topk\x18\x04 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\x05\"\\\n\x0c\x43reditUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x12.coppice.v1.Credit\"N\n\rDraftDetached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"7\n\x0bTargetClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\xbd\x01\n\x15StreamFeaturesRequest\x12\x31\n\tsubscribe\x18\x01 \x01(\x0b\x32\x1c.coppice.v1.FeatureSubscribeH\x00\x12\x35\n\x0bunsubscribe\x18\x03 \x01(\x0b\x32\x1e.coppice.v1.FeatureUnsubscribeH\x00\x12$\n\x04\x61\x63ks\x18\x04 \x03(\x0b\x32\x16.coppice.v1.FeatureAckB\t\n\x07\x63ommandJ\x04\x08\x02\x10\x03R\x03\x61\x63k\"|\n\x10\x46\x65\x61tureSubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x15\n\rfrom_position\x18\x03 \x01(\x05\x12\x12\n\nring_nonce\x18\x04 \x01(\x0c\x12\x13\n\x0b\x64raft_epoch\x18\x05 \x01(\x05\"H\n\nFeatureAck\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x10\n\x08position\x18\x03 \x01(\x05\">\n\x12\x46\x65\x61tureUnsubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\x86\x01\n\x16StreamFeaturesResponse\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12\x14\n\x0c\x66\x65\x61ture_ring\x18\x03 \x01(\t\"r\n\x0c\x46\x65\x61tureChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\r\n\x05start\x18\x03 \x01(\x05\x12)\n\x06handle\x18\x04 \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\"\x1d\n\x1bTargetServiceGetInfoRequest\"D\n\x1cTargetServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.WorkerInfo2\xac\x02\n\rTargetService\x12`\n\x07Session\x12\'.coppice.v1.TargetServiceSessionRequest\x1a(.coppice.v1.TargetServiceSessionResponse(\x01\x30\x01\x12[\n\x0eStreamFeatures\x12!.coppice.v1.StreamFeaturesRequest\x1a\".coppice.v1.StreamFeaturesResponse(\x01\x30\x01\x12\\\n\x07GetInfo\x12\'.coppice.v1.TargetServiceGetInfoRequest\x1a(.coppice.v1.TargetServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63oppice/v1/target.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\x1a\x15\x63oppice/v1/tree.proto\"\xc3\x01\n\x1bTargetServiceSessionRequest\x12%\n\x05opens\x18\x01 \x03(\x0b\x32\x16.coppice.v1.TargetOpen\x12)\n\x08verifies\x18\x02 \x03(\x0b\x32\x17.coppice.v1.VerifyRound\x12\'\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x17.coppice.v1.TargetClose\x12)\n\x07\x63redits\x18\x04 \x03(\x0b\x32\x18.coppice.v1.CreditUpdate\"\xb0\x02\n\x1cTargetServiceSessionResponse\x12,\n\x08\x61\x64mitted\x18\x01 \x03(\x0b\x32\x1a.coppice.v1.TargetAdmitted\x12\x30\n\x0e\x61\x63\x63\x65pted_paths\x18\x02 \x03(\x0b\x32\x18.coppice.v1.AcceptedPath\x12,\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12/\n\tretracted\x18\x04 \x03(\x0b\x32\x1c.coppice.v1.RequestRetracted\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\x12+\n\x08\x64\x65tached\x18\x06 \x03(\x0b\x32\x19.coppice.v1.DraftDetached\"\xca\x02\n\nTargetOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12.\n\x08stopping\x18\x06 \x01(\x0b\x32\x1c.coppice.v1.StoppingCriteria\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x08 \x01(\x05\x12\x16\n\x0ewants_features\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x10\n\x08is_timed\x18\x0b \x01(\x08\x12\"\n\x06\x63redit\x18\x0c \x01(\x0b\x32\x12.coppice.v1.Credit\"}\n\x0eTargetAdmitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\x12&\n\x05times\x18\x04 \x01(\x0b\x32\x17.coppice.v1.AnswerTimes\"\xa5\x01\n\x0bVerifyRound\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\tround_idx\x18\x03 \x01(\x05\x12\x0f\n\x07seq_len\x18\x04 \x01(\x05\x12\x15\n\rroot_token_id\x18\x05 \x01(\x05\x12#\n\x04tree\x18\x06 \x01(\x0b\x32\x15.coppice.v1.TokenTreeJ\x04\x08\x07\x10\x08R\x06\x63redit\"|\n\x06\x43redit\x12\x17\n\x0funtil_round_idx\x18\x01 \x01(\x05\x12)\n\troot_only\x18\x02 \x01(\x0b\x32\x14.coppice.v1.RootOnlyH\x00\x12%\n\x04peer\x18\x03 \x01(\x0b\x32\x15.coppice.v1.PeerTreesH\x00\x42\x07\n\x05trees\"\n\n\x08RootOnly\"o\n\tPeerTrees\x12\x13\n\x0b\x64raft_epoch\x18\x01 \x01(\x05\x12\x11\n\tnum_steps\x18\x03 \x01(\x05\x12\x0c\n\x04topk\x18\x04 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\x05J\x04\x08\x02\x10\x03R\x0ctoken_offset\"\\\n\x0c\x43reditUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x12.coppice.v1.Credit\"N\n\rDraftDetached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"7\n\x0bTargetClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\xbd\x01\n\x15StreamFeaturesRequest\x12\x31\n\tsubscribe\x18\x01 \x01(\x0b\x32\x1c.coppice.v1.FeatureSubscribeH\x00\x12\x35\n\x0bunsubscribe\x18\x03 \x01(\x0b\x32\x1e.coppice.v1.FeatureUnsubscribeH\x00\x12$\n\x04\x61\x63ks\x18\x04 \x03(\x0b\x32\x16.coppice.v1.FeatureAckB\t\n\x07\x63ommandJ\x04\x08\x02\x10\x03R\x03\x61\x63k\"|\n\x10\x46\x65\x61tureSubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x15\n\rfrom_position\x18\x03 \x01(\x05\x12\x12\n\nring_nonce\x18\x04 \x01(\x0c\x12\x13\n\x0b\x64raft_epoch\x18\x05 \x01(\x05\"H\n\nFeatureAck\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x10\n\x08position\x18\x03 \x01(\x05\">\n\x12\x46\x65\x61tureUnsubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\x86\x01\n\x16StreamFeaturesResponse\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12\x14\n\x0c\x66\x65\x61ture_ring\x18\x03 \x01(\t\"r\n\x0c\x46\x65\x61tureChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\r\n\x05start\x18\x03 \x01(\x05\x12)\n\x06handle\x18\x04 \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\"\x1d\n\x1bTargetServiceGetInfoRequest\"D\n\x1cTargetServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.WorkerInfo2\xac\x02\n\rTargetService\x12`\n\x07Session\x12\'.coppice.v1.TargetServiceSessionRequest\x1a(.coppice.v1.TargetServiceSessionResponse(\x01\x30\x01\x12[\n\x0eStreamFeatures\x12!.coppice.v1.StreamFeaturesRequest\x1a\".coppice.v1.StreamFeaturesResponse(\x01\x30\x01\x12\\\n\x07GetInfo\x12\'.coppice.v1.TargetServiceGetInfoRequest\x1a(.coppice.v1.TargetServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,39 +38,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TARGETSERVICESESSIONRESPONSE']._serialized_start=290
   _globals['_TARGETSERVICESESSIONRESPONSE']._serialized_end=594
   _globals['_TARGETOPEN']._serialized_start=597
-  _globals['_TARGETOPEN']._serialized_end=891
-  _globals['_TARGETADMITTED']._serialized_start=893
-  _globals['_TARGETADMITTED']._serialized_end=1018
-  _globals['_VERIFYROUND']._serialized_start=1021
-  _globals['_VERIFYROUND']._serialized_end=1208
-  _globals['_CREDIT']._serialized_start=1210
-  _globals['_CREDIT']._serialized_end=1334
-  _globals['_ROOTONLY']._serialized_start=1336
-  _globals['_ROOTONLY']._serialized_end=1346
-  _globals['_PEERTREES']._serialized_start=1348
-  _globals['_PEERTREES']._serialized_end=1461
-  _globals['_CREDITUPDATE']._serialized_start=1463
-  _globals['_CREDITUPDATE']._serialized_end=1555
-  _globals['_DRAFTDETACHED']._serialized_start=1557
-  _globals['_DRAFTDETACHED']._serialized_end=1635
-  _globals['_TARGETCLOSE']._serialized_start=1637
-  _globals['_TARGETCLOSE']._serialized_end=1692
-  _globals['_STREAMFEATURESREQUEST']._serialized_start=1695
-  _globals['_STREAMFEATURESREQUEST']._serialized_end=1884
-  _globals['_FEATURESUBSCRIBE']._serialized_start=1886
-  _globals['_FEATURESUBSCRIBE']._serialized_end=2010
-  _globals['_FEATUREACK']._serialized_start=2012
-  _globals['_FEATUREACK']._serialized_end=2084
-  _globals['_FEATUREUNSUBSCRIBE']._serialized_start=2086
-  _globals['_FEATUREUNSUBSCRIBE']._serialized_end=2148
-  _globals['_STREAMFEATURESRESPONSE']._serialized_start=2151
-  _globals['_STREAMFEATURESRESPONSE']._serialized_end=2285
-  _globals['_FEATURECHUNK']._serialized_start=2287
-  _globals['_FEATURECHUNK']._serialized_end=2401
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=2403
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=2432
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=2434
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=2502
-  _globals['_TARGETSERVICE']._serialized_start=2505
-  _globals['_TARGETSERVICE']._serialized_end=2805
+  _globals['_TARGETOPEN']._serialized_end=927
+  _globals['_TARGETADMITTED']._serialized_start=929
+  _globals['_TARGETADMITTED']._serialized_end=1054
+  _globals['_VERIFYROUND']._serialized_start=1057
+  _globals['_VERIFYROUND']._serialized_end=1222
+  _globals['_CREDIT']._serialized_start=1224
+  _globals['_CREDIT']._serialized_end=1348
+  _globals['_ROOTONLY']._serialized_start=1350
+  _globals['_ROOTONLY']._serialized_end=1360
+  _globals['_PEERTREES']._serialized_start=1362
+  _globals['_PEERTREES']._serialized_end=1473
+  _globals['_CREDITUPDATE']._serialized_start=1475
+  _globals['_CREDITUPDATE']._serialized_end=1567
+  _globals['_DRAFTDETACHED']._serialized_start=1569
+  _globals['_DRAFTDETACHED']._serialized_end=1647
+  _globals['_TARGETCLOSE']._serialized_start=1649
+  _globals['_TARGETCLOSE']._serialized_end=1704
+  _globals['_STREAMFEATURESREQUEST']._serialized_start=1707
+  _globals['_STREAMFEATURESREQUEST']._serialized_end=1896
+  _globals['_FEATURESUBSCRIBE']._serialized_start=1898
+  _globals['_FEATURESUBSCRIBE']._serialized_end=2022
+  _globals['_FEATUREACK']._serialized_start=2024
+  _globals['_FEATUREACK']._serialized_end=2096
+  _globals['_FEATUREUNSUBSCRIBE']._serialized_start=2098
+  _globals['_FEATUREUNSUBSCRIBE']._serialized_end=2160
+  _globals['_STREAMFEATURESRESPONSE']._serialized_start=2163
+  _globals['_STREAMFEATURESRESPONSE']._serialized_end=2297
+  _globals['_FEATURECHUNK']._serialized_start=2299
+  _globals['_FEATURECHUNK']._serialized_end=2413
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=2415
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=2444
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=2446
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=2514
+  _globals['_TARGETSERVICE']._serialized_start=2517
+  _globals['_TARGETSERVICE']._serialized_end=2817
 # @@protoc_insertion_point(module_scope)
