@@ -182,7 +182,7 @@ class DraftHandle:
         """
         if self.state is DraftState.PEER and had_tree:
             self._trust.note_round()
-        elif self._watch.is_running or (self.state is DraftState.MISSED and had_tree):
+        elif self._watch.is_running or self.state is DraftState.MISSED:
             self._note_change(had_tree=had_tree)
         else:
             return

@@ -63,7 +63,7 @@ PEER_TREE     .   .       PEER     .        .       BEHIND
 NO_TREE       .   .       .        .        BEHIND  .
 OVERDUE       .   .       MISSED   BEHIND   MISSED  .
 DETACHED      .   .       .        .        BEHIND  .
-SILENT        .   .       ABSENT   .        .       .
+SILENT        .   .       ABSENT   .        .       ABSENT
 LOST          .   .       ABSENT   ABSENT   ABSENT  ABSENT
 CLOSED        .   .       ABSENT   ABSENT   ABSENT  ABSENT
 """
