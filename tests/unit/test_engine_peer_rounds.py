@@ -292,7 +292,9 @@ def check_rows(pair: PeerPair) -> None:
 
 # --- a draft that has not caught up --------------------------------------------------------------
 
-LONG = 600  # tokens, three steps of a draft
+LONG = 300  # tokens
+SLOW: Options = {"max_batch_rows": 32}
+"""Of a draft that takes about ten steps to read as many."""
 
 
 def long_request(**fields: Any) -> LocalRequest:
@@ -308,9 +310,9 @@ def sizes(request: LocalRequest) -> list[int]:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_newcomer_decodes_at_once_and_delays_nobody(make: Make, *, overlaps: bool) -> None:
-    target, draft = make("eagle")
+    target, draft = make("eagle", draft=SLOW)
     target.scheduler.overlaps_steps = overlaps
-    pair = PoisonedPeerPair(target, draft)
+    pair = (PeerPair if overlaps else PoisonedPeerPair)(target, draft)
     others = [opened(pair, prompt=[seed, 4, 1], max_new_tokens=60) for seed in range(2)]
     newcomer = long_request()
     num_before = [len(request.paths) for request in others]
@@ -364,7 +366,7 @@ def test_an_order_that_comes_in_vain_grows_no_tree(make: Make) -> None:
 @pytest.mark.parametrize("num_steps", first_fast(range(1, 9)))
 @pytest.mark.parametrize("fault", ["cut", "close", "miss", "reopen"])
 def test_a_draft_that_is_lost_while_it_catches_up(make: Make, fault: str, num_steps: int) -> None:
-    target, draft = make("eagle")
+    target, draft = make("eagle", draft=SLOW)
     target.scheduler.overlaps_steps = num_steps % 2 == 0
     pair = PeerPair(target, draft)
     request = long_request(max_new_tokens=16)
