@@ -226,7 +226,7 @@ class FakeTarget(FakeFeatures):
         queue, self._queue = self._queue, []
         for request in self._due_alone():
             if all(queued is not request for queued, _ in queue):
-                self._commit(request, None)
+                self._commit(request, None, self._times_alone(request))
                 self._num_rows += 1
         for request, message in queue:
             if self.requests.get(message.request_id) is not request:
@@ -340,6 +340,13 @@ class FakeTarget(FakeFeatures):
         self._num_rows += len(request.tokens)
         request.seq_len = len(request.tokens) - 1
         self._commit(request, None)
+
+    def _times_alone(self, request: HeldRequest) -> AnswerTimes | None:
+        """Return the times of a round of the root alone by credit."""
+        if not request.open.is_timed:
+            return None
+        times = AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns())
+        return times.then("forward", times.end_ns + FORWARD_NS)
 
     def _verify(self, request: HeldRequest, message: VerifyRound) -> None:
         self._num_rows += len(message.tree.token_ids) if message.tree else 1
