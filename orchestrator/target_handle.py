@@ -141,7 +141,6 @@ class TargetHandle:
         """Return whether the target has run a round by its credit, and the path is here."""
         return round_idx in self._early
 
-
     def revoke_credit(self, order: VerifyRound) -> None:
         """End a credit; the round that was asked for is ordered, unless it is done there."""
         self._credit_until = order.round_idx - 1
