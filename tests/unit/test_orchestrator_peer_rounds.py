@@ -554,14 +554,12 @@ def test_peer_rounds_that_fill_the_context() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_requests_of_one_token_wait_for_nobody(
-    caplog: pytest.LogCaptureFixture, count: int
-) -> None:
+def test_short_requests_wait_for_nobody(caplog: pytest.LogCaptureFixture, count: int) -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
         target, draft = scene.add_target(), scene.add_draft()
         streams = await asyncio.gather(
-            *(scene.serve(f"r{i}", prompt_ids=(i, 7), max_new_tokens=count) for i in range(50))
+            *(scene.serve(f"r{i}", prompt_ids=(i, 7), max_new_tokens=count) for i in range(16))
         )
         for i, events in enumerate(streams):
             check_stream(events, generate((i, 7), count))
@@ -569,7 +567,7 @@ def test_requests_of_one_token_wait_for_nobody(
         assert asyncio.get_running_loop().time() < 2.1 * LATENCY_S + (count - 1) * ROUND_S
         assert missed(target) == []
         await scene.check_free()
-        assert len(received(draft, DraftOpen)) == 50
+        assert len(received(draft, DraftOpen)) == 16
 
     run_virtual(main())
     assert "is lost" not in caplog.text
