@@ -397,6 +397,28 @@ async def test_the_orchestrator_and_the_client_import_no_tensor_library() -> Non
         assert json.loads(result.stdout) == [], module
 
 
+@pytest.mark.parametrize("step_s", [0.0, 0.003])
+async def test_requests_that_end_at_once_are_no_news(
+    model: Path, caplog: pytest.LogCaptureFixture, *, step_s: float
+) -> None:
+    """Their drafts may still be about to read the prompt when the target has forgotten them."""
+    async with (
+        fake_target(step_s=step_s) as target,
+        fake_draft(step_s=step_s) as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        counts = [1, 1, 1, 2, 3] * 8
+        completions = await asyncio.gather(
+            *(client.generate(token_ids=[i, 7], max_new_tokens=n) for i, n in enumerate(counts))
+        )
+        for i, (count, done) in enumerate(zip(counts, completions, strict=True)):
+            assert list(done.token_ids) == generate([i, 7], count)
+            assert done.retries == 0
+        await freed(target, draft)
+    assert "is lost" not in caplog.text
+
+
 async def test_a_standalone_draft_needs_no_features(model: Path) -> None:
     """It drafts from the tokens alone, also for a target that captures nothing."""
     async with (

@@ -557,6 +557,26 @@ def test_peer_rounds_that_fill_the_context() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_short_requests_wait_for_nobody(caplog: pytest.LogCaptureFixture, count: int) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target, draft = scene.add_target(), scene.add_draft()
+        streams = await asyncio.gather(
+            *(scene.serve(f"r{i}", prompt_ids=(i, 7), max_new_tokens=count) for i in range(16))
+        )
+        for i, events in enumerate(streams):
+            check_stream(events, generate((i, 7), count))
+        # To the target and back; the second token is there when the first one is.
+        assert asyncio.get_running_loop().time() < 2.1 * LATENCY_S + (count - 1) * ROUND_S
+        assert missed(target) == []
+        await scene.check_free()
+        assert len(received(draft, DraftOpen)) == 16
+
+    run_virtual(main())
+    assert "is lost" not in caplog.text
+
+
 def test_many_requests_run_peer_rounds_at_once() -> None:
     async def main() -> None:
         scene = Scene(has_peer=True)
