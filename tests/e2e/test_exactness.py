@@ -9,7 +9,7 @@ the engines (tests/unit/test_engine_exactness.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -95,7 +95,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A request's rounds as the engines run them in one process."""
+    """A request's output, and the use of its trees, as the engines have them in one process."""
 
     token_ids: tuple[int, ...]
     num_draft_tokens: int
@@ -209,146 +209,6 @@ def shape_of(request: dict[str, Any]) -> TreeShape:
         topk=request["topk"],
         num_draft_tokens=request["num_draft_tokens"],
     )
-
-
-def load(self):
-        if not os.path.exists(self.path):
-            return
-        with open(self.path) as stream:
-            for name, count in json.load(stream).items():
-                self.items[name] += count
-
-    def save(self):
-        with open(self.path, "w") as stream:
-            json.dump(self.items, stream, indent=4)
-
-    def add(self, name, count=1):
-        if count < 1:
-            raise ValueError("count must be positive")
-        self.items[name] += count
-'''
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """A request's rounds as the engines run them in one process."""
-
-    token_ids: tuple[int, ...]
-    num_draft_tokens: int
-    num_accepted_drafts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """What one server differs in: the draft, and the page sizes of target and draft."""
-
-    kind: str
-    page_size: int
-    draft_page_size: int
-
-    def __str__(self) -> str:
-        return self.kind
-
-
-CELLS = [
-    Cell(kind="eagle3", page_size=16, draft_page_size=2),
-    Cell(kind="standalone", page_size=4, draft_page_size=64),
-]
-
-
-@cache
-def make_requests() -> list[dict[str, Any]]:
-    """Return one request for each prompt length; neighbours share neither shape nor sampling."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(resolve_model("demo", "target") / "tokenizer.json"))
-    source = tokenizer.encode(SOURCE).ids
-    assert len(source) >= NUM_REQUESTS + max(PROMPT_LENGTHS)
-    requests = []
-    for index, length in enumerate(PROMPT_LENGTHS):
-        shape, accept_length = list(SHAPES.items())[index % len(SHAPES)]
-        requests.append(
-            {
-                "token_ids": source[index : index + length],
-                "max_new_tokens": round(NUM_ROUNDS * accept_length),
-                "ignore_eos": True,
-                "seed": 1000 + index,
-                "num_steps": shape.num_steps,
-                "topk": shape.topk,
-                "num_draft_tokens": shape.num_draft_tokens,
-                **SAMPLINGS[(index + index // 4) % len(SAMPLINGS)],
-            }
-        )
-    return requests
-
-
-@cache
-def run_locally(kind: str) -> list[Expected]:
-    """Run the requests on a pair of engines in this process; page sizes do not matter."""
-    from tests.engines import Pairing, make_draft, make_target
-    from tests.local_pair import LocalPair, LocalRequest
-
-    target, draft = (resolve_model("demo", role) for role in ("target", kind))
-    pairing = Pairing(target=target, draft=draft, algorithm=kind)
-    local = [
-        LocalRequest(
-            prompt=request["token_ids"],
-            max_new_tokens=request["max_new_tokens"],
-            sampling=SamplingParams(
-                **{k: v for k, v in request.items() if k in SamplingParams.__annotations__}
-            ),
-            shape=shape_of(request),
-        )
-        for request in make_requests()
-    ]
-    LocalPair(make_target(pairing), make_draft(pairing)).run(local)
-    return [
-        Expected(
-            token_ids=tuple(request.output),
-            num_draft_tokens=sum(path.num_draft_tokens - 1 for path in request.paths[1:]),
-            num_accepted_drafts=sum(  # those that a stop cut off do not count
-                min(path.num_accepted_drafts, len(path.token_ids) - 1) for path in request.paths[1:]
-            ),
-        )
-        for request in local
-    ]
-
-
-@pytest.fixture(scope="module", params=CELLS, ids=str)
-def cell(request: pytest.FixtureRequest) -> Cell:
-    assert isinstance(request.param, Cell)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def server(cell: Cell) -> Iterator[Server]:
-    config = checkpoint_config(
-        resolve_model("demo", "target"),
-        resolve_model("demo", cell.kind),
-        cell.kind,
-        target={"page_size": cell.page_size, "self_test": False},
-        draft={"page_size": cell.draft_page_size},
-    )
-    with running(config) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def plain(server: Server, plain_outputs: PlainOutputs) -> list[Completion]:
-    """Return solo plain runs, made on the first server: they hold on all of them."""
-    return plain_outputs.of(server, make_requests())
-
-
-def shape_of(request: dict[str, Any]) -> TreeShape:
-    return TreeShape(
-        num_steps=request["num_steps"],
-        topk=request["topk"],
-        num_draft_tokens=request["num_draft_tokens"],
-    )
-
-
-def is_moved(accept_index: Sequence[int]) -> bool:
-    return tuple(accept_index) != tuple(range(len(accept_index)))
 
 
 def load(server: Server) -> tree_pb2.WorkerLoad:
