@@ -46,7 +46,9 @@ SHAPES = {
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
     for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
 }
-NUM_ROUNDS = 8
+CATCH_UP_TOKENS = 16
+"""Rounds of the root alone that a request may run until its draft has read all prompts."""
+NUM_ROUNDS = 10
 """About how long each request runs, so that all of them run at once to the end."""
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -134,7 +136,7 @@ def make_requests() -> list[dict[str, Any]]:
         requests.append(
             {
                 "token_ids": source[index : index + length],
-                "max_new_tokens": round(NUM_ROUNDS * accept_length),
+                "max_new_tokens": CATCH_UP_TOKENS + round(NUM_ROUNDS * accept_length),
                 "ignore_eos": True,
                 "seed": 1000 + index,
                 "num_steps": shape.num_steps,
@@ -244,10 +246,10 @@ def test_outputs_equal_solo_plain_runs(cell: Cell, server: Server, plain: list[C
 
     stats = [completion.speculation for completion in completions]
     for request, completion, local in zip(requests, completions, expected, strict=True):
-        found = completion.speculation
-        # Which round is the first with a tree depends on when the draft has read the prompt.
-        assert found.num_root_only_rounds < found.num_rounds / 2, request
         assert local.token_ids == completion.token_ids, request
+    # Which round is the first with a tree depends on when the draft has read the prompt.
+    num_root_only = sum(found.num_root_only_rounds for found in stats)
+    assert num_root_only < CATCH_UP_TOKENS * NUM_REQUESTS
     num_drafts = sum(found.num_draft_tokens for found in stats)
     found_rate = sum(found.num_accepted_drafts for found in stats) / num_drafts
     num_drafts = sum(local.num_draft_tokens for local in expected)
