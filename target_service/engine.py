@@ -26,6 +26,7 @@ from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.step.serving_counts import ServingCounts
 from target_service.engine_state import EngineState
 from target_service.pipeline import Pipeline
+from target_service.prompt_budget import PromptBudget
 from target_service.request import TargetRequest
 from target_service.request_table import RequestTable, failure_of
 from target_service.round_times import RoundTimes
@@ -66,7 +67,7 @@ class TargetEngine:
             max_batch_rows=max_batch_rows,
             prefill_chunk_len=prefill_chunk_len,
             overlaps_steps=overlaps_steps,
-            costs=costs,
+            prompt_budget=None if costs is None else PromptBudget(costs),
         )
         self._state = state
         self.runner = runner

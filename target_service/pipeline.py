@@ -147,6 +147,9 @@ class Pipeline:
             self.hear_peers()
         outputs = self.runner.finish_read(batch, launched.read)
         timer.host("read")
+        if self.scheduler.prompt_budget is not None:
+            has_prompts = bool(batch.chains)
+            self.scheduler.prompt_budget.note_step(batch.num_rows, has_prompts=has_prompts)
         if is_device_round and timer.is_on:  # but for the times of these trees
             self.hear_peers()
         commit_chains(self.state, batch, outputs)

@@ -66,6 +66,7 @@ class TargetRequest:
     Args:
         open: What the orchestrator asked for.
         admission_idx: Order of admission; the newest request is retracted first.
+        opened_s: When it came, seconds of the monotonic clock.
         tokens: Prompt + output. While RUNNING, committed_len == len(tokens) - 1.
         token_limit: Tokens, the prompt included, with which the request ends.
         committed_len: Tokens with committed KV; excludes the root. `seq_len` on the wire.
@@ -88,6 +89,7 @@ class TargetRequest:
 
     open: TargetOpen
     admission_idx: int
+    opened_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     token_limit: int = 0
     committed_len: int = 0

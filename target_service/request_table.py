@@ -68,6 +68,7 @@ class RequestTable:
         request = TargetRequest(
             open=message,
             admission_idx=next(self._state.turns),
+            opened_s=time.monotonic(),
             tokens=list(message.token_ids),
             token_limit=min(
                 message.num_prompt_tokens + message.stopping.max_new_tokens, max_context_len

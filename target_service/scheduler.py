@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -11,16 +12,12 @@ from dataclasses import dataclass, field
 from shared.kv.allocator import OutOfPagesError
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
+from target_service.prompt_budget import PromptBudget
 from target_service.request import DeviceTree, Phase, TargetRequest
-from target_service.step_costs import StepCosts
 
 # Trees leave one row in so many to prefills and replays, if there are any; and other prompts leave
 # as many of those to the one that has waited longest.
 CHAIN_SHARE = 4
-# A step with rows of prompts takes so many times as long as it would without, at most.
-_MOST_DELAY = 2
-# So that prompts get on beside any trees.
-_LEAST_CHAIN_ROWS = 16
 
 _QUEUE_IDX = operator.attrgetter("queue_idx")
 
@@ -78,8 +75,7 @@ class Scheduler:
 
     Args:
         prefill_chunk_len: Most tokens of a prompt, or of a replay, in one step.
-        costs: Of a forward, by its rows: while requests decode, rows of prompts do not make a step
-            longer than they can bear. None: not known, chunks are all that limits them.
+        prompt_budget: Limits rows of prompts while requests decode; None: chunks are all that does.
         overlaps_steps: Plan rounds of the root alone whose root is still being computed.
     """
 
@@ -90,13 +86,13 @@ class Scheduler:
         max_batch_rows: int,
         prefill_chunk_len: int,
         overlaps_steps: bool = False,
-        costs: StepCosts | None = None,
+        prompt_budget: PromptBudget | None = None,
     ) -> None:
         self.overlaps_steps = overlaps_steps
         self._pool = pool
         self._max_batch_rows = max_batch_rows
         self._chunk_len = prefill_chunk_len
-        self._costs = costs
+        self.prompt_budget = prompt_budget
         self._waiting: list[
             tuple[int, int, TargetRequest]
         ] = []  # (-priority, admission_idx, request)
@@ -198,11 +194,11 @@ class Scheduler:
         Whoever decodes has no token before the step is over, in this step or in the next one.
         """
         num_decoding = sum([r.phase is Phase.RUNNING or r.num_in_flight > 0 for r in self.held])
-        if self._costs is None or not num_decoding:
+        if self.prompt_budget is None or not num_decoding:
             return num_left
-        without_s = self._costs.of(max(num_tree_rows, num_decoding))
-        num_rows = self._costs.most_rows(_MOST_DELAY * without_s) - num_tree_rows
-        return min(num_left, max(num_rows, _LEAST_CHAIN_ROWS))
+        oldest_s = min([r.opened_s for r in self.held if r.is_prefilling], default=math.inf)
+        budget = self.prompt_budget.num_rows(max(num_tree_rows, num_decoding), oldest_s)
+        return min(num_left, budget)
 
     def _plan_prefills(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> int:
         """Plan chunks of prompts; return the rows that are left."""

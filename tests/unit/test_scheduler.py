@@ -19,6 +19,7 @@ from shared.messages import (
     TokenTree,
 )
 from target_service.feature_log import FeatureLog
+from target_service.prompt_budget import PromptBudget
 from target_service.request import ROOT_ONLY, HostTree, Phase, TargetRequest
 from target_service.scheduler import CHAIN_SHARE, Scheduler, StepPlan
 from target_service.step_costs import StepCosts
@@ -42,13 +43,14 @@ class World:
             max_num_requests=max_num_requests, max_pages_per_request=num_pages,
             dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
+        self.now = 0.0
         self.max_batch_rows = max_batch_rows
         self.chunk_len = chunk_len
         self.scheduler = Scheduler(
             self.pool,
             max_batch_rows=max_batch_rows,
             prefill_chunk_len=chunk_len,
-            costs=costs,
+            prompt_budget=None if costs is None else PromptBudget(costs, clock=lambda: self.now),
         )
         self.order = itertools.count()
 
@@ -59,8 +61,9 @@ class World:
             stopping=StoppingParams(max_new_tokens=10), priority=priority,
         )  # fmt: skip
         request = TargetRequest(
-            open=message, admission_idx=next(self.order), tokens=list(message.token_ids)
-        )
+            open=message, admission_idx=next(self.order), opened_s=self.now,
+            tokens=list(message.token_ids),
+        )  # fmt: skip
         self.scheduler.enqueue(request)
         return request
 
@@ -318,7 +321,40 @@ def test_whoever_waits_for_a_tree_counts_as_well() -> None:
     world = World(num_pages=2000, max_batch_rows=1024, chunk_len=1024, costs=COSTS)
     running(world, "ab")
     world.open("late", 900)
-    assert prompt_rows(world.step()) == {"late": 128}
+    assert prompt_rows(world.step()) == {"late": 128 - 2}
+
+
+def test_the_longer_a_prompt_waits_the_longer_a_step_may_take() -> None:
+    world = World(num_pages=4000, max_batch_rows=1024, chunk_len=1024, costs=COSTS)
+    [stream] = running(world, "s")
+    world.open("late", 2000)
+    rows = []
+    for waited_s in (0.0, 0.15, 0.2, 5.0):
+        world.now = waited_s
+        world.queue(stream, 1)
+        rows.append(prompt_rows(world.step())["late"])
+    assert rows == [127, 255, 291, 1023]
+
+
+def test_what_a_round_takes_beside_its_forward_leaves_room_for_prompts() -> None:
+    """Waiting for trees counts in the time from token to token, with prompts and without."""
+    now = 0.0
+    budget = PromptBudget(COSTS, clock=lambda: now)
+    assert budget.num_rows(2, now) == 128 - 2
+    for _ in range(100):
+        now += COSTS.of(2) + 3.0
+        budget.note_step(2, has_prompts=False)
+    seen = budget.num_rows(64, now)
+    assert seen == 128 - 64  # 2 * (5 + 3) - 3 = 13 < 14
+    for _ in range(100):
+        now += COSTS.of(64) + 4.5
+        budget.note_step(64, has_prompts=False)
+    assert budget.num_rows(64, now) >= 256 - 64  # 2 * (5 + 4.5) - 4.5 = 14.5
+    now += 100.0  # nobody was there
+    budget.note_step(64, has_prompts=False)
+    now += 30.0
+    budget.note_step(256, has_prompts=True)
+    assert 256 - 64 <= budget.num_rows(64, now) < 256
 
 
 def test_short_prompts_pass_and_the_oldest_gets_on() -> None:
