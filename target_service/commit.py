@@ -56,7 +56,7 @@ def commit_chains(state: EngineState, batch: StepBatch, outputs: StepOutputs) ->
             continue
         assert rows is not None
         if isinstance(work, PrefillWork):
-            log.append(work.start, rows.copy())
+            log.append(work.start, rows)  # of a buffer that no other step writes to
         else:
             state.features.commit_replay(request, work.start, rows)
 
