@@ -1,9 +1,10 @@
 """How many tokens a second the orchestrator streams, and what a path and a delta cost it.
 
-    python -m benchmarks.orchestrator --streams 1,16,64,256 --modes plain,peer --out DIR
+    python -m benchmarks.orchestrator --streams 1,16,64,256 --modes plain,peer --output FILE
 
-A target without a model answers paths as fast as the orchestrator takes them; clients run in
-processes of their own. Everything speaks gRPC over the loopback interface.
+A target without a model answers paths once per --step-ms, clients run in processes of their own;
+everything speaks gRPC over the loopback interface. 256 streams in steps of 6.4 ms are 40,000 paths
+a second. Clients check that no token is missing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fake_workers import run_fake_workers
+from benchmarks.machine import describe_machine
 from coppice.health import health_probe
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
@@ -34,7 +36,7 @@ from shared.rpc.channel import open_channel
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SERVICE = "coppice.v1.GenerationService"
 _START_TIMEOUT_S = 60.0
-_TOKENS, _DELTAS, _STREAMS = 0, 1, 2
+_TOKENS, _DELTAS, _STREAMS, _WRONG = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,12 @@ def run_orchestrator(config: OrchestratorConfig) -> None:
 
 
 def run_client(address: str, num_streams: int, with_text: bool, counts: Any) -> None:  # noqa: FBT001
-    """Read streams for ever; `counts` holds [tokens, deltas, streams that have begun]."""
+    """Read streams for ever.
+
+    Args:
+        counts: Of this process: tokens, messages with tokens, streams that have begun, messages
+            that did not go on where the one before ended.
+    """
 
     async def read_one(stub: Any) -> None:
         request = pb.GenerateRequest(
@@ -80,9 +87,14 @@ def run_client(address: str, num_streams: int, with_text: bool, counts: Any) -> 
             stopping=pb.StoppingCriteria(max_new_tokens=1 << 23, ignore_eos=True),
             output=pb.OutputOptions(omit_text=not with_text),
         )
+        num_tokens = 0
         async for response in stub.Generate(request):
-            counts[_TOKENS] += len(response.delta.token_ids)
-            counts[_DELTAS] += response.HasField("delta")
+            delta = response.delta
+            if delta.token_ids:
+                counts[_WRONG] += delta.token_offset != num_tokens
+                num_tokens += len(delta.token_ids)
+                counts[_TOKENS] += len(delta.token_ids)
+                counts[_DELTAS] += 1
             counts[_STREAMS] += response.HasField("prompt_info")
 
     async def read_all() -> None:
@@ -103,7 +115,7 @@ def measure(load: Load, *, warm_up_s: float, duration_s: float) -> Cost:
             targets=f"127.0.0.1:{ports[1]}",
             drafts=f"127.0.0.1:{ports[2]}" if has_drafts else "",
             max_num_requests=max(256, load.num_streams),
-            **({"workers": load.num_workers} if load.num_workers > 1 else {}),
+            workers=load.num_workers,
         )
         step_s = load.step_ms / 1e3
         workers = ports[1 : 2 + has_drafts]
@@ -118,6 +130,8 @@ def measure(load: Load, *, warm_up_s: float, duration_s: float) -> Cost:
         time.sleep(duration_s)
         after, cpu_after = _sums(shared), _cpu_s(server)
         took_s = time.perf_counter() - began
+    if any(counts[_WRONG] for counts in shared):
+        raise AssertionError("tokens are missing or out of order")
     tokens, deltas = after[_TOKENS] - before[_TOKENS], after[_DELTAS] - before[_DELTAS]
     paths = tokens / (load.path_len if has_drafts else 1)
     cpu_us = (cpu_after - cpu_before) * 1e6
@@ -136,7 +150,7 @@ def _start_clients(stack: contextlib.ExitStack, load: Load, port: int) -> list[A
     """Spread the streams over client processes; return their counters."""
     num_clients = min(load.num_clients, load.num_streams)
     shares = [len(range(i, load.num_streams, num_clients)) for i in range(num_clients)]
-    shared = [multiprocessing.get_context("spawn").RawArray(c_int64, 3) for _ in shares]
+    shared = [multiprocessing.get_context("spawn").RawArray(c_int64, 4) for _ in shares]
     for share, counts in zip(shares, shared, strict=True):
         _spawn(stack, run_client, f"127.0.0.1:{port}", share, load.with_text, counts)
     return shared
@@ -204,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", action="store_true", help="detokenize, too")
     parser.add_argument("--warm-up-s", type=float, default=1.0)
     parser.add_argument("--duration-s", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, help="folder for orchestrator.json")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser
 
 
@@ -212,8 +226,8 @@ def main() -> None:
     """Print a row per load, and write them as JSON if asked to."""
     arguments = _parser().parse_args()
     rows = []
-    print(f"{'mode':6}{'streams':>8}{'tokens/s':>10}{'deltas/s':>10}", end="")  # noqa: T201
-    print(f"{'CPU':>6}{'us/path':>9}{'us/delta':>9}{'us/token':>9}")  # noqa: T201
+    print("| mode | streams | tokens/s | messages/s | CPU | us per path | per message |")  # noqa: T201
+    print("|---|---|---|---|---|---|---|")  # noqa: T201
     for mode in arguments.modes.split(","):
         for num_streams in map(int, arguments.streams.split(",")):
             load = Load(
@@ -226,16 +240,16 @@ def main() -> None:
                 with_text=arguments.text,
             )
             cost = measure(load, warm_up_s=arguments.warm_up_s, duration_s=arguments.duration_s)
-            rows.append(asdict(load) | asdict(cost))
+            rows.append(asdict(load) | asdict(cost) | {"is_right": True})
             print(  # noqa: T201
-                f"{mode:6}{num_streams:8d}{cost.tokens_per_s:10.0f}{cost.deltas_per_s:10.0f}"
-                f"{cost.cpu_share:6.2f}{cost.cpu_us_per_path:9.1f}{cost.cpu_us_per_delta:9.1f}"
-                f"{cost.cpu_us_per_token:9.1f}",
+                f"| {mode} | {num_streams} | {cost.tokens_per_s:.0f} | {cost.deltas_per_s:.0f} "
+                f"| {cost.cpu_share:.2f} | {cost.cpu_us_per_path:.1f} "
+                f"| {cost.cpu_us_per_delta:.1f} |",
                 flush=True,
             )
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "orchestrator.json").write_text(json.dumps(rows, indent=1) + "\n")
+    if arguments.output:
+        result = {**describe_machine(), "rows": rows}
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

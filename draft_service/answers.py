@@ -111,7 +111,6 @@ def token_tree(trees: GrownTrees, place: int, times: AnswerTimes | None = None) 
         parent_index=(-1, *output.parent_index[row, :count].tolist()),
         cumulative_logprobs=(0.0, *output.cumulative_logprobs[row, :count].tolist()),
         times=times,
-        has_peer=request.channel is not None,
     )
 
 

@@ -165,6 +165,8 @@ class DraftEngine:
         request = self.requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return  # closed, retracted or opened anew meanwhile, of which the orchestrator knows
+        if message.unless_attached and request.channel is not None:
+            return
         check_shape(message.shape, prefix="shape.")
         self.requests.take_order(request, message, channel)
 

@@ -54,6 +54,7 @@ class PeerRounds:
                 target_epoch=message.target_epoch,
                 draft_epoch=message.draft_epoch,
                 has_mailbox=self._source.has_mailbox(channel),
+                num_tokens=len(request.tokens),
             )
         )
 

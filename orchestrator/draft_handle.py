@@ -12,13 +12,13 @@ from typing import Any
 
 from orchestrator.draft_orders import DraftOrders
 from orchestrator.draft_retry import DraftRetry
-from orchestrator.draft_states import TRANSITIONS, WAITING, DraftEvent, DraftState, Effect
+from orchestrator.draft_states import TRANSITIONS, DraftEvent, DraftState, Effect
 from orchestrator.peer_watch import PeerTrust, PeerWatch
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
 from orchestrator.workers import Garbled, WorkerLost, WorkerSession
 from shared.config import OrchestratorConfig
-from shared.errors import InvalidTreeError
+from shared.errors import InvalidTreeError, StatusCode
 from shared.messages import (
     DraftClose,
     DraftOpen,
@@ -26,13 +26,11 @@ from shared.messages import (
     PeerTrees,
     RequestFailure,
     RequestRetracted,
+    RootOnly,
     SamplingParams,
     TokenTree,
     TreeShape,
 )
-
-# A draft may be silent for so many draft_open_timeout_ms, then it is replaced; doubles each time.
-_SILENCE_FACTOR = 2.0
 
 
 class DraftHandle:
@@ -43,7 +41,7 @@ class DraftHandle:
         shape: Tree shape to order; None = speculation is off.
         sampling: Temperature and seed matter to the draft.
         is_timed: Have the draft say where its time goes.
-        on_revoke: Called when peer rounds end, while the path of one may be waited for.
+        on_revoke: Called when rounds by credit end, while the path of one may be waited for.
     """
 
     def __init__(
@@ -75,50 +73,50 @@ class DraftHandle:
         self._draft_epoch = 0
         self._orders = DraftOrders()
         self._trust = PeerTrust()
+        self._trees: PeerTrees | RootOnly = RootOnly()
+        self._was_silent = False
         self._news: asyncio.Future[None] | None = None
         self._watch = PeerWatch(lambda: self._patience_s, self._peer_round_overdue)
         self._retry = DraftRetry()
         self._loss = ""  # why the draft was lost; logged when the next tree is ordered in vain
 
     @property
-    def is_off(self) -> bool:
-        """Return whether no round of the request will ever have a tree."""
-        return self.state is DraftState.OFF
+    def is_relayed(self) -> bool:
+        """Return whether each round is ordered, with its tree; else the target has credit."""
+        return self.state is DraftState.RELAYED
 
     @property
     def is_peer(self) -> bool:
-        """Return whether the target has credit to order the next round's tree of the draft."""
+        """Return whether the target orders the trees, so that the draft needs to hear nothing."""
         return self.state is DraftState.PEER
 
     @property
-    def peer_trees(self) -> PeerTrees | None:
-        """Return the trees that the target may get credit for; None: `order` every tree."""
-        if self.state not in (DraftState.ATTACHED, DraftState.PEER):
-            return None
-        assert self._shape is not None
-        return PeerTrees(
-            draft_epoch=self._draft_epoch,
-            token_offset=self._orders.num_tokens_sent,
-            shape=self._shape,
-        )
+    def trees(self) -> PeerTrees | RootOnly:
+        """Return the trees that rounds by credit may have.
+
+        Those of a draft that is behind, too: if it is attached to the target's engine, that will
+        know before the orchestrator when it has caught up.
+        """
+        has_credit = self.state in (DraftState.BEHIND, DraftState.PEER)
+        return self._trees if has_credit and self._trust.allows_peer_rounds else RootOnly()
 
     def open(self, target: WorkerSession, target_epoch: int, tokens: Sequence[int]) -> None:
         """Start drafting for a request that a target has (re)built; features come from there."""
-        if self.is_off:
+        if self._shape is None:
             return
         self._fire(DraftEvent.CLOSED)
         self._target, self._target_epoch = target, target_epoch
         self._open(tokens)
 
     async def tree(self, round_idx: int) -> TokenTree | None:
-        """Return the tree of a round, None for the root alone; waits in some states only."""
+        """Return the tree of a round, None for the root alone; waits in relayed rounds only."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
         while True:
             tree = self._take(round_idx)
             if tree is not None:
                 return tree
-            if self.state not in WAITING or not self._orders.is_due(round_idx):
+            if not self.is_relayed or not self._orders.is_due(round_idx):
                 return None
             if loop.time() >= deadline:
                 self._overdue()
@@ -130,17 +128,21 @@ class DraftHandle:
             finally:
                 timer.cancel()
 
-    def order(self, *, round_idx: int, seq_len: int, tokens: Sequence[int]) -> None:
+    def order(self, *, round_idx: int, seq_len: int, tokens: Sequence[int]) -> bool:
         """Send the draft what was committed and order the tree of the next round.
+
+        A draft that is attached to the target's engine ignores that, unless it has lost trust.
 
         Args:
             seq_len: The root is the token at this index, the last one.
             tokens: Prompt and output so far.
+        Returns: Whether there is a draft.
         """
         if self._shape is None or self._target is None:
-            return
+            return False
         now = asyncio.get_running_loop().time()
         if self._orders.silent_s(now) > self._max_silence_s:
+            self._was_silent = True  # its trees may be lost on the way to the target: relay them
             self._lose("it is silent", DraftEvent.SILENT)
         self._log_loss()
         if self.state is DraftState.ABSENT and self._retry.is_due(now):
@@ -149,8 +151,8 @@ class DraftHandle:
             self.num_reopened += is_rebuild and self._worker is not None
         shape = self._shape.within(self._target.info.max_context_len - seq_len)
         if self._worker is None or shape is None:
-            return
-        offset = min(self._orders.num_tokens_sent, seq_len)
+            return False
+        offset = min(self._orders.num_tokens_held, seq_len)
         order = DraftRound(
             request_id=self._request_id,
             target_epoch=self._target_epoch,
@@ -160,28 +162,28 @@ class DraftHandle:
             token_offset=offset,
             token_ids=tuple(tokens[offset:]),
             shape=shape,
+            unless_attached=self._trust.allows_peer_rounds,
         )
         self._orders.add(order, now)
         self._worker.send(order)
         self._fire(DraftEvent.ORDERED)
+        return True
 
     def note_credit(self) -> None:
-        """Take note that the target has credit for `peer_trees`: peer rounds begin."""
-        if self.state is DraftState.ATTACHED:
-            self._fire(DraftEvent.CREDITED)
+        """Take note that the target has credit for `trees`, and may wait for one from now on."""
+        if isinstance(self.trees, PeerTrees):
             self._watch.start()
 
-    def note_peer_round(self, *, had_tree: bool) -> None:
-        """Take note that a round is done that began as a peer round.
+    def note_path(self, *, had_tree: bool) -> None:
+        """Take note that a round is done that began by credit.
 
         Args:
             had_tree: Then the draft did its part: if the round was given up, the target was late.
         """
-        if self.state is DraftState.PEER:
+        if self.state is DraftState.PEER and had_tree:
             self._trust.note_round()
-        elif self.state is DraftState.MISSED and had_tree:
-            self._trust.excuse()
-            self._fire(DraftEvent.EXCUSED)
+        elif self._watch.is_running or self.state is DraftState.MISSED:
+            self._note_change(had_tree=had_tree)
         else:
             return
         # No more than twice what is waited for: a target that paused once is no slow one.
@@ -193,16 +195,27 @@ class DraftHandle:
 
     def resume(self) -> None:
         """Watch peer rounds again, if they go on."""
-        if self.state is DraftState.PEER:
-            self._watch.start()
+        self.note_credit()
+
+    def _note_change(self, *, had_tree: bool) -> None:
+        """Take note that rounds by credit begin, or cease, to have trees."""
+        if had_tree:
+            if self.state is DraftState.MISSED:
+                self._trust.excuse()
+            self._orders.note_answer()
+            self._retry.note_tree()
+        self._fire(DraftEvent.PEER_TREE if had_tree else DraftEvent.NO_TREE)
 
     def lose_channel(self, draft_epoch: int) -> None:
-        """End peer rounds: the target's channel to that draft is lost, and stays so."""
+        """Take note that the target's channel to that draft is lost, and stays so.
+
+        The target goes on with the root alone until the draft's trees come here.
+        """
         if draft_epoch != self._draft_epoch:
             return
         self._trust.detach()
         if self.state is DraftState.PEER:
-            self._log.info("the draft is detached from the target, the round goes on without it")
+            self._log.info("the draft is detached from the target, rounds go on without it")
         self._fire(DraftEvent.DETACHED)
 
     def refuse(self, reason: str) -> None:
@@ -224,7 +237,9 @@ class DraftHandle:
             case RequestRetracted() if message.draft_epoch == self._draft_epoch:
                 self._lose("its worker needed the room")
             case RequestFailure() if message.draft_epoch == self._draft_epoch:
-                self._lose(message.message)
+                # That the target does not hold the request is news for the target to tell.
+                is_news = message.code != int(StatusCode.NOT_FOUND)
+                self._lose(message.message if is_news else "")
             case Garbled() if message.failure.draft_epoch == self._draft_epoch:
                 self._lose(message.failure.message)
 
@@ -237,13 +252,14 @@ class DraftHandle:
         if Effect.REVOKE in effect:
             self._watch.stop()
             self._on_revoke()
+        elif not isinstance(self.trees, PeerTrees):
+            self._watch.stop()
         return self.state is not before
 
     def _receive_tree(self, tree: TokenTree) -> None:
         self._orders.receive(tree, asyncio.get_running_loop().time())
         self._retry.note_tree()
-        is_attached = tree.has_peer and self._trust.allows_peer_rounds
-        self._fire(DraftEvent.ATTACHED_TREE if is_attached else DraftEvent.TREE)
+        self._fire(DraftEvent.TREE)
         self._wake()
 
     def _take(self, round_idx: int) -> TokenTree | None:
@@ -261,7 +277,8 @@ class DraftHandle:
             self._news.set_result(None)
 
     def _peer_round_overdue(self) -> None:
-        self._trust.miss()
+        if self.state is DraftState.PEER:  # else it may be the target that is late
+            self._trust.miss()
         self._overdue()
 
     def _overdue(self) -> None:
@@ -271,29 +288,26 @@ class DraftHandle:
     @property
     def _patience_s(self) -> float:
         """Return how long a round waits for its tree, seconds."""
-        floor_s = self._config.draft_timeout_ms / 1e3
-        if self.state is DraftState.OPENING:
-            return max(self._config.draft_open_timeout_ms / 1e3, floor_s)
-        return max(3 * self._orders.mean_round_s, floor_s)
+        return max(3 * self._orders.mean_round_s, self._config.draft_timeout_ms / 1e3)
 
     @property
     def _max_silence_s(self) -> float:
         """Return how long a draft may leave its orders without an answer, seconds."""
-        allowed_s = self._config.draft_open_timeout_ms / 1e3 * _SILENCE_FACTOR
-        return allowed_s * self._retry.silence_factor
+        return self._config.draft_open_timeout_ms / 1e3 * self._retry.silence_factor
 
     def _open(self, tokens: Sequence[int]) -> None:
         """Open on the best draft worker; without one, try again after a while."""
-        assert self._target is not None
+        assert self._target is not None and self._shape is not None
         worker = self._pool.pick_draft(self._target, self._retry.avoid)
         if worker is None:
             self._retry.note_no_worker(asyncio.get_running_loop().time())
             return
         self._worker = worker
         self._draft_epoch += 1
-        self._trust = PeerTrust()
+        self._trust = PeerTrust(is_detached=self._was_silent)
+        self._trees = PeerTrees(draft_epoch=self._draft_epoch, shape=self._shape)
         self._orders.restart(len(tokens))
-        self._fire(DraftEvent.OPENED if self._draft_epoch == 1 else DraftEvent.REOPENED)
+        self._fire(DraftEvent.OPENED)
         worker.attach(self._request_id, self)
         worker.send(
             DraftOpen(

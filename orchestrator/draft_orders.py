@@ -18,8 +18,8 @@ class DraftOrders:
     """Orders and trees of one request; an order is for the newest round and replaces the last."""
 
     def __init__(self) -> None:
-        self.num_tokens_sent = 0
-        """Tokens of the request that the draft was sent."""
+        self.num_tokens_held = 0
+        """Tokens of the request that the draft has for certain: an order may be ignored."""
         self.mean_round_s = 0.0
         """From the order of a tree to the tree; of peer rounds, from path to path."""
         self._due: DraftRound | None = None
@@ -30,7 +30,7 @@ class DraftOrders:
     def restart(self, num_tokens: int) -> None:
         """Begin a draft_epoch, whose DraftOpen holds so many tokens."""
         self.clear()
-        self.num_tokens_sent = num_tokens
+        self.num_tokens_held = num_tokens
 
     def clear(self) -> None:
         """Forget what is due: no answer to it will count."""
@@ -39,7 +39,6 @@ class DraftOrders:
 
     def add(self, order: DraftRound, now: float) -> None:
         """Take note of an order that leaves now (loop time, seconds)."""
-        self.num_tokens_sent = order.token_offset + len(order.token_ids)
         self._due, self._tree = order, None
         self._sent_at[order.round_idx] = now
         if len(self._sent_at) > _MAX_TIMED_ORDERS:
@@ -53,7 +52,8 @@ class DraftOrders:
 
     def receive(self, tree: TokenTree, now: float) -> None:
         """Take a tree: measure the time that it took, and keep it if it is due."""
-        self._owes_since = None
+        self.note_answer()
+        self.num_tokens_held = max(self.num_tokens_held, tree.seq_len + 1)
         sent_at = self._sent_at.pop(tree.round_idx, None)
         if sent_at is not None:
             self.note_round(now - sent_at)
@@ -81,6 +81,10 @@ class DraftOrders:
     def note_round(self, took_s: float) -> None:
         """Take the measured time of a round, seconds."""
         self.mean_round_s += _EWMA_WEIGHT * (took_s - self.mean_round_s)
+
+    def note_answer(self) -> None:
+        """Take note that the draft works: what is ordered may take its time again."""
+        self._owes_since = None
 
     def silent_s(self, now: float) -> float:
         """Return how long orders have been without any answer, seconds."""

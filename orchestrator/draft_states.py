@@ -11,35 +11,26 @@ from typing import NamedTuple
 
 
 class DraftState(enum.Enum):
-    """What a draft does for a request, and whether a round waits for its tree."""
+    """What a draft does for a request, and who runs the rounds."""
 
-    OFF = "the request never speculates"
-    ABSENT = "no draft holds the request; it is opened again after a while"
-    OPENING = "the first draft reads the prompt; the first round waits until it has"
-    JOINING = "a later draft reads the tokens so far; rounds go on without a tree"
+    OFF = "the request never speculates; the target runs rounds of the root alone by credit"
+    ABSENT = "no draft holds the request, it is opened again after a while; rounds as in OFF"
+    BEHIND = "a draft reads the tokens so far; rounds as in OFF until it has caught up"
     RELAYED = "a round waits for its tree, which the orchestrator puts into the order to verify"
-    ATTACHED = "as RELAYED; the draft is attached to the target: they may run peer rounds"
     PEER = "target and draft run rounds by credit; the orchestrator takes paths and watches"
-    MISSED = "the tree of a peer round did not come in time; nothing was ordered since"
-    LATE = "rounds go on without a tree; the draft hears of every token, and catches up"
-
-
-WAITING = frozenset({DraftState.OPENING, DraftState.RELAYED, DraftState.ATTACHED})
-"""States in which a round waits for its tree."""
+    MISSED = "the path of a round by credit did not come in time; nothing was ordered since"
 
 
 class DraftEvent(enum.Enum):
     """What happens to a draft."""
 
-    OPENED = "DraftOpen was sent, for the first time"
-    REOPENED = "DraftOpen was sent with a later draft_epoch"
+    OPENED = "DraftOpen was sent"
     ORDERED = "DraftRound was sent"
-    TREE = "a tree came; the draft is not attached to the target, or not trusted with peer rounds"
-    ATTACHED_TREE = "a tree came from a draft that is attached to the target"
-    CREDITED = "the target got credit for peer rounds"
+    TREE = "a tree came here"
+    PEER_TREE = "a path came, of a round whose tree the target had ordered"
+    NO_TREE = "a path came, of a round by credit without a tree"
     OVERDUE = "a round has waited long enough"
     DETACHED = "the target says that its channel to the draft is lost"
-    EXCUSED = "the path of a missed peer round came with its tree: not the draft was late"
     SILENT = "orders have been without an answer for very long"
     LOST = "the worker is gone, needed the room, failed, or sent a wrong tree"
     CLOSED = "the request is over, or its target is gone"
@@ -50,7 +41,7 @@ class Effect(enum.Flag):
 
     NONE = 0
     REVOKE = enum.auto()
-    """End the target's credit: it runs the round that is waited for with the root alone."""
+    """End the target's credit; it runs the round that is waited for with the root alone."""
     CLOSE = enum.auto()
     """Free what the draft holds, and let no round wait any longer."""
 
@@ -62,28 +53,30 @@ class Transition(NamedTuple):
     effect: Effect
 
 
-# A dot: the state stays. Any tree, even of a past round, shows that the draft keeps up again.
+# A dot: the state stays. Any tree, even of a past round, shows that the draft has caught up.
 _TABLE = """
-              OFF ABSENT  OPENING  JOINING  RELAYED  ATTACHED PEER    MISSED   LATE
-OPENED        .   OPENING OPENING  OPENING  OPENING  OPENING  OPENING OPENING  OPENING
-REOPENED      .   JOINING JOINING  JOINING  JOINING  JOINING  JOINING JOINING  JOINING
-ORDERED       .   .       .        .        .        .        .       LATE     .
-TREE          .   .       RELAYED  RELAYED  .        RELAYED  .       RELAYED  RELAYED
-ATTACHED_TREE .   .       ATTACHED ATTACHED ATTACHED .        .       ATTACHED ATTACHED
-CREDITED      .   .       .        .        .        PEER     .       .        .
-OVERDUE       .   .       LATE     .        LATE     LATE     MISSED  .        .
-DETACHED      .   .       .        .        .        RELAYED  LATE    LATE     .
-EXCUSED       .   .       .        .        .        .        .       ATTACHED .
-SILENT        .   .       ABSENT   ABSENT   .        .        .       .        ABSENT
-LOST          .   .       ABSENT   ABSENT   ABSENT   ABSENT   ABSENT  ABSENT   ABSENT
-CLOSED        .   .       ABSENT   ABSENT   ABSENT   ABSENT   ABSENT  ABSENT   ABSENT
+              OFF ABSENT  BEHIND   RELAYED  PEER    MISSED
+OPENED        .   BEHIND  BEHIND   BEHIND   BEHIND  BEHIND
+ORDERED       .   .       .        .        .       BEHIND
+TREE          .   .       RELAYED  .        .       RELAYED
+PEER_TREE     .   .       PEER     .        .       BEHIND
+NO_TREE       .   .       .        .        BEHIND  .
+OVERDUE       .   .       MISSED   BEHIND   MISSED  .
+DETACHED      .   .       .        .        BEHIND  .
+SILENT        .   .       ABSENT   .        .       ABSENT
+LOST          .   .       ABSENT   ABSENT   ABSENT  ABSENT
+CLOSED        .   .       ABSENT   ABSENT   ABSENT  ABSENT
 """
+
+_CREDITED = frozenset({DraftState.BEHIND, DraftState.PEER})
 
 
 def _effect(before: DraftState, after: DraftState) -> Effect:
-    """Return what a change does: PEER is never left, nor ABSENT entered, without saying so."""
+    """Return what a change does: no credit for trees outlives it, nothing is held by an absent
+    draft.
+    """
     effect = Effect.NONE
-    if before is DraftState.PEER and after is not DraftState.PEER:
+    if before in _CREDITED and after not in _CREDITED:
         effect |= Effect.REVOKE
     if after is DraftState.ABSENT and before is not DraftState.ABSENT:
         effect |= Effect.CLOSE

@@ -10,14 +10,17 @@ class PeerTrust:
     """Whether one draft_epoch may run peer rounds.
 
     Not after the target lost its channel to the draft, nor when trees that the target waited for
-    did not come again and again, while the draft says that it is attached.
+    did not come again and again.
+
+    Args:
+        is_detached: As after `detach`.
     """
 
     _MAX_MISSES = 3
     _FORGIVEN_AFTER_ROUNDS = 64
 
-    def __init__(self) -> None:
-        self._is_detached = False
+    def __init__(self, *, is_detached: bool = False) -> None:
+        self._is_detached = is_detached
         self._num_misses = 0
         self._num_rounds = 0
 
@@ -36,7 +39,7 @@ class PeerTrust:
 
     def excuse(self) -> None:
         """Take back the last miss."""
-        self._num_misses -= 1
+        self._num_misses = max(self._num_misses - 1, 0)
 
     def note_round(self) -> None:
         """Count a peer round; many of them make up for all misses."""
@@ -59,10 +62,16 @@ class PeerWatch:
         self._round_began = 0.0  # loop time
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether rounds are watched."""
+        return self._timer is not None
+
     def start(self) -> None:
-        """Begin to watch: the first round begins now."""
-        self._round_began = asyncio.get_running_loop().time()
-        self._look()
+        """Begin to watch, unless rounds are watched already: the first one begins now."""
+        if self._timer is None:
+            self._round_began = asyncio.get_running_loop().time()
+            self._look()
 
     def next_round(self) -> float:
         """Take note that a round is done and the next one begins; return what it took, seconds."""
@@ -74,6 +83,7 @@ class PeerWatch:
         """Watch no longer."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -81,4 +91,5 @@ class PeerWatch:
         if deadline > loop.time():
             self._timer = loop.call_at(deadline, self._look)
         else:
+            self._timer = None
             self._on_overdue()

@@ -1,8 +1,8 @@
 """One request: its rounds, and its recovery when it loses a worker.
 
-    plain round     no draft: the target runs rounds of the root alone by its credit
-    relayed round   the tree comes here from the draft and goes to the target with the order
-    peer round      target and draft run rounds by themselves, by the target's credit
+    round by credit  the target runs it by itself: with a tree that it orders of a draft which is
+                     attached to it and has caught up, else of the root alone
+    relayed round    the tree comes here from the draft and goes to the target with the order
 
 Of every round the accepted path comes here, is committed and emitted. Who runs the next round
 follows from the state of the draft, see draft_states.py.
@@ -36,7 +36,6 @@ from shared.errors import InvalidArgumentError, InvalidTreeError, ResourceExhaus
 from shared.messages import (
     AcceptedPath,
     FinishReason,
-    RootOnly,
     TargetAdmitted,
     TokenTree,
     VerifyRound,
@@ -130,7 +129,8 @@ class Generation:
         if not self._reply.events.has_room:
             await self._wait_reader()
         self._begin_round(self._round_idx + 1)
-        if self._runs_by_credit:
+        assert self._target is not None
+        if self._runs_by_credit(self._round_idx):
             await self._credited_rounds()
             return
         tree, path = await self._relayed_round()
@@ -145,24 +145,24 @@ class Generation:
         await self._reply.events.wait_room()
         self._draft.resume()
 
-    @property
-    def _runs_by_credit(self) -> bool:
-        """Return whether the next round needs no order."""
-        return self._draft.is_off or self._draft.is_peer
+    def _runs_by_credit(self, round_idx: int) -> bool:
+        """Return whether a round needs no order: it is here already, or no tree comes this way."""
+        assert self._target is not None
+        return not self._draft.is_relayed or self._target.has_path(round_idx)
 
     async def _credited_rounds(self) -> None:
-        """Take the rounds that the target runs by its credit: of the root alone, or peer rounds."""
+        """Take the rounds that the target runs by its credit."""
         assert self._target is not None
-        was_peer = self._draft.is_peer
-        self._extend_credit(self._round_idx)
+        self._extend_credit(self._round_idx)  # the state may have changed since it was prepared
         with self._reply.meter.verify:
-            try:
-                await self._target.credited_rounds(self._round_idx, self._take_credited)
-            except InvalidArgumentError as error:
-                if not was_peer:
-                    raise
-                self._draft.refuse(error.message)
-                self._take_credited(await self._target.verify(self._order(None)))
+            while True:
+                try:
+                    await self._target.credited_rounds(self._round_idx, self._take_credited)
+                    return
+                except InvalidArgumentError as error:
+                    self._draft.refuse(error.message)
+                    if not self._take_credited(await self._target.verify(self._order(None))):
+                        return
 
     def _take_credited(self, path: AcceptedPath) -> bool:
         """Take a round that the target ran by its credit; return whether the next one comes so.
@@ -170,25 +170,29 @@ class Generation:
         Called as the path arrives, without a switch of tasks.
         """
         assert self._target is not None
-        self._draft.note_peer_round(had_tree=path.num_draft_tokens > 1)
+        self._draft.note_path(had_tree=path.num_draft_tokens > 1)
         self._commit(path)
         self._prepare_next_round(path)
         self._send(path, None)
         next_idx = self._round_idx + 1
-        if self._reply.is_finished or not self._runs_by_credit:
+        if self._reply.is_finished or not self._runs_by_credit(next_idx):
             return False
-        if not self._target.has_credit(next_idx):
+        if not (self._target.has_credit(next_idx) or self._target.has_path(next_idx)):
             return False
         self._begin_round(next_idx)
         return True
 
-    def _extend_credit(self, round_idx: int) -> None:
-        """Renew the target's credit, if its kind of round needs any and the client reads."""
+    def _extend_credit(self, round_idx: int) -> bool:
+        """Renew the target's credit, if rounds go by credit and the client reads.
+
+        Returns: Whether that had to be said.
+        """
         assert self._target is not None
-        trees = RootOnly() if self._draft.is_off else self._draft.peer_trees
-        if trees is not None and self._reply.events.has_room:
-            self._draft.note_credit()
-            self._target.extend_credit(round_idx, trees)
+        if self._draft.is_relayed or not self._reply.events.has_room:
+            return False
+        is_sent = self._target.extend_credit(round_idx, self._draft.trees)
+        self._draft.note_credit()
+        return is_sent
 
     def _send(self, path: AcceptedPath, tree: TokenTree | None) -> None:
         """Send a committed round on to the client."""
@@ -211,12 +215,10 @@ class Generation:
     async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
         """Have the target verify the tree, or only the root if it finds the tree wrong."""
         assert self._target is not None
-        # If the draft is attached, the target orders the next tree as soon as it has this path.
-        trees = self._draft.peer_trees if tree is not None else None
         try:
-            return await self._target.verify(self._order(tree), trees)
+            return await self._target.verify(self._order(tree))
         except InvalidArgumentError as error:
-            # Without a tree: the wrong one was that of a peer round, which was revoked meanwhile.
+            # Without a tree: the wrong one was that of a round by credit, revoked meanwhile.
             if tree is None and not isinstance(error, InvalidTreeError):
                 raise
             self._draft.refuse(error.message)
@@ -237,19 +239,18 @@ class Generation:
         self._losses.note_progress(self._target.worker, path.round_idx)
 
     def _prepare_next_round(self, path: AcceptedPath) -> bool:
-        """Order the next tree, or extend the target's credit; return whether a draft is asked.
+        """Order the next tree, or extend the target's credit to go on by itself, or both.
 
         Tokens are emitted later: if a stop string ends them, the tree is in vain.
         """
         if path.finish_reason is not FinishReason.NONE:
             return False
-        self._extend_credit(self._round_idx + 1)
-        if self._runs_by_credit:
-            return False
-        self._draft.order(
-            round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
-        )
-        return True
+        is_sent = False
+        if not self._draft.is_peer:
+            is_sent = self._draft.order(
+                round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
+            )
+        return self._extend_credit(self._round_idx + 1) or is_sent
 
     def _revoke(self) -> None:
         """Have the target run the round that is waited for without its draft."""

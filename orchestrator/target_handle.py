@@ -69,6 +69,7 @@ class TargetHandle:
         self._reply: asyncio.Future[AcceptedPath | Exception] | None = None
         self._take: TakePath | None = None  # takes rounds by credit as they arrive
         self._credit_until = 0
+        self._trees: PeerTrees | RootOnly = RootOnly()
         self._furthest_credit = 0  # the target may have run that far before a credit was revoked
         self._ordered_round = -1
         self._early: dict[int, AcceptedPath] = {}  # of rounds by credit, not asked for yet
@@ -80,29 +81,27 @@ class TargetHandle:
         """Have the request prefilled; return round 0.
 
         A request may wait there for others to finish: only a target without progress is given up.
+        Rounds of the root alone follow at once.
         """
+        message = replace(message, credit=self._new_credit(0, RootOnly()))
         return await self._ask(message, round_idx=0, counts_progress=True)
 
-    async def verify(self, message: VerifyRound, trees: PeerTrees | None = None) -> AcceptedPath:
-        """Have a tree (or the root alone) verified and committed; ends a credit of trees.
-
-        Args:
-            trees: Credit for the rounds after it, so that the next tree is ordered without a hop.
-        """
+    async def verify(self, message: VerifyRound) -> AcceptedPath:
+        """Have a tree (or the root alone) verified and committed; ends a credit."""
         self._credit_until = min(self._credit_until, message.round_idx - 1)
         self._ordered_round = message.round_idx
-        if trees is not None and self._gone is None:
-            message = replace(message, credit=self._new_credit(message.round_idx + 1, trees))
         return await self._ask(message, round_idx=message.round_idx, counts_progress=False)
 
-    def extend_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> None:
+    def extend_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> bool:
         """Let the target run this round and some more by itself, without a hop each.
 
         Args:
             trees: Where the trees of these rounds come from.
+        Returns: Whether that had to be said.
         """
-        if round_idx + CREDIT_ROUNDS // 2 <= self._credit_until or self._gone is not None:
-            return
+        is_enough = round_idx + CREDIT_ROUNDS // 2 <= self._credit_until and trees == self._trees
+        if is_enough or self._gone is not None:
+            return False
         self.worker.send(
             CreditUpdate(
                 request_id=self._request_id,
@@ -110,9 +109,11 @@ class TargetHandle:
                 credit=self._new_credit(round_idx, trees),
             )
         )
+        return True
 
     def _new_credit(self, round_idx: int, trees: PeerTrees | RootOnly) -> Credit:
         self._credit_until = self._furthest_credit = round_idx + CREDIT_ROUNDS
+        self._trees = trees
         return Credit(until_round_idx=self._credit_until, trees=trees)
 
     def has_credit(self, round_idx: int) -> bool:
@@ -135,6 +136,10 @@ class TargetHandle:
             await self._ask(None, round_idx=round_idx, counts_progress=False)
         finally:
             self._take = None
+
+    def has_path(self, round_idx: int) -> bool:
+        """Return whether the target has run a round by its credit, and the path is here."""
+        return round_idx in self._early
 
     def revoke_credit(self, order: VerifyRound) -> None:
         """End a credit; the round that was asked for is ordered, unless it is done there."""

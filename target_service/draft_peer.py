@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from shared.messages import PeerTrees, TreeShape
 from shared.peer.channel import PeerChannel
+
+
+class Progress(enum.Enum):
+    """How far a draft has read the tokens of its request."""
+
+    BEHIND = "no tree is ordered; rounds go on with the root alone"
+    ASKED = "its first tree is ordered, again and again; it comes once the draft has caught up"
+    CAUGHT_UP = "a tree of it came: a round waits for its tree"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +42,8 @@ class DraftPeer:
         channel: To the draft's engine.
         draft_epoch: Of the draft's state.
         mailbox: None: the draft posts no trees to this target's mailbox.
-        credit: Leave to order trees, up to round `credit_until`; None: every round is ordered.
+        credit: Leave to order trees; None: none is ordered.
+        progress: Whether its trees are worth waiting for.
         num_tokens_sent: Tokens of the request that the draft has.
         ordered_round: Last round whose tree the target ordered, at `ordered_ns`.
         is_overlapped: The draft's device grew the newest tree before its host had the order.
@@ -43,12 +53,13 @@ class DraftPeer:
     draft_epoch: int
     mailbox: MailboxUse | None = None
     credit: PeerTrees | None = None
-    credit_until: int = 0
+    progress: Progress = Progress.BEHIND
     num_tokens_sent: int = 0
     ordered_round: int = 0
     ordered_ns: int = 0
     is_overlapped: bool = False
 
-    def may_order(self, round_idx: int) -> bool:
-        """Return whether the tree of a round is covered by the credit and not ordered yet."""
-        return self.credit is not None and self.ordered_round < round_idx <= self.credit_until
+    @property
+    def is_waited_for(self) -> bool:
+        """Return whether the request's next round waits for a tree of this draft."""
+        return self.credit is not None and self.progress is Progress.CAUGHT_UP

@@ -160,7 +160,6 @@ class TargetEngine:
                         self.submit(subscription)
                 case VerifyRound():
                     table.order_round(message)
-                    table.extend_credit(message)
                 case CreditUpdate():
                     table.extend_credit(message)
                 case TargetClose():
@@ -214,7 +213,7 @@ class TargetEngine:
             self._lose_draft(request, channel)
 
     def _lose_draft(self, request: TargetRequest, channel: PeerChannel) -> None:
-        """Forget a request's draft, if that is attached over this channel."""
+        """Forget a request's draft, if that is attached over this channel; its credit stays."""
         draft = request.draft
         if draft is not None and draft.channel is channel:
             self.source.end_credit(request)

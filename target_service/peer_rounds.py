@@ -2,6 +2,10 @@
 
 The orchestrator gives the credit, hears of every path, and orders a round itself when one does not
 come. Whatever is lost here costs a round its tree, or a wait, and no token.
+
+A draft that attaches has a prompt to read. One tree is ordered of it, and rounds of the root alone
+go on until that tree comes, late for its own round as a rule. From then on rounds wait for trees.
+In case that order or its tree is lost, another tree is ordered every `ASK_ROUNDS` rounds.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ from shared.messages import (
 from shared.peer.channel import PeerChannel
 from shared.tree import are_trees, check_tree
 from target_service.batch_window import BatchWindow
-from target_service.draft_peer import DraftPeer, MailboxUse
+from target_service.draft_peer import DraftPeer, MailboxUse, Progress
 from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
 from target_service.nodes import AcceptedNodes, SampledTrees
-from target_service.request import ROOT_ONLY, HostTree, QueuedRound, TargetRequest
+from target_service.request import ROOT_ONLY, HostTree, Phase, QueuedRound, TargetRequest
 from target_service.tree_source import TreeSource
+
+ASK_ROUNDS = 16
+"""Rounds of the root alone after which the first tree of a draft is ordered anew."""
 
 
 class PeerRounds(TreeSource):
@@ -54,24 +61,28 @@ class PeerRounds(TreeSource):
                 channel=channel,
                 draft_epoch=message.draft_epoch,
                 mailbox=self._mailbox_use(message),
+                num_tokens_sent=message.num_tokens,
             )
+            self.take_credit(request)
 
-    def extend_credit(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
-        peer = request.draft
-        if peer is None or peer.draft_epoch != trees.draft_epoch:
-            return  # the channel broke meanwhile; the orchestrator orders the rounds that it misses
-        if peer.credit is None:
-            peer.num_tokens_sent = trees.token_offset
-        peer.credit, peer.credit_until = trees, until_round_idx
-        if request.is_between_rounds:
-            self.order(request)
+    def take_credit(self, request: TargetRequest) -> None:
+        peer, trees = request.draft, request.peer_trees
+        if peer is None:
+            return
+        if trees is None or trees.draft_epoch != peer.draft_epoch:
+            self.end_credit(request)
+            return
+        peer.credit = trees
+        if peer.progress is Progress.ASKED:
+            peer.progress = Progress.BEHIND  # another order may have replaced that one
+        self.order(request)
 
     def end_credit(self, request: TargetRequest) -> None:
         peer = request.draft
         if peer is not None:
-            num_begun = request.num_in_flight + (request.queued is not None)
-            peer.ordered_round = min(peer.ordered_round, request.round_idx + num_begun)
-            request.last_peer_round = max(request.last_peer_round, peer.ordered_round)
+            begun = request.round_idx + request.num_in_flight + (request.queued is not None)
+            if peer.ordered_round > begun:  # that tree may never come
+                peer.ordered_round, peer.progress = begun, Progress.BEHIND
             peer.credit = None
         self.window.gave_up(request.request_id)
 
@@ -79,27 +90,40 @@ class PeerRounds(TreeSource):
 
     def order(self, request: TargetRequest) -> None:
         peer, round_idx = request.draft, request.round_idx + 1
-        if peer is None or peer.credit is None or not peer.may_order(round_idx):
+        if peer is None or peer.credit is None or not _may_order(request, peer, round_idx):
             return
-        peer.ordered_round = round_idx
         shape = peer.credit.shape.within(self._max_context_len - request.committed_len)
-        if shape is None:
-            self._queue(request, ROOT_ONLY)
-            return
+        match peer.progress:
+            case Progress.CAUGHT_UP if request.is_between_rounds:
+                if shape is None:
+                    peer.ordered_round = round_idx
+                    self._queue(request, ROOT_ONLY)
+                else:
+                    self._put_order(request, peer, shape)
+                    self.window.ordered(request.request_id, shape.num_draft_tokens)
+            case Progress.BEHIND if request.phase is Phase.RUNNING and shape is not None:
+                self._put_order(request, peer, shape)  # no other tree waits for this one
+                peer.progress = Progress.ASKED
+            case Progress.ASKED if round_idx >= peer.ordered_round + ASK_ROUNDS and shape:
+                self._put_order(request, peer, shape)
+
+    def _put_order(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> None:
+        """Order the tree after what is committed."""
         peer.channel.put(
             DraftRound(
                 request_id=request.request_id,
                 target_epoch=request.target_epoch,
                 draft_epoch=peer.draft_epoch,
-                round_idx=round_idx,
+                round_idx=request.round_idx + 1,
                 seq_len=request.committed_len,
                 token_offset=peer.num_tokens_sent,
                 token_ids=tuple(request.tokens[peer.num_tokens_sent :]),
                 shape=shape,
             )
         )
+        peer.ordered_round = request.round_idx + 1
         peer.num_tokens_sent = len(request.tokens)
-        peer.ordered_ns = self.window.ordered(request.request_id, shape.num_draft_tokens)
+        peer.ordered_ns = time.monotonic_ns()
 
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
@@ -155,6 +179,10 @@ class PeerRounds(TreeSource):
             peer = request.draft if request is not None else None
             if request is None or peer is None or peer.channel is not channel:
                 continue
+            if (tree.draft_epoch, tree.target_epoch) != (peer.draft_epoch, request.target_epoch):
+                continue
+            was_behind = peer.progress is not Progress.CAUGHT_UP
+            peer.progress = Progress.CAUGHT_UP  # whatever round it is for
             if peer.credit is None:
                 continue  # given up
             peer.is_overlapped = batch.is_overlapped
@@ -162,6 +190,9 @@ class PeerRounds(TreeSource):
                 self._take_tree(request, peer, peer.credit, tree, is_sound=are_sound)
             except InvalidTreeError as error:
                 yield tree, error
+            else:
+                if was_behind:
+                    self.order(request)
 
     def _take_tree(
         self,
@@ -177,14 +208,10 @@ class PeerRounds(TreeSource):
         Raises: InvalidTreeError.
         """
         recorder, key = self._state.recorder, (tree.request_id, tree.round_idx)
-        if (tree.round_idx, tree.draft_epoch, tree.target_epoch) != (
-            request.round_idx + 1,
-            peer.draft_epoch,
-            request.target_epoch,
-        ):
+        if tree.round_idx != request.round_idx + 1:
             return
-        if request.num_in_flight:  # the device has the tree already
-            if not recorder.has_begun(*key):
+        if request.num_in_flight:  # the device has the tree already, or the root alone
+            if request.is_tree_in_flight and not recorder.has_begun(*key):
                 recorder.include(*key, "draft", tree.times)
         elif request.queued is None:
             self.window.arrived(tree.request_id)
@@ -230,7 +257,8 @@ class PeerRounds(TreeSource):
         if credit is None or request.num_in_flight > 1 or not self._state.is_held(request):
             return False
         return (
-            peer.may_order(request.round_idx + 2)
+            peer.progress is Progress.CAUGHT_UP
+            and _may_order(request, peer, request.round_idx + 2)
             and self._state.features.can_send_early(request, path.seq_len)
             and peer.num_tokens_sent == len(request.tokens)
             and len(request.tokens) + num_tokens < request.token_limit
@@ -263,3 +291,8 @@ class PeerRounds(TreeSource):
     def _queue(self, request: TargetRequest, queued: QueuedRound) -> None:
         request.queued = queued
         request.queue_idx = next(self._state.turns)
+
+
+def _may_order(request: TargetRequest, peer: DraftPeer, round_idx: int) -> bool:
+    """Return whether the tree of a round is covered by the credit and not ordered yet."""
+    return peer.ordered_round < round_idx <= request.credit_until

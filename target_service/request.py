@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.messages import AcceptedPath, PeerTree, TargetOpen, TokenTree, TreeShape
+from shared.messages import AcceptedPath, PeerTree, PeerTrees, TargetOpen, TokenTree, TreeShape
 from target_service.draft_peer import DraftPeer
 from target_service.feature_log import FeatureLog
 
@@ -76,13 +76,13 @@ class TargetRequest:
         last_reply: Answer of that round, repeated when the round is.
         queued: The round to run next.
         queue_idx: Order of queueing; rounds that have waited longest run first.
-        root_only_until: Last round of the root alone that needs no order.
+        credit_until: Last round that needs no order.
+        peer_trees: Trees that these rounds may have once their draft has caught up; None: none.
         num_in_flight: Rounds launched and not committed yet.
         is_tree_in_flight: One of them may commit more than one token.
         draft: The attached draft; None: there is none.
         newest_draft_epoch: Of the drafts that attached or subscribed; older ones are over.
-        last_peer_round: Last round that began with a tree which the target ordered, as of the end
-            of the newest credit.
+        last_credited_round: Last round that had begun without an order when a credit was ended.
         features: Rows kept for a draft; None when no draft wants any.
     """
 
@@ -98,12 +98,13 @@ class TargetRequest:
     last_reply: AcceptedPath | None = None
     queued: QueuedRound | None = None
     queue_idx: int = 0
-    root_only_until: int = 0
+    credit_until: int = 0
+    peer_trees: PeerTrees | None = None
     num_in_flight: int = 0
     is_tree_in_flight: bool = False
     draft: DraftPeer | None = None
     newest_draft_epoch: int = 0
-    last_peer_round: int = 0
+    last_credited_round: int = 0
     features: FeatureLog | None = None
 
     @property
@@ -143,12 +144,21 @@ class TargetRequest:
         """
         if self.phase is not Phase.RUNNING or self.queued is not None:
             return False
+        if self.draft is not None and self.draft.is_waited_for:
+            return False
         if self.num_in_flight:
             is_known = not self.is_tree_in_flight and not self.open.sampling.has_penalties
             if not (overlaps_steps and is_known):
                 return False
-        has_credit = self.round_idx + self.num_in_flight < self.root_only_until
+        has_credit = self.round_idx + self.num_in_flight < self.credit_until
         return has_credit and len(self.tokens) + self.num_in_flight < self.token_limit
+
+    def end_credit(self) -> None:
+        """Let no round run without an order but those that have begun."""
+        num_begun = self.num_in_flight + (self.queued is not None)
+        self.credit_until = min(self.credit_until, self.round_idx + num_begun)
+        self.last_credited_round = max(self.last_credited_round, self.credit_until)
+        self.peer_trees = None
 
     def note_launch(self, queue_idx: int) -> None:
         """Take note that the next round is in flight, and of the turn of the round after it."""

@@ -16,11 +16,12 @@ from shared.errors import (
 )
 from shared.messages import (
     AnswerTimes,
+    Credit,
     CreditUpdate,
     FeatureSubscribe,
+    PeerTrees,
     RequestFailure,
     RequestRetracted,
-    RootOnly,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -76,6 +77,8 @@ class RequestTable:
         if message.is_timed:
             self._state.recorder.watch(message.request_id)
         self._scheduler.enqueue(request)
+        if message.credit is not None:
+            self._give(request, message.credit)
         return self._state.features.start(request)
 
     def find(self, request_id: str, target_epoch: int) -> TargetRequest:
@@ -91,12 +94,13 @@ class RequestTable:
         return request
 
     def order_round(self, message: VerifyRound) -> None:
-        """Queue a round, which ends the credit for trees; a round that is answered is repeated.
+        """Queue a round, which ends a credit; a round that is answered is repeated.
 
         Raises: NotFoundError, StaleStateError or InvalidTreeError.
         """
         request = self.find(message.request_id, message.target_epoch)
         self._source.end_credit(request)
+        request.end_credit()
         if request.last_reply is not None and message.round_idx == request.round_idx:
             self._state.outbox.append(request.last_reply)
         elif not _is_under_way(request, message.round_idx):
@@ -107,17 +111,9 @@ class RequestTable:
                 request.request_id, message.round_idx, message.received_ns
             )
 
-    def extend_credit(self, message: VerifyRound | CreditUpdate) -> None:
+    def extend_credit(self, message: CreditUpdate) -> None:
         """Let a request go on without orders. Raises: NotFoundError or StaleStateError."""
-        credit = message.credit
-        if credit is None:
-            return
-        request = self.find(message.request_id, message.target_epoch)
-        if isinstance(credit.trees, RootOnly):
-            request.root_only_until = max(request.root_only_until, credit.until_round_idx)
-            request.queue_idx = next(self._state.turns)
-        else:
-            self._source.extend_credit(request, credit.until_round_idx, credit.trees)
+        self._give(self.find(message.request_id, message.target_epoch), message.credit)
 
     def close(self, message: TargetClose) -> None:
         """Free whatever a request holds, unless a newer epoch has been opened."""
@@ -173,6 +169,12 @@ class RequestTable:
         counts.steps += 1
         counts.rows += batch.num_rows
         counts.request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
+
+    def _give(self, request: TargetRequest, credit: Credit) -> None:
+        request.credit_until = max(request.credit_until, credit.until_round_idx)
+        request.peer_trees = credit.trees if isinstance(credit.trees, PeerTrees) else None
+        request.queue_idx = next(self._state.turns)
+        self._source.take_credit(request)
 
     def _forget(self, request: TargetRequest) -> None:
         self._source.end_credit(request)
@@ -248,4 +250,4 @@ def _is_under_way(request: TargetRequest, round_idx: int) -> bool:
     if request.round_idx < round_idx <= request.round_idx + request.num_in_flight:
         return True
     has_begun = round_idx <= request.round_idx or request.queued is not None
-    return 0 < round_idx <= request.last_peer_round and has_begun
+    return 0 < round_idx <= request.last_credited_round and has_begun

@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def num_tree_rows(self) -> int:
-        """Return the rows of a step that would compute trees and nothing else; 0 of any other."""
+        """Return the rows of a step of requests that have trees, or will; 0 of any other."""
         if self._can_admit():
             return 0
         num_rows = 0
@@ -130,7 +130,8 @@ class Scheduler:
             if _has_chain(request):
                 return 0
             if self._has_round(request):
-                if request.next_num_rows == 1:
+                # A round of the root alone joins trees only if it will have trees itself.
+                if request.next_num_rows == 1 and request.peer_trees is None:
                     return 0
                 num_rows += request.next_num_rows
         return num_rows

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.kernels.mailbox_trees import TakenTrees
-from shared.messages import PeerAttach, PeerTree, PeerTrees, TreeBatch
+from shared.messages import PeerAttach, PeerTree, TreeBatch
 from shared.peer.channel import PeerChannel
 from shared.step.staging import Staging
 from target_service.batch_window import BatchWindow
@@ -47,8 +47,8 @@ class TreeSource:
     def attach(self, message: PeerAttach, channel: PeerChannel) -> None:
         """Take note of a draft whose engine can be asked for a request's trees."""
 
-    def extend_credit(self, request: TargetRequest, until_round_idx: int, trees: PeerTrees) -> None:
-        """Order the trees of these rounds from now on; the first one now, if it is due."""
+    def take_credit(self, request: TargetRequest) -> None:
+        """Order the trees of the request's credit from now on, if its draft is attached."""
 
     def end_credit(self, request: TargetRequest) -> None:
         """Give up: order no more trees, and take none that is ordered and not here."""
@@ -58,7 +58,8 @@ class TreeSource:
     def order(self, request: TargetRequest) -> None:
         """Order the tree of a request's next round, if the credit covers it and it is not ordered.
 
-        The request's last round is committed.
+        Of a draft that is behind one now and then, without waiting for it: the first that comes
+        says that it has caught up.
         """
 
     def order_next(

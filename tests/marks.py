@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
+import triton
+from packaging.version import Version
 
 EXHAUSTIVE = pytest.mark.exhaustive
+OLD_INTERPRETER = Version(triton.__version__) < Version("3.7") and Version(
+    np.__version__
+) >= Version("2.4")
+"""Triton's interpreter fails with this numpy: `int` of an array [1] is an error."""
 
 
 def first_fast(values: Iterable[Any], *, num_fast: int = 1) -> list[Any]:

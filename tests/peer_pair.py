@@ -1,7 +1,7 @@
 """A local pair whose engines are attached: they run rounds between themselves.
 
-A stand-in for the orchestrator that believes a draft as soon as a tree says that it is attached,
-and goes on by itself from then on: until a round is missed, or the channel breaks.
+A stand-in for the orchestrator that gives credit for trees from the first path on, until a round is
+missed. Then it relays a tree before it gives credit again.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class PeerPair(LocalPair):
         """Feature rows [start, stop) that came over the channel, by request and draft_epoch."""
         self.detached: list[str] = []
         """Requests whose channel to their draft was lost, as the target said."""
+        self._num_tokens: dict[str, int] = {}  # that the draft was opened with
         self._peer_credit_rounds = credit_rounds
         self._margin = margin
-        self._num_tokens_sent: dict[str, int] = {}
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
@@ -135,22 +135,18 @@ class PeerPair(LocalPair):
 
     def open_draft(self, request: LocalRequest) -> None:
         """Open the request's draft state with the next epoch, also in mid-stream."""
-        self.peer_until.pop(request.request_id, None)
-        self._num_tokens_sent[request.request_id] = len(request.tokens)
+        self._num_tokens[request.request_id] = len(request.tokens)
+        self.peer_until[request.request_id] = 0
         super().open_draft(request)
 
     def order_tree(self, request: LocalRequest) -> None:
         """Order the next tree, unless the target does so; renew its credit."""
         assert request.shape is not None
-        num_sent = self._num_tokens_sent[request.request_id]
         until = self.peer_until.get(request.request_id)
         if until is None:
-            self.send_order(request, num_sent)
-            self._num_tokens_sent[request.request_id] = len(request.tokens)
+            self.send_order(request, self._num_tokens[request.request_id])
         elif request.paths[-1].round_idx + self._margin >= until:
-            trees = PeerTrees(
-                draft_epoch=request.draft_epoch, token_offset=num_sent, shape=request.shape
-            )
+            trees = PeerTrees(draft_epoch=request.draft_epoch, shape=request.shape)
             self.peer_until[request.request_id] = self.give_credit(
                 request, self._peer_credit_rounds, trees
             )
@@ -188,8 +184,12 @@ class PeerPair(LocalPair):
     def on_tree(self, tree: TokenTree) -> None:
         is_current = tree.round_idx == self.requests[tree.request_id].ordered_round
         super().on_tree(tree)
-        if is_current and tree.has_peer:
+        if is_current and self._is_attached(tree.request_id):
             self.peer_until[tree.request_id] = 0
+
+    def _is_attached(self, request_id: str) -> bool:
+        held = self.target.requests.get(request_id)
+        return held is not None and held.draft is not None
 
     def lose_draft(self, request: LocalRequest) -> None:
         was_peer = self.peer_until.pop(request.request_id, None)

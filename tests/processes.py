@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,21 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
+
+
+def command(program: str) -> list[str]:
+    """Return how to run this package's command: its script, or the module if it is not installed.
+
+    A tree that is only on the path, as on a machine without a package index, has no script.
+    """
+    script = Path(sys.executable).parent / program
+    return [str(script)] if script.exists() else [sys.executable, "-m", program]
+
+
+def with_path(directory: Path) -> dict[str, str]:
+    """Return this process's environment with a folder before all others on Python's path."""
+    path = [str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def is_alive(pid: int) -> bool:

@@ -51,7 +51,7 @@ class DraftOpen(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., is_timed: _Optional[bool] = ..., target_socket: _Optional[str] = ...) -> None: ...
 
 class DraftRound(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_offset", "token_ids", "num_steps", "topk", "num_draft_tokens")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_offset", "token_ids", "num_steps", "topk", "num_draft_tokens", "unless_attached")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class DraftRound(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOPK_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNLESS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
@@ -72,7 +73,8 @@ class DraftRound(_message.Message):
     num_steps: int
     topk: int
     num_draft_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    unless_attached: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., unless_attached: _Optional[bool] = ...) -> None: ...
 
 class DraftClose(_message.Message):
     __slots__ = ("request_id", "draft_epoch")

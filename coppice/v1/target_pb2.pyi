@@ -61,7 +61,7 @@ class AcceptedPathBatch(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accept_index: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed")
+    __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed", "credit")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class TargetOpen(_message.Message):
     WANTS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IS_TIMED_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -84,7 +85,8 @@ class TargetOpen(_message.Message):
     wants_features: bool
     priority: int
     is_timed: bool
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ...) -> None: ...
+    credit: Credit
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
 
 class TargetAdmitted(_message.Message):
     __slots__ = ("request_id", "target_epoch", "num_cached_tokens", "times")
@@ -99,22 +101,20 @@ class TargetAdmitted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_tree_pb2.AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class VerifyRound(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "root_token_id", "tree", "credit")
+    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "root_token_id", "tree")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     ROOT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
-    CREDIT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     round_idx: int
     seq_len: int
     root_token_id: int
     tree: _tree_pb2.TokenTree
-    credit: Credit
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., root_token_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., root_token_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("until_round_idx", "root_only", "peer")
@@ -131,18 +131,16 @@ class RootOnly(_message.Message):
     def __init__(self) -> None: ...
 
 class PeerTrees(_message.Message):
-    __slots__ = ("draft_epoch", "token_offset", "num_steps", "topk", "num_draft_tokens")
+    __slots__ = ("draft_epoch", "num_steps", "topk", "num_draft_tokens")
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOPK_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     draft_epoch: int
-    token_offset: int
     num_steps: int
     topk: int
     num_draft_tokens: int
-    def __init__(self, draft_epoch: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, draft_epoch: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class CreditUpdate(_message.Message):
     __slots__ = ("request_id", "target_epoch", "credit")

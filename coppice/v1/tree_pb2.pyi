@@ -26,7 +26,7 @@ class TopkScores(_message.Message):
     def __init__(self, cumulative_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenTree(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_ids", "parent_index", "scores", "times", "has_peer")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_ids", "parent_index", "scores", "times")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -36,7 +36,6 @@ class TokenTree(_message.Message):
     PARENT_INDEX_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
-    HAS_PEER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
@@ -46,8 +45,7 @@ class TokenTree(_message.Message):
     parent_index: _containers.RepeatedScalarFieldContainer[int]
     scores: TopkScores
     times: AnswerTimes
-    has_peer: bool
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., scores: _Optional[_Union[TopkScores, _Mapping]] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ..., has_peer: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., scores: _Optional[_Union[TopkScores, _Mapping]] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class AnswerTimes(_message.Message):
     __slots__ = ("clock_id", "begin_ns", "stages")

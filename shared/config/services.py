@@ -241,7 +241,9 @@ class OrchestratorConfig:
         minimum=0,
     )
     draft_open_timeout_ms: float = option(
-        5000.0, "time that the first round waits for the draft to read the prompt", minimum=0
+        10_000.0,
+        "time that a draft may take to read a request before it is opened again; no round waits",
+        minimum=0,
     )
     step_timeout_s: float = option(
         60.0, "time after which a silent target is given up", minimum=0.1

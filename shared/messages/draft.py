@@ -38,6 +38,7 @@ class DraftRound:
 
     Args:
         token_offset: Index of token_ids[0] in prompt + output.
+        unless_attached: A draft that is attached to the target's engine ignores the message.
         received_ns: When the order of a timed request reached the worker; never sent.
     """
 
@@ -49,6 +50,7 @@ class DraftRound:
     token_offset: Count
     token_ids: Ids
     shape: FlatShape
+    unless_attached: bool = False
     received_ns: Annotated[int, Mark.OFF_WIRE] = 0
 
 

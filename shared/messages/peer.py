@@ -20,12 +20,14 @@ class PeerAttach:
 
     Args:
         has_mailbox: The draft's device posts its trees to the target's mailbox as well.
+        num_tokens: Tokens of the request that the draft has.
     """
 
     request_id: RequestId
     target_epoch: Count
     draft_epoch: Count
     has_mailbox: bool = False
+    num_tokens: Count = 0
 
 
 @message(peer_pb2.PeerDetach)

@@ -18,6 +18,40 @@ MAX_TOP_LOGPROBS = 20
 RoundIdx = Annotated[int, partial(require_range, low=1)]  # 0 is the prefill
 
 
+@message(target_pb2.RootOnly)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootOnly:
+    """Rounds of the root alone."""
+
+
+@message(target_pb2.PeerTrees)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTrees:
+    """Trees that the target orders from the draft that is attached to it.
+
+    There are none until it is attached and has caught up: these rounds have the root alone.
+
+    Args:
+        shape: The largest shape that the target may order.
+    """
+
+    draft_epoch: Count
+    shape: FlatShape
+
+
+@message(target_pb2.Credit)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Rounds up to and including `until_round_idx` need no order; see proto Credit.
+
+    Args:
+        trees: Where the trees of these rounds come from.
+    """
+
+    until_round_idx: RoundIdx
+    trees: RootOnly | PeerTrees = RootOnly()
+
+
 def _check_open(value: TargetOpen) -> None:
     require_range(value.num_prompt_tokens, "num_prompt_tokens", 1, len(value.token_ids))
 
@@ -25,7 +59,11 @@ def _check_open(value: TargetOpen) -> None:
 @message(target_pb2.TargetOpen, check=_check_open)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOpen:
-    """Rebuild a request from its tokens and prefill it; answered by AcceptedPath of round 0."""
+    """Rebuild a request from its tokens and prefill it; answered by AcceptedPath of round 0.
+
+    Args:
+        credit: For the rounds after it; None: each needs an order or a CreditUpdate.
+    """
 
     request_id: RequestId
     target_epoch: Count
@@ -38,6 +76,7 @@ class TargetOpen:
     wants_features: bool = False
     priority: int = 0
     is_timed: bool = False
+    credit: Credit | None = None
 
 
 @message(target_pb2.TargetAdmitted)
@@ -55,47 +94,12 @@ class TargetAdmitted:
     times: AnswerTimes | None = None
 
 
-@message(target_pb2.RootOnly)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RootOnly:
-    """Rounds of the root alone."""
-
-
-@message(target_pb2.PeerTrees)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTrees:
-    """Trees that the target orders from the draft that is attached to it.
-
-    Args:
-        token_offset: The draft has the tokens before this index.
-        shape: The largest shape that the target may order.
-    """
-
-    draft_epoch: Count
-    token_offset: Count
-    shape: FlatShape
-
-
-@message(target_pb2.Credit)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
-    """Rounds up to and including `until_round_idx` need no order; see proto Credit.
-
-    Args:
-        trees: Where the trees of these rounds come from.
-    """
-
-    until_round_idx: RoundIdx
-    trees: RootOnly | PeerTrees = RootOnly()
-
-
 @message(target_pb2.VerifyRound)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRound:
-    """Verify a tree (None: a root-only round) at `seq_len`.
+    """Verify a tree (None: a root-only round) at `seq_len`; ends a credit.
 
     Args:
-        credit: Credit for the rounds after this one; None: each later round needs an order.
         received_ns: When the order of a timed request reached the worker; never sent.
     """
 
@@ -105,7 +109,6 @@ class VerifyRound:
     seq_len: Count
     root_token_id: Count
     tree: TokenTree | None = None
-    credit: Credit | None = None
     received_ns: Annotated[int, Mark.OFF_WIRE] = 0
 
 
@@ -122,7 +125,7 @@ class CreditUpdate:
 @message(target_pb2.DraftDetached)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftDetached:
-    """The peer channel to the request's draft has closed, which ends the credit for its trees."""
+    """The peer channel to the request's draft has closed: rounds go on with the root alone."""
 
     request_id: RequestId
     target_epoch: Count

@@ -123,7 +123,6 @@ class TokenTree:
         parent_index: [N] topological, root = -1.
         cumulative_logprobs: [N] sum of draft log-probabilities from the root.
         times: Only of a request that is timed.
-        has_peer: The draft is attached to the request's target.
     """
 
     request_id: RequestId
@@ -135,7 +134,6 @@ class TokenTree:
     parent_index: tuple[int, ...]
     cumulative_logprobs: Annotated[tuple[float, ...], _SCORES_ON_WIRE] = ()
     times: AnswerTimes | None = None
-    has_peer: bool = False
 
 
 class PeerTree(NamedTuple):

@@ -77,7 +77,6 @@ def trees(draw: st.DrawFn) -> types.TokenTree:
             | st.lists(floats(-1000, 0), min_size=num_nodes, max_size=num_nodes).map(tuple)
         ),
         times=draw(st.none() | answer_times),
-        has_peer=draw(st.booleans()),
     )
 
 
@@ -178,6 +177,14 @@ def path_batches(draw: st.DrawFn) -> types.PathBatch:
     return types.PathBatch(parts=parts, shape=draw(shapes()), rows=draw(st.none() | rows))
 
 
+peer_trees = st.builds(types.PeerTrees, draft_epoch=epochs, shape=shapes())
+credits_ = st.builds(
+    types.Credit,
+    until_round_idx=st.integers(1, 2**31 - 1),
+    trees=st.just(types.RootOnly()) | peer_trees,
+)
+
+
 @st.composite
 def target_opens(draw: st.DrawFn) -> types.TargetOpen:
     tokens = draw(ids(min_size=1))
@@ -193,6 +200,7 @@ def target_opens(draw: st.DrawFn) -> types.TargetOpen:
         wants_features=draw(st.booleans()),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
         is_timed=draw(st.booleans()),
+        credit=draw(st.none() | credits_),
     )
 
 
@@ -257,12 +265,6 @@ failures = st.builds(
 retractions = st.builds(
     types.RequestRetracted, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs
 )
-peer_trees = st.builds(types.PeerTrees, draft_epoch=epochs, token_offset=counts, shape=shapes())
-credits_ = st.builds(
-    types.Credit,
-    until_round_idx=st.integers(1, 2**31 - 1),
-    trees=st.just(types.RootOnly()) | peer_trees,
-)
 verify_rounds = st.builds(
     types.VerifyRound,
     request_id=request_ids,
@@ -271,7 +273,6 @@ verify_rounds = st.builds(
     seq_len=counts,
     root_token_id=token_ids,
     tree=st.none() | trees(),
-    credit=st.none() | credits_,
 )
 credit_updates = st.builds(
     types.CreditUpdate, request_id=request_ids, target_epoch=epochs, credit=credits_
@@ -282,6 +283,7 @@ peer_attaches = st.builds(
     target_epoch=epochs,
     draft_epoch=epochs,
     has_mailbox=st.booleans(),
+    num_tokens=counts,
 )
 peer_detaches, detached = (
     st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
@@ -326,6 +328,7 @@ draft_rounds = st.builds(
     token_offset=counts,
     token_ids=ids(),
     shape=shapes(),
+    unless_attached=st.booleans(),
 )
 stats = st.builds(
     types.SpeculationStats,

@@ -23,6 +23,7 @@ from shared.rpc.engine import EngineDiedError
 from shared.rpc.engine_process import EngineProcess
 from tests.contract.driver import target_open
 from tests.fakes.factories import factory
+from tests.processes import with_path
 
 TORCH_FACTORY = "tests.fakes.torch_engine:create_engine"
 
@@ -279,7 +280,7 @@ async def test_no_orphan_when_the_front_dies(state: str, tmp_path: Path) -> None
     name = "create_slowly" if state == "loading" else "create_echo"
     with subprocess.Popen(
         [sys.executable, str(script), factory(name), state],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=with_path(ROOT),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_a_completion_has_everything(model: Path) -> None:
     """Tokens, text, usage, speculation, timings, seed, and nothing is left on the workers."""
     async with (
-        fake_target() as target,
+        fake_target(step_s=0.005) as target,
         fake_draft() as draft,
         serving(model, [target], [draft]) as server,
         AsyncClient(server.address) as client,
@@ -55,7 +55,7 @@ async def test_a_completion_has_everything(model: Path) -> None:
     assert [entry.token_id for entry in done.logprobs] == list(done.token_ids)
     usage, stats, timings = done.usage, done.speculation, done.timings
     assert (usage.num_prompt_tokens, usage.num_output_tokens) == (5, 50)
-    assert stats.num_root_only_rounds == 0 and stats.accept_length > 1.5
+    assert stats.num_root_only_rounds < 8 and stats.accept_length > 1.5
     assert stats.num_moved_rounds > 0
     assert 0 < timings.queue_ms <= timings.time_to_first_token_ms < timings.total_ms
     assert timings.mean_verify_ms > 0 and timings.mean_draft_wait_ms > 0
@@ -76,7 +76,7 @@ async def test_queueing_ends_where_prefilling_begins(model: Path) -> None:
 @pytest.mark.parametrize("is_timed", [False, True])
 async def test_rounds_are_timed_when_asked_for(model: Path, *, is_timed: bool) -> None:
     async with (
-        fake_target() as target,
+        fake_target(step_s=0.005) as target,
         fake_draft() as draft,
         serving(model, [target], [draft]) as server,
         AsyncClient(server.address) as client,
@@ -90,7 +90,11 @@ async def test_rounds_are_timed_when_asked_for(model: Path, *, is_timed: bool) -
     orders += [m for m in draft.engine.received if isinstance(m, DraftRound)]
     assert all(bool(order.received_ns) is is_timed for order in orders)
     assert len(finish.round_times) == (finish.speculation.num_rounds if is_timed else 0)
-    for times in finish.round_times[:-1]:
+    relayed = [
+        times for times in finish.round_times[:-1] if times.stages[0].name == "target: hop to it"
+    ]
+    assert bool(relayed) is is_timed
+    for times in relayed[1:]:
         assert [stage.name for stage in times.stages] == [
             "target: hop to it", "target: front", "target: forward", "target: answer",
             "target: hop back", "orchestrator: commit",
@@ -187,7 +191,7 @@ async def test_many_requests_at_once_equal_their_solo_runs_without_speculation(
             assert plain.token_ids == done.token_ids
             assert plain.text == done.text
             assert plain.speculation.num_draft_tokens == 0
-            assert done.speculation.num_root_only_rounds == 0
+            assert done.speculation.num_draft_tokens > 0
         await freed(target, draft)
 
 
@@ -393,10 +397,32 @@ async def test_the_orchestrator_and_the_client_import_no_tensor_library() -> Non
         assert json.loads(result.stdout) == [], module
 
 
+@pytest.mark.parametrize("step_s", [0.0, 0.003])
+async def test_requests_that_end_at_once_are_no_news(
+    model: Path, caplog: pytest.LogCaptureFixture, *, step_s: float
+) -> None:
+    """Their drafts may still be about to read the prompt when the target has forgotten them."""
+    async with (
+        fake_target(step_s=step_s) as target,
+        fake_draft(step_s=step_s) as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        counts = [1, 1, 1, 2, 3] * 8
+        completions = await asyncio.gather(
+            *(client.generate(token_ids=[i, 7], max_new_tokens=n) for i, n in enumerate(counts))
+        )
+        for i, (count, done) in enumerate(zip(counts, completions, strict=True)):
+            assert list(done.token_ids) == generate([i, 7], count)
+            assert done.retries == 0
+        await freed(target, draft)
+    assert "is lost" not in caplog.text
+
+
 async def test_a_standalone_draft_needs_no_features(model: Path) -> None:
     """It drafts from the tokens alone, also for a target that captures nothing."""
     async with (
-        fake_target(FakeTarget(has_features=False)) as target,
+        fake_target(FakeTarget(has_features=False), step_s=0.005) as target,
         fake_draft(FakeDraft(needs_features=False)) as draft,
         serving(model, [target], [draft]) as server,
         AsyncClient(server.address) as client,
@@ -404,4 +430,4 @@ async def test_a_standalone_draft_needs_no_features(model: Path) -> None:
         assert draft.engine.info.features == FeatureSpec()
         done = await client.generate(token_ids=PROMPT, max_new_tokens=40)
         assert list(done.token_ids) == generate(PROMPT, 40)
-        assert done.speculation.num_root_only_rounds == 0
+        assert done.speculation.num_root_only_rounds < 8

@@ -146,7 +146,7 @@ async def test_a_killed_target_costs_a_pause(model: Path) -> None:
         assert done.retries == 1
         (opened,) = [m for m in other.engine.received if isinstance(m, TargetOpen)]
         assert opened.target_epoch == 2 and len(opened.token_ids) >= 60
-        assert done.speculation.num_root_only_rounds <= 5
+        assert done.speculation.num_root_only_rounds <= 20
         await freed(other, a_draft)
 
 
@@ -236,7 +236,7 @@ async def test_two_targets_and_two_drafts_share_the_load(model: Path) -> None:
         )
         for i, done in enumerate(completions):
             assert list(done.token_ids) == generate([i, 7], 60)
-            assert done.speculation.num_root_only_rounds == 0
+            assert 0 < done.speculation.num_draft_tokens
         for worker in (*targets, *drafts):
             opened = {
                 message.request_id
@@ -274,13 +274,14 @@ async def test_a_name_that_changes_its_addresses_is_followed(model: Path) -> Non
         (used,) = [worker for worker in (first, second) if worker.engine.requests]
         other = second if used is first else first
         addresses.remove(used.address)
-        num_before = len(used.engine.received)
+        (held,) = used.engine.requests.values()
+        num_before = len(held.tokens)
         await asyncio.sleep(0.3)
         assert server.num_targets == 2  # a running request may end where it is
         opens = len([m for m in used.engine.received if isinstance(m, TargetOpen)])
         await client.generate(token_ids=PROMPT, max_new_tokens=10)
         assert len([m for m in used.engine.received if isinstance(m, TargetOpen)]) == opens
-        assert len(used.engine.received) > num_before
+        assert len(held.tokens) > num_before
         done = await request.check()
         assert done.retries == 0
         await server.sees(targets=1, drafts=0)

@@ -18,7 +18,8 @@ Spoil = Callable[[tree_pb2.TokenTree], None]
 
 
 class SpoilingProxy(grpc.GenericRpcHandler):
-    """Forwards every call to a draft worker, byte by byte but for the trees that it spoils.
+    """Forwards every call to a draft worker, byte by byte but for the trees that it spoils, and
+    for the name of the peer channel.
 
     Args:
         spoils: Each is applied to all trees of one draft_epoch; later epochs are left alone.
@@ -36,7 +37,7 @@ class SpoilingProxy(grpc.GenericRpcHandler):
         forward = self._channel.stream_stream(method)
 
         def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            call = forward(requests)
+            call = forward(map(_alone, requests) if method == SESSION else requests)
             context.add_callback(call.cancel)
             with contextlib.suppress(grpc.RpcError):  # the orchestrator has gone
                 for reply in call:
@@ -56,7 +57,6 @@ class SpoilingProxy(grpc.GenericRpcHandler):
     def _spoil(self, data: bytes) -> bytes:
         reply = draft_pb2.DraftServiceSessionResponse.FromString(data)
         for tree in reply.trees:
-            tree.has_peer = False  # else trees would go to the target by another way
             with self._lock:
                 epoch = (tree.request_id, tree.draft_epoch)
                 if epoch not in self._epochs:
@@ -65,6 +65,14 @@ class SpoilingProxy(grpc.GenericRpcHandler):
             if index < len(self._spoils):
                 self._spoils[index](tree)
         return reply.SerializeToString()
+
+
+def _alone(data: bytes) -> bytes:
+    """Let the draft know of no peer channel: trees would go to the target by another way."""
+    request = draft_pb2.DraftServiceSessionRequest.FromString(data)
+    for message in request.opens:
+        message.target_socket = ""
+    return request.SerializeToString()
 
 
 @contextlib.contextmanager

@@ -17,17 +17,18 @@ import pytest
 
 from coppice import Client
 from coppice.timeline import stage_colors
+from tests.processes import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
-COPPICE = str(Path(sys.executable).parent / "coppice")
+COPPICE = command("coppice")
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith("COPPICE_")}
 
 
 def coppice(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [COPPICE, *arguments],
+        [*COPPICE, *arguments],
         env={**ENVIRON, **variables},
         capture_output=True,
         text=True,
@@ -46,7 +47,7 @@ def server(log: Path) -> Iterator[str]:
     """Run `coppice up` with two drafts; yields its address."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [COPPICE, "up", "--port=0", "--device=cpu", "--num-drafts=2"],
+            [*COPPICE, "up", "--port=0", "--device=cpu", "--num-drafts=2"],
             env={**ENVIRON, "COPPICE_CPU_THREADS": "1"},
             stdout=stream,
             stderr=stream,
@@ -121,7 +122,7 @@ def test_show_tree_marks_drafted_text(server: str) -> None:
 def test_a_timeout_is_said_on_a_line_of_its_own(server: str) -> None:
     flags = ("--server", server, "--ignore-eos", "--max-new-tokens", "0", "--timeout-s", "1")
     result = subprocess.run(
-        [COPPICE, "generate", "class Node:", *flags],
+        [*COPPICE, "generate", "class Node:", *flags],
         env=ENVIRON,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

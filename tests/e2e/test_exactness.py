@@ -9,7 +9,7 @@ the engines (tests/unit/test_engine_exactness.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,6 +46,8 @@ SHAPES = {
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
     for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
 }
+CATCH_UP_TOKENS = 16
+"""Rounds of the root alone that a request may run until its draft has read all prompts."""
 NUM_ROUNDS = 10
 """About how long each request runs, so that all of them run at once to the end."""
 SAMPLINGS: list[dict[str, Any]] = [
@@ -95,13 +97,11 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A request's rounds as the engines run them in one process."""
+    """A request's output, and the use of its trees, as the engines have them in one process."""
 
     token_ids: tuple[int, ...]
-    num_rounds: int
     num_draft_tokens: int
     num_accepted_drafts: int
-    num_moved_rounds: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def make_requests() -> list[dict[str, Any]]:
         requests.append(
             {
                 "token_ids": source[index : index + length],
-                "max_new_tokens": round(NUM_ROUNDS * accept_length),
+                "max_new_tokens": CATCH_UP_TOKENS + round(NUM_ROUNDS * accept_length),
                 "ignore_eos": True,
                 "seed": 1000 + index,
                 "num_steps": shape.num_steps,
@@ -171,12 +171,10 @@ def run_locally(kind: str) -> list[Expected]:
     return [
         Expected(
             token_ids=tuple(request.output),
-            num_rounds=len(request.paths) - 1,
             num_draft_tokens=sum(path.num_draft_tokens - 1 for path in request.paths[1:]),
             num_accepted_drafts=sum(  # those that a stop cut off do not count
                 min(path.num_accepted_drafts, len(path.token_ids) - 1) for path in request.paths[1:]
             ),
-            num_moved_rounds=sum(is_moved(path.accept_index) for path in request.paths[1:]),
         )
         for request in local
     ]
@@ -215,10 +213,6 @@ def shape_of(request: dict[str, Any]) -> TreeShape:
     )
 
 
-def is_moved(accept_index: Sequence[int]) -> bool:
-    return tuple(accept_index) != tuple(range(len(accept_index)))
-
-
 def load(server: Server) -> tree_pb2.WorkerLoad:
     return server.info("target-0").load
 
@@ -238,7 +232,7 @@ def test_the_mix_covers_what_it_should() -> None:
 
 
 def test_outputs_equal_solo_plain_runs(cell: Cell, server: Server, plain: list[Completion]) -> None:
-    """All at once and with trees; the rounds are those of the engines in one process."""
+    """All at once and with trees, which are of as much use as among engines in one process."""
     requests, expected = make_requests(), run_locally(cell.kind)
     before = load(server)
     completions = generate_all(server.address, requests)
@@ -252,15 +246,15 @@ def test_outputs_equal_solo_plain_runs(cell: Cell, server: Server, plain: list[C
 
     stats = [completion.speculation for completion in completions]
     for request, completion, local in zip(requests, completions, expected, strict=True):
-        found = completion.speculation
-        assert found.num_root_only_rounds == 0, request
-        assert local == Expected(
-            token_ids=completion.token_ids,
-            num_rounds=found.num_rounds,
-            num_draft_tokens=found.num_draft_tokens,
-            num_accepted_drafts=found.num_accepted_drafts,
-            num_moved_rounds=found.num_moved_rounds,
-        ), request
+        assert local.token_ids == completion.token_ids, request
+    # Which round is the first with a tree depends on when the draft has read the prompt.
+    num_root_only = sum(found.num_root_only_rounds for found in stats)
+    assert num_root_only < CATCH_UP_TOKENS * NUM_REQUESTS
+    num_drafts = sum(found.num_draft_tokens for found in stats)
+    found_rate = sum(found.num_accepted_drafts for found in stats) / num_drafts
+    num_drafts = sum(local.num_draft_tokens for local in expected)
+    local_rate = sum(local.num_accepted_drafts for local in expected) / num_drafts
+    assert found_rate == pytest.approx(local_rate, rel=ACCEPT_TOLERANCE)
     check_usefulness(stats)
     assert after.num_moved_rounds - before.num_moved_rounds == sum(
         s.num_moved_rounds for s in stats
@@ -274,7 +268,7 @@ def check_usefulness(stats: list[SpeculationStats]) -> None:
     requests = make_requests()
     for shape, usual in SHAPES.items():
         of_shape = [s for r, s in zip(requests, stats, strict=True) if shape_of(r) == shape]
-        num_rounds = sum(s.num_rounds for s in of_shape)
+        num_rounds = sum(s.num_rounds - s.num_root_only_rounds for s in of_shape)
         accept_length = 1 + sum(s.num_accepted_drafts for s in of_shape) / num_rounds
         assert abs(accept_length / usual - 1) < ACCEPT_TOLERANCE, (shape, accept_length)
         # With one draft node there is nothing to move.

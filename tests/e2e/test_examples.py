@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 from coppice import Client
 from tests.compose_file import load_compose
 from tests.e2e.serving import Server
+from tests.processes import with_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environ
+        command, capture_output=True, text=True, timeout=120, check=False, env=with_path(ROOT)
     )
 
 

@@ -16,7 +16,7 @@ from tests.e2e.streaming import Stream, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-NUM_TOKENS = 320
+NUM_TOKENS = 240
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "def read_config(path):\n", "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
     {
@@ -31,7 +31,7 @@ REQUESTS: list[dict[str, Any]] = [
         "top_logprobs": 2,
     },
 ]
-TAIL = 100
+TAIL = 80
 """Tokens at the end, over which a draft that came back must be as good as ever."""
 
 

@@ -24,10 +24,10 @@ from tests.e2e.streaming import share_of_peer_rounds, streams
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "def merge(left, right):\n", "max_new_tokens": 120, "ignore_eos": True},
+    {"prompt": "def merge(left, right):\n", "max_new_tokens": 80, "ignore_eos": True},
     {
         "prompt": "import asyncio\n\n\nasync def main",
-        "max_new_tokens": 120,
+        "max_new_tokens": 80,
         "ignore_eos": True,
         "temperature": 0.8,
         "seed": 3,

@@ -114,7 +114,7 @@ def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
     with serving(checkpoint_dir, "eagle", window=window, draft={"page_size": 4}) as server:
         assert server.info("draft-0").draft_window == window
         assert server.info("draft-0").max_context_len >= 10 * window
-        requests = make_requests(count=3, prompt_len=60, max_new_tokens=340, seed=2)
+        requests = make_requests(count=2, prompt_len=60, max_new_tokens=260, seed=2)
         plain = generate_alone(server.address, requests)
         with streams(server.address, requests) as running:
             for stream, alone in zip(running, plain, strict=True):
@@ -138,7 +138,7 @@ def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
         target={"page_size": 4, "num_pages": 190},
         draft={"page_size": 2, "num_pages": 290},
     ) as server:
-        requests = make_requests(count=10, prompt_len=24, max_new_tokens=120, seed=3)
+        requests = make_requests(count=8, prompt_len=24, max_new_tokens=120, seed=3)
         completions = check(server, requests)
         assert server.logged("the worker needed the room", service="orchestrator")
         assert server.logged("its worker needed the room", service="orchestrator")

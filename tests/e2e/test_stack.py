@@ -43,6 +43,7 @@ def processes_of(stack: Stack) -> set[int]:
     return members_of({service.pid for service in stack.services.values() if service.pid})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", ["draft-0", "target-0"])
 def test_a_worker_killed_in_mid_stream_changes_nothing(
     pair: Server, expected: tuple[int, ...], victim: str

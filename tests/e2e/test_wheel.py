@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import coppice
+from tests.processes import with_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -68,7 +69,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         result = subprocess.run([*pip, *command], env=environ, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
     (wheel,) = built.iterdir()
-    return Installed(wheel, site, {**environ, "PYTHONPATH": str(site)}, elsewhere)
+    environ["PYTHONPATH"] = with_path(site)["PYTHONPATH"]
+    return Installed(wheel, site, environ, elsewhere)
 
 
 def test_it_says_what_it_is(installed: Installed) -> None:

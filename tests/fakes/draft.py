@@ -118,8 +118,7 @@ class FakeDraft(FakeEngine[_Request]):
                 if request.is_peer_order:
                     self.to_peer.append(tree)
                 else:
-                    has_peer = bool(request.open.target_socket)
-                    self.outbox.append(replace(tree, has_peer=has_peer))
+                    self.outbox.append(tree)
                 request.pending = None
                 self.num_steps += 1
         return self.take_outbox()
@@ -150,13 +149,23 @@ class FakeDraft(FakeEngine[_Request]):
             raise InvalidArgumentError("ids out of the vocabulary", field="token_ids")
         request = _Request(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
-        self._to_target(request, PeerAttach)
+        if message.target_socket:
+            self.to_peer.append(
+                PeerAttach(
+                    request_id=message.request_id,
+                    target_epoch=message.target_epoch,
+                    draft_epoch=message.draft_epoch,
+                    num_tokens=len(message.token_ids),
+                )
+            )
         if self.needs_features:
             self._subscribe(request)
 
     def _order(self, message: DraftRound, *, is_peer_order: bool) -> None:
         request = self.requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
+            return
+        if message.unless_attached and request.open.target_socket:
             return
         if message.seq_len + 1 < len(request.tokens):
             return  # it came late
@@ -221,7 +230,14 @@ class FakeDraft(FakeEngine[_Request]):
 
     def _drop(self, request: _Request) -> None:
         del self.requests[request.open.request_id]
-        self._to_target(request, PeerDetach)
+        if request.open.target_socket:
+            self.to_peer.append(
+                PeerDetach(
+                    request_id=request.open.request_id,
+                    target_epoch=request.open.target_epoch,
+                    draft_epoch=request.open.draft_epoch,
+                )
+            )
         if self.needs_features:
             self._ask_features(
                 request,
@@ -240,16 +256,6 @@ class FakeDraft(FakeEngine[_Request]):
                 draft_epoch=request.open.draft_epoch,
             ),
         )
-
-    def _to_target(self, request: _Request, kind: type[PeerAttach] | type[PeerDetach]) -> None:
-        if request.open.target_socket:
-            self.to_peer.append(
-                kind(
-                    request_id=request.open.request_id,
-                    target_epoch=request.open.target_epoch,
-                    draft_epoch=request.open.draft_epoch,
-                )
-            )
 
     def _ask_features(
         self, request: _Request, command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe

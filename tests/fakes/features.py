@@ -9,14 +9,12 @@ import numpy as np
 from shared.errors import InvalidArgumentError, StaleStateError
 from shared.messages import (
     AcceptedPath,
-    Credit,
     FeatureAck,
     FeatureChunk,
     FeatureSubscribe,
     FeatureUnsubscribe,
     PeerTrees,
     RingSpan,
-    RootOnly,
     TargetOpen,
 )
 from shared.peer.ring import FeatureRing
@@ -36,24 +34,27 @@ class HeldRequest:
     next_feature: int | None = None  # None: nobody subscribes
     reads_ring: bool = False
     acknowledged: int = 0
-    credit: Credit | None = None
+    credit_until: int = 0
+    trees: PeerTrees | None = None  # that rounds by credit may have
+    ready_at: float = 0.0  # when the next round by credit may begin
     draft_epoch: int = 0  # of the draft that is attached; 0: none
+    is_caught_up: bool = False
+    asked_round: int | None = None  # whose tree was ordered of a draft that is behind
     num_tokens_sent: int = 0
     ordered_round: int = 0
+    last_credited_round: int = 0
 
     @property
-    def can_run_root_only(self) -> bool:
+    def has_root_only_round(self) -> bool:
         """Return whether the next round needs neither an order nor a tree."""
-        if self.credit is None or isinstance(self.credit.trees, PeerTrees):
-            return False
-        return 0 <= self.round_idx < self.credit.until_round_idx
+        is_waiting = self.peer_trees is not None and self.is_caught_up
+        return not is_waiting and 0 <= self.round_idx < self.credit_until
 
     @property
     def peer_trees(self) -> PeerTrees | None:
-        """Return the trees that may be ordered of the draft."""
-        if self.credit is None or isinstance(self.credit.trees, RootOnly):
-            return None
-        return self.credit.trees
+        """Return the trees that may be ordered of the draft that is attached."""
+        is_its = self.trees is not None and self.trees.draft_epoch == self.draft_epoch
+        return self.trees if is_its else None
 
 
 @dataclass(eq=False)

@@ -24,6 +24,8 @@ Fault = Callable[[Any], list[tuple[float, Any]]]
 
 LATENCY_S = 0.001
 CHANNEL_S = 0.0002
+ROUND_S = 0.001
+"""Of a round of the root alone by credit."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class InMemoryWorker:
         self.worker = WorkerSession(address=address, info=info, load=info.load)
         is_target = isinstance(engine, FakeTarget)
         self.problem = (pool.open_target if is_target else pool.open_draft)(self.worker)
+        self._wakes_at: float | None = None
         self._task = asyncio.create_task(self._serve())
 
     def step(self) -> None:
@@ -109,6 +112,19 @@ class InMemoryWorker:
             for delay, message in self.on_channel(said):
                 for peer in self._peers:
                     self._after(CHANNEL_S + delay, peer.hear, message)
+        if isinstance(self.engine, FakeTarget):
+            self._wake_at(self.engine.has_work_at)
+
+    def _wake_at(self, when: float | None) -> None:
+        """Step again when the next round by credit is due."""
+        if when is not None and (self._wakes_at is None or when < self._wakes_at):
+            self._wakes_at = when
+            asyncio.get_running_loop().call_at(when, self._wake)
+
+    def _wake(self) -> None:
+        self._wakes_at = None
+        if not self.worker.is_lost:
+            self.step()
 
     def lose(self, *, is_clean: bool = False) -> None:
         """End the session: the process died, or drained."""

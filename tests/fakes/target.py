@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,9 @@ from shared.messages import (
     FinishReason,
     PeerAttach,
     PeerDetach,
+    PeerTrees,
     RequestFailure,
     RequestRetracted,
-    RootOnly,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -43,6 +43,7 @@ from tests.fakes.features import FakeFeatures, HeldRequest
 from tests.fakes.model import VOCAB_SIZE, accept
 
 FORWARD_NS = 1000  # of a timed round
+ASK_ROUNDS = 16  # without a tree before another one is ordered of a draft that is behind
 
 
 @dataclass(eq=False)
@@ -52,6 +53,8 @@ class FakeTarget(FakeFeatures):
     Args:
         peer_socket: Name by which drafts attach to it; "": they cannot.
         logits_hash: What tells it from targets that compute otherwise.
+        clock: Says the time, seconds.
+        round_s: A round of the root alone by credit begins so long after the round before.
     """
 
     incarnation: str = "fake-target"
@@ -59,6 +62,8 @@ class FakeTarget(FakeFeatures):
     eos_token_ids: tuple[int, ...] = ()
     peer_socket: str = ""
     logits_hash: str = "a" * 64
+    clock: Callable[[], float] = lambda: 0.0
+    round_s: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,8 +106,18 @@ class FakeTarget(FakeFeatures):
 
     @property
     def has_work(self) -> bool:
-        can_run = any(request.can_run_root_only for request in self.requests.values())
-        return bool(self.outbox or self._queue or can_run)
+        return bool(self.outbox or self._queue or self._due_alone())
+
+    @property
+    def has_work_at(self) -> float | None:
+        """Return when the next round by credit may begin; None: none needs no tree."""
+        rounds = [r.ready_at for r in self.requests.values() if r.has_root_only_round]
+        return min(rounds, default=None)
+
+    def _due_alone(self) -> list[HeldRequest]:
+        now = self.clock() + 1e-9
+        requests = self.requests.values()
+        return [r for r in requests if r.has_root_only_round and r.ready_at <= now]
 
     def hear(self, message: Any) -> None:
         """Take what a draft says over its peer channel."""
@@ -111,14 +126,19 @@ class FakeTarget(FakeFeatures):
             return
         match message:
             case PeerAttach():
-                request.draft_epoch, request.credit = message.draft_epoch, None
-                request.ordered_round = min(request.ordered_round, request.round_idx)
+                request.draft_epoch, request.is_caught_up = message.draft_epoch, False
+                request.num_tokens_sent = message.num_tokens
+                self._ask_again(request)
             case PeerDetach() if request.draft_epoch == message.draft_epoch:
                 self.lose_channel(message.request_id)
-            case TokenTree() if request.peer_trees is not None:
-                current = (request.draft_epoch, request.round_idx + 1)
-                if (message.draft_epoch, message.round_idx) == current:
+            case TokenTree() if message.draft_epoch == request.draft_epoch:
+                request.is_caught_up = True
+                if request.peer_trees is None:
+                    return
+                if message.round_idx == request.round_idx + 1:
                     self._take_tree(request, message)
+                else:
+                    self._order_tree(request)
 
     def _take_tree(self, request: HeldRequest, tree: TokenTree) -> None:
         assert request.peer_trees is not None
@@ -154,15 +174,19 @@ class FakeTarget(FakeFeatures):
     def _order_tree(self, request: HeldRequest) -> None:
         """Order the tree of the next round over the peer channel, if there is credit for it."""
         trees, round_idx = request.peer_trees, request.round_idx + 1
-        if trees is None or request.credit is None:
+        if trees is None or request.round_idx < 0:
             return
-        if not request.ordered_round < round_idx <= request.credit.until_round_idx:
+        if not request.ordered_round < round_idx <= request.credit_until:
             return
-        request.ordered_round = round_idx
+        asked = request.asked_round
+        if not request.is_caught_up and asked is not None and round_idx < asked + ASK_ROUNDS:
+            return
         shape = trees.shape.within(self.max_context_len - request.seq_len)
         if shape is None:
-            self._commit(request, None)
+            if request.is_caught_up:
+                self._commit(request, None)
             return
+        request.ordered_round = request.asked_round = round_idx
         self.to_peer.append(
             DraftRound(
                 request_id=request.open.request_id,
@@ -202,9 +226,9 @@ class FakeTarget(FakeFeatures):
 
     def step(self) -> list[Any]:
         queue, self._queue = self._queue, []
-        for request in list(self.requests.values()):
-            if request.can_run_root_only and all(queued is not request for queued, _ in queue):
-                self._commit(request, None)
+        for request in self._due_alone():
+            if all(queued is not request for queued, _ in queue):
+                self._commit(request, None, self._times_alone(request))
                 self._num_rows += 1
         for request, message in queue:
             if self.requests.get(message.request_id) is not request:
@@ -238,7 +262,7 @@ class FakeTarget(FakeFeatures):
                 draft_epoch=request.draft_epoch,
             )
         )
-        request.draft_epoch, request.credit = 0, None
+        request.draft_epoch = 0
 
     def _open(self, message: TargetOpen) -> None:
         known = self.requests.get(message.request_id)
@@ -253,6 +277,8 @@ class FakeTarget(FakeFeatures):
             )
         request = HeldRequest(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
+        if message.credit is not None:
+            self._extend_credit(request, message.credit)
         self._queue.append((request, message))
         self.subscribe_early(message.request_id)
 
@@ -265,30 +291,30 @@ class FakeTarget(FakeFeatures):
         return request
 
     def _extend_credit(self, request: HeldRequest, credit: Credit) -> None:
-        trees = credit.trees
-        if isinstance(trees, RootOnly):
-            request.credit = credit
-        elif request.draft_epoch == trees.draft_epoch:
-            if request.peer_trees is None:
-                request.num_tokens_sent = trees.token_offset
-            request.credit = credit
-            self._order_tree(request)
+        request.credit_until = max(request.credit_until, credit.until_round_idx)
+        request.trees = credit.trees if isinstance(credit.trees, PeerTrees) else None
+        self._ask_again(request)
+
+    def _ask_again(self, request: HeldRequest) -> None:
+        """Order the next tree; also of a draft that is behind and was asked before."""
+        request.asked_round = None
+        self._order_tree(request)
 
     def _queue_round(self, message: VerifyRound) -> None:
         request = self._request_of(message)
-        request.ordered_round = min(request.ordered_round, request.round_idx)
-        if request.peer_trees is not None:
-            request.credit = None
+        if request.ordered_round > request.round_idx:
+            request.ordered_round, request.is_caught_up = request.round_idx, False
+        request.credit_until = min(request.credit_until, request.round_idx)
+        request.last_credited_round = max(request.last_credited_round, request.credit_until)
+        request.trees = None
         self._check_round(request, message)
-        if message.credit is not None:
-            self._extend_credit(request, message.credit)
 
     def _check_round(self, request: HeldRequest, message: VerifyRound) -> None:
         """Queue the round if it is the next one; answer again if it was the last one."""
         if request.last_reply is not None and request.round_idx == message.round_idx:
             self.outbox.append(request.last_reply)
             return
-        if 0 < message.round_idx <= min(request.ordered_round, request.round_idx):
+        if 0 < message.round_idx <= request.last_credited_round:
             return  # its answer is on the way
         if message.round_idx != request.round_idx + 1:
             raise StaleStateError("another round", field="round_idx")
@@ -317,6 +343,13 @@ class FakeTarget(FakeFeatures):
         request.seq_len = len(request.tokens) - 1
         self._commit(request, None)
 
+    def _times_alone(self, request: HeldRequest) -> AnswerTimes | None:
+        """Return the times of a round of the root alone by credit."""
+        if not request.open.is_timed:
+            return None
+        times = AnswerTimes(clock_id=clock_id(), begin_ns=time.monotonic_ns())
+        return times.then("forward", times.end_ns + FORWARD_NS)
+
     def _verify(self, request: HeldRequest, message: VerifyRound) -> None:
         self._num_rows += len(message.tree.token_ids) if message.tree else 1
         times = None
@@ -335,6 +368,7 @@ class FakeTarget(FakeFeatures):
         request.tokens += emitted
         request.seq_len += len(emitted)
         request.round_idx += 1
+        request.ready_at = self.clock() + self.round_s
         self._num_moved += path != list(range(len(path)))
         logprobs = tuple(TokenLogprob(token_id=token, logprob=-1.0) for token in emitted)
         request.last_reply = AcceptedPath(

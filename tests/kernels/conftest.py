@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from shared.kernels.dispatch import reset_launch_counts
+from tests.marks import OLD_INTERPRETER
 
 # Compiles in a process that does not interpret, so its place is the plain run.
 collect_ignore = ["test_compile.py"] if os.environ.get("TRITON_INTERPRET") == "1" else []
@@ -52,6 +53,20 @@ def _dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
+
+
+@pytest.fixture(autouse=True)
+def _scalars_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton before 3.7 read scalars, which it keeps in arrays [1], with numpy from 2.4 on."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or not OLD_INTERPRETER:
+        return
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 def _dot_in_order(

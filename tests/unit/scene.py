@@ -26,13 +26,13 @@ from shared.messages import (
     TreeShape,
 )
 from tests.fakes import VOCAB_SIZE, FakeDraft, FakeTarget
-from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on
+from tests.fakes.in_memory import ROUND_S, Fault, InMemoryWorker, pass_on
 
 CONFIG = OrchestratorConfig(
     targets="t:1",
     drafts="d:1",
     draft_timeout_ms=20.0,
-    draft_open_timeout_ms=100.0,
+    draft_open_timeout_ms=200.0,
     step_timeout_s=2.0,
 )
 PROMPT = (5, 6, 7)
@@ -44,10 +44,18 @@ class Scene:
 
     Args:
         has_peer: Targets and drafts are on one host.
+        round_s: Of a round of the root alone by credit.
     """
 
-    def __init__(self, config: OrchestratorConfig = CONFIG, *, has_peer: bool = False) -> None:
+    def __init__(
+        self,
+        config: OrchestratorConfig = CONFIG,
+        *,
+        has_peer: bool = False,
+        round_s: float = ROUND_S,
+    ) -> None:
         self.config = config
+        self.round_s = round_s
         self.has_peer = has_peer
         self.pool = WorkerPool()
         self.targets: list[InMemoryWorker] = []
@@ -61,6 +69,8 @@ class Scene:
                 incarnation=f"target-{index}",
                 has_features=False,
                 peer_socket=f"socket-{index}" if self.has_peer else "",
+                clock=asyncio.get_running_loop().time,
+                round_s=self.round_s,
             ),
             self.pool,
             address=f"t:{index}",

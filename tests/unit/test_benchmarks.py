@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import decode, draft, fidelity, forward, kernels, speculation, steps
+from benchmarks import decode, draft, fidelity, forward, kernels, orchestrator, speculation, steps
 from benchmarks.rows import tree_of
 from benchmarks.speculation import decode_rate
 from benchmarks.steps import chart, gaps_us, summarize
@@ -75,6 +75,22 @@ def test_a_command_writes_its_result(
     if module is steps:
         for step in ("target", "draft"):
             ElementTree.parse(tmp_path / f"picture-{step}.svg")
+
+
+@pytest.mark.slow
+def test_the_orchestrator_alone_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain and peer rounds; tokens that are missing would raise."""
+    output = tmp_path / "result.json"
+    flags = "--streams 3 --clients 2 --warm-up-s 0 --duration-s 1 --step-ms 10"
+    argv = [orchestrator.__file__ or "", *flags.split(), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", argv)
+    orchestrator.main()
+    plain, peer = json.loads(output.read_text())["rows"]
+    assert (plain["mode"], peer["mode"]) == ("plain", "peer")
+    assert plain["tokens_per_s"] > 30 and peer["tokens_per_s"] > 30
+    assert "| " in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_speed_counts_only_while_all_requests_decode() -> None:

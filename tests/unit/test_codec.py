@@ -157,7 +157,7 @@ def test_errors_name_the_field_below_its_parents() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         from_proto(bad)
     assert caught.value.field == "handle.location"
-    order = target_pb2.VerifyRound(request_id="a", round_idx=1)
+    order = target_pb2.CreditUpdate(request_id="a")
     order.credit.until_round_idx = 3
     with pytest.raises(InvalidArgumentError, match="must be root_only or peer") as caught:
         from_proto(order)

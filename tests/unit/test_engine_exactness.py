@@ -7,6 +7,7 @@ nothing is committed, and target and draft have different page sizes.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,16 +24,20 @@ from tests.engines import (
     graft,
     make_draft,
     make_target,
+    plain_of,
     random_tokens,
-    run_plain,
 )
 from tests.local_pair import LocalRequest
 
 PAGE_SIZES = {1: 16, 2: 64, 4: 1, 16: 2, 64: 4}  # the target's: the draft's
+# Shorter than a page and around its edges, whatever its size: 128 is two of the largest.
+PROMPT_LENGTHS = (1, 2, 8, 32, 128, 129, 191)
+# One for each target, two of which are the same: its plain runs serve all page sizes.
+SEEDS = {"eagle3": 3, "eagle": 1, "mtp": 2, "standalone": 3}
 BIASES = ((3, 8.0), (17, -100.0), (40, 7.5), (41, 7.0))
 
 
-def requests_of(page_size: int, seed: int) -> list[LocalRequest]:
+def requests_of(seed: int, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[LocalRequest]:
     """Return three requests per tree shape; prompt lengths and samplings rotate through them."""
     rng = random.Random(seed)
     stops = tuple(range(5, 250, 9))
@@ -52,7 +57,6 @@ def requests_of(page_size: int, seed: int) -> list[LocalRequest]:
         {"sampling": SamplingParams(repetition_penalty=1.3, logit_bias=BIASES)},
     ]  # fmt: skip
     samplings[5]["stop_token_ids"] = stops
-    lengths = [1, max(page_size // 2, 1), 2 * page_size, 2 * page_size + 1, 3 * page_size - 1]
     requests = []
     for i, shape in enumerate(SHAPES):
         for j in range(3):
@@ -96,8 +100,8 @@ CELLS = [
 def test_output_equals_the_solo_plain_run(models: Models, kind: str, page_size: int) -> None:
     pairing = models.pairing(kind)
     target = make_target(pairing, page_size=page_size)
-    requests = requests_of(page_size, seed=KINDS.index(kind))
-    plain = run_plain(target, requests, alone=True)
+    requests = requests_of(SEEDS[kind])
+    plain = plain_of(target, requests)
     before = target.load
 
     speculative = [fresh(request) for request in requests]
@@ -155,8 +159,8 @@ def test_any_tree_at_all_changes_nothing(models: Models, family: str, dtype: str
     pairing = Pairing(target=path, draft=path, algorithm="none")
     target = make_target(pairing, page_size=4, dtype=dtype)
     rng = random.Random(1)
-    requests = [replace(r, shape=None) for r in requests_of(4, seed=9)]
-    plain = run_plain(target, requests, alone=True)
+    requests = [replace(r, shape=None) for r in requests_of(9, (1, 2, 8, 9, 11))]
+    plain = plain_of(target, requests)
     speculative = [fresh(request) for request in requests]
     pair = PoisonedPair(target)
     by_id = {f"r{i + 1}": request for i, request in enumerate(plain)}

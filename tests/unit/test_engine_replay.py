@@ -177,7 +177,7 @@ def test_acceptance_recovers_after_a_late_start(models: Models, kind: str) -> No
     """With trees verified: output is plain, and the late draft is as good as the early one."""
     pairing = models.pairing(kind)
     target = make_target(pairing, feature_retain_rows=7)
-    requests = [replace(r, max_new_tokens=60) for r in requests_of(kind)]
+    requests = [replace(r, max_new_tokens=44) for r in requests_of(kind)]
     plain = run_plain(target, requests)
     early, late = [fresh(r) for r in requests], [fresh(r, joins_at=20) for r in requests]
     for run in (early, late):

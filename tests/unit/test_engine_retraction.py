@@ -95,7 +95,7 @@ def test_the_oldest_request_is_never_retracted(models: Models) -> None:
     pairing = models.pairing("standalone")
     target = make_target(pairing, page_size=4, num_pages=1 + 300 // 4)
     requests = [
-        LocalRequest(prompt=[i + 1], max_new_tokens=100, shape=SHAPES[5], request_id=f"r{i}")
+        LocalRequest(prompt=[i + 1], max_new_tokens=80, shape=SHAPES[5], request_id=f"r{i}")
         for i in range(5)
     ]
     pair = PoisonedPair(target, make_draft(pairing))

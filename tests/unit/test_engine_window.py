@@ -103,7 +103,13 @@ def narrow(models: Models, kind: str) -> Pairing:
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size"), [("eagle3", 16), ("eagle", 4), ("standalone", 1), ("standalone", 16)]
+    ("kind", "page_size"),
+    [
+        ("eagle3", 16),
+        ("eagle", 4),
+        ("standalone", 1),
+        pytest.param("standalone", 16, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_draft_speculates_on_in_its_window(models: Models, kind: str, page_size: int) -> None:
     pairing = narrow(models, kind)

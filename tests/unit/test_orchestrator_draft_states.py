@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.draft_handle import DraftHandle
-from orchestrator.draft_states import TRANSITIONS, WAITING, DraftEvent, DraftState, Effect
+from orchestrator.draft_states import TRANSITIONS, DraftEvent, DraftState, Effect
 from orchestrator.peer_watch import PeerTrust
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
@@ -22,6 +22,7 @@ from shared.messages import (
     DraftClose,
     DraftOpen,
     DraftRound,
+    PeerTrees,
     RequestFailure,
     RequestRetracted,
     SamplingParams,
@@ -49,11 +50,15 @@ def test_every_event_has_an_answer_in_every_state() -> None:
     assert set(TRANSITIONS) == set(itertools.product(State, Event))
 
 
+CREDITED = {State.BEHIND, State.PEER}
+"""States in which the target may have credit for trees, and may wait for one."""
+
+
 def test_effects_belong_to_what_changes() -> None:
-    """Credit is revoked when PEER is left; what a draft holds is freed when it becomes ABSENT."""
+    """Credit for trees is revoked with the state; what a draft holds is freed when it is ABSENT."""
     for (before, event), (state, effect) in TRANSITIONS.items():
-        leaves_peer = before is State.PEER and state is not State.PEER
-        assert (Effect.REVOKE in effect) == leaves_peer, (before, event)
+        loses_credit = before in CREDITED and state not in CREDITED
+        assert (Effect.REVOKE in effect) == loses_credit, (before, event)
         becomes_absent = state is State.ABSENT and before is not State.ABSENT
         assert (Effect.CLOSE in effect) == becomes_absent, (before, event)
 
@@ -68,48 +73,47 @@ def test_a_request_without_speculation_has_no_other_state(state: DraftState) -> 
 def test_any_draft_can_be_closed_lost_and_opened() -> None:
     for state in set(State) - {State.OFF}:
         for event in (Event.CLOSED, Event.LOST):
-            assert after(state, event, Event.OPENED) == [State.ABSENT, State.OPENING]
-        assert after(state, Event.CLOSED, Event.REOPENED)[-1] is State.JOINING
+            assert after(state, event, Event.OPENED) == [State.ABSENT, State.BEHIND]
 
 
-def test_peer_rounds_begin_with_credit_for_an_attached_draft_only() -> None:
+def test_peer_rounds_begin_with_a_path_that_shows_them() -> None:
     entries = [
         (before, event)
         for (before, event), (state, _) in TRANSITIONS.items()
         if state is State.PEER and before is not State.PEER
     ]
-    assert entries == [(State.ATTACHED, Event.CREDITED)]
+    assert entries == [(State.BEHIND, Event.PEER_TREE)]
 
 
-@pytest.mark.parametrize("state", [State.OPENING, State.JOINING, State.MISSED, State.LATE])
-def test_any_tree_shows_that_a_draft_keeps_up(state: DraftState) -> None:
+@pytest.mark.parametrize("state", [State.BEHIND, State.MISSED])
+def test_any_tree_that_comes_here_shows_that_a_draft_has_caught_up(state: DraftState) -> None:
     assert after(state, Event.TREE) == [State.RELAYED]
-    assert after(state, Event.ATTACHED_TREE) == [State.ATTACHED]
 
 
 def test_no_round_waits_twice_for_the_same_draft() -> None:
     """After a round has waited in vain none waits until a tree came."""
-    for state in WAITING | {State.PEER}:
+    for state in (State.RELAYED, State.PEER):
         (late,) = after(state, Event.OVERDUE)
-        assert late not in WAITING | {State.PEER}
-        for event in set(Event) - {Event.TREE, Event.ATTACHED_TREE, Event.EXCUSED, Event.OPENED}:
-            assert TRANSITIONS[late, event].state not in WAITING | {State.PEER}
+        assert late not in (State.RELAYED, State.PEER)
+        for event in set(Event) - {Event.TREE, Event.PEER_TREE}:
+            assert TRANSITIONS[late, event].state not in (State.RELAYED, State.PEER)
 
 
 def test_the_life_of_a_draft() -> None:
-    """From the prompt to peer rounds, a missed one, and back."""
+    """From the prompt to peer rounds, a missed one, and back; or to relayed ones."""
     steps = {
-        Event.OPENED: State.OPENING,
-        Event.ATTACHED_TREE: State.ATTACHED,
-        Event.CREDITED: State.PEER,
+        Event.OPENED: State.BEHIND,
+        Event.PEER_TREE: State.PEER,
         Event.OVERDUE: State.MISSED,
-        Event.ORDERED: State.LATE,
+        Event.ORDERED: State.BEHIND,
         Event.TREE: State.RELAYED,
     }
     assert after(State.ABSENT, *steps) == list(steps.values())
-    # The target was late, not the draft; but a channel that is lost stays lost.
-    assert after(State.MISSED, Event.EXCUSED) == [State.ATTACHED]
-    assert after(State.MISSED, Event.DETACHED, Event.EXCUSED)[-1] is State.LATE
+    # The target was late, not the draft; and a round without a tree is no wait.
+    assert after(State.MISSED, Event.PEER_TREE) == [State.BEHIND]
+    assert after(State.PEER, Event.NO_TREE, Event.PEER_TREE) == [State.BEHIND, State.PEER]
+    assert after(State.PEER, Event.DETACHED) == [State.BEHIND]
+    assert after(State.RELAYED, Event.OVERDUE) == [State.BEHIND]
 
 
 def test_trust_ends_with_three_misses_and_is_earned_again() -> None:
@@ -124,20 +128,24 @@ def test_trust_ends_with_three_misses_and_is_earned_again() -> None:
     for _ in range(64):
         trust.note_round()
     assert trust.allows_peer_rounds
+    trust.excuse()
+    assert trust.allows_peer_rounds, "an excuse without a miss is worth nothing"
     trust.detach()
     assert not trust.allows_peer_rounds
+    assert not PeerTrust(is_detached=True).allows_peer_rounds
 
 
 # Most of what happens is good, or no state but the first ones would be reached.
 GOOD = st.one_of(
-    st.tuples(st.just("keep_up"), st.booleans()),
+    st.tuples(st.sampled_from(["keep_up", "reopen"])),
+    st.tuples(st.just("run_peer_rounds"), st.integers(0, 3)),
     st.tuples(st.just("run_peer_rounds"), st.integers(0, 3)),
     st.tuples(st.just("sleep"), st.sampled_from([0.001, 0.03])),
-    st.tuples(st.just("end_peer_round"), st.booleans()),
+    st.tuples(st.just("end_round"), st.booleans()),
     st.tuples(st.sampled_from(["order", "wait"])),
 )
 BAD = st.one_of(
-    st.tuples(st.just("answer"), st.booleans(), st.sampled_from([0, 0, 0, 1]), st.integers(-2, 1)),
+    st.tuples(st.just("answer"), st.sampled_from([0, 0, 0, 1]), st.integers(-2, 1)),
     st.tuples(st.just("sleep"), st.sampled_from([0.3, 6.0])),
     st.tuples(st.sampled_from(["detach", "retract", "fail", "lose", "refuse", "rebuild", "close"])),
 )
@@ -203,7 +211,7 @@ class Stage:
         num_tokens = len(self.tokens)
         self.handle.order(round_idx=self.round_idx, seq_len=num_tokens - 1, tokens=self.tokens)
 
-    async def answer(self, has_peer: bool, epochs_ago: int, rounds_off: int) -> None:  # noqa: FBT001
+    async def answer(self, epochs_ago: int, rounds_off: int) -> None:
         """Answer the last order, more or less."""
         orders = [message for message in self.sent if isinstance(message, DraftRound)]
         if not orders:
@@ -218,30 +226,32 @@ class Stage:
                 seq_len=order.seq_len,
                 token_ids=(order.token_ids[-1], 1),
                 parent_index=(-1, 0),
-                has_peer=has_peer,
             )
         )
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def keep_up(self, has_peer: bool) -> None:  # noqa: FBT001
+    async def keep_up(self) -> None:
         """Order a tree, unless it is for the target to do so, and let it come at once."""
         if not self.handle.is_peer:
             await self.order()
             await self.collect()
-            await self.answer(has_peer, 0, 0)
+            await self.answer(0, 0)
 
     async def run_peer_rounds(self, num_rounds: int) -> None:
-        await self.keep_up(True)  # noqa: FBT003
-        if self.handle.peer_trees is not None:
-            self.handle.note_credit()
+        self.handle.note_credit()
         for _ in range(num_rounds):
             await asyncio.sleep(0.001)
-            await self.end_peer_round(True)  # noqa: FBT003
+            await self.end_round(True)  # noqa: FBT003
 
-    async def end_peer_round(self, had_tree: bool) -> None:  # noqa: FBT001
-        self.handle.note_peer_round(had_tree=had_tree)
+    async def end_round(self, had_tree: bool) -> None:  # noqa: FBT001
+        self.handle.note_path(had_tree=had_tree)
+
+    async def reopen(self) -> None:
+        """Order a tree when the draft is sure to be opened again if it is absent."""
+        await asyncio.sleep(6.0 if self.handle.state is State.ABSENT else 0.0)
+        await self.order()
 
     async def detach(self) -> None:
         self.handle.lose_channel(self.epoch)
@@ -278,19 +288,21 @@ class Stage:
         """Wait as a round does: only in states that say so, and no longer than is allowed."""
         loop = asyncio.get_running_loop()
         before, began = self.handle.state, loop.time()
+        num_revoked = self.num_revoked
         async with asyncio.timeout(60):
             tree = await self.handle.tree(self.round_idx)
         waited_s = loop.time() - began
-        if before not in WAITING:
+        if before is not State.RELAYED:
             assert waited_s < 1e-6
         if waited_s > 1e-6 and tree is None:
-            assert self.handle.state is State.LATE
+            assert self.handle.state is State.BEHIND
+        assert self.num_revoked == num_revoked, "nothing by credit is waited for"
 
 
 @given(actions=ACTIONS)
 @settings(max_examples=300, deadline=None)
 def test_whatever_happens_a_draft_keeps_to_its_states(actions: list[tuple[Any, ...]]) -> None:
-    """Nothing raises, or waits without end; what is opened is closed; leaving PEER is said."""
+    """Nothing raises, or waits without end; what is opened is closed; no credit is forgotten."""
 
     async def main() -> None:
         stage = Stage()
@@ -300,12 +312,13 @@ def test_whatever_happens_a_draft_keeps_to_its_states(actions: list[tuple[Any, .
             await getattr(stage, name)(*arguments)
             state = stage.handle.state
             await stage.collect()
-            if before is State.PEER:
-                assert stage.num_revoked - num_revoked == (state is not State.PEER)
-            assert (stage.handle.peer_trees is not None) == (
-                state in (State.ATTACHED, State.PEER)
-            ), "credit for attached drafts only"
+            if before in CREDITED and state not in CREDITED:
+                assert stage.num_revoked > num_revoked
+            trees = stage.handle.trees
+            if isinstance(trees, PeerTrees):
+                assert state in CREDITED and trees.draft_epoch == stage.epoch
             assert stage.handle.is_peer == (state is State.PEER)
+            assert stage.handle.is_relayed == (state is State.RELAYED)
             holders = [draft for draft in stage.drafts if draft.num_own_requests]
             assert len(holders) == (state is not State.ABSENT)
         stage.handle.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.target_handle import CREDIT_ROUNDS
 from shared.errors import StatusCode
 from shared.messages import (
     AcceptedPath,
@@ -24,7 +25,7 @@ from shared.messages import (
     VerifyRound,
 )
 from tests.fakes import generate
-from tests.fakes.in_memory import Unreadable, pass_on, run_virtual
+from tests.fakes.in_memory import Fault, Unreadable, pass_on, run_virtual
 from tests.unit.scene import (
     BAD_TREES,
     PROMPT,
@@ -58,25 +59,26 @@ def test_the_order_of_a_tree_leaves_before_the_tokens_do() -> None:
         await generation.run()
         assert len(orders) > 5
         # PromptInfo, and a delta of every round but the last two: this one, and the one that ended.
-        assert all(num_events == round_idx for round_idx, num_events in orders)
+        # After a round by credit its delta waits as well, to be written after the order.
+        assert all(round_idx <= num_events <= round_idx + 1 for round_idx, num_events in orders)
 
     run_virtual(main())
 
 
 def test_speculation_commits_more_than_a_token_per_round() -> None:
-    """Without faults: every round has its tree, and the statistics add up."""
+    """Without faults: every round has its tree once there is one, and the statistics add up."""
 
     async def main() -> None:
         scene = Scene()
         scene.add_target()
         scene.add_draft()
-        events = await scene.serve()
-        finish = check_stream(events, generate(PROMPT, 40))
+        events = await scene.serve(max_new_tokens=200)
+        finish = check_stream(events, generate(PROMPT, 200))
         stats = finish.speculation
-        assert stats.num_root_only_rounds == 0
+        assert stats.num_root_only_rounds < 8
         assert stats.accept_length > 2
         assert stats.num_moved_rounds > 0  # the fake's guesses stand behind wrong siblings
-        assert stats.num_draft_tokens == 6 * stats.num_rounds
+        assert stats.num_draft_tokens == 6 * (stats.num_rounds - stats.num_root_only_rounds)
         assert finish.retries == 0
         assert finish.reason is FinishReason.LENGTH
         await scene.check_free()
@@ -114,7 +116,8 @@ def test_plain_decoding_needs_no_order_per_round() -> None:
         received = target.engine.received
         assert not any(isinstance(message, VerifyRound) for message in received)
         limits = [m.credit.until_round_idx for m in received if isinstance(m, CreditUpdate)]
-        assert limits == [257, 386], "199 rounds, and never less than half of a credit left"
+        # That of the opening covers the first 256 rounds.
+        assert limits == [385], "199 rounds, and never less than half of a credit left"
 
     run_virtual(main())
 
@@ -154,22 +157,25 @@ def test_sampling_parameters_reach_both_workers() -> None:
     run_virtual(main())
 
 
-def test_the_draft_hears_of_every_token_once() -> None:
-    """Offsets are contiguous and the last token is the root."""
+def test_the_draft_hears_of_every_token() -> None:
+    """None is left out, the last one is the root; once a tree has come, none is repeated."""
 
     async def main() -> None:
         scene = Scene()
         scene.add_target()
         draft = scene.add_draft()
-        await scene.serve()
+        await scene.serve(max_new_tokens=100)
         opened = next(m for m in draft.engine.received if isinstance(m, DraftOpen))
         tokens = list(opened.token_ids)
+        num_repeated = 0
         for order in (m for m in draft.engine.received if isinstance(m, DraftRound)):
-            assert order.token_offset == len(tokens)
-            tokens += order.token_ids
+            assert order.token_offset <= len(tokens)
+            num_repeated += order.token_offset < len(tokens)
+            tokens[order.token_offset :] = order.token_ids
             assert order.seq_len == len(tokens) - 1
             assert order.shape == SHAPE
-        assert tokens == [*PROMPT, *generate(PROMPT, 40)][: len(tokens)]
+        assert num_repeated < 8
+        assert tokens == [*PROMPT, *generate(PROMPT, 100)][: len(tokens)]
 
     run_virtual(main())
 
@@ -183,7 +189,7 @@ def test_a_wrong_tree_costs_a_round_and_a_new_draft_state(
     async def main() -> None:
         scene = Scene()
         target = scene.add_target()
-        faults = iter([pass_on, spoiled(change)])
+        faults = iter([*[pass_on] * 12, spoiled(change)])
         draft = scene.add_draft(on_reply=scripted(faults, only=TokenTree))
         finish = check_stream(await scene.serve(max_new_tokens=200), generate(PROMPT, 200))
         assert finish.speculation.num_root_only_rounds >= 1
@@ -192,7 +198,7 @@ def test_a_wrong_tree_costs_a_round_and_a_new_draft_state(
         assert epochs == [1, 2]
         assert finish.retries == 1
         trees = [m.tree for m in target.engine.received if isinstance(m, VerifyRound)]
-        assert trees[1] is None
+        assert None in trees[6:], "the round of the wrong tree"
         await scene.check_free()
 
     run_virtual(main())
@@ -277,26 +283,34 @@ def test_a_late_draft_costs_one_wait_and_comes_back_with_any_tree() -> None:
     run_virtual(main())
 
 
-def test_the_first_round_waits_for_the_draft_to_read_the_prompt() -> None:
-    """draft_open_timeout_ms, not draft_timeout_ms: else no long prompt ever speculated."""
-
+def test_no_round_waits_for_the_draft_to_read_the_prompt() -> None:
     async def main() -> None:
-        scene = Scene()
+        scene = Scene(round_s=0.01)
         scene.add_target()
-        scene.add_draft(on_reply=scripted(iter([delayed(0.08)]), only=TokenTree))
+        scene.add_draft(on_reply=delayed_until(0.08))
         finish = check_stream(await scene.serve(), generate(PROMPT, 40))
-        assert finish.speculation.num_root_only_rounds == 0
-        assert finish.timings.mean_draft_wait_ms * finish.speculation.num_rounds > 80
+        assert 6 <= finish.speculation.num_root_only_rounds <= 12
+        assert finish.timings.mean_draft_wait_ms < 3.0, "of a relayed round"
 
     run_virtual(main())
+
+
+def delayed_until(when: float) -> Fault:
+    """Hold trees until some time."""
+
+    def hold(message: Any) -> list[tuple[float, Any]]:
+        left_s = max(when - asyncio.get_running_loop().time(), 0.0)
+        return [(left_s if isinstance(message, TokenTree) else 0.0, message)]
+
+    return hold
 
 
 def test_a_silent_draft_is_replaced() -> None:
     """A draft that never answers is closed, and the request opened on another one."""
 
     async def main() -> None:
-        scene = Scene()
-        scene.add_target(on_reply=scripted(iter([delayed(0.05)] * 300), only=AcceptedPath))
+        scene = Scene(round_s=0.05)
+        scene.add_target()
         silent = scene.add_draft(on_reply=lambda message: [])
         serving = asyncio.create_task(scene.serve(max_new_tokens=100))
         await asyncio.sleep(0.1)
@@ -316,10 +330,16 @@ def test_a_draft_is_not_silent_while_nothing_is_ordered() -> None:
 
     async def main() -> None:
         scene = Scene()
-        scene.add_target(on_reply=scripted(iter([delayed(1.5)]), only=AcceptedPath))
+
+        def stall(message: Any) -> list[tuple[float, Any]]:
+            is_early = isinstance(message, AcceptedPath) and asyncio.get_running_loop().time() < 1.5
+            return [(1.5 - asyncio.get_running_loop().time() if is_early else 0.0, message)]
+
+        scene.add_target(on_reply=stall)
         draft = scene.add_draft()
-        finish = check_stream(await scene.serve(), generate(PROMPT, 40))
-        assert (finish.retries, finish.speculation.num_root_only_rounds) == (0, 0)
+        finish = check_stream(await scene.serve(max_new_tokens=200), generate(PROMPT, 200))
+        assert finish.retries == 0
+        assert finish.speculation.num_root_only_rounds <= CREDIT_ROUNDS + 8
         opens = [m for m in draft.engine.received if isinstance(m, DraftOpen)]
         assert [m.draft_epoch for m in opens] == [1]
         await scene.check_free()
@@ -331,8 +351,8 @@ def test_a_draft_that_joins_late_is_used() -> None:
     """Opened with everything so far; joining is no retry."""
 
     async def main() -> None:
-        scene = Scene()
-        scene.add_target(on_reply=scripted(iter([delayed(0.05)] * 300), only=AcceptedPath))
+        scene = Scene(round_s=0.05)
+        scene.add_target()
         serving = asyncio.create_task(scene.serve(max_new_tokens=100))
         await asyncio.sleep(1.0)
         draft = scene.add_draft()
@@ -350,7 +370,7 @@ def test_a_lost_draft_worker_is_replaced_by_another_one() -> None:
     """The round that waited goes on at once."""
 
     async def main() -> None:
-        scene = Scene()
+        scene = Scene(round_s=0.02)
         scene.add_target(on_reply=scripted(iter([delayed(0.01)] * 300), only=AcceptedPath))
         first = scene.add_draft()
         second = scene.add_draft()
@@ -367,11 +387,18 @@ def test_a_lost_draft_worker_is_replaced_by_another_one() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("num_tokens", "is_news"), [(1, False), (12, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "code", "is_news"),
+    [
+        (1, StatusCode.INTERNAL, False),
+        (12, StatusCode.INTERNAL, True),
+        (12, StatusCode.NOT_FOUND, False),
+    ],
+)
 def test_a_lost_draft_is_news_only_to_a_request_that_goes_on(
-    caplog: pytest.LogCaptureFixture, num_tokens: int, *, is_news: bool
+    caplog: pytest.LogCaptureFixture, num_tokens: int, code: StatusCode, *, is_news: bool
 ) -> None:
-    """A request that ends at once may be gone from the target before its draft asks there."""
+    """A request that ends soon may be gone from the target before its draft asks there."""
 
     async def main() -> None:
         scene = Scene()
@@ -384,8 +411,8 @@ def test_a_lost_draft_is_news_only_to_a_request_that_goes_on(
             if isinstance(message, DraftOpen) and message.draft_epoch == 1:
                 failure = RequestFailure(
                     request_id=message.request_id,
-                    code=int(StatusCode.NOT_FOUND),
-                    reason="REQUEST_NOT_FOUND",
+                    code=int(code),
+                    reason="TEST",
                     message="no request here",
                     target_epoch=message.target_epoch,
                     draft_epoch=message.draft_epoch,

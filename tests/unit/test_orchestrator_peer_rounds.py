@@ -22,14 +22,23 @@ from shared.messages import (
     DraftRound,
     FinishInfo,
     FinishReason,
-    PeerTrees,
+    RootOnly,
     TokenTree,
     VerifyRound,
 )
 from tests.fakes import FakeDraft, FakeTarget, generate
-from tests.fakes.in_memory import LATENCY_S, Fault, InMemoryWorker, pass_on, run_virtual
+from tests.fakes.in_memory import (
+    LATENCY_S,
+    ROUND_S,
+    Fault,
+    InMemoryWorker,
+    pass_on,
+    run_virtual,
+)
+from tests.fakes.target import ASK_ROUNDS
 from tests.unit.scene import (
     BAD_TREES,
+    CONFIG,
     PROMPT,
     Scene,
     check_stream,
@@ -57,21 +66,25 @@ async def serve(scene: Scene, count: int = NUM_TOKENS, **fields: Any) -> FinishI
 
 
 def credits_of(target: Any) -> list[Credit]:
-    """Return the credits that a target was given, in orders and between them."""
-    messages = [*target.engine.received]
-    return [
-        message.credit
-        for message in messages
-        if isinstance(message, VerifyRound | CreditUpdate) and message.credit is not None
-    ]
+    """Return the credits that a target was given after the opening one."""
+    return [message.credit for message in received(target, CreditUpdate)]
+
+
+def missed(target: InMemoryWorker) -> list[VerifyRound]:
+    """Return the orders of rounds, which say that one was waited for in vain, or a draft lost."""
+    return received(target, VerifyRound)
 
 
 def nothing(message: Any) -> list[tuple[float, Any]]:
     return []
 
 
-def test_peer_rounds_begin_after_the_first_tree_of_an_attached_draft() -> None:
-    """One round is relayed; then nothing is sent but credit, and it never runs out."""
+CATCH_UP_ROUNDS = 3
+"""Of the root alone, at most, before a draft without faults has caught up."""
+
+
+def test_peer_rounds_begin_as_soon_as_the_draft_has_caught_up() -> None:
+    """No round is ordered; nothing is sent but credit, and it never runs out."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
@@ -84,39 +97,65 @@ def test_peer_rounds_begin_after_the_first_tree_of_an_attached_draft() -> None:
             return pass_on(message)
 
         target, draft = scene.add_target(on_request=note), scene.add_draft()
-        stats = (await serve(scene, 2000)).speculation  # about 550 rounds
-        assert stats.num_root_only_rounds == 0 and stats.accept_length > 2
-        assert len(received(target, VerifyRound)) == len(received(draft, DraftRound)) == 1
+        stats = (await serve(scene, 2000)).speculation
+        assert stats.num_root_only_rounds <= CATCH_UP_ROUNDS and stats.accept_length > 2
+        assert missed(target) == []
+        orders = received(draft, DraftRound)
+        assert len(orders) <= CATCH_UP_ROUNDS and all(order.unless_attached for order in orders)
         limits = [credit.until_round_idx for credit in credits_of(target)]
         assert limits == [
-            2 + CREDIT_ROUNDS + i * (CREDIT_ROUNDS // 2 + 1) for i in range(len(limits))
+            1 + CREDIT_ROUNDS + i * (CREDIT_ROUNDS // 2 + 1) for i in range(len(limits))
         ]
         assert len(limits) > 4 and min(left) > CREDIT_ROUNDS // 4
 
     run_virtual(main())
 
 
-def test_the_first_peer_round_follows_without_a_hop() -> None:
-    """Its credit comes with the order before it, whose path may still be on its way."""
+@pytest.mark.parametrize("has_peer", [False, True])
+@pytest.mark.parametrize("reading_s", [0.0, 0.05, 0.15])
+def test_a_newcomer_decodes_at_once_while_its_draft_reads(
+    *, has_peer: bool, reading_s: float
+) -> None:
+    """Its first tokens come as in plain decoding, and no wait is noticed later either."""
 
     async def main() -> None:
-        scene = Scene(has_peer=True)
-        target = scene.add_target(on_reply=delayed(0.01))
-        scene.add_draft()
-        await serve(scene)
-        [order] = received(target, VerifyRound)
-        assert order.credit is not None and isinstance(order.credit.trees, PeerTrees)
+        scene = Scene(has_peer=has_peer)
+        times: list[float] = []
+
+        def note(message: Any) -> list[tuple[float, Any]]:
+            if isinstance(message, AcceptedPath):
+                times.append(asyncio.get_running_loop().time())
+            return pass_on(message)
+
+        scene.add_target(on_reply=note)
+
+        def slow(message: Any) -> list[tuple[float, Any]]:
+            left_s = max(reading_s - asyncio.get_running_loop().time(), 0.0)
+            return [(left_s if isinstance(message, TokenTree) else 0.0, message)]
+
+        scene.add_draft(on_reply=slow, on_channel=slow)
+        stats = (await serve(scene)).speculation
+        num_alone = max(round(reading_s / ROUND_S) - 5, 0)  # it is opened after 5 ms
+        assert num_alone <= stats.num_root_only_rounds <= num_alone + 15
+        gaps = [after - before for before, after in pairwise(times)]
+        assert max(gaps[:num_alone], default=0.0) < 1.01 * ROUND_S
+        assert max(gaps) < 6 * LATENCY_S
+        assert stats.num_accepted_drafts > 100
 
     run_virtual(main())
 
 
 def test_rounds_of_workers_that_are_not_attached_are_relayed() -> None:
+    """Once the first tree is here: until then the target goes on by itself, for nobody waits."""
+
     async def main() -> None:
         scene = Scene()
         target, draft = scene.add_target(), scene.add_draft()
-        num_rounds = (await serve(scene)).speculation.num_rounds
-        assert credits_of(target) == []
-        assert len(received(target, VerifyRound)) == num_rounds
+        stats = (await serve(scene)).speculation
+        assert stats.num_root_only_rounds < 8
+        assert len(credits_of(target)) == 1
+        num_rounds = stats.num_rounds
+        assert num_rounds - 8 < len(received(target, VerifyRound)) <= num_rounds
         assert len(received(draft, DraftRound)) == num_rounds
 
     run_virtual(main())
@@ -150,9 +189,10 @@ def test_a_missing_tree_costs_one_wait_and_a_round_of_the_root_alone(
         started = asyncio.get_running_loop().time()
         finish = await serve(scene)
         assert finish.retries == 0
-        assert finish.speculation.num_root_only_rounds <= 4 * num_misses
-        num_relayed = 1 + 6 * num_misses
-        assert len(received(target, VerifyRound)) <= num_relayed
+        # The first tree is not waited for; if it is lost, another one is ordered some rounds later.
+        num_behind = ASK_ROUNDS if number == 0 else 4
+        assert finish.speculation.num_root_only_rounds <= CATCH_UP_ROUNDS + num_behind * num_misses
+        assert len(missed(target)) <= num_misses
         assert len(received(draft, DraftOpen)) == 1
         wasted = asyncio.get_running_loop().time() - started - 5.0  # of check_free
         assert wasted < 0.15
@@ -161,17 +201,35 @@ def test_a_missing_tree_costs_one_wait_and_a_round_of_the_root_alone(
 
 
 def test_rounds_of_a_draft_whose_trees_never_come_are_relayed() -> None:
-    """It says that it is attached, but no tree of its ever gets to the target."""
+    """It is attached, but no tree of its ever gets to the target: in time it counts as silent."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
         target = scene.add_target()
-        scene.add_draft(on_channel=scripted(iter([nothing] * 999), only=TokenTree))
-        finish = await serve(scene)
-        assert len(credits_of(target)) == 3
-        assert finish.retries == 0
-        assert finish.speculation.num_root_only_rounds <= 12
-        assert finish.speculation.accept_length > 2
+        draft = scene.add_draft(on_channel=scripted(iter([nothing] * 999), only=TokenTree))
+        finish = await serve(scene, 1000)
+        assert finish.retries == 1
+        silence_s = CONFIG.draft_open_timeout_ms / 1e3
+        reopened_after_s = 0.1
+        num_alone = (silence_s + reopened_after_s) / ROUND_S
+        assert finish.speculation.num_root_only_rounds <= num_alone
+        orders = [m for m in received(draft, DraftRound) if m.draft_epoch == 2]
+        assert orders and not any(order.unless_attached for order in orders)
+        assert len(missed(target)) > 100, "they are relayed"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("number", [1, 7, 40])
+def test_rounds_of_a_draft_whose_trees_cease_to_come_are_relayed(number: int) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target = scene.add_target()
+        scene.add_draft(on_channel=from_tree(number, *[nothing] * 9999))
+        finish = await serve(scene, 1000)
+        assert finish.retries == 1
+        assert finish.speculation.num_root_only_rounds <= 350
+        assert len(missed(target)) > 100
 
     run_virtual(main())
 
@@ -186,7 +244,9 @@ def test_a_wrong_tree_over_the_peer_channel_replaces_the_draft(wrong: str) -> No
         assert finish.retries == 1
         assert [m.draft_epoch for m in received(draft, DraftOpen)] == [1, 2]
         assert credits_of(target)[-1].trees.draft_epoch == 2, "peer rounds again"
-        assert finish.speculation.num_root_only_rounds < 60
+        reopened_after_s = 0.1
+        num_alone = reopened_after_s / ROUND_S + 2 * CATCH_UP_ROUNDS
+        assert finish.speculation.num_root_only_rounds <= num_alone
 
     run_virtual(main())
 
@@ -204,7 +264,8 @@ def test_a_wrong_tree_of_a_revoked_round_fails_nothing() -> None:
         script = iter([pass_on, pass_on, spoil])
         target = scene.add_target(on_reply=scripted(script, only=AcceptedPath))
         assert (await serve(scene, 20)).retries == 0
-        assert [m.round_idx for m in received(target, VerifyRound)][:4] == [1, 2, 2, 3]
+        rounds = [m.round_idx for m in missed(target)]
+        assert rounds[0] == 2, "the wrong one is ordered"
 
     run_virtual(main())
 
@@ -259,15 +320,16 @@ def test_a_lost_channel_costs_no_wait(*, draft_knows: bool, delay: float) -> Non
         target, draft = scene.add_target(), scene.add_draft()
         serving = asyncio.create_task(serve(scene))
         await asyncio.sleep(delay)
-        assert credits_of(target) and len(received(target, VerifyRound)) == 1
+        assert credits_of(target) and missed(target) == []
+        (held,) = target.engine.requests.values()
+        before = held.round_idx
         detach(target, *([draft] if draft_knows else []))
         await asyncio.sleep(2.5 * LATENCY_S)
-        assert len(received(target, VerifyRound)) > 1
-        num_credits = len(credits_of(target))
+        assert held.round_idx >= before + 2, "the target goes on by itself"
         finish = await serving
         assert finish.retries == 0 and len(received(draft, DraftOpen)) == 1
-        assert len(credits_of(target)) == num_credits, "no more peer rounds"
-        assert finish.speculation.num_root_only_rounds <= 4
+        assert credits_of(target)[-1].trees == RootOnly(), "no more peer rounds"
+        assert finish.speculation.num_root_only_rounds <= CATCH_UP_ROUNDS + 10
         assert finish.speculation.accept_length > 2
 
     run_virtual(main())
@@ -281,19 +343,23 @@ def test_a_draft_that_hangs_behind_a_lost_channel_is_not_waited_for(delay: float
         scene = Scene(has_peer=True)
         late = itertools.repeat(delayed(LATENCY_S / 2))
         target = scene.add_target(on_reply=scripted(late, only=AcceptedPath))
-        scene.add_draft(on_reply=scripted(iter([pass_on, *[nothing] * 999]), only=TokenTree))
+        scene.add_draft(on_reply=scripted(itertools.repeat(nothing), only=TokenTree))
         serving = asyncio.create_task(serve(scene, 120))
         await asyncio.sleep(delay)
+        (held,) = target.engine.requests.values()
+        before = held.round_idx
         detach(target)
         await asyncio.sleep(10 * LATENCY_S)
-        assert len(received(target, VerifyRound)) >= 5
+        assert held.round_idx >= before + 5
         await serving
 
     run_virtual(main())
 
 
 @pytest.mark.parametrize("delay", [0.0101, 0.0123, 0.0207])
-def test_a_lost_channel_that_no_message_reports_costs_one_wait(delay: float) -> None:
+def test_a_lost_channel_that_no_message_reports_costs_no_wait(delay: float) -> None:
+    """The target's rounds have no trees any more, so the draft is asked for them again."""
+
     async def main() -> None:
         scene = Scene(has_peer=True)
         target = scene.add_target(on_reply=scripted(iter([nothing]), only=DraftDetached))
@@ -302,56 +368,39 @@ def test_a_lost_channel_that_no_message_reports_costs_one_wait(delay: float) -> 
         await asyncio.sleep(delay)
         detach(target, draft)
         await asyncio.sleep(0.015)
-        assert len(received(target, VerifyRound)) == 1
-        await asyncio.sleep(0.01)
         assert len(received(target, VerifyRound)) > 1
         finish = await serving
         assert finish.retries == 0
-        assert finish.speculation.num_root_only_rounds <= 4
-
-    run_virtual(main())
-
-
-def test_no_credit_is_given_for_a_channel_that_is_lost_in_relayed_rounds() -> None:
-    async def main() -> None:
-        scene = Scene(has_peer=True)
-
-        def cut(tree: TokenTree) -> list[tuple[float, Any]]:
-            asyncio.get_running_loop().call_later(LATENCY_S / 2, detach, target)
-            return [(LATENCY_S, tree)]
-
-        target = scene.add_target()
-        scene.add_draft(on_reply=scripted(iter([cut]), only=TokenTree))
-        stats = (await serve(scene)).speculation
-        assert credits_of(target) == []
-        assert len(received(target, VerifyRound)) == stats.num_rounds
-        assert stats.num_root_only_rounds == 0
+        assert finish.speculation.num_root_only_rounds <= CATCH_UP_ROUNDS + 10
 
     run_virtual(main())
 
 
 @pytest.mark.parametrize("delay_us", range(3500, 9000, 250))
-def test_a_channel_that_is_lost_around_the_first_peer_round_costs_no_wait(delay_us: int) -> None:
-    """Before the credit is given, while it is on its way, or just after."""
+@pytest.mark.parametrize("draft_knows", [False, True])
+def test_a_channel_that_is_lost_around_the_first_peer_round_costs_no_wait(
+    delay_us: int, *, draft_knows: bool
+) -> None:
+    """While the draft is asked for its first tree, while that is on its way, or just after."""
 
     async def main() -> None:
         scene = Scene(has_peer=True)
-        orders: list[float] = []
+        paths: list[float] = []
 
         def note(message: Any) -> list[tuple[float, Any]]:
-            if isinstance(message, VerifyRound):
-                orders.append(asyncio.get_running_loop().time())
+            if isinstance(message, AcceptedPath):
+                paths.append(asyncio.get_running_loop().time())
             return pass_on(message)
 
-        target, draft = scene.add_target(on_request=note), scene.add_draft()
+        target, draft = scene.add_target(on_reply=note), scene.add_draft()
         serving = asyncio.create_task(serve(scene))
         await asyncio.sleep(delay_us / 1e6)
         assert target.engine.requests["test.r"].draft_epoch == 1, "it is attached"
-        detach(target, draft)
-        orders.append(asyncio.get_running_loop().time())
-        await serving
-        assert len(orders) > 50
-        assert max(after - before for before, after in pairwise(orders)) < 8 * LATENCY_S
+        detach(target, *([draft] if draft_knows else []))
+        finish = await serving
+        assert len(missed(target)) > 50, "relayed"
+        assert finish.speculation.num_root_only_rounds <= 15
+        assert max(after - before for before, after in pairwise(paths)) < 8 * LATENCY_S
 
     run_virtual(main())
 
@@ -368,8 +417,8 @@ def test_a_lost_channel_of_another_epoch_changes_nothing(stale: dict[str, int]) 
         assert isinstance(target.engine, FakeTarget)
         target.engine.outbox.append(DraftDetached(request_id="test.r", **epochs))
         target.step()
-        assert (await serving).speculation.num_root_only_rounds == 0
-        assert len(received(target, VerifyRound)) == 1
+        assert (await serving).speculation.num_root_only_rounds <= CATCH_UP_ROUNDS
+        assert missed(target) == []
 
     run_virtual(main())
 
@@ -387,7 +436,7 @@ def test_a_lost_target_is_replaced_and_peer_rounds_go_on(*, delay: float, is_cle
         used.lose(is_clean=is_clean)
         assert (await serving).retries == 1
         (other,) = [target for target in targets if target is not used]
-        assert len(received(other, VerifyRound)) <= 3, "a draft that joins is not waited for"
+        assert missed(other) == []
         assert {m.target_epoch for m in received(other, CreditUpdate)} == {2}
 
     run_virtual(main())
@@ -411,8 +460,8 @@ def test_answers_that_come_all_at_once_are_not_lost(stall_s: float) -> None:
         assert finish.retries == 0
         assert finish.timings.total_ms < 1000
         assert {m.target_epoch for m in received(target, CreditUpdate)} == {1}
-        assert finish.speculation.num_root_only_rounds == 0, "the draft was never late"
-        assert len(received(target, VerifyRound)) == 2
+        assert finish.speculation.num_root_only_rounds <= CATCH_UP_ROUNDS, "it was never late"
+        assert len(missed(target)) == 1
 
     run_virtual(main())
 
@@ -432,10 +481,11 @@ def test_a_target_that_is_late_again_and_again_is_not_held_against_the_draft() -
         target = scene.add_target(on_reply=slow)
         draft = scene.add_draft()
         finish = await serve(scene, 2400)
-        assert finish.speculation.num_root_only_rounds <= 1
-        misses = [m for m in received(target, VerifyRound) if m.round_idx > 1]
-        assert len(misses) > 6, "one of each late answer"
-        assert len(received(draft, DraftRound)) == 1, "peer rounds go on at once"
+        assert finish.speculation.num_root_only_rounds <= CATCH_UP_ROUNDS + 1
+        num_misses = len(missed(target))
+        assert num_misses > 6, "one of each late answer"
+        num_orders = len(received(draft, DraftRound))
+        assert num_orders <= CATCH_UP_ROUNDS + 3 * num_misses, "peer rounds go on at once"
 
     run_virtual(main())
 
@@ -453,8 +503,8 @@ def test_a_target_that_is_slow_in_every_round_is_soon_waited_for() -> None:
         target = scene.add_target(on_reply=slow)
         scene.add_draft()
         stats = (await serve(scene)).speculation
-        assert stats.num_rounds > 100 and stats.num_root_only_rounds < 4
-        assert len(received(target, VerifyRound)) < 20
+        assert stats.num_rounds > 100 and stats.num_root_only_rounds < CATCH_UP_ROUNDS + 4
+        assert len(missed(target)) < 20
 
     run_virtual(main())
 
@@ -503,10 +553,30 @@ def test_peer_rounds_that_fill_the_context() -> None:
         events = await scene.serve(max_new_tokens=None)
         finish = check_stream(events, generate(PROMPT, count))
         assert finish.reason is FinishReason.CONTEXT_LENGTH
-        assert len(received(target, VerifyRound)) == 1
+        assert missed(target) == []
         await scene.check_free()
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_short_requests_wait_for_nobody(caplog: pytest.LogCaptureFixture, count: int) -> None:
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target, draft = scene.add_target(), scene.add_draft()
+        streams = await asyncio.gather(
+            *(scene.serve(f"r{i}", prompt_ids=(i, 7), max_new_tokens=count) for i in range(16))
+        )
+        for i, events in enumerate(streams):
+            check_stream(events, generate((i, 7), count))
+        # To the target and back; the second token is there when the first one is.
+        assert asyncio.get_running_loop().time() < 2.1 * LATENCY_S + (count - 1) * ROUND_S
+        assert missed(target) == []
+        await scene.check_free()
+        assert len(received(draft, DraftOpen)) == 16
+
+    run_virtual(main())
+    assert "is lost" not in caplog.text
 
 
 def test_many_requests_run_peer_rounds_at_once() -> None:
@@ -519,8 +589,8 @@ def test_many_requests_run_peer_rounds_at_once() -> None:
         )
         for i, events in enumerate(streams):
             finish = check_stream(events, generate((i, 7), 100 + i))
-            assert finish.speculation.num_root_only_rounds == 0
-        assert len(received(target, VerifyRound)) == 8
+            assert finish.speculation.num_root_only_rounds <= CATCH_UP_ROUNDS
+        assert missed(target) == []
         await scene.check_free()
 
     run_virtual(main())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shared.errors import InternalError, ResourceExhaustedError, StatusCode, UnavailableError
 from shared.messages import (
     AcceptedPath,
+    CreditUpdate,
     DraftOpen,
     FinishReason,
     RequestRetracted,
@@ -23,7 +24,6 @@ from shared.messages import (
     TokenDelta,
     TokenTree,
     TreeShape,
-    VerifyRound,
 )
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
@@ -67,7 +67,7 @@ def test_a_lost_target_is_replaced_and_both_epochs_advance() -> None:
             (2, 2, "t:1"),
         ]
         assert finish.retries == 1
-        assert finish.speculation.num_root_only_rounds <= 3
+        assert finish.speculation.num_root_only_rounds <= 12, "a few on each target"
         await scene.check_free()
 
     run_virtual(main())
@@ -142,7 +142,7 @@ def test_a_request_that_kills_two_workers_is_refused() -> None:
 
         def kill(worker_index: int) -> Fault:
             def fault(message: Any) -> list[tuple[float, Any]]:
-                if isinstance(message, VerifyRound):
+                if isinstance(message, CreditUpdate):
                     asyncio.get_running_loop().call_soon(scene.targets[worker_index].lose)
                     return []
                 return pass_on(message)
@@ -218,15 +218,18 @@ def test_every_record_of_a_request_says_which_request_and_round(
     async def main() -> None:
         scene = Scene()
         scene.add_target()
-        scene.add_draft(on_reply=scripted(iter([pass_on, delayed(0.05)]), only=TokenTree))
+        late = [*[pass_on] * 8, delayed(0.05)]
+        scene.add_draft(on_reply=scripted(iter(late), only=TokenTree))
         await scene.serve("mine")
 
     run_virtual(main())
     records = [record for record in caplog.records if hasattr(record, "request_id")]
     assert {record.request_id for record in records} == {"mine"}
     late, finished = records
-    assert late.round_idx == 2 and "[mine round 2] the draft is late" in late.getMessage()
-    assert finished.round_idx > 2 and "finished by LENGTH: 40 tokens" in finished.getMessage()
+    round_idx = late.round_idx
+    assert f"[mine round {round_idx}] the draft is late" in late.getMessage()
+    assert finished.round_idx > round_idx > 2
+    assert "finished by LENGTH: 40 tokens" in finished.getMessage()
 
 
 def test_draining_targets_are_no_kills() -> None:
@@ -301,8 +304,8 @@ def test_a_retracted_request_comes_back_when_there_is_room() -> None:
     """It goes before new requests, and waits while another one needs the pages."""
 
     async def main() -> None:
-        scene = Scene()
-        target = scene.add_target(on_reply=scripted(iter([delayed(0.01)] * 999), only=AcceptedPath))
+        scene = Scene(round_s=0.01)
+        target = scene.add_target()
         older = asyncio.create_task(scene.serve("older", max_new_tokens=60))
         newer = asyncio.create_task(scene.serve("newer", max_new_tokens=30))
         await asyncio.sleep(0.1)
@@ -450,6 +453,7 @@ KILLS = st.none() | st.tuples(
     temperature=st.sampled_from([0.0, 1.0]),
     has_peer=st.booleans(),
     stall=st.none() | st.tuples(st.integers(5, 60), st.sampled_from([10, 30, 100, 700])),
+    round_ms=st.sampled_from([0.1, 1.0, 8.0, 40.0]),
 )
 @settings(max_examples=150, deadline=None)
 def test_no_fault_changes_the_output(
@@ -462,11 +466,12 @@ def test_no_fault_changes_the_output(
     temperature: float,
     has_peer: bool,  # noqa: FBT001
     stall: tuple[int, int] | None,
+    round_ms: float,
 ) -> None:
     """Three requests at once under any mix of faults stream exactly their fault-free outputs."""
 
     async def main() -> None:
-        scene = Scene(has_peer=has_peer)
+        scene = Scene(has_peer=has_peer, round_s=round_ms / 1e3)
         draft_script = iter([DRAFT_FAULTS.get(name, pass_on) for name in draft_faults])
         target_script = iter([TARGET_FAULTS.get(name, pass_on) for name in target_faults])
         num_replies: Counter[str] = Counter()
