@@ -30,6 +30,8 @@ from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
 
 CHUNK_ROWS = 256
+# Of prompts, between two device rounds: a millisecond of the device's, while the target computes.
+_CHUNKS_BESIDE_ROUNDS = 2
 # More than a path has. Requests with more rows than that are reading their prompts.
 _MOST_PATH_ROWS = 16
 
@@ -130,7 +132,7 @@ class DraftPipeline:
         ready.sort(key=lambda entry: entry[0].pending is None)
         budget = prompt_budget = self._max_batch_rows
         if any(request.device_tree is not None for request in self._requests.values()):
-            prompt_budget = CHUNK_ROWS
+            prompt_budget = _CHUNKS_BESIDE_ROUNDS * CHUNK_ROWS
         works = []
         for request, num_ready in ready:
             count = min(num_ready, budget, CHUNK_ROWS)

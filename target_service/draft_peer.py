@@ -13,7 +13,7 @@ class Progress(enum.Enum):
     """How far a draft has read the tokens of its request."""
 
     BEHIND = "no tree is ordered; rounds go on with the root alone"
-    ASKED = "its first tree is ordered, which comes once it has caught up; rounds go on as before"
+    ASKED = "its first tree is ordered, again and again; it comes once the draft has caught up"
     CAUGHT_UP = "a tree of it came: a round waits for its tree"
 
 

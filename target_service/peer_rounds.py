@@ -5,6 +5,7 @@ come. Whatever is lost here costs a round its tree, or a wait, and no token.
 
 A draft that attaches has a prompt to read. One tree is ordered of it, and rounds of the root alone
 go on until that tree comes, late for its own round as a rule. From then on rounds wait for trees.
+In case that order or its tree is lost, another tree is ordered every `ASK_ROUNDS` rounds.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from target_service.feature_log import FeatureRows
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.request import ROOT_ONLY, HostTree, Phase, QueuedRound, TargetRequest
 from target_service.tree_source import TreeSource
+
+ASK_ROUNDS = 16
+"""Rounds of the root alone after which the first tree of a draft is ordered anew."""
 
 
 class PeerRounds(TreeSource):
@@ -100,6 +104,8 @@ class PeerRounds(TreeSource):
             case Progress.BEHIND if request.phase is Phase.RUNNING and shape is not None:
                 self._put_order(request, peer, shape)  # no other tree waits for this one
                 peer.progress = Progress.ASKED
+            case Progress.ASKED if round_idx >= peer.ordered_round + ASK_ROUNDS and shape:
+                self._put_order(request, peer, shape)
 
     def _put_order(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> None:
         """Order the tree after what is committed."""

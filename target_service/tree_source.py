@@ -58,7 +58,8 @@ class TreeSource:
     def order(self, request: TargetRequest) -> None:
         """Order the tree of a request's next round, if the credit covers it and it is not ordered.
 
-        Of a draft that is behind only one, without waiting for it: it says when it has caught up.
+        Of a draft that is behind one now and then, without waiting for it: the first that comes
+        says that it has caught up.
         """
 
     def order_next(

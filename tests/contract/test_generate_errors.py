@@ -230,7 +230,12 @@ async def test_speculation_on_needs_a_draft_that_fits(model: Path) -> None:
             async with AsyncClient(server.address) as client:
                 with pytest.raises(UnavailableError, match="7"):
                     await client.generate(token_ids=PROMPT, speculation=True)
-    async with pair(model) as (server, _, _), AsyncClient(server.address) as client:
+    async with (
+        fake_target(step_s=0.005) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address) as client,
+    ):
         done = await client.generate(token_ids=PROMPT, max_new_tokens=200, speculation=True)
         assert done.speculation.num_draft_tokens > 0
 

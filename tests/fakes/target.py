@@ -43,6 +43,7 @@ from tests.fakes.features import FakeFeatures, HeldRequest
 from tests.fakes.model import VOCAB_SIZE, accept
 
 FORWARD_NS = 1000  # of a timed round
+ASK_ROUNDS = 16  # without a tree before another one is ordered of a draft that is behind
 
 
 @dataclass(eq=False)
@@ -177,14 +178,15 @@ class FakeTarget(FakeFeatures):
             return
         if not request.ordered_round < round_idx <= request.credit_until:
             return
-        if not request.is_caught_up and request.is_asked:
+        asked = request.asked_round
+        if not request.is_caught_up and asked is not None and round_idx < asked + ASK_ROUNDS:
             return
         shape = trees.shape.within(self.max_context_len - request.seq_len)
         if shape is None:
             if request.is_caught_up:
                 self._commit(request, None)
             return
-        request.ordered_round, request.is_asked = round_idx, True
+        request.ordered_round = request.asked_round = round_idx
         self.to_peer.append(
             DraftRound(
                 request_id=request.open.request_id,
@@ -295,7 +297,7 @@ class FakeTarget(FakeFeatures):
 
     def _ask_again(self, request: HeldRequest) -> None:
         """Order the next tree; also of a draft that is behind and was asked before."""
-        request.is_asked = False
+        request.asked_round = None
         self._order_tree(request)
 
     def _queue_round(self, message: VerifyRound) -> None:

@@ -35,6 +35,7 @@ from shared.messages import (
 )
 from shared.peer.channel import PeerChannel, connect
 from target_service.engine import TargetEngine
+from target_service.peer_rounds import ASK_ROUNDS
 from target_service.scheduler import StepPlan
 from tests.engines import (
     KINDS,
@@ -332,6 +333,25 @@ def test_a_newcomer_decodes_at_once_and_delays_nobody(make: Make, *, overlaps: b
     for request, plain in zip(requests, plain_of(target, requests), strict=True):
         assert request.output == plain.output
     assert all(num_nodes > 1 for num_nodes in sizes(newcomer)[len(alone) : -1])
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_first_tree_that_is_lost_is_ordered_again_soon(make: Make, num_lost: int) -> None:
+    """However many rounds the credit has left."""
+    target, draft = make("standalone")
+    lost = iter(range(num_lost))
+    pair = PeerPair(
+        target,
+        draft,
+        credit_rounds=1000,
+        edit_tree=lambda tree: tree if next(lost, None) is None else None,
+    )
+    request = LocalRequest(prompt=[3, 1, 4], max_new_tokens=60, shape=SHAPES[2])
+    pair.run([request])
+    alone = list(itertools.takewhile(lambda num_nodes: num_nodes == 1, sizes(request)))
+    assert num_lost * ASK_ROUNDS <= len(alone) <= num_lost * ASK_ROUNDS + 2
+    assert all(num_nodes > 1 for num_nodes in sizes(request)[len(alone) : -1])
+    assert request.output == plain_of(target, [request])[0].output
 
 
 def test_an_order_that_comes_in_vain_grows_no_tree(make: Make) -> None:
