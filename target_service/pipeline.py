@@ -81,13 +81,12 @@ class Pipeline:
             self.finish(launched)
             launched = None
         self.in_flight = launched
-        # A step that is launched right away comes before what nobody's device waits for.
-        if launched is not None or not self.source.can_launch_early(self.scheduler):
-            self.state.features.send()
-            window = self.source.window
-            if window.is_growing:  # nothing is left to do once the trees come
-                self.scheduler.reserve_early(window.growing)
-                self.runner.bring_page_table()
+        self.state.features.send()
+        window = self.source.window
+        # Nothing is left to do once the trees come, unless their step is launched right away.
+        if window.is_growing and not self.source.can_launch_early(self.scheduler):
+            self.scheduler.reserve_early(window.growing)
+            self.runner.bring_page_table()
         self.state.recorder.end_step()
 
     def launch_early(self) -> bool:
@@ -95,11 +94,9 @@ class Pipeline:
         if self.in_flight is not None:
             return False
         plan = self.source.plan_early(self.scheduler)
-        if plan is None:
-            return False
-        self.in_flight = self.launch(plan)
-        self.state.features.send()
-        return True
+        if plan is not None:
+            self.in_flight = self.launch(plan)
+        return plan is not None
 
     def _may_launch_beside(self, before: LaunchedStep) -> bool:
         """Return whether a step is launched while the one before is in flight.
