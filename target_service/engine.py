@@ -25,6 +25,7 @@ from shared.messages import (
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.step.serving_counts import ServingCounts
 from target_service.engine_state import EngineState
+from target_service.launch_time import LaunchTime
 from target_service.pipeline import Pipeline
 from target_service.prompt_budget import PromptBudget
 from target_service.request import TargetRequest
@@ -82,6 +83,7 @@ class TargetEngine:
             times=RoundTimes(state.recorder),
             hear_peers=self._hear_peers,
             flush_peers=channels.flush,
+            launch_time=None if costs is None else LaunchTime(costs),
         )
         self._has_rows: bool | None = None  # None: not known
         self._num_tree_rows: int | None = None
@@ -99,8 +101,10 @@ class TargetEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        if self._state.outbox or self.pipeline.in_flight:
+        if self._state.outbox:
             return True
+        if self.pipeline.in_flight:
+            return not self.pipeline.delay_s
         if self._has_rows is None:
             scheduler = self.scheduler
             self._has_rows = scheduler.has_work or self.source.can_launch_early(scheduler)
@@ -108,8 +112,11 @@ class TargetEngine:
 
     @property
     def has_work_in_s(self) -> float | None:
-        """Return how long trees that are here wait for others at most; None = none waits."""
-        return self._window_wait_s or None
+        """Return how long work that is here waits at most; None = none waits.
+
+        Trees wait for others, and a launch for the end of the step in flight to be near.
+        """
+        return self.pipeline.delay_s or self._window_wait_s or None
 
     @property
     def _window_wait_s(self) -> float:

@@ -7,6 +7,7 @@ root's token, which the device has. What turns out to be past the end of a reque
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from shared.step.step_timer import StepTimer
 from target_service.batch import StepBatch
 from target_service.commit import accepted_nodes, commit_chains, commit_path
 from target_service.engine_state import EngineState
+from target_service.launch_time import LaunchTime
 from target_service.nodes import SampledTrees
 from target_service.phases import PathOutputs
 from target_service.request import Phase
@@ -48,6 +50,7 @@ class Pipeline:
     Args:
         hear_peers: Takes what drafts' engines have sent.
         flush_peers: Sends what is queued for them.
+        launch_time: Says when to launch a step behind the one in flight; None: at once.
         in_flight: The step that was launched and not read yet.
     """
 
@@ -59,7 +62,16 @@ class Pipeline:
     times: RoundTimes
     hear_peers: Callable[[], None]
     flush_peers: Callable[[], None]
+    launch_time: LaunchTime | None = None
     in_flight: LaunchedStep | None = None
+
+    @property
+    def delay_s(self) -> float:
+        """Return how long nothing is to be done: the step in flight goes on, seconds."""
+        step = self.in_flight
+        if self.launch_time is None or step is None or not self._may_launch_beside(step):
+            return 0.0
+        return self.launch_time.delay_s
 
     def step(self, *, waits: bool) -> None:
         """Launch a step; commit and answer the one before, and without overlap this one too.
@@ -115,7 +127,7 @@ class Pipeline:
             self.runner.sampler.start(request)
         if plan.is_empty:
             return None
-        runner, source = self.runner, self.source
+        runner, source, began_s = self.runner, self.source, time.monotonic()
         timer = self.state.recorder.step(request.request_id for request in plan.verifies)
         batch = runner.pack(plan, source)
         timer.host("pack")
@@ -137,6 +149,8 @@ class Pipeline:
         # Before the next step is launched: that step overwrites what this one computes.
         read = runner.start_read(batch, extended, verified)
         self.table.note_launch(plan, batch)
+        if self.launch_time is not None:
+            self.launch_time.launched(batch.num_rows, began_s)
         return LaunchedStep(batch=batch, read=read, timer=timer, has_device_round=has_device_round)
 
     def finish(self, launched: LaunchedStep) -> None:
@@ -145,17 +159,24 @@ class Pipeline:
         is_device_round = batch.mailbox_trees is not None
         if is_device_round:  # what drafts say of these trees is old once the device is done
             self.hear_peers()
+        was_done = launched.read.is_done
         outputs = self.runner.finish_read(batch, launched.read)
         timer.host("read")
-        if self.scheduler.prompt_budget is not None:
-            has_prompts = bool(batch.chains)
-            self.scheduler.prompt_budget.note_step(batch.num_rows, has_prompts=has_prompts)
+        self._note_end(batch, was_awaited=not was_done)
         if is_device_round and timer.is_on:  # but for the times of these trees
             self.hear_peers()
         commit_chains(self.state, batch, outputs)
         if batch.trees is not None:
             assert outputs.paths is not None
             self._commit_paths(batch.trees, outputs.paths, timer)
+
+    def _note_end(self, batch: StepBatch, *, was_awaited: bool) -> None:
+        """Learn from when a step ended what steps take."""
+        if self.launch_time is not None:
+            self.launch_time.ended(was_awaited=was_awaited)
+        if self.scheduler.prompt_budget is not None:
+            has_prompts = bool(batch.chains)
+            self.scheduler.prompt_budget.note_step(batch.num_rows, has_prompts=has_prompts)
 
     def _commit_paths(self, trees: SampledTrees, paths: PathOutputs, timer: StepTimer) -> None:
         """Advance every request by its path; attached drafts hear of the paths first."""

@@ -60,7 +60,7 @@ def warm_up(engine: TargetEngine) -> None:
                 wants_features=True,
             )
         )
-    while engine.has_work:
+    while engine.has_work or engine.has_work_in_s is not None:
         paths = [output for output in engine.step() if isinstance(output, AcceptedPath)]
         for path in paths:
             if path.finish_reason is FinishReason.NONE:

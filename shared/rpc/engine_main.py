@@ -149,27 +149,31 @@ class _EngineLoop:
         engine.channels.flush()
         # A step that was only launched, or answered over a channel, is no news for a while.
         if outputs or time.monotonic() >= self._next_report:
-            self._report(engine.load, outputs, has_work=engine.has_work)
+            has_work = engine.has_work or engine.has_work_in_s is not None
+            self._report(engine.load, outputs, has_work=has_work)
 
     def wait(self) -> None:
-        """Check and report an engine without work, and wait until there may be work."""
+        """Wait until there is work, or may be; check and report an engine that has none."""
         engine, pipe = self._engine, self._pipe
         channels = engine.channels.events
+        begins_in_s = engine.has_work_in_s
+        if begins_in_s is not None:
+            look = pipe.spin if self._busy_poll_s >= begins_in_s else pipe.poll
+            look(begins_in_s, channels)
+        if begins_in_s is not None or engine.has_work:  # it may have begun between two looks
+            return
         load = engine.load
         self._check_integrity(load)
         is_reported = self._report_idle(load)
         has_message = False
         if self._busy_poll_s and load.num_running:
-            spin_s = min(self._busy_poll_s, engine.has_work_in_s or self._busy_poll_s)
-            has_message = pipe.spin(spin_s, channels)
+            has_message = pipe.spin(self._busy_poll_s, channels)
         if not (is_reported or has_message):
-            wait_s = min(REPORT_DELAY_S, engine.has_work_in_s or REPORT_DELAY_S)
-            has_message = pipe.poll(wait_s, channels)
+            has_message = pipe.poll(REPORT_DELAY_S, channels)
             if not has_message:
                 self._report(load, [], has_work=False)
-        begins_in_s = engine.has_work_in_s  # asked first: once it is over, there is work
-        if not has_message and not engine.has_work:
-            pipe.poll(begins_in_s, channels)
+        if not has_message:
+            pipe.poll(None, channels)
 
     def _check_integrity(self, load: WorkerLoad) -> None:
         is_empty = not (load.num_running or load.num_waiting)
