@@ -1,8 +1,8 @@
 """A target and a draft without models, for benchmarks of an orchestrator: paths at any speed.
 
 Every step commits a path for each request that has an order or credit, and answers all of them in
-one message, as a real target does. The draft answers each order with a chain at once and says that
-it is attached, so that the orchestrator gives credit for peer rounds.
+one message, as a real target does. Rounds have trees as soon as there is credit for them: a draft
+that is attached to its target's engine has nothing to tell the orchestrator.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from shared.messages import (
     AcceptedPath,
     Credit,
     CreditUpdate,
-    DraftRound,
     FeatureSpec,
     FinishReason,
     PeerTrees,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
-    TokenTree,
     VerifyRound,
     WorkerInfo,
     WorkerLoad,
@@ -162,21 +160,21 @@ def _take(held: dict[str, _Request], message: Any) -> list[Any]:
     match message:
         case TargetOpen():
             num_tokens = len(message.token_ids)
-            held[message.request_id] = _Request(
+            held[message.request_id] = request = _Request(
                 request_id=message.request_id,
                 target_epoch=message.target_epoch,
                 num_tokens=num_tokens,
                 token_limit=num_tokens + message.stopping.max_new_tokens,
             )
+            if message.credit is not None:
+                request.take_credit(message.credit)
             return [
                 TargetAdmitted(request_id=message.request_id, target_epoch=message.target_epoch)
             ]
         case VerifyRound() if message.request_id in held:
             request = held[message.request_id]
             request.has_trees = message.tree is not None
-            request.until = max(request.until, message.round_idx)
-            if message.credit is not None:
-                request.take_credit(message.credit)
+            request.until = max(request.round_idx, message.round_idx)
         case CreditUpdate() if message.request_id in held:
             held[message.request_id].take_credit(message.credit)
         case TargetClose():
@@ -185,33 +183,16 @@ def _take(held: dict[str, _Request], message: Any) -> list[Any]:
 
 
 class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
-    """Answers every order with a chain, attached to the target."""
+    """Leaves all orders to the target that it is attached to."""
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         """Return identity, limits and load."""
         return draft_pb2.DraftServiceGetInfoResponse(info=to_proto(worker_info("standalone")))
 
     async def Session(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """Serve one orchestrator."""
-        async for request in requests:
-            messages = batches.unpack_draft_request(request).messages
-            trees = [_chain(order) for order in messages if isinstance(order, DraftRound)]
-            if trees:
-                await context.write(batches.pack_draft_response(trees, _LOAD))
-
-
-def _chain(order: DraftRound) -> TokenTree:
-    num_nodes = min(order.shape.num_steps + 1, order.shape.num_draft_tokens)
-    return TokenTree(
-        request_id=order.request_id,
-        target_epoch=order.target_epoch,
-        draft_epoch=order.draft_epoch,
-        round_idx=order.round_idx,
-        seq_len=order.seq_len,
-        token_ids=(order.token_ids[-1], *range(97, 96 + num_nodes)),
-        parent_index=tuple(range(-1, num_nodes - 1)),
-        has_peer=True,
-    )
+        """Read what one orchestrator says."""
+        async for _ in requests:
+            pass
 
 
 def run_fake_workers(ports: Sequence[int], path_len: int, step_s: float, num_streams: int) -> None:

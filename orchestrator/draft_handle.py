@@ -1,7 +1,8 @@
 """The draft side of one request: who drafts, whether it keeps up, which tree a round may use.
 
-`draft_states.py` holds the states and what leads from one to another; here are the messages, the
-timers and the choice of a worker. Nothing here can change the output of a request, or fail it.
+`draft_states.py` holds the states and what leads from one to another, `draft_epochs.py` what is
+sent; here are the answers, the timers and the choice of a worker. Nothing here can change the
+output of a request, or fail it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from orchestrator.draft_epochs import DraftEpochs
 from orchestrator.draft_orders import DraftOrders
 from orchestrator.draft_retry import DraftRetry
 from orchestrator.draft_states import TRANSITIONS, DraftEvent, DraftState, Effect
@@ -20,9 +22,6 @@ from orchestrator.workers import Garbled, WorkerLost, WorkerSession
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidTreeError, StatusCode
 from shared.messages import (
-    DraftClose,
-    DraftOpen,
-    DraftRound,
     PeerTrees,
     RequestFailure,
     RequestRetracted,
@@ -59,18 +58,14 @@ class DraftHandle:
         self.state = DraftState.OFF if shape is None else DraftState.ABSENT
         self.num_reopened = 0
         """Times that the draft's state was rebuilt for another reason than a rebuilt target."""
-        self._request_id = request_id
         self._shape = shape
-        self._sampling = sampling
-        self._is_timed = is_timed
         self._pool = pool
         self._config = config
         self._log = log
         self._on_revoke = on_revoke
-        self._worker: WorkerSession | None = None
-        self._target: WorkerSession | None = None
-        self._target_epoch = 0
-        self._draft_epoch = 0
+        self._epochs = DraftEpochs(
+            request_id=request_id, sampling=sampling, is_timed=is_timed, handler=self
+        )
         self._orders = DraftOrders()
         self._trust = PeerTrust()
         self._trees: PeerTrees | RootOnly = RootOnly()
@@ -105,7 +100,7 @@ class DraftHandle:
         if self._shape is None:
             return
         self._fire(DraftEvent.CLOSED)
-        self._target, self._target_epoch = target, target_epoch
+        self._epochs.set_target(target, target_epoch)
         self._open(tokens)
 
     async def tree(self, round_idx: int) -> TokenTree | None:
@@ -138,7 +133,7 @@ class DraftHandle:
             tokens: Prompt and output so far.
         Returns: Whether there is a draft.
         """
-        if self._shape is None or self._target is None:
+        if self._shape is None or self._epochs.target is None:
             return False
         now = asyncio.get_running_loop().time()
         if self._orders.silent_s(now) > self._max_silence_s:
@@ -146,26 +141,20 @@ class DraftHandle:
             self._lose("it is silent", DraftEvent.SILENT)
         self._log_loss()
         if self.state is DraftState.ABSENT and self._retry.is_due(now):
-            is_rebuild = self._draft_epoch > 0
+            is_rebuild = self._epochs.draft_epoch > 0
             self._open(tokens)
-            self.num_reopened += is_rebuild and self._worker is not None
-        shape = self._shape.within(self._target.info.max_context_len - seq_len)
-        if self._worker is None or shape is None:
-            return False
-        offset = min(self._orders.num_tokens_held, seq_len)
-        order = DraftRound(
-            request_id=self._request_id,
-            target_epoch=self._target_epoch,
-            draft_epoch=self._draft_epoch,
+            self.num_reopened += is_rebuild and self._epochs.worker is not None
+        order = self._epochs.order(
             round_idx=round_idx,
             seq_len=seq_len,
-            token_offset=offset,
-            token_ids=tuple(tokens[offset:]),
-            shape=shape,
+            token_offset=min(self._orders.num_tokens_held, seq_len),
+            tokens=tokens,
+            shape=self._shape,
             unless_attached=self._trust.allows_peer_rounds,
         )
+        if order is None:
+            return False
         self._orders.add(order, now)
-        self._worker.send(order)
         self._fire(DraftEvent.ORDERED)
         return True
 
@@ -211,7 +200,7 @@ class DraftHandle:
 
         The target goes on with the root alone until the draft's trees come here.
         """
-        if draft_epoch != self._draft_epoch:
+        if draft_epoch != self._epochs.draft_epoch:
             return
         self._trust.detach()
         if self.state is DraftState.PEER:
@@ -228,19 +217,20 @@ class DraftHandle:
 
     def receive(self, message: Any) -> None:
         """Take a tree, or bad news."""
+        epoch = self._epochs.draft_epoch
         match message:
             case WorkerLost():
-                self._worker = None  # there is nobody to close it on
+                self._epochs.worker = None  # there is nobody to close it on
                 self._lose("its worker is gone")
-            case TokenTree() if message.draft_epoch == self._draft_epoch:
+            case TokenTree() if message.draft_epoch == epoch:
                 self._receive_tree(message)
-            case RequestRetracted() if message.draft_epoch == self._draft_epoch:
+            case RequestRetracted() if message.draft_epoch == epoch:
                 self._lose("its worker needed the room")
-            case RequestFailure() if message.draft_epoch == self._draft_epoch:
+            case RequestFailure() if message.draft_epoch == epoch:
                 # That the target does not hold the request is news for the target to tell.
                 is_news = message.code != int(StatusCode.NOT_FOUND)
                 self._lose(message.message if is_news else "")
-            case Garbled() if message.failure.draft_epoch == self._draft_epoch:
+            case Garbled() if message.failure.draft_epoch == epoch:
                 self._lose(message.failure.message)
 
     def _fire(self, event: DraftEvent) -> bool:
@@ -264,9 +254,9 @@ class DraftHandle:
 
     def _take(self, round_idx: int) -> TokenTree | None:
         """Return the tree of a round if it is here; replace the draft if it is a wrong one."""
-        assert self._target is not None
+        assert self._epochs.target is not None
         try:
-            return self._orders.take(round_idx, vocab_size=self._target.info.vocab_size)
+            return self._orders.take(round_idx, vocab_size=self._epochs.target.info.vocab_size)
         except InvalidTreeError as error:
             self.refuse(error.message)
             return None
@@ -297,45 +287,28 @@ class DraftHandle:
 
     def _open(self, tokens: Sequence[int]) -> None:
         """Open on the best draft worker; without one, try again after a while."""
-        assert self._target is not None and self._shape is not None
-        worker = self._pool.pick_draft(self._target, self._retry.avoid)
+        epochs = self._epochs
+        assert epochs.target is not None and self._shape is not None
+        worker = self._pool.pick_draft(epochs.target, self._retry.avoid)
         if worker is None:
             self._retry.note_no_worker(asyncio.get_running_loop().time())
             return
-        self._worker = worker
-        self._draft_epoch += 1
         self._trust = PeerTrust(is_detached=self._was_silent)
-        self._trees = PeerTrees(draft_epoch=self._draft_epoch, shape=self._shape)
         self._orders.restart(len(tokens))
         self._fire(DraftEvent.OPENED)
-        worker.attach(self._request_id, self)
-        worker.send(
-            DraftOpen(
-                request_id=self._request_id,
-                target_epoch=self._target_epoch,
-                draft_epoch=self._draft_epoch,
-                target_address=self._target.address,
-                target_socket=self._target.info.peer_socket,
-                token_ids=tuple(tokens),
-                sampling=self._sampling,
-                is_timed=self._is_timed,
-            )
-        )
+        epochs.open(worker, tokens)  # the worker may turn out to be gone
+        self._trees = PeerTrees(draft_epoch=epochs.draft_epoch, shape=self._shape)
 
     def _close(self) -> None:
-        """Free what the draft holds, wherever that is."""
-        if self._worker is not None:
-            self._worker.send(
-                DraftClose(request_id=self._request_id, draft_epoch=self._draft_epoch)
-            )
-            self._worker.detach(self._request_id, self)
-            self._worker = None
+        """Free what the draft holds, and let no round wait for it."""
+        self._epochs.close()
         self._orders.clear()
         self._wake()
 
     def _lose(self, reason: str, event: DraftEvent = DraftEvent.LOST) -> None:
         """Give the draft up; one is opened again after a while, elsewhere if that can be."""
-        address = self._worker.address if self._worker is not None else None
+        worker = self._epochs.worker
+        address = worker.address if worker is not None else None
         if self._fire(event):
             self._loss = reason
             self._retry.note_loss(address, asyncio.get_running_loop().time())

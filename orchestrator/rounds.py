@@ -20,9 +20,10 @@ import logging
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
 from orchestrator.draft_handle import DraftHandle
-from orchestrator.losses import Loss, Losses, TargetGone
+from orchestrator.losses import Loss, TargetGone
 from orchestrator.outgoing import Outgoing, WriteTurns
 from orchestrator.pairing import ModelIdentity
+from orchestrator.placement import Placement
 from orchestrator.pool import WorkerPool
 from orchestrator.reply import Reply
 from orchestrator.request_log import RequestLog
@@ -32,7 +33,7 @@ from orchestrator.tokenizer import Tokenizer
 from orchestrator.validation import GenerationRequest
 from orchestrator.workers import WorkerSession
 from shared.config import OrchestratorConfig
-from shared.errors import InvalidArgumentError, InvalidTreeError, ResourceExhaustedError
+from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.messages import (
     AcceptedPath,
     FinishReason,
@@ -72,22 +73,10 @@ class Generation:
         turns: WriteTurns | None = None,
     ) -> None:
         self._request = request
-        self._pool = pool
-        self._config = config
-        self._terms = Terms(
-            request=request,
-            worker_request_id=worker_request_id,
-            model=model,
-            # Resumed tokens bind the request to what computed them, as its own do later.
-            identity=ModelIdentity.of(model) if request.resume_fingerprint else None,
-            wants_features=request.shape is not None and bool(config.drafts),
-        )
         self._log = log or RequestLog(logger, request.request_id)
         self._reply = Reply(request, tokenizer, turns)
         self._tokens = [*request.prompt_ids, *request.resume_ids]
         self._round_idx = 0
-        self._target_epoch = 0
-        self._target: TargetHandle | None = None
         self._draft = DraftHandle(
             request_id=worker_request_id,
             shape=request.shape if config.drafts else None,
@@ -98,7 +87,29 @@ class Generation:
             log=self._log,
             on_revoke=self._revoke,
         )
-        self._losses = Losses(worker_request_id)
+        self._placement = Placement(
+            Terms(
+                request=request,
+                worker_request_id=worker_request_id,
+                model=model,
+                # Resumed tokens bind the request to what computed them, as its own do later.
+                identity=ModelIdentity.of(model) if request.resume_fingerprint else None,
+                wants_features=request.shape is not None and bool(config.drafts),
+            ),
+            pool,
+            step_timeout_s=config.step_timeout_s,
+            on_admitted=self._admitted,
+            on_detached=self._draft.lose_channel,
+            on_gone=self._draft.close,  # its features came from there: no round waits for it
+        )
+
+    @property
+    def _target(self) -> TargetHandle:
+        return self._placement.target
+
+    @property
+    def _terms(self) -> Terms:
+        return self._placement.terms
 
     @property
     def events(self) -> Outgoing:
@@ -129,7 +140,6 @@ class Generation:
         if not self._reply.events.has_room:
             await self._wait_reader()
         self._begin_round(self._round_idx + 1)
-        assert self._target is not None
         if self._runs_by_credit(self._round_idx):
             await self._credited_rounds()
             return
@@ -147,12 +157,10 @@ class Generation:
 
     def _runs_by_credit(self, round_idx: int) -> bool:
         """Return whether a round needs no order: it is here already, or no tree comes this way."""
-        assert self._target is not None
         return not self._draft.is_relayed or self._target.has_path(round_idx)
 
     async def _credited_rounds(self) -> None:
         """Take the rounds that the target runs by its credit."""
-        assert self._target is not None
         self._extend_credit(self._round_idx)  # the state may have changed since it was prepared
         with self._reply.meter.verify:
             while True:
@@ -169,7 +177,6 @@ class Generation:
 
         Called as the path arrives, without a switch of tasks.
         """
-        assert self._target is not None
         self._draft.note_path(had_tree=path.num_draft_tokens > 1)
         self._commit(path)
         self._prepare_next_round(path)
@@ -187,7 +194,6 @@ class Generation:
 
         Returns: Whether that had to be said.
         """
-        assert self._target is not None
         if self._draft.is_relayed or not self._reply.events.has_room:
             return False
         is_sent = self._target.extend_credit(round_idx, self._draft.trees)
@@ -214,7 +220,6 @@ class Generation:
 
     async def _verify(self, tree: TokenTree | None) -> AcceptedPath:
         """Have the target verify the tree, or only the root if it finds the tree wrong."""
-        assert self._target is not None
         try:
             return await self._target.verify(self._order(tree))
         except InvalidArgumentError as error:
@@ -235,8 +240,7 @@ class Generation:
                 detail=f"{len(path.token_ids)} tokens committed, seq_len {path.seq_len}",
             )
         self._tokens.extend(path.token_ids)
-        assert self._target is not None
-        self._losses.note_progress(self._target.worker, path.round_idx)
+        self._placement.note_progress(path.round_idx)
 
     def _prepare_next_round(self, path: AcceptedPath) -> bool:
         """Order the next tree, or extend the target's credit to go on by itself, or both.
@@ -254,13 +258,13 @@ class Generation:
 
     def _revoke(self) -> None:
         """Have the target run the round that is waited for without its draft."""
-        if self._target is not None:
+        if self._placement.is_open:
             self._target.revoke_credit(self._order(None))
 
     def _order(self, tree: TokenTree | None) -> VerifyRound:
         return VerifyRound(
             request_id=self._terms.worker_request_id,
-            target_epoch=self._target_epoch,
+            target_epoch=self._placement.target_epoch,
             round_idx=self._round_idx,
             seq_len=len(self._tokens) - 1,
             root_token_id=self._tokens[-1],
@@ -274,7 +278,8 @@ class Generation:
         ):
             with attempt:
                 try:
-                    path = await self._prefill()
+                    self._begin_round(0)
+                    path = await self._placement.prefill(self._tokens)
                     self._commit(path)
                 except TargetGone as gone:
                     self._lose_target(gone)  # raises when enough is enough
@@ -283,37 +288,10 @@ class Generation:
             await asyncio.sleep(0)  # the orders of all requests leave now
         self._reply.emit(path)
 
-    async def _prefill(self) -> AcceptedPath:
-        """Pick a target, open the next epoch there and wait for round 0."""
-        worker = await self._pool.acquire_target(
-            self._terms.need(self._tokens, self._losses, is_running=self._is_running),
-            patience_s=self._config.step_timeout_s if self._terms.identity else 0.0,
-        )
-        self._terms = self._terms.on_target(worker.info, is_first=self._target_epoch == 0)
-        self._target_epoch += 1
-        self._begin_round(0)
-        self._target = TargetHandle(
-            worker,
-            self._terms.worker_request_id,
-            self._target_epoch,
-            step_timeout_s=self._config.step_timeout_s,
-            on_admitted=lambda admitted: self._admitted(worker, admitted),
-            on_detached=self._draft.lose_channel,
-            on_gone=self._draft.close,  # its features came from there: no round waits for it
-        )
-        try:
-            return await self._target.open(
-                self._terms.target_open(self._tokens, self._target_epoch)
-            )
-        except ResourceExhaustedError as error:
-            if not self._is_running:
-                raise
-            raise TargetGone(Loss.NO_ROOM, detail=error.message) from error
-
     def _admitted(self, worker: WorkerSession, admitted: TargetAdmitted) -> None:
         """Tell the client once, and let a draft read along while the target prefills."""
         self._reply.admitted(self._terms.model, admitted.num_cached_tokens, admitted.times)
-        self._draft.open(worker, self._target_epoch, self._tokens)
+        self._draft.open(worker, self._placement.target_epoch, self._tokens)
 
     def _lose_target(self, gone: TargetGone) -> None:
         """Account for the loss and free what is left of the state.
@@ -321,16 +299,11 @@ class Generation:
         Raises: InternalError or UnavailableError if that is enough, see Losses.
         """
         self._log.warning("rebuilding the request: %s", gone)
-        self._losses.add(gone, self._target.worker if self._target is not None else None)
+        self._placement.lose(gone)
         self._close()
 
     def _begin_round(self, round_idx: int) -> None:
         self._round_idx = self._log.round_idx = round_idx
-
-    @property
-    def _is_running(self) -> bool:
-        """Return whether the request has output, or was moved: it goes before new requests."""
-        return self._target_epoch > 1 or len(self._tokens) > len(self._request.prompt_ids)
 
     def _resume(self) -> None:
         """Take the output that the client already holds; it may be all there is."""
@@ -343,7 +316,9 @@ class Generation:
                 self._reply.admitted(self._terms.model, 0)
 
     def _finish(self) -> None:
-        finish = self._reply.finish(retries=self._losses.num_rebuilds + self._draft.num_reopened)
+        finish = self._reply.finish(
+            retries=self._placement.losses.num_rebuilds + self._draft.num_reopened
+        )
         self._log.info(
             "finished by %s: %d tokens in %d rounds, accept_length %.2f",
             finish.reason.name,
@@ -355,6 +330,4 @@ class Generation:
     def _close(self) -> None:
         """Free whatever both workers hold."""
         self._draft.close()
-        if self._target is not None:
-            self._target.close()
-            self._target = None
+        self._placement.close()

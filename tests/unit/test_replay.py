@@ -108,7 +108,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     """Let an engine run as on a GPU; return its graphs."""
     runner: Any = engine.runner
     graphs = ReplayedGraphs()
-    runner._graphs = graphs
+    runner.graphs = graphs
     runner.pads_rows = True
     for owner, name in (
         (runner, "extend_staging"), (runner, "verify_staging"),

@@ -1,0 +1,108 @@
+"""One request's state on targets: it is built on one target after the other, as each is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from orchestrator.losses import Loss, Losses, TargetGone
+from orchestrator.pool import WorkerPool
+from orchestrator.target_handle import TargetHandle
+from orchestrator.terms import Terms
+from orchestrator.workers import WorkerSession
+from shared.errors import ResourceExhaustedError
+from shared.messages import AcceptedPath, TargetAdmitted
+
+OnAdmitted = Callable[[WorkerSession, TargetAdmitted], None]
+"""Called once per epoch, with the target, when it holds pages for the request."""
+
+
+class Placement:
+    """Chooses targets, opens the request there, and accounts for those that are lost.
+
+    Args:
+        terms: What the request asks of a target.
+        step_timeout_s: As of TargetHandle.
+        on_detached: As of TargetHandle.
+        on_gone: As of TargetHandle.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        pool: WorkerPool,
+        *,
+        step_timeout_s: float,
+        on_admitted: OnAdmitted,
+        on_detached: Callable[[int], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self.terms = terms
+        self.target_epoch = 0
+        self.losses = Losses(terms.worker_request_id)
+        self._pool = pool
+        self._step_timeout_s = step_timeout_s
+        self._on_admitted = on_admitted
+        self._on_detached = on_detached
+        self._on_gone = on_gone
+        self._target: TargetHandle | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is a target."""
+        return self._target is not None
+
+    @property
+    def target(self) -> TargetHandle:
+        """Return the target that holds the request, which is open."""
+        assert self._target is not None
+        return self._target
+
+    async def prefill(self, tokens: Sequence[int]) -> AcceptedPath:
+        """Pick a target, open the next epoch there and wait for round 0.
+
+        Args:
+            tokens: Prompt and output so far.
+        Raises: TargetGone, or CoppiceError if the request cannot be served.
+        """
+        worker = await self._pool.acquire_target(
+            self.terms.need(tokens, self.losses, is_running=self._is_running(tokens)),
+            patience_s=self._step_timeout_s if self.terms.identity else 0.0,
+        )
+        self.terms = self.terms.on_target(worker.info, is_first=self.target_epoch == 0)
+        self.target_epoch += 1
+        self._target = TargetHandle(
+            worker,
+            self.terms.worker_request_id,
+            self.target_epoch,
+            step_timeout_s=self._step_timeout_s,
+            on_admitted=lambda admitted: self._on_admitted(worker, admitted),
+            on_detached=self._on_detached,
+            on_gone=self._on_gone,
+        )
+        try:
+            return await self._target.open(self.terms.target_open(tokens, self.target_epoch))
+        except ResourceExhaustedError as error:
+            if not self._is_running(tokens):
+                raise
+            raise TargetGone(Loss.NO_ROOM, detail=error.message) from error
+
+    def note_progress(self, round_idx: int) -> None:
+        """Take note that the target has committed tokens in a round."""
+        self.losses.note_progress(self.target.worker, round_idx)
+
+    def lose(self, gone: TargetGone) -> None:
+        """Account for a loss.
+
+        Raises: InternalError or UnavailableError if that is enough, see Losses.
+        """
+        self.losses.add(gone, self._target.worker if self._target is not None else None)
+
+    def close(self) -> None:
+        """Free what the target holds."""
+        if self._target is not None:
+            self._target.close()
+            self._target = None
+
+    def _is_running(self, tokens: Sequence[int]) -> bool:
+        """Return whether the request has output, or was moved: it goes before new requests."""
+        return self.target_epoch > 1 or len(tokens) > len(self.terms.request.prompt_ids)
