@@ -99,7 +99,7 @@ class TargetEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        if self._state.outbox or self.pipeline.in_flight:
+        if self._state.outbox or self.pipeline.in_flight or self.pipeline.unanswered:
             return True
         if self._has_rows is None:
             scheduler = self.scheduler
@@ -151,6 +151,7 @@ class TargetEngine:
 
     def submit(self, message: Any) -> None:
         """Take a message of the front; a bad one is answered and changes nothing."""
+        self.pipeline.answer()
         self._forget_rows()
         table, features = self._table, self.features
         try:
@@ -180,6 +181,7 @@ class TargetEngine:
 
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         """Take a message of a draft's engine; a wrong tree is reported to the orchestrator."""
+        self.pipeline.answer()
         self._forget_rows()
         try:
             match message:
@@ -249,9 +251,8 @@ class TargetEngine:
 
         Returns: What can be said of it now, such as TargetAdmitted.
         """
-        if not self.pipeline.launch_early():
-            return []
-        self._forget_rows()
+        if self.pipeline.launch_early():
+            self._forget_rows()
         return self._take_answers()
 
     def _take_answers(self) -> list[Any]:
