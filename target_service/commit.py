@@ -8,13 +8,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shared.messages import AcceptedPath, FinishReason, TokenLogprob
+import numpy as np
+
+from shared.messages import AcceptedPath, AnswerTimes, FinishReason, TokenLogprob
+from shared.messages.tree import restore_path
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.phases import PathOutputs, StepOutputs
 from target_service.request import Phase, TargetRequest
 from target_service.scheduler import PrefillWork
+
+
+class CommittedPath(NamedTuple):
+    """A path by which a request has advanced, until it is answered.
+
+    Args:
+        row: The request's row in the step's PathOutputs.
+        path: As it was accepted, before the cut.
+        round_idx: The round that it ends; 0: the prefill.
+        times: Of a timed request.
+    """
+
+    request: TargetRequest
+    row: int
+    path: AcceptedNodes
+    cut: Cut
+    round_idx: int
+    times: AnswerTimes | None
 
 
 class Cut(NamedTuple):
@@ -43,6 +64,13 @@ def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[Accepted
         yield AcceptedNodes(seq_len, num_nodes, index[:length], token_ids[:length])
 
 
+def rows_with_nonfinite(paths: PathOutputs) -> set[int]:
+    """Return the rows of a step with a token on their path whose logits were not all finite."""
+    is_past_path = np.arange(paths.is_finite.shape[1]) >= paths.accept_length[:, None]
+    is_sound = (paths.is_finite.astype(bool) | is_past_path).all(axis=1)
+    return set() if is_sound.all() else set(np.flatnonzero(~is_sound).tolist())
+
+
 def commit_chains(state: EngineState, batch: StepBatch, outputs: StepOutputs) -> None:
     """Advance requests by their prefill chunks; give the features of chunks and replays on."""
     for chain, rows in zip(batch.chains, outputs.chain_features, strict=True):
@@ -67,8 +95,10 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
     Args:
         token_ids: The path's tokens, bonus last.
     """
-    stopping = request.open.stopping
-    held, held_output = len(request.tokens), request.num_output_tokens
+    held = len(request.tokens)
+    if held + len(token_ids) < request.token_limit and request.stop_ids.isdisjoint(token_ids):
+        return Cut(len(token_ids))
+    stopping, held_output = request.open.stopping, request.num_output_tokens
     for kept, token_id in enumerate(token_ids, start=1):
         num_output = held_output + kept
         if token_id in stopping.stop_token_ids and num_output > stopping.min_new_tokens:
@@ -80,44 +110,43 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
     return Cut(num_tokens=len(token_ids))
 
 
-def commit_path(
-    request: TargetRequest,
-    path: AcceptedNodes,
-    paths: PathOutputs,
-    row: int,
-    *,
-    max_context_len: int,
-) -> AcceptedPath:
-    """Advance a request by its accepted path.
+def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: int) -> Cut:
+    """Advance a request by its accepted path; return where the path was cut.
 
-    Args:
-        row: The request's row in `paths`.
-    Returns: The reply; `finish_reason` is set when the request is over.
-    Mutates: the request's tokens, committed_len, launched_len, phase, round_idx, last_reply and
-        num_in_flight.
+    Mutates: the request's tokens, committed_len, launched_len, phase, round_idx and num_in_flight.
     """
     cut = cut_path(request, path.token_ids, max_context_len)
-    token_ids = path.token_ids[: cut.num_tokens]
-    reply = AcceptedPath(
-        request_id=request.request_id,
-        target_epoch=request.open.target_epoch,
-        round_idx=request.round_idx + 1,
-        seq_len=path.seq_len + cut.num_tokens,
-        accept_index=tuple(path.accept_index[: cut.num_tokens]),
-        token_ids=tuple(token_ids),
-        num_accepted_drafts=len(path.token_ids) - 1,
-        num_draft_tokens=path.num_nodes,
-        logprobs=_logprobs(request, paths, row, token_ids),
-        finish_reason=cut.reason,
-        matched_stop_token_id=cut.stop_token_id,
-    )
-    request.tokens.extend(token_ids)
-    request.committed_len = reply.seq_len
-    request.launched_len = max(request.launched_len, reply.seq_len)
+    request.tokens += path.token_ids[: cut.num_tokens]
+    request.committed_len = seq_len = path.seq_len + cut.num_tokens
+    if request.launched_len < seq_len:
+        request.launched_len = seq_len
     request.phase = Phase.RUNNING
-    request.round_idx = reply.round_idx
-    request.last_reply = reply
+    request.round_idx += 1
     request.num_in_flight -= 1
+    return cut
+
+
+def answer_path(committed: CommittedPath, paths: PathOutputs) -> AcceptedPath:
+    """Return the answer to a round; `finish_reason` is set when the request is over.
+
+    Mutates: the request's last_reply.
+    """
+    request, row, path, cut, round_idx, times = committed
+    token_ids = path.token_ids[: cut.num_tokens]
+    request.last_reply = reply = restore_path(
+        request.request_id,
+        request.open.target_epoch,
+        round_idx,
+        path.seq_len + cut.num_tokens,
+        tuple(path.accept_index[: cut.num_tokens]),
+        tuple(token_ids),
+        len(path.token_ids) - 1,
+        path.num_nodes,
+        _logprobs(request, paths, row, token_ids),
+        cut.stop_token_id,
+        times,
+        cut.reason,
+    )
     return reply
 
 

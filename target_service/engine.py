@@ -101,7 +101,7 @@ class TargetEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        if self._state.outbox:
+        if self._state.outbox or self.pipeline.unanswered:
             return True
         if self.pipeline.in_flight:
             return not self.pipeline.delay_s
@@ -158,6 +158,7 @@ class TargetEngine:
 
     def submit(self, message: Any) -> None:
         """Take a message of the front; a bad one is answered and changes nothing."""
+        self.pipeline.answer()
         self._forget_rows()
         table, features = self._table, self.features
         try:
@@ -187,6 +188,7 @@ class TargetEngine:
 
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         """Take a message of a draft's engine; a wrong tree is reported to the orchestrator."""
+        self.pipeline.answer()
         self._forget_rows()
         try:
             match message:
@@ -256,9 +258,8 @@ class TargetEngine:
 
         Returns: What can be said of it now, such as TargetAdmitted.
         """
-        if not self.pipeline.launch_early():
-            return []
-        self._forget_rows()
+        if self.pipeline.launch_early():
+            self._forget_rows()
         return self._take_answers()
 
     def _take_answers(self) -> list[Any]:

@@ -8,14 +8,21 @@ root's token, which the device has. What turns out to be past the end of a reque
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from shared.messages import FinishReason
+from shared.messages import MAX_TREE_NODES
 from shared.step.read_back import PendingRead
 from shared.step.step_timer import StepTimer
 from target_service.batch import StepBatch
-from target_service.commit import accepted_nodes, commit_chains, commit_path
+from target_service.commit import (
+    CommittedPath,
+    accepted_nodes,
+    answer_path,
+    commit_chains,
+    commit_path,
+    rows_with_nonfinite,
+)
 from target_service.engine_state import EngineState
 from target_service.launch_time import LaunchTime
 from target_service.nodes import SampledTrees
@@ -26,6 +33,8 @@ from target_service.round_times import RoundTimes
 from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler, StepPlan
 from target_service.tree_source import TreeSource
+
+_IN_ORDER = tuple(range(MAX_TREE_NODES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,14 @@ class LaunchedStep:
     has_device_round: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnansweredStep:
+    """Paths that are committed, and whose answers are still to be made."""
+
+    committed: Sequence[CommittedPath]
+    paths: PathOutputs
+
+
 @dataclass(kw_only=True)
 class Pipeline:
     """Advances requests step by step.
@@ -52,6 +69,7 @@ class Pipeline:
         flush_peers: Sends what is queued for them.
         launch_time: Says when to launch a step behind the one in flight; None: at once.
         in_flight: The step that was launched and not read yet.
+        unanswered: The step that was committed last, until a step is launched that was more urgent.
     """
 
     state: EngineState
@@ -64,6 +82,7 @@ class Pipeline:
     flush_peers: Callable[[], None]
     launch_time: LaunchTime | None = None
     in_flight: LaunchedStep | None = None
+    unanswered: UnansweredStep | None = None
 
     @property
     def delay_s(self) -> float:
@@ -79,6 +98,7 @@ class Pipeline:
         Args:
             waits: Trees that are here wait for others, unless some come from the mailbox.
         """
+        self.answer()
         before, launched = self.in_flight, None
         if before is None:
             plan = self.source.plan_early(self.scheduler)
@@ -93,21 +113,31 @@ class Pipeline:
             self.finish(launched)
             launched = None
         self.in_flight = launched
-        self.state.features.send()
+        # A step that is launched right away comes before what nobody's device waits for.
+        is_urgent = launched is None and self.source.can_launch_early(self.scheduler)
+        if not (is_urgent and self.scheduler.overlaps_steps):
+            self.answer()
+            self.state.features.send()
         window = self.source.window
-        # Nothing is left to do once the trees come, unless their step is launched right away.
-        if window.is_growing and not self.source.can_launch_early(self.scheduler):
+        if window.is_growing and not is_urgent:  # nothing is left to do once the trees come
             self.scheduler.reserve_early(window.growing)
             self.runner.bring_page_table()
         self.state.recorder.end_step()
 
     def launch_early(self) -> bool:
-        """Launch a step with trees that the device is to wait for; return whether there are any."""
-        if self.in_flight is not None:
-            return False
-        plan = self.source.plan_early(self.scheduler)
+        """Launch a step with trees that the device is to wait for; then answer the one before.
+
+        Returns: Whether there are any such trees.
+        """
+        plan = None if self.in_flight is not None else self.source.plan_early(self.scheduler)
         if plan is not None:
             self.in_flight = self.launch(plan)
+        later = self.state.outbox.copy()  # such as that a request had to make room
+        self.state.outbox.clear()
+        self.answer()
+        self.state.outbox.extend(later)
+        if plan is not None:
+            self.state.features.send()
         return plan is not None
 
     def _may_launch_beside(self, before: LaunchedStep) -> bool:
@@ -180,32 +210,52 @@ class Pipeline:
 
     def _commit_paths(self, trees: SampledTrees, paths: PathOutputs, timer: StepTimer) -> None:
         """Advance every request by its path; attached drafts hear of the paths first."""
+        self.answer()
         state = self.state
         nodes = list(accepted_nodes(trees, paths))
         self.source.order_next(trees, nodes, paths.features)
         step = self.times.end_step(timer)
-        advanced = []
+        failed = rows_with_nonfinite(paths)
+        committed = []
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             if not state.is_held(request):
                 continue
-            if not paths.is_finite[row, : len(path.token_ids)].all():
+            if row in failed:
                 self.table.fail_numerically(request)
                 continue
-            is_prefill = request.phase is Phase.PREFILL
-            reply = commit_path(request, path, paths, row, max_context_len=state.max_context_len)
-            if request.open.is_timed and not is_prefill:
-                times = self.times.of_answer(reply, step, is_device_round=row < trees.num_on_device)
-                reply = replace(reply, times=times)
-            state.outbox.append(reply)
-            state.counts.moved_rounds += reply.accept_index != tuple(range(len(reply.token_ids)))
-            if reply.finish_reason is not FinishReason.NONE:
+            is_timed = request.open.is_timed and request.phase is not Phase.PREFILL
+            cut = commit_path(request, path, state.max_context_len)
+            times, round_idx = None, request.round_idx
+            if is_timed:
+                on_device = row < trees.num_on_device
+                key = (request.request_id, round_idx)
+                times = self.times.of_answer(*key, step, is_device_round=on_device)
+            committed.append(CommittedPath(request, row, path, cut, round_idx, times))
+            if cut.reason:
                 self.table.drop(request)
-                continue
-            advanced.append((request, reply.token_ids))
-            self.source.order(request)
-            if request.features is not None and paths.features is not None and not is_prefill:
-                rows = paths.features[row, : len(reply.token_ids)]
-                request.features.append(path.seq_len, rows.copy())
+            else:
+                self.source.order(request)
         if not trees.num_on_device:  # else the next step is launched first
             self.flush_peers()
-        self.runner.sampler.count(advanced)
+        going_on = [(c.request, c.path.token_ids) for c in committed if not c.cut.reason]
+        self.runner.sampler.count(going_on)
+        self.unanswered = UnansweredStep(committed=committed, paths=paths)
+
+    def answer(self) -> None:
+        """Answer what was committed last, and keep its features."""
+        step, self.unanswered = self.unanswered, None
+        if step is None:
+            return
+        outbox, features = self.state.outbox, step.paths.features
+        num_moved = 0
+        for committed in step.committed:
+            request = committed.request
+            reply = answer_path(committed, step.paths)
+            outbox.append(reply)
+            num_moved += reply.accept_index != _IN_ORDER[: len(reply.token_ids)]
+            log = request.features
+            if log is not None and features is not None and committed.round_idx:
+                if not committed.cut.reason:
+                    rows = features[committed.row, : len(reply.token_ids)]
+                    log.append(committed.path.seq_len, rows.copy())
+        self.state.counts.moved_rounds += num_moved

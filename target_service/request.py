@@ -69,6 +69,7 @@ class TargetRequest:
         opened_s: When it came, seconds of the monotonic clock.
         tokens: Prompt + output. While RUNNING, committed_len == len(tokens) - 1.
         token_limit: Tokens, the prompt included, with which the request ends.
+        stop_ids: Tokens with which it may end earlier.
         committed_len: Tokens with committed KV; excludes the root. `seq_len` on the wire.
         launched_len: Tokens whose KV is computed by what was launched, for certain; a round in
             flight counts as its root. The next round's root, or the next prompt chunk, goes here.
@@ -92,6 +93,7 @@ class TargetRequest:
     opened_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     token_limit: int = 0
+    stop_ids: frozenset[int] = frozenset()
     committed_len: int = 0
     launched_len: int = 0
     phase: Phase = Phase.WAITING

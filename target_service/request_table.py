@@ -70,6 +70,7 @@ class RequestTable:
             admission_idx=next(self._state.turns),
             opened_s=time.monotonic(),
             tokens=list(message.token_ids),
+            stop_ids=frozenset(message.stopping.stop_token_ids),
             token_limit=min(
                 message.num_prompt_tokens + message.stopping.max_new_tokens, max_context_len
             ),

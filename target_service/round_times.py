@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.messages import AcceptedPath, AnswerTimes, StageTime
+from shared.messages import AnswerTimes, StageTime
 from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
 
@@ -43,10 +43,10 @@ class RoundTimes:
         return StepStages(stages=stages, began_ns=timer.begin_ns, was_free_ns=was_free_ns)
 
     def of_answer(
-        self, reply: AcceptedPath, step: StepStages, *, is_device_round: bool
+        self, request_id: str, round_idx: int, step: StepStages, *, is_device_round: bool
     ) -> AnswerTimes | None:
         """Return how the round of an answer went: from its order on, or else from its step on."""
-        recorder, key = self._recorder, (reply.request_id, reply.round_idx)
+        recorder, key = self._recorder, (request_id, round_idx)
         if is_device_round:
             self._record_device_round(key, step)
             return recorder.take(*key)

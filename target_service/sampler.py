@@ -93,6 +93,8 @@ class Sampler:
 
     def count(self, committed: Iterable[tuple[TargetRequest, Sequence[int]]]) -> None:
         """Count committed output tokens, the bonus included, of requests with penalties."""
+        if self._output_counts is None:
+            return  # nobody has had any
         cells = [
             request.req_idx * self._shape[1] + np.array(token_ids, dtype=np.int64)
             for request, token_ids in committed
@@ -100,7 +102,6 @@ class Sampler:
         ]
         if not cells:
             return
-        assert self._output_counts is not None
         index = to_device(np.concatenate(cells), self._device)
         ones = torch.ones_like(index, dtype=torch.int32)
         self._output_counts.view(-1).index_add_(0, index, ones)
