@@ -132,7 +132,8 @@ class DraftPipeline:
         ready.sort(key=lambda entry: entry[0].pending is None)
         budget = prompt_budget = self._max_batch_rows
         if any(request.device_tree is not None for request in self._requests.values()):
-            prompt_budget = _CHUNKS_BESIDE_ROUNDS * CHUNK_ROWS
+            num_waiting = sum([count for _, count in ready if count > _MOST_PATH_ROWS])
+            prompt_budget = max(_CHUNKS_BESIDE_ROUNDS * CHUNK_ROWS, num_waiting // 4)
         works = []
         for request, num_ready in ready:
             count = min(num_ready, budget, CHUNK_ROWS)

@@ -88,7 +88,9 @@ class Pipeline:
     def delay_s(self) -> float:
         """Return how long nothing is to be done: the step in flight goes on, seconds."""
         step = self.in_flight
-        if self.launch_time is None or step is None or not self._may_launch_beside(step):
+        if self.launch_time is None or step is None or step.read.is_done:
+            return 0.0
+        if not self._may_launch_beside(step):
             return 0.0
         return self.launch_time.delay_s
 
@@ -143,10 +145,9 @@ class Pipeline:
     def _may_launch_beside(self, before: LaunchedStep) -> bool:
         """Return whether a step is launched while the one before is in flight.
 
-        Not if its result is here, which is answered at once; nor where trees from the mailbox come
-        next, which would wait for that step.
+        Not where trees from the mailbox come next, which would wait for that step.
         """
-        if before.read.is_done or before.has_device_round:
+        if before.has_device_round:
             return False
         return not self.source.can_launch_early(self.scheduler)
 

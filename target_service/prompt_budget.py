@@ -45,14 +45,24 @@ class PromptBudget:
             beside_s = max(0.0, took_s - forward_s)
             self._beside_s += _EWMA_WEIGHT * (beside_s - self._beside_s)
 
-    def num_rows(self, num_decoding_rows: int, oldest_s: float) -> int:
+    def num_rows(self, num_decoding_rows: int, num_waiting_rows: int, oldest_s: float) -> int:
         """Return the rows for prompts in a step.
+
+        Steps are padded up to sizes that were measured: of those that are short enough, the one
+        that reads most prompt rows per second, so that few rows never cost a whole size more.
 
         Args:
             num_decoding_rows: Of the step, or of the next one, whose requests wait for this one.
+            num_waiting_rows: Of all prompts.
             oldest_s: When the prompt that has waited longest came, by the clock.
         """
         patience = _MOST_DELAY + max(0.0, self._clock() - oldest_s) / _PATIENCE_S
         without_s = self._costs.of(num_decoding_rows) + self._beside_s
-        num_rows = self._costs.most_rows(patience * without_s - self._beside_s)
+        limit_s = patience * without_s - self._beside_s
+        num_wanted = num_decoding_rows + num_waiting_rows
+        num_rows, best = 0, 0.0
+        for size, seconds in self._costs.sizes:
+            speed = (min(size, num_wanted) - num_decoding_rows) / (seconds + self._beside_s)
+            if seconds <= limit_s and speed > best:
+                num_rows, best = size, speed
         return max(num_rows - num_decoding_rows, _LEAST_ROWS)

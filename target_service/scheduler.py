@@ -196,8 +196,12 @@ class Scheduler:
         num_decoding = sum([r.phase is Phase.RUNNING or r.num_in_flight > 0 for r in self.held])
         if self.prompt_budget is None or not num_decoding:
             return num_left
-        oldest_s = min([r.opened_s for r in self.held if r.is_prefilling], default=math.inf)
-        budget = self.prompt_budget.num_rows(max(num_tree_rows, num_decoding), oldest_s)
+        prompts = [request for request in self.held if request.is_prefilling]
+        budget = self.prompt_budget.num_rows(
+            max(num_tree_rows, num_decoding),
+            sum(map(_num_left, prompts)) or self._max_batch_rows,  # replays have no limit here
+            min([request.opened_s for request in prompts], default=math.inf),
+        )
         return min(num_left, budget)
 
     def _plan_prefills(self, plan: StepPlan, chained: list[TargetRequest], budget: int) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,14 +31,10 @@ class StepCosts:
             return self._seconds[-1] * num_rows / self._rows[-1]
         return float(np.interp(num_rows, self._rows, self._seconds)) if num_rows else 0.0
 
-    def most_rows(self, seconds: float) -> int:
-        """Return how many rows can be computed in a time: the most that were measured to take no
-        longer, for steps are padded up to these; in proportion past the last one measured.
-        """
-        if seconds > self._seconds[-1]:
-            return int(self._rows[-1] * seconds / self._seconds[-1])
-        count = bisect_right(self._at_least, seconds)
-        return self._rows[count - 1] if count else 0
+    @property
+    def sizes(self) -> Iterator[tuple[int, float]]:
+        """Yield the row counts that were measured, ascending, and what each costs in seconds."""
+        return zip(self._rows, self._at_least, strict=True)
 
     def __str__(self) -> str:
         pairs = zip(self._rows, self._seconds, strict=True)

@@ -22,7 +22,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 ROW_BUCKETS = (
-    1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048, 3072, 4096,
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792,
+    2048, 3072, 4096,
 )  # fmt: skip
 # Requests that a draft grows trees for at once.
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

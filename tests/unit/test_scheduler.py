@@ -333,28 +333,35 @@ def test_the_longer_a_prompt_waits_the_longer_a_step_may_take() -> None:
         world.now = waited_s
         world.queue(stream, 1)
         rows.append(prompt_rows(world.step())["late"])
-    assert rows == [127, 255, 291, 1023]
+    assert rows == [127, 255, 255, 255]
 
 
 def test_what_a_round_takes_beside_its_forward_leaves_room_for_prompts() -> None:
     """Waiting for trees counts in the time from token to token, with prompts and without."""
     now = 0.0
     budget = PromptBudget(COSTS, clock=lambda: now)
-    assert budget.num_rows(2, now) == 128 - 2
+    assert budget.num_rows(2, 999, now) == 128 - 2
     for _ in range(100):
         now += COSTS.of(2) + 3.0
         budget.note_step(2, has_prompts=False)
-    seen = budget.num_rows(64, now)
+    seen = budget.num_rows(64, 999, now)
     assert seen == 128 - 64  # 2 * (5 + 3) - 3 = 13 < 14
     for _ in range(100):
         now += COSTS.of(64) + 4.5
         budget.note_step(64, has_prompts=False)
-    assert budget.num_rows(64, now) >= 256 - 64  # 2 * (5 + 4.5) - 4.5 = 14.5
+    assert budget.num_rows(64, 999, now) >= 256 - 64  # 2 * (5 + 4.5) - 4.5 = 14.5
     now += 100.0  # nobody was there
     budget.note_step(64, has_prompts=False)
     now += 30.0
     budget.note_step(256, has_prompts=True)
-    assert 256 - 64 <= budget.num_rows(64, now) < 256
+    assert 256 - 64 <= budget.num_rows(64, 999, now) < 256
+
+
+def test_a_few_rows_do_not_cost_a_size_more() -> None:
+    budget = PromptBudget(StepCosts([8, 128, 256], [4.0, 5.0, 7.0]), clock=lambda: 0.0)
+    assert budget.num_rows(8, 500, 0.0) == 256 - 8
+    assert budget.num_rows(8, 130, 0.0) == 128 - 8
+    assert budget.num_rows(8, 60, 0.0) == 128 - 8
 
 
 def test_short_prompts_pass_and_the_oldest_gets_on() -> None:
