@@ -60,6 +60,9 @@ class Verifier:
 
         Args:
             extended: What the forward computed.
+        The graph of a bucket must have been captured from padding: a capture computes twice, and
+        paths can be moved but once.
+
         Returns: Valid until the next step.
         Mutates: KV slots [seq_len, seq_len + accept_length) of each request, and its root on the
             device.
