@@ -1,6 +1,6 @@
 """Advance requests by what a step computed: the only place that changes committed state.
 
-Accepted paths are cut at stops and become replies; prompt chunks and replays become feature rows.
+Accepted paths are cut at stops; prompt chunks and replays become feature rows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.messages import AcceptedPath, AnswerTimes, FinishReason, TokenLogprob
-from shared.messages.tree import restore_path
+from shared.messages import AnswerTimes, FinishReason
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.phases import PathOutputs, StepOutputs
 from target_service.request import Phase, TargetRequest
 from target_service.scheduler import PrefillWork
+
+
+class Cut(NamedTuple):
+    """Where a path ends.
+
+    Args:
+        num_tokens: Tokens kept, the stopping one included.
+    """
+
+    num_tokens: int
+    reason: FinishReason = FinishReason.NONE
+    stop_token_id: int | None = None
 
 
 class CommittedPath(NamedTuple):
@@ -36,18 +47,6 @@ class CommittedPath(NamedTuple):
     cut: Cut
     round_idx: int
     times: AnswerTimes | None
-
-
-class Cut(NamedTuple):
-    """Where a path ends.
-
-    Args:
-        num_tokens: Tokens kept, the stopping one included.
-    """
-
-    num_tokens: int
-    reason: FinishReason = FinishReason.NONE
-    stop_token_id: int | None = None
 
 
 def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[AcceptedNodes]:
@@ -124,50 +123,3 @@ def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: in
     request.round_idx += 1
     request.num_in_flight -= 1
     return cut
-
-
-def answer_path(committed: CommittedPath, paths: PathOutputs) -> AcceptedPath:
-    """Return the answer to a round; `finish_reason` is set when the request is over.
-
-    Mutates: the request's last_reply.
-    """
-    request, row, path, cut, round_idx, times = committed
-    token_ids = path.token_ids[: cut.num_tokens]
-    request.last_reply = reply = restore_path(
-        request.request_id,
-        request.open.target_epoch,
-        round_idx,
-        path.seq_len + cut.num_tokens,
-        tuple(path.accept_index[: cut.num_tokens]),
-        tuple(token_ids),
-        len(path.token_ids) - 1,
-        path.num_nodes,
-        _logprobs(request, paths, row, token_ids),
-        cut.stop_token_id,
-        times,
-        cut.reason,
-    )
-    return reply
-
-
-def _logprobs(
-    request: TargetRequest, paths: PathOutputs, row: int, token_ids: list[int]
-) -> tuple[TokenLogprob, ...]:
-    if not request.open.logprobs or paths.logprobs is None:
-        return ()
-    assert paths.top_ids is not None and paths.top_logprobs is not None
-    num_top = request.open.top_logprobs
-    return tuple(
-        TokenLogprob(
-            token_id=token_id,
-            logprob=float(paths.logprobs[row, i]),
-            top=tuple(
-                zip(
-                    paths.top_ids[row, i, :num_top].tolist(),
-                    paths.top_logprobs[row, i, :num_top].tolist(),
-                    strict=True,
-                )
-            ),
-        )
-        for i, token_id in enumerate(token_ids)
-    )
