@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.messages import AnswerTimes, FinishReason
+from shared.messages import MAX_TREE_NODES, AnswerTimes, FinishReason
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
 from target_service.nodes import AcceptedNodes, SampledTrees
@@ -29,6 +29,9 @@ class Cut(NamedTuple):
     num_tokens: int
     reason: FinishReason = FinishReason.NONE
     stop_token_id: int | None = None
+
+
+_WHOLE = [Cut(num_tokens) for num_tokens in range(MAX_TREE_NODES + 1)]
 
 
 class CommittedPath(NamedTuple):
@@ -96,7 +99,7 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
     """
     held = len(request.tokens)
     if held + len(token_ids) < request.token_limit and request.stop_ids.isdisjoint(token_ids):
-        return Cut(len(token_ids))
+        return _WHOLE[len(token_ids)]
     stopping, held_output = request.open.stopping, request.num_output_tokens
     for kept, token_id in enumerate(token_ids, start=1):
         num_output = held_output + kept
@@ -106,7 +109,7 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
             return Cut(num_tokens=kept, reason=FinishReason.LENGTH)
         if held + kept >= max_context_len:
             return Cut(num_tokens=kept, reason=FinishReason.CONTEXT_LENGTH)
-    return Cut(num_tokens=len(token_ids))
+    return _WHOLE[len(token_ids)]
 
 
 def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: int) -> Cut:
@@ -115,7 +118,7 @@ def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: in
     Mutates: the request's tokens, committed_len, launched_len, phase, round_idx and num_in_flight.
     """
     cut = cut_path(request, path.token_ids, max_context_len)
-    request.tokens += path.token_ids[: cut.num_tokens]
+    request.tokens += path.token_ids[: cut.num_tokens] if cut.reason else path.token_ids
     request.committed_len = seq_len = path.seq_len + cut.num_tokens
     if request.launched_len < seq_len:
         request.launched_len = seq_len
