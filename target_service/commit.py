@@ -1,6 +1,6 @@
 """Advance requests by what a step computed: the only place that changes committed state.
 
-Accepted paths are cut at stops and become replies; prompt chunks and replays become feature rows.
+Accepted paths are cut at stops; prompt chunks and replays become feature rows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.messages import AcceptedPath, AnswerTimes, FinishReason, TokenLogprob
-from shared.messages.tree import restore_path
+from shared.messages import MAX_TREE_NODES, AnswerTimes, FinishReason
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.phases import PathOutputs, StepOutputs
 from target_service.request import Phase, TargetRequest
 from target_service.scheduler import PrefillWork
+
+
+class Cut(NamedTuple):
+    """Where a path ends.
+
+    Args:
+        num_tokens: Tokens kept, the stopping one included.
+    """
+
+    num_tokens: int
+    reason: FinishReason = FinishReason.NONE
+    stop_token_id: int | None = None
+
+
+_WHOLE = [Cut(num_tokens) for num_tokens in range(MAX_TREE_NODES + 1)]
 
 
 class CommittedPath(NamedTuple):
@@ -36,18 +50,6 @@ class CommittedPath(NamedTuple):
     cut: Cut
     round_idx: int
     times: AnswerTimes | None
-
-
-class Cut(NamedTuple):
-    """Where a path ends.
-
-    Args:
-        num_tokens: Tokens kept, the stopping one included.
-    """
-
-    num_tokens: int
-    reason: FinishReason = FinishReason.NONE
-    stop_token_id: int | None = None
 
 
 def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[AcceptedNodes]:
@@ -97,7 +99,7 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
     """
     held = len(request.tokens)
     if held + len(token_ids) < request.token_limit and request.stop_ids.isdisjoint(token_ids):
-        return Cut(len(token_ids))
+        return _WHOLE[len(token_ids)]
     stopping, held_output = request.open.stopping, request.num_output_tokens
     for kept, token_id in enumerate(token_ids, start=1):
         num_output = held_output + kept
@@ -107,7 +109,7 @@ def cut_path(request: TargetRequest, token_ids: list[int], max_context_len: int)
             return Cut(num_tokens=kept, reason=FinishReason.LENGTH)
         if held + kept >= max_context_len:
             return Cut(num_tokens=kept, reason=FinishReason.CONTEXT_LENGTH)
-    return Cut(num_tokens=len(token_ids))
+    return _WHOLE[len(token_ids)]
 
 
 def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: int) -> Cut:
@@ -116,7 +118,7 @@ def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: in
     Mutates: the request's tokens, committed_len, launched_len, phase, round_idx and num_in_flight.
     """
     cut = cut_path(request, path.token_ids, max_context_len)
-    request.tokens += path.token_ids[: cut.num_tokens]
+    request.tokens += path.token_ids[: cut.num_tokens] if cut.reason else path.token_ids
     request.committed_len = seq_len = path.seq_len + cut.num_tokens
     if request.launched_len < seq_len:
         request.launched_len = seq_len
@@ -124,50 +126,3 @@ def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: in
     request.round_idx += 1
     request.num_in_flight -= 1
     return cut
-
-
-def answer_path(committed: CommittedPath, paths: PathOutputs) -> AcceptedPath:
-    """Return the answer to a round; `finish_reason` is set when the request is over.
-
-    Mutates: the request's last_reply.
-    """
-    request, row, path, cut, round_idx, times = committed
-    token_ids = path.token_ids[: cut.num_tokens]
-    request.last_reply = reply = restore_path(
-        request.request_id,
-        request.open.target_epoch,
-        round_idx,
-        path.seq_len + cut.num_tokens,
-        tuple(path.accept_index[: cut.num_tokens]),
-        tuple(token_ids),
-        len(path.token_ids) - 1,
-        path.num_nodes,
-        _logprobs(request, paths, row, token_ids),
-        cut.stop_token_id,
-        times,
-        cut.reason,
-    )
-    return reply
-
-
-def _logprobs(
-    request: TargetRequest, paths: PathOutputs, row: int, token_ids: list[int]
-) -> tuple[TokenLogprob, ...]:
-    if not request.open.logprobs or paths.logprobs is None:
-        return ()
-    assert paths.top_ids is not None and paths.top_logprobs is not None
-    num_top = request.open.top_logprobs
-    return tuple(
-        TokenLogprob(
-            token_id=token_id,
-            logprob=float(paths.logprobs[row, i]),
-            top=tuple(
-                zip(
-                    paths.top_ids[row, i, :num_top].tolist(),
-                    paths.top_logprobs[row, i, :num_top].tolist(),
-                    strict=True,
-                )
-            ),
-        )
-        for i, token_id in enumerate(token_ids)
-    )

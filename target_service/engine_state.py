@@ -82,4 +82,4 @@ class EngineState:
 
     def is_held(self, request: TargetRequest) -> bool:
         """Return whether a request is still there; it may have gone while a step was in flight."""
-        return self.requests.get(request.request_id) is request
+        return self.requests.get(request.open.request_id) is request

@@ -21,6 +21,7 @@ from shared.messages import (
     FeatureSubscribe,
     FeatureUnsubscribe,
     RingRows,
+    RingSpan,
 )
 from shared.peer.channel import PeerChannel
 from shared.peer.ring import FeatureRing
@@ -157,24 +158,31 @@ class FeatureOutlet:
         is_attached = request.draft is not None and log.channel is request.draft.channel
         return self.ring is not None and is_next and is_attached
 
-    def send_early(
-        self, requests: Sequence[TargetRequest], rows: Sequence[FeatureRows]
+    def claim_early(
+        self, requests: Sequence[TargetRequest], num_rows: Sequence[int]
     ) -> RingRows | None:
-        """Write the rows of accepted paths, which are not committed yet, to the ring.
+        """Make room in the ring for the rows of accepted paths, which are not committed yet.
 
         Args:
-            rows: Of each request, from its next position on.
-        Returns: Where they lie, one request after the other; None if they are too many for it.
+            num_rows: Of each request, from its next position on.
+        Returns: Where `write_early` is to put them, one request after the other; None if they are
+            too many for the ring.
         """
         assert self.ring is not None
-        span = self.ring.write(*rows)
+        shape = (sum(num_rows), self._spec.width)
+        row_bytes = self._spec.width * DTYPES[self._spec.dtype].itemsize
+        span = self.ring.claim(shape[0] * row_bytes)
         if span is None:
             return None
-        for request, part in zip(requests, rows, strict=True):
+        for request, count in zip(requests, num_rows, strict=True):
             assert request.features is not None and request.features.next is not None
-            request.features.next += len(part)
-        num_rows = sum(map(len, rows))
-        return RingRows(shape=(num_rows, self._spec.width), dtype=self._spec.dtype, data=span)
+            request.features.next += count
+        return RingRows(shape=shape, dtype=self._spec.dtype, data=span)
+
+    def write_early(self, place: RingRows, parts: Sequence[FeatureRows]) -> None:
+        """Write rows where `claim_early` made room for them."""
+        assert self.ring is not None and isinstance(place.data, RingSpan)
+        self.ring.fill(place.data, parts)
 
     def _send(self, request: TargetRequest, log: FeatureLog) -> None:
         for position, rows in log.take_unsent():

@@ -107,24 +107,22 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
     layouts: list[TreeLayout] = []
     num_on_device = 0
     for request in plan.verifies:
-        parents, layout = _ROOT_ONLY, _ROOT_LAYOUT
-        match request.queued:
-            case HostTree(tree):
-                token_ids += tree.token_ids
-                parents = tree.parent_index
-                layout = lay_out_tree(parents)
-            case DeviceTree(shape):
-                assert len(layouts) == num_on_device, "trees from the mailbox come first"
-                num_on_device += 1
-                num_drafts = shape.num_draft_tokens - 1
-                token_ids += [request.tokens[-1], *[0] * num_drafts]
-                parents = (-1, *[0] * num_drafts)
-                layout = _place_holder(shape)
-            case _ if request.num_in_flight:  # the root is still being computed
-                device_roots[len(token_ids)] = request.req_idx
-                token_ids.append(0)
-            case _:
-                token_ids.append(request.tokens[-1])
+        queued, parents, layout = request.queued, _ROOT_ONLY, _ROOT_LAYOUT
+        if isinstance(queued, HostTree):
+            token_ids += queued.tree.token_ids
+            parents = queued.tree.parent_index
+            layout = lay_out_tree(parents)
+        elif isinstance(queued, DeviceTree):
+            assert len(layouts) == num_on_device, "trees from the mailbox come first"
+            num_on_device += 1
+            unknown_ids, parents, layout = _place_holder(queued.shape)
+            token_ids.append(request.tokens[-1])
+            token_ids += unknown_ids
+        elif request.num_in_flight:  # the root is still being computed
+            device_roots[len(token_ids)] = request.req_idx
+            token_ids.append(0)
+        else:
+            token_ids.append(request.tokens[-1])
         parent_index += parents
         layouts.append(layout)
     seq_len = [request.launched_len for request in plan.verifies]
@@ -149,8 +147,18 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
     )
 
 
+class _PlaceHolder(NamedTuple):
+    """What holds the place of a tree that is not here: tokens below the root, parents, layout."""
+
+    token_ids: tuple[int, ...]
+    parent_index: tuple[int, ...]
+    layout: TreeLayout
+
+
 @functools.cache
-def _place_holder(shape: TreeShape) -> TreeLayout:
+def _place_holder(shape: TreeShape) -> _PlaceHolder:
     """Return what holds the place of a tree that is not here; it may turn out to be of any kind."""
-    layout = lay_out_tree((-1, *[0] * (shape.num_draft_tokens - 1)))
-    return layout._replace(max_depth=shape.num_steps, is_chain=False)
+    drafts = (0,) * (shape.num_draft_tokens - 1)
+    parent_index = (-1, *drafts)
+    layout = lay_out_tree(parent_index)._replace(max_depth=shape.num_steps, is_chain=False)
+    return _PlaceHolder(drafts, parent_index, layout)

@@ -10,6 +10,7 @@ In case that order or its tree is lost, another tree is ordered every `ASK_ROUND
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -31,6 +32,7 @@ from target_service.batch_window import BatchWindow
 from target_service.draft_peer import DraftPeer, MailboxUse, Progress
 from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
+from target_service.features import FeatureOutlet
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.request import ROOT_ONLY, HostTree, Phase, QueuedRound, TargetRequest
 from target_service.tree_source import TreeSource
@@ -136,26 +138,27 @@ class PeerRounds(TreeSource):
                 rows_of.setdefault(key, []).append(row)
         for (channel, shape, has_features), rows in rows_of.items():
             requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
-            ring_rows = None
+            place = prepare = None
             if has_features:
                 assert features is not None
-                parts = [features[row, : len(nodes[row].token_ids)] for row in rows]
-                ring_rows = self._state.features.send_early(requests, parts)
-                if ring_rows is None:
+                outlet, counts = self._state.features, [len(path.token_ids) for path in paths]
+                place = outlet.claim_early(requests, counts)
+                if place is None:
                     continue  # too many for the ring: in messages, as each is committed
-            self._order_batch(channel, shape, requests, paths, ring_rows)
+                prepare = functools.partial(_write_early, outlet, place, features, rows, counts)
+            entries = tuple(map(self._entry, requests, paths, [shape] * len(requests)))
+            channel.put(PathBatch(parts=entries, shape=shape, rows=place), prepare=prepare)
+            self._note_orders(channel, shape, requests, paths)
 
-    def _order_batch(
+    def _note_orders(
         self,
         channel: PeerChannel,
         shape: TreeShape,
         requests: Sequence[TargetRequest],
         paths: Sequence[AcceptedNodes],
-        rows: RingRows | None,
     ) -> None:
-        entries = tuple(map(self._entry, requests, paths, [shape] * len(requests)))
+        """Take note of the orders of a PathBatch, which is queued; send it if a draft needs it."""
         ordered_ns = time.monotonic_ns()
-        channel.put(PathBatch(parts=entries, shape=shape, rows=rows))
         peers = [request.draft for request in requests if request.draft is not None]
         if not all([peer.is_overlapped for peer in peers]):
             channel.flush()  # else the draft's device is at work, and nothing waits for this
@@ -291,6 +294,18 @@ class PeerRounds(TreeSource):
     def _queue(self, request: TargetRequest, queued: QueuedRound) -> None:
         request.queued = queued
         request.queue_idx = next(self._state.turns)
+
+
+def _write_early(
+    outlet: FeatureOutlet,
+    place: RingRows,
+    features: FeatureRows,
+    rows: Sequence[int],
+    counts: Sequence[int],
+) -> None:
+    """Write the first rows, as many as `counts` says, of these paths of a step."""
+    parts = [features[row, :count] for row, count in zip(rows, counts, strict=True)]
+    outlet.write_early(place, parts)
 
 
 def _may_order(request: TargetRequest, peer: DraftPeer, round_idx: int) -> bool:

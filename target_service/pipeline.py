@@ -8,17 +8,16 @@ root's token, which the device has. What turns out to be past the end of a reque
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.messages import MAX_TREE_NODES
 from shared.step.read_back import PendingRead
 from shared.step.step_timer import StepTimer
+from target_service.answers import UnansweredStep
 from target_service.batch import StepBatch
 from target_service.commit import (
     CommittedPath,
     accepted_nodes,
-    answer_path,
     commit_chains,
     commit_path,
     rows_with_nonfinite,
@@ -34,8 +33,6 @@ from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler, StepPlan
 from target_service.tree_source import TreeSource
 
-_IN_ORDER = tuple(range(MAX_TREE_NODES))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
@@ -50,14 +47,6 @@ class LaunchedStep:
     read: PendingRead
     timer: StepTimer
     has_device_round: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnansweredStep:
-    """Paths that are committed, and whose answers are still to be made."""
-
-    committed: Sequence[CommittedPath]
-    paths: PathOutputs
 
 
 @dataclass(kw_only=True)
@@ -245,18 +234,5 @@ class Pipeline:
     def answer(self) -> None:
         """Answer what was committed last, and keep its features."""
         step, self.unanswered = self.unanswered, None
-        if step is None:
-            return
-        outbox, features = self.state.outbox, step.paths.features
-        num_moved = 0
-        for committed in step.committed:
-            request = committed.request
-            reply = answer_path(committed, step.paths)
-            outbox.append(reply)
-            num_moved += reply.accept_index != _IN_ORDER[: len(reply.token_ids)]
-            log = request.features
-            if log is not None and features is not None and committed.round_idx:
-                if not committed.cut.reason:
-                    rows = features[committed.row, : len(reply.token_ids)]
-                    log.append(committed.path.seq_len, rows.copy())
-        self.state.counts.moved_rounds += num_moved
+        if step is not None:
+            step.answer(self.state)

@@ -74,6 +74,7 @@ class PeerChannel:
         self._unpack = unpack
         self._frame = frame
         self._queued: list[Any] = []
+        self._unprepared: list[Callable[[], None]] = []
         self._backlog = bytearray()
         self._taken_at = time.monotonic()  # when the socket took something last
         self._received = bytearray()
@@ -85,15 +86,24 @@ class PeerChannel:
         """Return what this end waits for, as for `select.poll`."""
         return select.POLLIN | (select.POLLOUT if self._backlog else 0)
 
-    def put(self, message: Any) -> None:
-        """Queue a message for the next `flush`."""
+    def put(self, message: Any, *, prepare: Callable[[], None] | None = None) -> None:
+        """Queue a message for the next `flush`.
+
+        Args:
+            prepare: Is called right before, to do what the message says.
+        """
         self._queued.append(message)
+        if prepare is not None:
+            self._unprepared.append(prepare)
 
     def flush(self) -> None:
         """Send what is queued, in few frames, as far as the socket takes it."""
         queued, self._queued = self._queued, []
+        unprepared, self._unprepared = self._unprepared, []
         if not self.is_open:
             return
+        for prepare in unprepared:
+            prepare()
         for first in range(0, len(queued), _FRAME_MESSAGES):
             data = self._pack(queued[first : first + _FRAME_MESSAGES]).SerializeToString()
             self._backlog += _LENGTH.pack(len(data))

@@ -17,6 +17,7 @@ import os
 import secrets
 import struct
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,16 @@ class FeatureRing:
             parts: [n, row_bytes] u8 each.
         Returns: Where they lie; None if they are too many at a time.
         """
-        num_bytes = sum(rows.nbytes for rows in parts)
+        span = self.claim(sum([rows.nbytes for rows in parts]))
+        if span is not None:
+            self.fill(span, parts)
+        return span
+
+    def claim(self, num_bytes: int) -> RingSpan | None:
+        """Take the place of the oldest rows, to be filled before a reader hears of it.
+
+        Returns: None if these are too many bytes at a time.
+        """
         begin = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         offset = begin % self.capacity
         if offset + num_bytes > self.capacity:  # a span never wraps
@@ -80,9 +90,13 @@ class FeatureRing:
         if num_bytes > self.capacity // _NUM_PARTS or end > self._burst_end:
             return None
         self._claimed[0] = self._end = end
-        place = self._data[offset : offset + num_bytes].reshape(-1, parts[0].shape[1])
-        np.concatenate(parts, out=place)
         return RingSpan(ring=self.name, begin=begin, num_bytes=num_bytes)
+
+    def fill(self, span: RingSpan, parts: Sequence[NDArray[np.uint8]]) -> None:
+        """Write rows to a place that was claimed; they take all of it."""
+        offset = span.begin % self.capacity
+        place = self._data[offset : offset + span.num_bytes]
+        np.concatenate(parts, out=place.reshape(-1, parts[0].shape[1]))
 
 
 class RingReader:
