@@ -265,9 +265,10 @@ def test_a_repeated_order_is_not_run_twice_while_it_is_in_flight(models: Models)
     assert isinstance(path, AcceptedPath) and path.round_idx == 1
 
 
-def test_what_is_computed_is_answered_before_the_next_launch(
+def test_the_next_step_is_launched_before_what_is_computed_is_answered(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Else the device would wait for the host."""
     target = overlapped(make_target(models.pairing("eagle3")))
     for request_id in ("a", "b"):
         target.submit(
@@ -288,8 +289,7 @@ def test_what_is_computed_is_answered_before_the_next_launch(
     monkeypatch.setattr(PendingRead, "is_done", True)
     counts = roots_in_flight(target, monkeypatch)
     [answer] = target.step()
-    assert (answer.request_id, answer.round_idx, counts) == ("a", 1, [])
-    target.step()
+    assert (answer.request_id, answer.round_idx, len(counts)) == ("a", 1, 1)
     [answer] = target.step()
     assert (answer.request_id, answer.round_idx, len(counts)) == ("b", 1, 1)
     assert not target.has_work
