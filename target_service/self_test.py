@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.kernels.move_kv import move_kv
+from shared.kernels.move_kv import move_paths
 from shared.kernels.probe_cpu import settle_products
 from shared.step.buckets import bucket_of
 from shared.step.packing import RowBlocks, pack_rows, to_device
@@ -167,7 +167,12 @@ class _SelfTest:
         pool = self._runner.pool
         src = pool.slots(self._row, PREFIX_LEN + TREE_PATH)
         dst = pool.slots(self._row, PREFIX_LEN + np.arange(PATH_LEN))
-        move_kv([*pool.k, *pool.v], to_device(src, pool.device), to_device(dst, pool.device))
+        move_paths(
+            pool.caches,
+            to_device(src, pool.device)[None],
+            to_device(dst, pool.device)[None],
+            addresses=pool.cache_addresses,
+        )
         return logits[to_device(TREE_PATH, pool.device)]
 
     def clear(self) -> None:

@@ -1,9 +1,6 @@
-"""Move K/V rows between slots of every layer; sources and destinations may overlap.
+"""Move the K/V rows of accepted paths to the front, in every layer; a path may overlap itself.
 
-`move_kv` takes any moves by two kernels, each on the grid (num_caches, num_moves): everything is
-gathered into a temporary before anything is scattered. `move_paths` takes those of accepted paths,
-which need no temporary, by one kernel on the grid (num_caches, num_requests). Rows that stay where
-they are, padding included, cost no traffic.
+Grid: (num_caches, num_requests). Rows that stay where they are, padding included, cost no traffic.
 """
 
 from __future__ import annotations
@@ -16,55 +13,6 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
-
-
-@triton.jit
-def _gather_kv_kernel(
-    cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]
-    src_ptr,  # [M] i32
-    dst_ptr,  # [M] i32
-    moving_ptr,  # [num_caches, M, Hkv, d] mutated
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    wait_for_previous(IS_DEPENDENT)
-    cache = tl.program_id(0).to(tl.int64)
-    move = tl.program_id(1).to(tl.int64)
-    num_moves = tl.num_programs(1)
-    src = tl.load(src_ptr + move).to(tl.int64)
-    if src != tl.load(dst_ptr + move):
-        column = tl.arange(0, BLOCK)
-        in_row = column < ROW
-        cache_ptr = tl.load(cache_address_ptr + cache)
-        cache_ptr = cache_ptr.to(tl.pointer_type(moving_ptr.dtype.element_ty))
-        row = tl.load(cache_ptr + src * ROW + column, mask=in_row, other=0.0)
-        tl.store(moving_ptr + (cache * num_moves + move) * ROW + column, row, mask=in_row)
-
-
-@triton.jit
-def _scatter_kv_kernel(
-    cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]; those are mutated
-    src_ptr,  # [M] i32
-    dst_ptr,  # [M] i32
-    moving_ptr,  # [num_caches, M, Hkv, d]
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    wait_for_previous(IS_DEPENDENT)
-    cache = tl.program_id(0).to(tl.int64)
-    move = tl.program_id(1).to(tl.int64)
-    num_moves = tl.num_programs(1)
-    dst = tl.load(dst_ptr + move).to(tl.int64)
-    if dst != tl.load(src_ptr + move):
-        column = tl.arange(0, BLOCK)
-        in_row = column < ROW
-        cache_ptr = tl.load(cache_address_ptr + cache)
-        cache_ptr = cache_ptr.to(tl.pointer_type(moving_ptr.dtype.element_ty))
-        moving_row_ptr = moving_ptr + (cache * num_moves + move) * ROW
-        row = tl.load(moving_row_ptr + column, mask=in_row, other=0.0)
-        tl.store(cache_ptr + dst * ROW + column, row, mask=in_row)
 
 
 @triton.jit(do_not_specialize=["num_steps"])
@@ -100,7 +48,7 @@ def _move_paths_kernel(
 
 
 def cache_addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return where the caches lie, [num_caches] i64 on their device, for `move_kv`.
+    """Return where the caches lie, [num_caches] i64 on their device, for `move_paths`.
 
     Args:
         caches: Each [num_slots, Hkv, d], dense, of one shape, dtype and device.
@@ -109,45 +57,6 @@ def cache_addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
     for cache in caches:
         assert cache.is_contiguous() and cache.shape == first.shape and cache.dtype == first.dtype
     return torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64).to(first.device)
-
-
-def move_kv(
-    caches: Sequence[torch.Tensor],
-    src: torch.Tensor,
-    dst: torch.Tensor,
-    *,
-    addresses: torch.Tensor | None = None,
-) -> None:
-    """Copy slot src[m] to slot dst[m] in every cache, as if all were read before any is written.
-
-    Args:
-        caches: Each [num_slots, Hkv, d], of one shape and dtype; K and V of every layer.
-        src: [M] i32.
-        dst: [M] i32; padding is (0, 0), the sink; every other slot occurs once.
-        addresses: What `cache_addresses` said of these caches; None: find out, which waits.
-    Mutates: rows of every cache named by `dst`.
-    """
-    if not caches or src.shape[0] == 0:
-        return
-    first = caches[0]
-    if not use_triton(first):
-        move_kv_ref(caches, src, dst)
-        return
-    if addresses is None:
-        addresses = cache_addresses(caches)
-    assert len(addresses) == len(caches)
-    src, dst = src.contiguous(), dst.contiguous()
-    grid = (len(caches), src.shape[0])
-    moving = torch.empty((*grid, *first.shape[1:]), dtype=first.dtype, device=first.device)
-    row = first.shape[1] * first.shape[2]
-    block = triton.next_power_of_2(row)
-    count_launch("move_kv")
-    _gather_kv_kernel[grid](
-        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **dependent_launch(first)
-    )
-    _scatter_kv_kernel[grid](
-        addresses, src, dst, moving, ROW=row, BLOCK=block, num_warps=4, **dependent_launch(first)
-    )
 
 
 def move_paths(
@@ -170,7 +79,7 @@ def move_paths(
         return
     first = caches[0]
     if not use_triton(first):
-        move_kv_ref(caches, src.flatten(), dst.flatten())
+        move_paths_ref(caches, src, dst)
         return
     assert len(addresses) == len(caches) and src.is_contiguous() and dst.is_contiguous()
     row = first.shape[1] * first.shape[2]
@@ -189,8 +98,8 @@ def move_paths(
     )
 
 
-def move_kv_ref(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Do what `move_kv` does in plain torch."""
-    src, dst = src.long(), dst.long()
+def move_paths_ref(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Do what `move_paths` does in plain torch: all is read before any is written."""
+    src, dst = src.flatten().long(), dst.flatten().long()
     for cache in caches:
         cache.index_copy_(0, dst, cache.index_select(0, src))

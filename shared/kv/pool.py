@@ -51,7 +51,7 @@ class KVPool:
         shape = (num_pages * page_size, num_kv_heads, head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        # Where `caches` lie, for `move_kv`: they never move.
+        # Where `caches` lie, for `move_paths`: they never move.
         self.cache_addresses = cache_addresses(self.caches)
         self._allocator = PageAllocator(num_pages)
         self._table = np.zeros((max_num_requests, max_pages_per_request), dtype=np.int32)

@@ -80,6 +80,15 @@ class Stream:
             self._error = error
 
 
+def check_trees_go_on(finish: FinishInfo) -> None:
+    """Check that the rounds of a timed request had trees from some round on, every one of them."""
+    had_tree = [
+        any(stage.name.startswith("draft: ") for stage in times.stages)
+        for times in finish.round_times
+    ]
+    assert any(had_tree) and had_tree == sorted(had_tree), had_tree
+
+
 @contextlib.contextmanager
 def streams(
     address: str, requests: list[dict[str, Any]], *, max_retries: int = 0

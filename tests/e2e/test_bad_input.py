@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import queue
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from coppice import Client, Completion, CoppiceError
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import target_pb2, target_pb2_grpc, tree_pb2
+from shared.messages import AcceptedPath, RequestFailure, batches
 from shared.rpc.status import from_rpc_error
 from tests.e2e.proxy import Spoil, spoiling_proxy
 from tests.e2e.serving import Server, generate_plain, orchestrator_process
@@ -20,6 +21,7 @@ from tests.e2e.streaming import streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
+Reply = TypeVar("Reply", AcceptedPath, RequestFailure)
 NUM_VOCAB = 4096
 MAX_CONTEXT_LEN = 2048
 PROMPT = [791, 675, 1686]
@@ -202,8 +204,9 @@ def test_malformed_trees_sent_to_a_target(pair: Server) -> None:
     with grpc.insecure_channel(pair.target_addresses[0]) as channel:
         session = target_pb2_grpc.TargetServiceStub(channel).Session(iter(outgoing.get, None))
 
-        def reply() -> target_pb2.TargetServiceSessionResponse:
-            return next(r for r in session if r.accepted_paths or r.failures)
+        def reply(kind: type[Reply]) -> Reply:
+            answers = (m for r in session for m in batches.unpack_target_response(r).messages)
+            return next(answer for answer in answers if isinstance(answer, kind))
 
         ids = {"request_id": "crafted", "target_epoch": 1}
         opened = target_pb2.TargetOpen(
@@ -214,7 +217,7 @@ def test_malformed_trees_sent_to_a_target(pair: Server) -> None:
             stopping=pb.StoppingCriteria(max_new_tokens=3),
         )
         outgoing.put(target_pb2.TargetServiceSessionRequest(opens=[opened]))
-        (first,) = reply().accepted_paths
+        first = reply(AcceptedPath)
         root = first.token_ids[0]
         order = {**ids, "round_idx": 1, "seq_len": len(PROMPT), "root_token_id": root}
         trees = {
@@ -240,13 +243,13 @@ def test_malformed_trees_sent_to_a_target(pair: Server) -> None:
             )
             verify = target_pb2.VerifyRound(**order, tree=tree)
             outgoing.put(target_pb2.TargetServiceSessionRequest(verifies=[verify]))
-            (failure,) = reply().failures
+            failure = reply(RequestFailure)
             assert failure.code == 3, name
             assert failure.reason in ("INVALID_TREE", "INVALID_ARGUMENT"), name
             assert failure.field.startswith("tree."), name
         verify = target_pb2.VerifyRound(**order)
         outgoing.put(target_pb2.TargetServiceSessionRequest(verifies=[verify]))
-        (second,) = reply().accepted_paths
+        second = reply(AcceptedPath)
         outgoing.put(None)
     with Client(pair.address) as client:
         plain = client.generate(token_ids=PROMPT, max_new_tokens=3, speculation=False)

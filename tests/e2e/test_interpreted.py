@@ -23,7 +23,7 @@ pytestmark = [
 REQUESTS: list[dict[str, Any]] = [
     {
         "token_ids": [72, 101, 108],
-        "max_new_tokens": 8,
+        "max_new_tokens": 20,
         "ignore_eos": True,
         "seed": 1,
         "temperature": 4.0,
@@ -36,7 +36,7 @@ REQUESTS: list[dict[str, Any]] = [
     },
     {
         "token_ids": [72, 105],
-        "max_new_tokens": 5,
+        "max_new_tokens": 14,
         "ignore_eos": True,
         "repetition_penalty": 1.2,
         "frequency_penalty": 0.1,
@@ -73,7 +73,7 @@ def test_every_kernel_runs_in_a_worker(server: Server) -> None:
     completions = generate_all(server.address, REQUESTS)
     assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     stats = [completion.speculation for completion in completions]
-    assert sum(one.num_root_only_rounds for one in stats) == 0
+    assert all(one.num_draft_tokens > 0 for one in stats)
     assert sum(one.num_moved_rounds for one in stats) > 0
 
     launches = [dict(server.info(name).load.kernel_launches) for name in ("target-0", "draft-0")]

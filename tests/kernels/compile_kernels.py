@@ -137,8 +137,6 @@ def kernels(dtype: str):
         },
     )
     yield from mailbox_kernels(values)
-    yield move_kv._gather_kv_kernel, ["*i64", "*i32", "*i32", values], row
-    yield move_kv._scatter_kv_kernel, ["*i64", "*i32", "*i32", values], row
     yield move_kv._move_paths_kernel, ["*i64", "*i32", "*i32", values, "i32"], {**row, "STEPS": 64}
     if dtype == "bf16":  # what has no dtype is compiled once
         yield (
