@@ -60,20 +60,18 @@ class Verifier:
 
         Args:
             extended: What the forward computed.
-        The graph of a bucket must have been captured from padding: a capture computes twice, and
-        paths can be moved but once.
-
         Returns: Valid until the next step.
         Mutates: KV slots [seq_len, seq_len + accept_length) of each request, and its root on the
             device.
         """
+        posts = inputs.mailbox_paths is not None
+        key = ("verify", inputs.bucket, inputs.sampling.has_filters, posts)
         if inputs.bucket is None:
             verified = self._launch(inputs, extended, post)
-        elif inputs.is_rare:
+        elif inputs.is_rare or (self._graphs.is_serving and key not in self._graphs):
+            # A capture computes twice, and paths of requests can be moved but once.
             verified = self._launch(inputs, self._extended, post)
         else:
-            posts = inputs.mailbox_paths is not None
-            key = ("verify", inputs.bucket, inputs.sampling.has_filters, posts)
             verified = self._graphs.run(
                 key, lambda: self._launch(inputs, self._extended, post), inputs.tensors
             )

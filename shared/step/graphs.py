@@ -35,9 +35,14 @@ class GraphCache:
         self._pool: Any = None
         self._captured: dict[Hashable, _Captured] = {}
         self.num_captures = 0
+        self.is_serving = False
+        """Whether requests may be under way: what must not run twice is not captured any more."""
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
 
     def run(self, key: Hashable, compute: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Any:
         """Compute, by replaying the graph of `key` once there is one. A replay needs no inference

@@ -29,7 +29,8 @@ class ServingCounts:
         self._at_begin: tuple[int, int, int] | None = None
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Count from now on; the engine is about to serve."""
+        self._graphs.is_serving = True
         self._at_begin = self._totals
 
     @property
