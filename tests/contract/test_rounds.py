@@ -96,3 +96,39 @@ async def test_many_requests_on_their_own_streams_do_not_mix() -> None:
         assert target.worker.servicer.sessions.num_sessions == 0
         load = target.engine.load
         assert load.num_request_steps > 2 * load.num_steps, "requests share steps"
+
+
+async def test_rows_may_come_long_before_the_tokens_that_they_belong_to() -> None:
+    """They come on a stream of their own; the draft has a use for them when it hears the tokens."""
+    prompt = [3, 1, 4, 1, 5]
+    async with (
+        fake_target() as target,
+        fake_draft() as draft,
+        Peer(target.address) as target_peer,
+        Peer(draft.address) as draft_peer,
+    ):
+        to_target, to_draft = target_peer.target_session(), draft_peer.draft_session()
+        await to_target.send(target_open(prompt=prompt))
+        path = await to_target.next(AcceptedPath)
+        while path.round_idx < 40:
+            await to_target.send(verify_after(path))
+            path = await to_target.next(AcceptedPath)
+        await to_draft.send(draft_open(target.address, prompt=prompt))
+        request = target.engine.requests["a"]
+        await eventually(lambda: request.acknowledged == path.seq_len, what="every row is there")
+        await to_draft.send(
+            DraftRound(
+                request_id="a",
+                target_epoch=1,
+                draft_epoch=1,
+                round_idx=path.round_idx + 1,
+                seq_len=path.seq_len,
+                token_offset=len(prompt),
+                token_ids=tuple(generate(prompt, path.round_idx + 1)),
+                shape=SHAPE,
+            )
+        )
+        tree = await to_draft.next(TokenTree)
+        assert tree.token_ids[0] == path.token_ids[-1]
+        await to_draft.send(DraftClose(request_id="a", draft_epoch=1))
+        await eventually(lambda: not draft.engine.requests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.errors import InvalidArgumentError
@@ -35,6 +35,8 @@ class _Request:
     open: DraftOpen
     tokens: list[int]
     features_end: int = 0
+    num_rows_checked: int = 0
+    unchecked_rows: bytearray = field(default_factory=bytearray)  # up to features_end
     pending: DraftRound | None = None
     is_peer_order: bool = False  # the pending order came over the peer channel
 
@@ -173,6 +175,7 @@ class FakeDraft(FakeEngine[_Request]):
             raise InvalidArgumentError("tokens are missing", field="token_offset")
         request.tokens[message.token_offset :] = message.token_ids
         assert len(request.tokens) == message.seq_len + 1
+        self._check_rows(request)
         request.pending, request.is_peer_order = message, is_peer_order
 
     def _take_rows(self, chunk: FeatureChunk) -> None:
@@ -181,16 +184,22 @@ class FakeDraft(FakeEngine[_Request]):
             return
         assert chunk.start == request.features_end, "no row is sent twice, and none is left out"
         end = chunk.start + chunk.shape[0]
-        known = min(end, len(request.tokens))
-        size = 4 * self.width * (known - chunk.start)
-        assert chunk.data[:size] == feature_rows(request.tokens, chunk.start, known, self.width), (
-            "wrong feature values"
-        )
+        request.unchecked_rows += chunk.data
         request.features_end = end
+        self._check_rows(request)
         self._ask_features(
             request,
             FeatureAck(request_id=chunk.request_id, target_epoch=chunk.target_epoch, position=end),
         )
+
+    def _check_rows(self, request: _Request) -> None:
+        """Compare rows with what their tokens give; rows may be here before their tokens."""
+        begin, end = request.num_rows_checked, min(request.features_end, len(request.tokens))
+        if begin < end:
+            rows = feature_rows(request.tokens, begin, end, self.width)
+            assert request.unchecked_rows[: len(rows)] == rows, "wrong feature values"
+            del request.unchecked_rows[: len(rows)]
+            request.num_rows_checked = end
 
     def _can_grow(self, request: _Request) -> bool:
         if request.pending is None:

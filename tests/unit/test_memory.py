@@ -9,14 +9,15 @@ import sys
 import pytest
 
 SCRIPT = """
-import asyncio, gc, json, os, signal, sys, time
+import asyncio, gc, json, os, signal
 from orchestrator.server import serve
 from shared.config import OrchestratorConfig
 
 async def main():
     config = OrchestratorConfig(host="127.0.0.1", port=0, targets="127.0.0.1:1")
+    first = gc.get_threshold()
     serving = asyncio.create_task(serve(config))
-    while not gc.get_freeze_count() and not serving.done():
+    while gc.get_threshold() == first and not serving.done():
         await asyncio.sleep(0.01)
     frozen, left = gc.get_freeze_count(), len(gc.get_objects())
     os.kill(os.getpid(), signal.SIGTERM)
