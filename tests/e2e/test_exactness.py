@@ -46,7 +46,7 @@ SHAPES = {
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
     for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
 }
-CATCH_UP_TOKENS = 16
+CATCH_UP_TOKENS = 32
 """Rounds of the root alone that a request may run until its draft has read all prompts."""
 NUM_ROUNDS = 10
 """About how long each request runs, so that all of them run at once to the end."""

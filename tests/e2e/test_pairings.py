@@ -127,11 +127,12 @@ def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
                 assert stream.token_ids == alone.token_ids
                 assert stream.accept_length(last=150) > 1.5
         # To the very end of the context; the prompt is prefilled in chunks.
-        to_the_end = make_requests(count=2, prompt_len=480, max_new_tokens=500, seed=4)
+        to_the_end = make_requests(count=2, prompt_len=420, max_new_tokens=500, seed=4)
         for request, completion in zip(to_the_end, check(server, to_the_end), strict=True):
             assert completion.finish_reason is FinishReason.CONTEXT_LENGTH
             assert len(completion.token_ids) == CONTEXT_LEN - len(request["token_ids"])
-            assert completion.speculation.accept_length > 1.5
+            stats = completion.speculation  # the draft reads the prompt meanwhile
+            assert stats.num_accepted_drafts > 0.5 * (stats.num_rounds - stats.num_root_only_rounds)
 
 
 def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
