@@ -31,7 +31,7 @@ class DraftServiceSessionResponse(_message.Message):
     def __init__(self, trees: _Optional[_Iterable[_Union[_tree_pb2.TokenTree, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class DraftOpen(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "target_address", "token_ids", "sampling", "is_timed", "target_socket")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "target_address", "token_ids", "sampling", "is_timed", "target_socket", "target_peer_address")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class DraftOpen(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     IS_TIMED_FIELD_NUMBER: _ClassVar[int]
     TARGET_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
@@ -48,7 +49,8 @@ class DraftOpen(_message.Message):
     sampling: _generation_pb2.SamplingParams
     is_timed: bool
     target_socket: str
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., is_timed: _Optional[bool] = ..., target_socket: _Optional[str] = ...) -> None: ...
+    target_peer_address: str
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., is_timed: _Optional[bool] = ..., target_socket: _Optional[str] = ..., target_peer_address: _Optional[str] = ...) -> None: ...
 
 class DraftRound(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_offset", "token_ids", "num_steps", "topk", "num_draft_tokens", "unless_attached")

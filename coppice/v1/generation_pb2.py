@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63oppice/v1/generation.proto\x12\ncoppice.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x9a\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.coppice.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12.\n\x08stopping\x18\x05 \x01(\x0b\x32\x1c.coppice.v1.StoppingCriteria\x12\x33\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1e.coppice.v1.SpeculationOptions\x12)\n\x06output\x18\x07 \x01(\x0b\x32\x19.coppice.v1.OutputOptions\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\nsession_id\x18\t \x01(\t\x12.\n\x10resume_token_ids\x18\n \x01(\x0b\x32\x14.coppice.v1.TokenIds\x12\x1a\n\x12resume_fingerprint\x18\x0b \x01(\tB\x08\n\x06prompt\"\xc3\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).coppice.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x08\n\x06_top_kB\x07\n\x05_seed\"\xd4\x01\n\x10StoppingCriteria\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x1e\n\x16include_stop_in_output\x18\x06 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokens\"\xb5\x01\n\x12SpeculationOptions\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.coppice.v1.SpeculationMode\x12\x16\n\tnum_steps\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\x05H\x02\x88\x01\x01\x42\x0c\n\n_num_stepsB\x07\n\x05_topkB\x13\n\x11_num_draft_tokens\"w\n\rOutputOptions\x12\x10\n\x08logprobs\x18\x01 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x02 \x01(\x05\x12\x11\n\tomit_text\x18\x03 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x04 \x01(\x08\x12\x13\n\x0bround_times\x18\x05 \x01(\x08\"\x9d\x01\n\x10GenerateResponse\x12-\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.PromptInfoH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.coppice.v1.TokenDeltaH\x00\x12(\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x16.coppice.v1.FinishInfoH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x05\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\"\xaf\x02\n\nTokenDelta\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.coppice.v1.TokenLogprob\x12\x1b\n\x13num_accepted_drafts\x18\x05 \x01(\x05\x12 \n\x18num_accepted_draft_chars\x18\x06 \x01(\x05\x12\x1b\n\x13round_token_offsets\x18\x07 \x03(\x05\x12\x17\n\x0fround_num_chars\x18\x08 \x03(\x05\x12!\n\x19round_num_accepted_drafts\x18\t \x03(\x05\x12&\n\x1eround_num_accepted_draft_chars\x18\n \x03(\x05\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.coppice.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xaf\x02\n\nFinishInfo\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.coppice.v1.Usage\x12\x31\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1c.coppice.v1.SpeculationStats\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.coppice.v1.Timings\x12\x0f\n\x07retries\x18\x07 \x01(\x05\x12+\n\x0bround_times\x18\x08 \x03(\x0b\x32\x16.coppice.v1.RoundTimesB\x0e\n\x0cmatched_stop\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\"\xcd\x01\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x05\x12\x1b\n\x13num_accepted_drafts\x18\x03 \x01(\x05\x12\x15\n\raccept_length\x18\x04 \x01(\x01\x12\x1f\n\x17\x61\x63\x63\x65pt_length_histogram\x18\x05 \x03(\x05\x12\x1c\n\x14num_root_only_rounds\x18\x06 \x01(\x05\x12\x18\n\x10num_moved_rounds\x18\x07 \x01(\x05\"\x81\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x02 \x01(\x01\x12\x10\n\x08total_ms\x18\x03 \x01(\x01\x12\x1a\n\x12mean_draft_wait_ms\x18\x04 \x01(\x01\x12\x16\n\x0emean_verify_ms\x18\x05 \x01(\x01\"X\n\nRoundTimes\x12\x11\n\tround_idx\x18\x01 \x01(\x05\x12\x10\n\x08\x62\x65gin_ns\x18\x02 \x01(\x06\x12%\n\x06stages\x18\x03 \x03(\x0b\x32\x15.coppice.v1.StageTime\")\n\tStageTime\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65nd_ns\x18\x02 \x01(\x06*\x81\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x02\x12\x17\n\x13SPECULATION_MODE_ON\x10\x03*\x9c\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.coppice.v1.GenerateRequest\x1a\x1c.coppice.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63oppice/v1/generation.proto\x12\ncoppice.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xb0\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.coppice.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12.\n\x08stopping\x18\x05 \x01(\x0b\x32\x1c.coppice.v1.StoppingCriteria\x12\x33\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1e.coppice.v1.SpeculationOptions\x12)\n\x06output\x18\x07 \x01(\x0b\x32\x19.coppice.v1.OutputOptions\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\nsession_id\x18\t \x01(\t\x12.\n\x10resume_token_ids\x18\n \x01(\x0b\x32\x14.coppice.v1.TokenIds\x12\x1a\n\x12resume_fingerprint\x18\x0b \x01(\t\x12\x14\n\x0cnum_refusals\x18\x0c \x01(\rB\x08\n\x06prompt\"\xc3\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).coppice.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x08\n\x06_top_kB\x07\n\x05_seed\"\xd4\x01\n\x10StoppingCriteria\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x1e\n\x16include_stop_in_output\x18\x06 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokens\"\xb5\x01\n\x12SpeculationOptions\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.coppice.v1.SpeculationMode\x12\x16\n\tnum_steps\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\x05H\x01\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\x05H\x02\x88\x01\x01\x42\x0c\n\n_num_stepsB\x07\n\x05_topkB\x13\n\x11_num_draft_tokens\"w\n\rOutputOptions\x12\x10\n\x08logprobs\x18\x01 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x02 \x01(\x05\x12\x11\n\tomit_text\x18\x03 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x04 \x01(\x08\x12\x13\n\x0bround_times\x18\x05 \x01(\x08\"\x9d\x01\n\x10GenerateResponse\x12-\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.PromptInfoH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.coppice.v1.TokenDeltaH\x00\x12(\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x16.coppice.v1.FinishInfoH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x05\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\"\xaf\x02\n\nTokenDelta\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.coppice.v1.TokenLogprob\x12\x1b\n\x13num_accepted_drafts\x18\x05 \x01(\x05\x12 \n\x18num_accepted_draft_chars\x18\x06 \x01(\x05\x12\x1b\n\x13round_token_offsets\x18\x07 \x03(\x05\x12\x17\n\x0fround_num_chars\x18\x08 \x03(\x05\x12!\n\x19round_num_accepted_drafts\x18\t \x03(\x05\x12&\n\x1eround_num_accepted_draft_chars\x18\n \x03(\x05\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.coppice.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xaf\x02\n\nFinishInfo\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.coppice.v1.Usage\x12\x31\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1c.coppice.v1.SpeculationStats\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.coppice.v1.Timings\x12\x0f\n\x07retries\x18\x07 \x01(\x05\x12+\n\x0bround_times\x18\x08 \x03(\x0b\x32\x16.coppice.v1.RoundTimesB\x0e\n\x0cmatched_stop\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\"\x86\x02\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x05\x12\x1b\n\x13num_accepted_drafts\x18\x03 \x01(\x05\x12\x15\n\raccept_length\x18\x04 \x01(\x01\x12\x1f\n\x17\x61\x63\x63\x65pt_length_histogram\x18\x05 \x03(\x05\x12\x1c\n\x14num_root_only_rounds\x18\x06 \x01(\x05\x12\x18\n\x10num_moved_rounds\x18\x07 \x01(\x05\x12\x1a\n\x12num_resting_rounds\x18\x08 \x01(\x05\x12\x1b\n\x13tree_size_histogram\x18\t \x03(\x05\"\x81\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x02 \x01(\x01\x12\x10\n\x08total_ms\x18\x03 \x01(\x01\x12\x1a\n\x12mean_draft_wait_ms\x18\x04 \x01(\x01\x12\x16\n\x0emean_verify_ms\x18\x05 \x01(\x01\"X\n\nRoundTimes\x12\x11\n\tround_idx\x18\x01 \x01(\x05\x12\x10\n\x08\x62\x65gin_ns\x18\x02 \x01(\x06\x12%\n\x06stages\x18\x03 \x03(\x0b\x32\x15.coppice.v1.StageTime\")\n\tStageTime\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x65nd_ns\x18\x02 \x01(\x06*\x81\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x02\x12\x17\n\x13SPECULATION_MODE_ON\x10\x03*\x9c\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.coppice.v1.GenerateRequest\x1a\x1c.coppice.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,46 +33,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SPECULATIONMODE']._serialized_start=3073
-  _globals['_SPECULATIONMODE']._serialized_end=3202
-  _globals['_FINISHREASON']._serialized_start=3205
-  _globals['_FINISHREASON']._serialized_end=3361
+  _globals['_SPECULATIONMODE']._serialized_start=3152
+  _globals['_SPECULATIONMODE']._serialized_end=3281
+  _globals['_FINISHREASON']._serialized_start=3284
+  _globals['_FINISHREASON']._serialized_end=3440
   _globals['_TOKENIDS']._serialized_start=43
   _globals['_TOKENIDS']._serialized_end=66
   _globals['_GENERATEREQUEST']._serialized_start=69
-  _globals['_GENERATEREQUEST']._serialized_end=479
-  _globals['_SAMPLINGPARAMS']._serialized_start=482
-  _globals['_SAMPLINGPARAMS']._serialized_end=933
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=764
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=812
-  _globals['_STOPPINGCRITERIA']._serialized_start=936
-  _globals['_STOPPINGCRITERIA']._serialized_end=1148
-  _globals['_SPECULATIONOPTIONS']._serialized_start=1151
-  _globals['_SPECULATIONOPTIONS']._serialized_end=1332
-  _globals['_OUTPUTOPTIONS']._serialized_start=1334
-  _globals['_OUTPUTOPTIONS']._serialized_end=1453
-  _globals['_GENERATERESPONSE']._serialized_start=1456
-  _globals['_GENERATERESPONSE']._serialized_end=1613
-  _globals['_PROMPTINFO']._serialized_start=1616
-  _globals['_PROMPTINFO']._serialized_end=1758
-  _globals['_TOKENDELTA']._serialized_start=1761
-  _globals['_TOKENDELTA']._serialized_end=2064
-  _globals['_TOKENLOGPROB']._serialized_start=2066
-  _globals['_TOKENLOGPROB']._serialized_end=2152
-  _globals['_TOPLOGPROB']._serialized_start=2154
-  _globals['_TOPLOGPROB']._serialized_end=2201
-  _globals['_FINISHINFO']._serialized_start=2204
-  _globals['_FINISHINFO']._serialized_end=2507
-  _globals['_USAGE']._serialized_start=2509
-  _globals['_USAGE']._serialized_end=2597
-  _globals['_SPECULATIONSTATS']._serialized_start=2600
-  _globals['_SPECULATIONSTATS']._serialized_end=2805
-  _globals['_TIMINGS']._serialized_start=2808
-  _globals['_TIMINGS']._serialized_end=2937
-  _globals['_ROUNDTIMES']._serialized_start=2939
-  _globals['_ROUNDTIMES']._serialized_end=3027
-  _globals['_STAGETIME']._serialized_start=3029
-  _globals['_STAGETIME']._serialized_end=3070
-  _globals['_GENERATIONSERVICE']._serialized_start=3363
-  _globals['_GENERATIONSERVICE']._serialized_end=3455
+  _globals['_GENERATEREQUEST']._serialized_end=501
+  _globals['_SAMPLINGPARAMS']._serialized_start=504
+  _globals['_SAMPLINGPARAMS']._serialized_end=955
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=786
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=834
+  _globals['_STOPPINGCRITERIA']._serialized_start=958
+  _globals['_STOPPINGCRITERIA']._serialized_end=1170
+  _globals['_SPECULATIONOPTIONS']._serialized_start=1173
+  _globals['_SPECULATIONOPTIONS']._serialized_end=1354
+  _globals['_OUTPUTOPTIONS']._serialized_start=1356
+  _globals['_OUTPUTOPTIONS']._serialized_end=1475
+  _globals['_GENERATERESPONSE']._serialized_start=1478
+  _globals['_GENERATERESPONSE']._serialized_end=1635
+  _globals['_PROMPTINFO']._serialized_start=1638
+  _globals['_PROMPTINFO']._serialized_end=1780
+  _globals['_TOKENDELTA']._serialized_start=1783
+  _globals['_TOKENDELTA']._serialized_end=2086
+  _globals['_TOKENLOGPROB']._serialized_start=2088
+  _globals['_TOKENLOGPROB']._serialized_end=2174
+  _globals['_TOPLOGPROB']._serialized_start=2176
+  _globals['_TOPLOGPROB']._serialized_end=2223
+  _globals['_FINISHINFO']._serialized_start=2226
+  _globals['_FINISHINFO']._serialized_end=2529
+  _globals['_USAGE']._serialized_start=2531
+  _globals['_USAGE']._serialized_end=2619
+  _globals['_SPECULATIONSTATS']._serialized_start=2622
+  _globals['_SPECULATIONSTATS']._serialized_end=2884
+  _globals['_TIMINGS']._serialized_start=2887
+  _globals['_TIMINGS']._serialized_end=3016
+  _globals['_ROUNDTIMES']._serialized_start=3018
+  _globals['_ROUNDTIMES']._serialized_end=3106
+  _globals['_STAGETIME']._serialized_start=3108
+  _globals['_STAGETIME']._serialized_end=3149
+  _globals['_GENERATIONSERVICE']._serialized_start=3442
+  _globals['_GENERATIONSERVICE']._serialized_end=3534
 # @@protoc_insertion_point(module_scope)

@@ -38,7 +38,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "stopping", "speculation", "output", "priority", "session_id", "resume_token_ids", "resume_fingerprint")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "stopping", "speculation", "output", "priority", "session_id", "resume_token_ids", "resume_fingerprint", "num_refusals")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSALS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -61,7 +62,8 @@ class GenerateRequest(_message.Message):
     session_id: str
     resume_token_ids: TokenIds
     resume_fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingCriteria, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., resume_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., resume_fingerprint: _Optional[str] = ...) -> None: ...
+    num_refusals: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingCriteria, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., resume_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., resume_fingerprint: _Optional[str] = ..., num_refusals: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_k", "seed", "logit_bias")
@@ -233,7 +235,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_drafts", "accept_length", "accept_length_histogram", "num_root_only_rounds", "num_moved_rounds")
+    __slots__ = ("num_rounds", "num_draft_tokens", "num_accepted_drafts", "accept_length", "accept_length_histogram", "num_root_only_rounds", "num_moved_rounds", "num_resting_rounds", "tree_size_histogram")
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +243,8 @@ class SpeculationStats(_message.Message):
     ACCEPT_LENGTH_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
     NUM_ROOT_ONLY_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTING_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    TREE_SIZE_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
     num_rounds: int
     num_draft_tokens: int
     num_accepted_drafts: int
@@ -248,7 +252,9 @@ class SpeculationStats(_message.Message):
     accept_length_histogram: _containers.RepeatedScalarFieldContainer[int]
     num_root_only_rounds: int
     num_moved_rounds: int
-    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., accept_length: _Optional[float] = ..., accept_length_histogram: _Optional[_Iterable[int]] = ..., num_root_only_rounds: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ...) -> None: ...
+    num_resting_rounds: int
+    tree_size_histogram: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., accept_length: _Optional[float] = ..., accept_length_histogram: _Optional[_Iterable[int]] = ..., num_root_only_rounds: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., num_resting_rounds: _Optional[int] = ..., tree_size_histogram: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ms", "time_to_first_token_ms", "total_ms", "mean_draft_wait_ms", "mean_verify_ms")

@@ -36,7 +36,7 @@ class PeerToDraft(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ..., path_batches: _Optional[_Iterable[_Union[PathBatch, _Mapping]]] = ...) -> None: ...
 
 class PathBatch(_message.Message):
-    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_tokens", "token_ids", "num_steps", "topk", "num_draft_tokens", "handle", "mailbox_slots", "round_tags")
+    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_tokens", "token_ids", "num_steps", "topk", "num_draft_tokens", "handle", "mailbox_slots", "round_tags", "following_num_steps", "following_topk", "following_num_draft_tokens")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,9 @@ class PathBatch(_message.Message):
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     MAILBOX_SLOTS_FIELD_NUMBER: _ClassVar[int]
     ROUND_TAGS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_TOPK_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     target_epochs: _containers.RepeatedScalarFieldContainer[int]
     draft_epochs: _containers.RepeatedScalarFieldContainer[int]
@@ -63,7 +66,10 @@ class PathBatch(_message.Message):
     handle: _tree_pb2.FeatureHandle
     mailbox_slots: _containers.RepeatedScalarFieldContainer[int]
     round_tags: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ..., mailbox_slots: _Optional[_Iterable[int]] = ..., round_tags: _Optional[_Iterable[int]] = ...) -> None: ...
+    following_num_steps: int
+    following_topk: int
+    following_num_draft_tokens: int
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ..., mailbox_slots: _Optional[_Iterable[int]] = ..., round_tags: _Optional[_Iterable[int]] = ..., following_num_steps: _Optional[int] = ..., following_topk: _Optional[int] = ..., following_num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class TreeBatch(_message.Message):
     __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_nodes", "token_ids", "parent_index", "times", "is_overlapped")
@@ -97,18 +103,20 @@ class TreeBatch(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ..., is_overlapped: _Optional[bool] = ...) -> None: ...
 
 class PeerAttach(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "has_mailbox", "num_tokens")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "has_mailbox", "num_tokens", "protocol_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HAS_MAILBOX_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
     has_mailbox: bool
     num_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., has_mailbox: _Optional[bool] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., has_mailbox: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class PeerDetach(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")

@@ -21,7 +21,7 @@ class TargetServiceSessionRequest(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[TargetOpen, _Mapping]]] = ..., verifies: _Optional[_Iterable[_Union[VerifyRound, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[TargetClose, _Mapping]]] = ..., credits: _Optional[_Iterable[_Union[CreditUpdate, _Mapping]]] = ...) -> None: ...
 
 class TargetServiceSessionResponse(_message.Message):
-    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "detached", "path_batch")
+    __slots__ = ("admitted", "accepted_paths", "failures", "retracted", "load", "detached", "path_batch", "rests")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PATHS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class TargetServiceSessionResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
     PATH_BATCH_FIELD_NUMBER: _ClassVar[int]
+    RESTS_FIELD_NUMBER: _ClassVar[int]
     admitted: _containers.RepeatedCompositeFieldContainer[TargetAdmitted]
     accepted_paths: _containers.RepeatedCompositeFieldContainer[_tree_pb2.AcceptedPath]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
@@ -36,7 +37,8 @@ class TargetServiceSessionResponse(_message.Message):
     load: _tree_pb2.WorkerLoad
     detached: _containers.RepeatedCompositeFieldContainer[DraftDetached]
     path_batch: AcceptedPathBatch
-    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., detached: _Optional[_Iterable[_Union[DraftDetached, _Mapping]]] = ..., path_batch: _Optional[_Union[AcceptedPathBatch, _Mapping]] = ...) -> None: ...
+    rests: _containers.RepeatedCompositeFieldContainer[DraftRest]
+    def __init__(self, admitted: _Optional[_Iterable[_Union[TargetAdmitted, _Mapping]]] = ..., accepted_paths: _Optional[_Iterable[_Union[_tree_pb2.AcceptedPath, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ..., detached: _Optional[_Iterable[_Union[DraftDetached, _Mapping]]] = ..., path_batch: _Optional[_Union[AcceptedPathBatch, _Mapping]] = ..., rests: _Optional[_Iterable[_Union[DraftRest, _Mapping]]] = ...) -> None: ...
 
 class AcceptedPathBatch(_message.Message):
     __slots__ = ("request_ids", "target_epochs", "round_idx", "seq_lens", "num_tokens", "num_accepted_drafts", "num_draft_tokens", "token_ids", "accept_index")
@@ -131,16 +133,18 @@ class RootOnly(_message.Message):
     def __init__(self) -> None: ...
 
 class PeerTrees(_message.Message):
-    __slots__ = ("draft_epoch", "num_steps", "topk", "num_draft_tokens")
+    __slots__ = ("draft_epoch", "num_steps", "topk", "num_draft_tokens", "adapts")
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOPK_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTS_FIELD_NUMBER: _ClassVar[int]
     draft_epoch: int
     num_steps: int
     topk: int
     num_draft_tokens: int
-    def __init__(self, draft_epoch: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    adapts: bool
+    def __init__(self, draft_epoch: _Optional[int] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., adapts: _Optional[bool] = ...) -> None: ...
 
 class CreditUpdate(_message.Message):
     __slots__ = ("request_id", "target_epoch", "credit")
@@ -161,6 +165,18 @@ class DraftDetached(_message.Message):
     target_epoch: int
     draft_epoch: int
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
+
+class DraftRest(_message.Message):
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "is_resting")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_RESTING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    target_epoch: int
+    draft_epoch: int
+    is_resting: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., is_resting: _Optional[bool] = ...) -> None: ...
 
 class TargetClose(_message.Message):
     __slots__ = ("request_id", "target_epoch")

@@ -148,7 +148,7 @@ class RequestRetracted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "num_moved_rounds", "kernel_launches", "num_compiles", "num_captures", "num_eager_launches")
+    __slots__ = ("num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "num_moved_rounds", "kernel_launches", "num_compiles", "num_captures", "num_eager_launches", "counts")
     class KernelLaunchesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,13 @@ class WorkerLoad(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +175,7 @@ class WorkerLoad(_message.Message):
     NUM_COMPILES_FIELD_NUMBER: _ClassVar[int]
     NUM_CAPTURES_FIELD_NUMBER: _ClassVar[int]
     NUM_EAGER_LAUNCHES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_free_pages: int
@@ -180,10 +188,11 @@ class WorkerLoad(_message.Message):
     num_compiles: int
     num_captures: int
     num_eager_launches: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ..., num_compiles: _Optional[int] = ..., num_captures: _Optional[int] = ..., num_eager_launches: _Optional[int] = ...) -> None: ...
+    counts: _containers.ScalarMap[str, float]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ..., num_compiles: _Optional[int] = ..., num_captures: _Optional[int] = ..., num_eager_launches: _Optional[int] = ..., counts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring", "peer_socket", "device_model", "versions", "cpu_threads", "logits_hash")
+    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring", "peer_socket", "device_model", "versions", "cpu_threads", "logits_hash", "peer_address", "protocol_version")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +213,8 @@ class WorkerInfo(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     CPU_THREADS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_HASH_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     model: str
     model_hash: str
@@ -224,4 +235,6 @@ class WorkerInfo(_message.Message):
     versions: str
     cpu_threads: int
     logits_hash: str
-    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ..., feature_ring: _Optional[str] = ..., peer_socket: _Optional[str] = ..., device_model: _Optional[str] = ..., versions: _Optional[str] = ..., cpu_threads: _Optional[int] = ..., logits_hash: _Optional[str] = ...) -> None: ...
+    peer_address: str
+    protocol_version: int
+    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ..., feature_ring: _Optional[str] = ..., peer_socket: _Optional[str] = ..., device_model: _Optional[str] = ..., versions: _Optional[str] = ..., cpu_threads: _Optional[int] = ..., logits_hash: _Optional[str] = ..., peer_address: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
