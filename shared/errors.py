@@ -7,6 +7,8 @@
     ├── StaleStateError           FAILED_PRECONDITION  old epoch, round or seq_len
     ├── ResourceExhaustedError    RESOURCE_EXHAUSTED   no room now; `retry_after_s`: when to retry
     ├── UnavailableError          UNAVAILABLE          draining, or no worker
+    ├── UnauthenticatedError      UNAUTHENTICATED      the caller did not prove who it is
+    ├── AbortedError              ABORTED              an operator ended the request
     └── InternalError             INTERNAL             our bug
         └── NonFiniteError        INTERNAL             the model computes NaN or infinity
     ConfigError, CheckpointError                       refuse to start; never on the wire
@@ -18,6 +20,9 @@ from __future__ import annotations
 
 import enum
 
+EXIT_CONFIG = 2
+"""Exit code of a process that refuses to start: it was asked for what cannot work."""
+
 
 class StatusCode(enum.IntEnum):
     """google.rpc.Code values that Coppice uses."""
@@ -26,8 +31,10 @@ class StatusCode(enum.IntEnum):
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    ABORTED = 10
     INTERNAL = 13
     UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class CoppiceError(Exception):
@@ -80,7 +87,7 @@ class ResourceExhaustedError(CoppiceError):
     """There is no room for the request at present.
 
     Args:
-        retry_after_s: When it makes sense to try again, seconds.
+        retry_after_s: When it makes sense to try again, seconds; 0: never, or nobody knows.
     """
 
     code = StatusCode.RESOURCE_EXHAUSTED
@@ -103,6 +110,20 @@ class UnavailableError(CoppiceError):
 
     code = StatusCode.UNAVAILABLE
     default_reason = "UNAVAILABLE"
+
+
+class UnauthenticatedError(CoppiceError):
+    """The caller did not prove who it is."""
+
+    code = StatusCode.UNAUTHENTICATED
+    default_reason = "NO_IDENTITY"
+
+
+class AbortedError(CoppiceError):
+    """An operator has ended the request."""
+
+    code = StatusCode.ABORTED
+    default_reason = "ABORTED"
 
 
 class InternalError(CoppiceError):

@@ -1,5 +1,15 @@
 """Configuration of every service."""
 
+from shared.config.ports import DialConfig, PortConfig
+from shared.config.secret import (
+    CALLS,
+    NO_SECRET,
+    PEERS,
+    SECRET_VARIABLE,
+    Secret,
+    read_secret,
+    read_secret_of,
+)
 from shared.config.services import (
     ALGORITHMS,
     DTYPES,
@@ -7,15 +17,26 @@ from shared.config.services import (
     OrchestratorConfig,
     TargetConfig,
     WorkerConfig,
+    admin_port,
     option,
 )
 
 __all__ = [
     "ALGORITHMS",
+    "CALLS",
     "DTYPES",
+    "DialConfig",
     "DraftConfig",
+    "NO_SECRET",
     "OrchestratorConfig",
+    "PEERS",
+    "PortConfig",
+    "SECRET_VARIABLE",
+    "Secret",
     "TargetConfig",
     "WorkerConfig",
+    "admin_port",
     "option",
+    "read_secret",
+    "read_secret_of",
 ]

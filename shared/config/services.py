@@ -7,52 +7,25 @@ at start-up, printed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from shared.config.option import option
+from shared.config.ports import DialConfig, PortConfig
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+_ADMIN_OFFSET, _MAX_PORT = 1000, 65535
 ALGORITHMS = ("auto", "eagle3", "eagle", "mtp", "standalone", "none")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    aliases: tuple[str, ...] = (),
-) -> Any:
-    """Declare a configuration field.
-
-    Args:
-        default: Its type is the option's type: str, int, float or bool.
-        help: Help text of the flag.
-        choices: The values that a str may have, lower case.
-        minimum: Smallest number allowed.
-        maximum: Largest number allowed.
-        aliases: More flags for the same field: SGLang's names.
-    """
-    return field(
-        default=default,
-        metadata={
-            "help": help,
-            "choices": choices,
-            "minimum": minimum,
-            "maximum": maximum,
-            "aliases": aliases,
-        },
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(PortConfig):
     """What both workers share."""
 
-    host: str = option("0.0.0.0", "address to listen on")
-    port: int = option(0, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
+    metrics_host: str = option("127.0.0.1", "address of the metrics for Prometheus")
+    metrics_port: int = option(
+        0, "port of the metrics, at /metrics; 0 = none", minimum=0, maximum=65535
+    )
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = option(
         "auto",
@@ -93,8 +66,12 @@ class WorkerConfig:
     )
     stall_timeout_s: float = option(
         60.0,
-        "seconds without an engine step, while work waits, after which health is NOT_SERVING",
+        "most seconds that an engine may be silent before it counts as hung and is killed; usually "
+        "it is 20 times its longest step of late, at least 5",
         minimum=0.1,
+    )
+    profile_dir: str = option(
+        "", "folder for profiles of the engine; empty = coppice-profiles in the temporary folder"
     )
     project_features: bool = option(
         default=True,
@@ -151,9 +128,18 @@ class TargetConfig(WorkerConfig):
     )
     peer_rounds: bool = option(
         default=True,
-        help="let drafts on this host attach their engines to this one's, by a socket in /dev/shm: "
-        "rounds go between the two without a hop through the orchestrator",
+        help="let drafts attach their engines to this one's: rounds go between the two without a "
+        "hop through the orchestrator",
     )
+    peer_socket: bool = option(
+        default=True, help="let drafts on this host attach, by a socket in /dev/shm"
+    )
+    peer_host: str = option(
+        "",
+        "address where drafts on other hosts attach, over TCP; needs a secret unless it is a "
+        "loopback address; empty = nowhere: their rounds go through the orchestrator",
+    )
+    peer_port: int = option(0, "port of --peer-host; 0 = any free port", minimum=0, maximum=65535)
     mailbox: bool = option(
         default=True,
         help="let the GPUs of attached drafts and this one's talk through memory in /dev/shm: each "
@@ -162,7 +148,7 @@ class TargetConfig(WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(WorkerConfig):
+class DraftConfig(WorkerConfig, DialConfig):
     """The draft worker."""
 
     model: str = option(
@@ -179,25 +165,53 @@ class DraftConfig(WorkerConfig):
         choices=ALGORITHMS[:-1],
         aliases=("speculative_algorithm",),
     )
+    targets: str = option(
+        "",
+        "targets that the draft may connect to: comma-separated HOST or HOST:PORT, where HOST is a "
+        "name, an address or a network; empty = those that the orchestrator names",
+    )
     window: int = option(0, "tokens a draft attends to; 0 = its max_position_embeddings", minimum=0)
     max_context_len: int = option(0, "longest conversation; 0 = the target's", minimum=0)
     warm_up_trees: str = option(
-        "5/8/32,3/1/4",
+        "6/8/32,5/4/16,4/2/8,3/1/4,2/1/3,1/1/2",
         "shapes of trees, steps/topk/nodes, that a GPU gets ready for before the first request; "
         "a tree that fits into none of them waits at its first use; one with a 0 is left out",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrchestratorConfig:
+class OrchestratorConfig(PortConfig, DialConfig):
     """The orchestrator."""
 
-    host: str = option("0.0.0.0", "address to listen on")
+    token_file: str = option(
+        "",
+        "file with a line name:token[:until] for each token of clients, read again when it "
+        "changes; empty = none is asked for",
+    )
     port: int = option(50051, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
     targets: str = option(
         "", "target workers: comma-separated HOST:PORT; a DNS name stands for all its addresses"
     )
     drafts: str = option("", "draft workers, likewise; empty = no speculation")
+    metrics_host: str = option("127.0.0.1", "address of the metrics for Prometheus")
+    metrics_port: int = option(
+        0,
+        "port of the metrics, at /metrics; of several processes the first one's, the others have "
+        "the next ports; 0 = none",
+        minimum=0,
+        maximum=65535,
+    )
+    otlp_endpoint: str = option(
+        "",
+        "OpenTelemetry collector that gets traces, http(s)://HOST:PORT of its gRPC; empty = none",
+    )
+    trace_sample_rate: float = option(
+        0.01,
+        "share of the requests that are traced, of those whose client does not say it by a "
+        "traceparent",
+        minimum=0,
+        maximum=1,
+    )
     model: str = option(
         "demo",
         "target checkpoint directory or demo: tokenizer and stop ids",
@@ -205,35 +219,61 @@ class OrchestratorConfig:
     )
     num_steps: int = option(
         0,
-        "tree depth without the root; 0 = auto (4 on a CPU target, 5 on a GPU)",
+        "tree depth without the root, at most; 0 = auto (4 on a CPU target, 6 on a GPU)",
         minimum=0,
         maximum=MAX_NUM_STEPS,
         aliases=("speculative_num_steps",),
     )
     topk: int = option(
         0,
-        "children kept per expanded node; 0 = auto (2 on a CPU target, 8 on a GPU)",
+        "children kept per expanded node, at most; 0 = auto (2 on a CPU target, 8 on a GPU)",
         minimum=0,
         maximum=MAX_TOPK,
         aliases=("speculative_eagle_topk",),
     )
     num_draft_tokens: int = option(
         0,
-        "nodes verified per round, root included; 0 = auto (8 on a CPU target, 32 on a GPU)",
+        "nodes verified per round, root included, at most; 0 = auto (8 on a CPU, 32 on a GPU)",
         minimum=0,
         maximum=MAX_TREE_NODES,
         aliases=("speculative_num_draft_tokens",),
     )
     workers: int = option(
-        1,
+        0,
         "orchestrator processes that share the port: more tokens per second to many streams; a "
-        "connection stays with one of them",
-        minimum=1,
+        "connection stays with one of them; 0 = auto (1; of `coppice up` one per 8 cores, 4 at "
+        "most)",
+        minimum=0,
     )
     max_num_requests: int = option(
-        256, "requests admitted at once by each process, waiting ones included", minimum=1
+        256, "requests admitted at once by all its processes, waiting ones included", minimum=1
     )
     max_message_bytes: int = option(16 * 1024 * 1024, "largest request message", minimum=1024)
+    max_calls: int = option(
+        0,
+        "calls that a process has open at once, of one address half as many; health checks are no "
+        "calls; 0 = four times max_num_requests, at least 1024",
+        minimum=0,
+    )
+    max_priority: str = option(
+        "10",
+        "highest priority that a request gets; of some tenants another one: 10,batch=0,web=20",
+    )
+    read_timeout_s: float = option(
+        60.0,
+        "seconds that a client may read nothing of what it is sent; then its stream ends, and can "
+        "be resumed; 5 at most while others wait for its place",
+        minimum=0.1,
+    )
+    stream_lifetime_s: float = option(
+        3600.0, "seconds that a stream may be open; then it ends, and can be resumed", minimum=1
+    )
+    max_unread_mb: int = option(
+        256,
+        "MiB of output that clients may leave unread, all streams of a process together; the "
+        "streams of those with most of it end then",
+        minimum=1,
+    )
     draft_timeout_ms: float = option(
         500.0,
         "floor of the time a round waits for its tree, a peer round for its path, before it goes "
@@ -254,3 +294,24 @@ class OrchestratorConfig:
     drain_timeout_s: float = option(
         20.0, "seconds that running requests may finish in after SIGTERM", minimum=0
     )
+    admin_host: str = option("127.0.0.1", "address where operators are served")
+    admin_token_file: str = option(
+        "",
+        "file with a line name:token[:until] for each token of operators, read again when it "
+        "changes; empty = none is asked for, which is refused beyond loopback",
+    )
+    admin_port: int = option(
+        0,
+        "port where operators are served; 0 = 1000 above --port, any free one if that is 0 or "
+        "taken; -1 = nowhere",
+        minimum=-1,
+        maximum=65535,
+    )
+
+
+def admin_port(config: OrchestratorConfig) -> int:
+    """Return the port where operators are served if it is free; 0: any one; -1: nowhere."""
+    if config.admin_port or not config.port:
+        return config.admin_port
+    port = config.port + _ADMIN_OFFSET
+    return port if port <= _MAX_PORT else 0

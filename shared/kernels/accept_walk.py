@@ -53,6 +53,7 @@ def _accept_walk_kernel(
     move_src_ptr,  # [B, D + 1] i32 mutated
     move_dst_ptr,  # [B, D + 1] i32 mutated
     roots_ptr,  # [>= max_reqs] i64 mutated
+    newest_slot_ptr,  # [>= max_reqs] i64 mutated
     num_nodes,
     num_steps,  # D + 1
     table_stride,
@@ -99,10 +100,11 @@ def _accept_walk_kernel(
     req_idx = tl.load(req_idx_ptr + request)
     bonus = tl.sum(tl.where(node == current, predict, 0), axis=0)
     tl.store(roots_ptr + req_idx, bonus)
+    seq_len = tl.load(seq_len_ptr + request)
+    tl.store(newest_slot_ptr + req_idx, seq_len + length)
 
     # A path ascends, so a node is in place or moves forward.
     is_moved = path > step
-    seq_len = tl.load(seq_len_ptr + request)
     pages_ptr = page_table_ptr + req_idx * table_stride
     src = slots_of(pages_ptr, seq_len + path, PAGE_SIZE, is_moved)
     dst = slots_of(pages_ptr, seq_len + step, PAGE_SIZE, is_moved)
@@ -119,6 +121,7 @@ def accept_walk(
     req_idx: torch.Tensor,
     page_table: torch.Tensor,
     roots: torch.Tensor,
+    newest_slot: torch.Tensor,
     *,
     page_size: int,
     max_depth: int,
@@ -135,9 +138,10 @@ def accept_walk(
             row of `roots` that no request has.
         page_table: [max_reqs, max_pages_per_req] i32.
         roots: [>= max_reqs] i64, the newest token of every request.
+        newest_slot: [>= max_reqs] i64, its logical slot.
         max_depth: Depth of the deepest tree; bounds the walk.
     Returns: AcceptWalk. No host-device sync.
-    Mutates: `roots` of these requests: the bonus token, which ends the path.
+    Mutates: `roots` and `newest_slot` of these requests: the bonus token, which ends the path.
     Source: arXiv:2305.09781 (tree verification), greedy walk over sampled tokens.
     """
     if not use_triton(token_ids):
@@ -150,6 +154,7 @@ def accept_walk(
             req_idx,
             page_table,
             roots,
+            newest_slot,
             page_size=page_size,
             max_depth=max_depth,
         )
@@ -180,6 +185,7 @@ def accept_walk(
         walk.move_src,
         walk.move_dst,
         roots,
+        newest_slot,
         num_nodes,
         max_depth + 1,
         page_table.stride(0),
@@ -200,6 +206,7 @@ def accept_walk_ref(
     req_idx: torch.Tensor,
     page_table: torch.Tensor,
     roots: torch.Tensor,
+    newest_slot: torch.Tensor,
     *,
     page_size: int,
     max_depth: int,
@@ -219,6 +226,8 @@ def accept_walk_ref(
         steps.append(torch.where(is_alive, child, -1))
     roots.index_copy_(0, req_idx, predict.gather(1, current).squeeze(1))
     node = torch.cat(steps, dim=1)  # [B, D + 1]
+    accept_length = (node >= 0).sum(dim=1)
+    newest_slot.index_copy_(0, req_idx, seq_len + accept_length)
 
     step = torch.arange(max_depth + 1, device=node.device).expand_as(node)
 
@@ -230,7 +239,7 @@ def accept_walk_ref(
 
     return AcceptWalk(
         accept_index=node,
-        accept_length=(node >= 0).sum(dim=1),
+        accept_length=accept_length,
         path_rows=node_rows.gather(1, node.clamp(min=0)),
         move_src=slot(node),
         move_dst=slot(step),

@@ -52,7 +52,7 @@ def _fence_system():
 def _post_rows_kernel(
     rows_ptr,  # [2, S, MAX_PATH, WIDTH] mutated
     slot_ptr,  # [B] i32
-    seq_ptr,  # [B] i32
+    round_tag_ptr,  # [B] i32
     accept_length_ptr,  # [B] i64
     path_rows_ptr,  # [B, D + 1] i64
     features_ptr,  # [L, WIDTH]
@@ -72,7 +72,7 @@ def _post_rows_kernel(
         in_row = column < WIDTH
         row = tl.load(path_rows_ptr + request * num_steps + step)
         feature = tl.load(features_ptr + row * WIDTH + column, mask=in_row, other=0.0)
-        half = tl.load(seq_ptr + request) & 1
+        half = tl.load(round_tag_ptr + request) & 1
         posted = ((half * num_slots + slot) * MAX_PATH + step) * WIDTH
         tl.store(rows_ptr + posted + column, feature, mask=in_row)
 
@@ -81,7 +81,7 @@ def _post_rows_kernel(
 def _post_paths_kernel(
     paths_ptr,  # [S, MAX_PATH] i64 mutated
     slot_ptr,  # [B] i32
-    seq_ptr,  # [B] i32
+    round_tag_ptr,  # [B] i32
     accept_length_ptr,  # [B] i64
     path_rows_ptr,  # [B, D + 1] i64
     tokens_ptr,  # [L] i32
@@ -100,7 +100,7 @@ def _post_paths_kernel(
     on_path = (step < length) & (step < num_steps)
     row = tl.load(path_rows_ptr + request * num_steps + step, mask=on_path, other=0)
     token = tl.load(tokens_ptr + row, mask=on_path, other=0)
-    word = mailbox_words(tl.load(seq_ptr + request), length, token)
+    word = mailbox_words(tl.load(round_tag_ptr + request), length, token)
     word_ptrs = paths_ptr + slot * MAX_PATH + step
     tl.store(word_ptrs, word, mask=slot >= 0, cache_modifier=".wt")
 
@@ -109,7 +109,7 @@ def post_paths(
     paths: torch.Tensor,
     rows: torch.Tensor | None,
     slot: torch.Tensor,
-    seq: torch.Tensor,
+    round_tag: torch.Tensor,
     accept_length: torch.Tensor,
     path_rows: torch.Tensor,
     tokens: torch.Tensor,
@@ -124,7 +124,7 @@ def post_paths(
         paths: [S, 8] i64, the mailbox.
         rows: [2, S, 8, W] of the features' dtype; None without features.
         slot: [B] i32; -1: nothing to post.
-        seq: [B] i32, rounds.
+        round_tag: [B] i32, rounds.
         accept_length: [B] i64, tokens of the path, bonus included; at most D + 1.
         path_rows: [B, D + 1] i64, logit rows of the path's nodes.
         tokens: [L] i32, the target's token at each logit row.
@@ -132,11 +132,11 @@ def post_paths(
     Mutates: `paths` at these slots, and their rows of this half of `rows` that are on the path.
     """
     if not use_triton(tokens):
-        post_paths_ref(paths, rows, slot, seq, accept_length, path_rows, tokens, features)
+        post_paths_ref(paths, rows, slot, round_tag, accept_length, path_rows, tokens, features)
         return
     batch, num_steps = path_rows.shape
     assert paths.shape[1] == MAX_PATH and paths.is_contiguous()
-    assert path_rows.is_contiguous() and len(slot) == len(seq) == batch
+    assert path_rows.is_contiguous() and len(slot) == len(round_tag) == batch
     if batch == 0:
         return
     options = dependent_launch(tokens)
@@ -148,7 +148,7 @@ def post_paths(
         _post_rows_kernel[(batch, min(num_steps, MAX_PATH), triton.cdiv(width, _BLOCK))](
             rows,
             slot,
-            seq,
+            round_tag,
             accept_length,
             path_rows,
             features,
@@ -164,7 +164,7 @@ def post_paths(
     _post_paths_kernel[(batch,)](
         paths,
         slot,
-        seq,
+        round_tag,
         accept_length,
         path_rows,
         tokens,
@@ -180,7 +180,7 @@ def post_paths_ref(
     paths: torch.Tensor,
     rows: torch.Tensor | None,
     slot: torch.Tensor,
-    seq: torch.Tensor,
+    round_tag: torch.Tensor,
     accept_length: torch.Tensor,
     path_rows: torch.Tensor,
     tokens: torch.Tensor,
@@ -192,13 +192,13 @@ def post_paths_ref(
     on_path = torch.arange(num_steps) < accept_length[:, None]  # [B, min(D + 1, 8)]
     token = torch.zeros((batch, MAX_PATH), dtype=torch.int64)
     token[:, :num_steps] = torch.where(on_path, tokens[path_rows], 0)
-    words = mailbox_words_ref(seq[:, None], accept_length[:, None], token)
+    words = mailbox_words_ref(round_tag[:, None], accept_length[:, None], token)
     is_posted = slot >= 0
     paths[slot[is_posted].long()] = words[is_posted]
     if features is not None:
         assert rows is not None
         request, step = torch.nonzero(on_path & is_posted[:, None], as_tuple=True)
-        half = tag_bits_ref(seq)[request] & 1
+        half = tag_bits_ref(round_tag)[request] & 1
         rows[half, slot[request].long(), step] = features[path_rows[request, step]]
 
 
@@ -214,7 +214,7 @@ def _take_paths_kernel(
     paths_3_ptr,
     mailbox_ptr,  # [R] i32, 0..3
     slot_ptr,  # [M, slot_width] i32
-    seq_ptr,  # [R] i32
+    round_tag_ptr,  # [R] i32
     stop_ptr,  # [1] i32
     arrived_ptr,  # [1] i64 mutated
     token_ids_ptr,  # [T] i64 mutated
@@ -238,7 +238,7 @@ def _take_paths_kernel(
     paths_ptr = tl.where(mailbox == 2, paths_2_ptr, paths_ptr)
     paths_ptr = tl.where(mailbox == 3, paths_3_ptr, paths_ptr)
     slot = tl.load(slot_ptr + mailbox.to(tl.int64) * slot_width + request).to(tl.int64)
-    seq = tl.load(seq_ptr + request)
+    round_tag = tl.load(round_tag_ptr + request)
     step = tl.arange(0, LANES)
     in_path = step < MAX_PATH
     is_wanted = in_path & (slot >= 0)
@@ -246,18 +246,19 @@ def _take_paths_kernel(
     word = await_words(
         word_ptrs,
         is_wanted,
-        seq,
+        round_tag,
         timeout_us,
         stop_ptr,
+        1,
         arrived_ptr,
         grace_us,
-        CAN_STOP=True,
+        HAS_GRACE=True,
         WAITS=WAITS,
     )
 
     length = tl.sum(tl.where(step == 0, word_small(word), 0), axis=0)
     token = word_token(word)
-    is_wrong = in_path & (is_word(word, seq) == 0)
+    is_wrong = in_path & (is_word(word, round_tag) == 0)
     is_wrong = is_wrong | ((step < length) & (token >= vocab_size))
     num_wrong = tl.sum(is_wrong.to(tl.int32), axis=0)
     if WAITS:
@@ -281,7 +282,7 @@ def take_paths(
     paths: Sequence[torch.Tensor],
     mailbox: torch.Tensor,
     slot: torch.Tensor,
-    seq: torch.Tensor,
+    round_tag: torch.Tensor,
     stop: torch.Tensor,
     arrived: torch.Tensor,
     token_ids: torch.Tensor,
@@ -310,8 +311,8 @@ def take_paths(
         paths: Of up to 4 mailboxes, [S, 8] i64 each.
         mailbox: [R] i32, of `paths`.
         slot: [M, R] i32, a row for each mailbox; -1: no word comes.
-        seq: [>= R] i32, rounds.
-        stop: [1] i32, of the host; not 0: wait no longer.
+        round_tag: [>= R] i32, rounds.
+        stop: [1] i32, of the host; 1: wait no longer.
         arrived: [1] i64, 0: for the kernel alone.
         token_ids: [T] i64; request r has the rows [r * P, (r + 1) * P).
         slot_mapping: [T] i32.
@@ -331,7 +332,7 @@ def take_paths(
             paths,
             mailbox,
             slot,
-            seq,
+            round_tag,
             stop,
             arrived,
             token_ids,
@@ -359,7 +360,7 @@ def take_paths(
         *[paths[0]] * (MAX_MAILBOXES - len(paths)),
         mailbox,
         slot,
-        seq,
+        round_tag,
         stop,
         arrived,
         token_ids,
@@ -386,7 +387,7 @@ def take_paths_ref(
     paths: Sequence[torch.Tensor],
     mailbox: torch.Tensor,
     slot: torch.Tensor,
-    seq: torch.Tensor,
+    round_tag: torch.Tensor,
     stop: torch.Tensor,
     arrived: torch.Tensor,
     token_ids: torch.Tensor,
@@ -402,14 +403,14 @@ def take_paths_ref(
     grace_us: int,
 ) -> torch.Tensor:
     """Do what `take_paths` does in plain torch, of the words that are there."""
-    seq = seq[:num_reqs, None]
+    round_tag = round_tag[:num_reqs, None]
     word = torch.full((num_reqs, MAX_PATH), -1)  # [R, 8]
     for i, own in enumerate(paths):
         is_own = (mailbox == i) & (slot[i] >= 0)
         word[is_own] = own[slot[i][is_own].long()]
     step = torch.arange(MAX_PATH)
     token, length = word & 0xFFFFFFFF, (word[:, :1] >> 32) & 0xFF
-    is_good = (word >> 40 == tag_bits_ref(seq)) & ((step >= length) | (token < vocab_size))
+    is_good = (word >> 40 == tag_bits_ref(round_tag)) & ((step >= length) | (token < vocab_size))
     is_path = is_good.all(dim=1, keepdim=True) & (length <= path_width)
     length = torch.where(is_path, length, 0)  # [R, 1]
     token = torch.where(step < length, token, 0)
@@ -428,7 +429,7 @@ def take_paths_ref(
 def _take_rows_kernel(
     rows_ptr,  # [2, S, MAX_PATH, WIDTH]
     slot_ptr,  # [R] i32
-    seq_ptr,  # [R] i32
+    round_tag_ptr,  # [R] i32
     taken_ptr,  # [R, 1 + MAX_PATH] i32
     features_ptr,  # [T, WIDTH] mutated
     num_slots,  # S
@@ -442,7 +443,7 @@ def _take_rows_kernel(
     request = tl.program_id(0).to(tl.int64)
     step = tl.program_id(1)
     slot = tl.load(slot_ptr + request).to(tl.int64)
-    half = tl.load(seq_ptr + request) & 1
+    half = tl.load(round_tag_ptr + request) & 1
     is_taken = step < tl.load(taken_ptr + request * (1 + MAX_PATH))
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < WIDTH
@@ -455,7 +456,7 @@ def _take_rows_kernel(
 def take_rows(
     rows: torch.Tensor,
     slot: torch.Tensor,
-    seq: torch.Tensor,
+    round_tag: torch.Tensor,
     taken: torch.Tensor,
     features: torch.Tensor,
     *,
@@ -467,14 +468,14 @@ def take_rows(
     Args:
         rows: [2, S, 8, W], of the mailbox.
         slot: [>= R] i32; -1: of another mailbox.
-        seq: [>= R] i32, rounds.
+        round_tag: [>= R] i32, rounds.
         taken: [R, 1 + 8] i32, from `take_paths`.
         features: [T, W] of the rows' dtype; request r has the rows [r * P, (r + 1) * P).
         path_width: P.
     Mutates: `features` of the rows of this mailbox's requests; those past their path become 0.
     """
     if not use_triton(features):
-        take_rows_ref(rows, slot, seq, taken, features, path_width=path_width)
+        take_rows_ref(rows, slot, round_tag, taken, features, path_width=path_width)
         return
     num_reqs, width = len(taken), features.shape[1]
     assert rows.shape[2:] == (MAX_PATH, width) and rows.dtype == features.dtype
@@ -486,7 +487,7 @@ def take_rows(
     _take_rows_kernel[(num_reqs, path_width, triton.cdiv(width, _BLOCK))](
         rows,
         slot,
-        seq,
+        round_tag,
         taken,
         features,
         rows.shape[1],
@@ -502,7 +503,7 @@ def take_rows(
 def take_rows_ref(
     rows: torch.Tensor,
     slot: torch.Tensor,
-    seq: torch.Tensor,
+    round_tag: torch.Tensor,
     taken: torch.Tensor,
     features: torch.Tensor,
     *,
@@ -510,7 +511,7 @@ def take_rows_ref(
 ) -> None:
     """Do what `take_rows` does in plain torch."""
     own = torch.nonzero(slot[: len(taken)] >= 0).squeeze(1)  # [R'], requests of this mailbox
-    half = tag_bits_ref(seq[own]) & 1
+    half = tag_bits_ref(round_tag[own]) & 1
     posted = rows[half, slot[own].long(), :path_width]  # [R', P, W]
     is_taken = torch.arange(path_width) < taken[own, :1]  # [R', P]
     of_requests = features[: len(taken) * path_width].unflatten(0, (-1, path_width))

@@ -26,6 +26,8 @@ from shared.kernels.mailbox_words import (
     word_small,
     word_token,
 )
+from shared.kernels.page_slots import slots_in, slots_of
+from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +38,13 @@ class TakenTrees:
         token_ids: [B, N] i64, root included; 0 where there is no node.
         parent_index: [B, N] i64, topological, root = -1; -2 where there is no node.
         position: [L] i64, absolute position of what is sampled at each row.
+        seq_len: [B] i64, logical slot of each root.
     """
 
     token_ids: torch.Tensor
     parent_index: torch.Tensor
     position: torch.Tensor
+    seq_len: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["most_nodes"])
@@ -48,7 +52,7 @@ def _post_trees_kernel(
     trees_ptr,  # [S, NODES] i64 mutated
     packed_ptr,  # [.., 1 + 3 M] i32
     slot_ptr,  # [B] i32
-    seq_ptr,  # [B] i32
+    round_tag_ptr,  # [B] i32
     most_nodes,  # M
     NODES: tl.constexpr,
     NO_NODE: tl.constexpr,
@@ -63,13 +67,13 @@ def _post_trees_kernel(
     is_node = (node > 0) & (node <= num_nodes) & (node <= most_nodes)
     token = tl.load(packed_ptr + node, mask=is_node, other=0)
     parent = tl.load(packed_ptr + most_nodes + node, mask=is_node, other=NO_NODE)
-    word = mailbox_words(tl.load(seq_ptr + tree), parent, token)
+    word = mailbox_words(tl.load(round_tag_ptr + tree), parent, token)
     is_posted = (slot >= 0) & (num_nodes > 0) & (node > 0) & (node <= most_nodes)
     tl.store(trees_ptr + slot * NODES + node, word, mask=is_posted, cache_modifier=".wt")
 
 
 def post_trees(
-    trees: torch.Tensor, packed: torch.Tensor, slot: torch.Tensor, seq: torch.Tensor
+    trees: torch.Tensor, packed: torch.Tensor, slot: torch.Tensor, round_tag: torch.Tensor
 ) -> None:
     """Post grown trees of B requests; none where nothing was grown.
 
@@ -77,15 +81,15 @@ def post_trees(
         trees: [S, 64] i64, the mailbox.
         packed: [>= B, 1 + 3 M] i32, as `select_nodes` packs them; M < 64.
         slot: [B] i32; -1: nothing to post.
-        seq: [B] i32, rounds.
+        round_tag: [B] i32, rounds.
     Mutates: words 1..M of `trees` at these slots.
     """
     if not use_triton(packed):
-        post_trees_ref(trees, packed, slot, seq)
+        post_trees_ref(trees, packed, slot, round_tag)
         return
     most_nodes = _most_nodes(packed)
     assert trees.shape[1] == NODES and trees.is_contiguous() and packed.is_contiguous()
-    assert slot.is_contiguous() and seq.is_contiguous() and len(slot) <= len(packed)
+    assert slot.is_contiguous() and round_tag.is_contiguous() and len(slot) <= len(packed)
     if len(slot) == 0:
         return
     count_launch("post_trees", is_single=True)
@@ -93,7 +97,7 @@ def post_trees(
         trees,
         packed,
         slot,
-        seq,
+        round_tag,
         most_nodes,
         NODES=NODES,
         NO_NODE=NO_NODE,
@@ -103,14 +107,14 @@ def post_trees(
 
 
 def post_trees_ref(
-    trees: torch.Tensor, packed: torch.Tensor, slot: torch.Tensor, seq: torch.Tensor
+    trees: torch.Tensor, packed: torch.Tensor, slot: torch.Tensor, round_tag: torch.Tensor
 ) -> None:
     """Do what `post_trees` does in plain torch."""
     most_nodes = _most_nodes(packed)
     num_nodes, token, parent, _ = packed[: len(slot)].split([1, *[most_nodes] * 3], dim=1)
     is_node = torch.arange(most_nodes) < num_nodes  # [B, M]
     words = mailbox_words_ref(
-        seq[:, None], torch.where(is_node, parent, NO_NODE), torch.where(is_node, token, 0)
+        round_tag[:, None], torch.where(is_node, parent, NO_NODE), torch.where(is_node, token, 0)
     )
     is_posted = (slot >= 0) & (num_nodes.squeeze(1) > 0)
     trees[slot[is_posted].long(), 1 : 1 + most_nodes] = words[is_posted]
@@ -122,13 +126,21 @@ def _most_nodes(packed: torch.Tensor) -> int:
     return most_nodes
 
 
-@triton.jit(do_not_specialize=["most_nodes", "max_depth", "vocab_size", "timeout_us"])
+@triton.jit(
+    do_not_specialize=["most_nodes", "max_depth", "vocab_size", "timeout_us", "table_stride"]
+)
 def _take_trees_kernel(
     trees_ptr,  # [S, NODES] i64
     slot_ptr,  # [B] i32
-    seq_ptr,  # [B] i32
+    round_tag_ptr,  # [B] i32
+    given_up_ptr,  # [S] i32
+    req_idx_ptr,  # [B] i32
+    is_behind_ptr,  # [B] i32
+    newest_slot_ptr,  # [> max_reqs] i64
+    page_table_ptr,  # [max_reqs, max_pages_per_req] i32
     row_indptr_ptr,  # [B + 1] i32
-    prefix_len_ptr,  # [B] i32
+    prefix_len_ptr,  # [B] i32 mutated
+    slot_mapping_ptr,  # [T] i32 mutated
     token_ids_ptr,  # [T] i64 mutated
     position_ids_ptr,  # [T] i64 mutated
     path_len_ptr,  # [T] i32 mutated
@@ -136,19 +148,25 @@ def _take_trees_kernel(
     tree_token_ids_ptr,  # [B, N] i64 mutated
     parent_index_ptr,  # [B, N] i64 mutated
     position_ptr,  # [L] i64 mutated
+    seq_len_ptr,  # [B] i64 mutated
     most_nodes,  # N
     max_depth,
     vocab_size,
     timeout_us,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
     NODES: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     tree = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + tree).to(tl.int64)
-    seq = tl.load(seq_ptr + tree)
+    round_tag = tl.load(round_tag_ptr + tree)
     first = tl.load(row_indptr_ptr + tree).to(tl.int64)
     num_nodes = (tl.load(row_indptr_ptr + tree + 1) - first).to(tl.int32)
+    req_idx = tl.load(req_idx_ptr + tree).to(tl.int64)
     prefix_len = tl.load(prefix_len_ptr + tree).to(tl.int64)
+    if tl.load(is_behind_ptr + tree) != 0:
+        prefix_len = tl.load(newest_slot_ptr + req_idx)
     root_token = tl.load(token_ids_ptr + first, mask=num_nodes > 0, other=0)
     node = tl.arange(0, NODES)
     is_row = node < num_nodes
@@ -156,11 +174,20 @@ def _take_trees_kernel(
     is_wanted = (slot >= 0) & is_row & (node > 0)
     word_ptrs = trees_ptr + slot * NODES + node
     word = await_words(
-        word_ptrs, is_wanted, seq, timeout_us, word_ptrs, word_ptrs, 0, CAN_STOP=False, WAITS=WAITS
+        word_ptrs,
+        is_wanted,
+        round_tag,
+        timeout_us,
+        given_up_ptr + tl.maximum(slot, 0),
+        round_tag,
+        word_ptrs,
+        0,
+        HAS_GRACE=False,
+        WAITS=WAITS,
     )
     token, parent = word_token(word), word_small(word)
     # What is no node is its own parent: nothing climbs from there to the root.
-    has_peer = is_word(word, seq) & (token < vocab_size) & (parent < node)
+    has_peer = is_word(word, round_tag) & (token < vocab_size) & (parent < node)
     up = tl.where(has_peer, parent, node)
 
     depth = tl.zeros((NODES,), dtype=tl.int32)
@@ -173,7 +200,11 @@ def _take_trees_kernel(
     depth = tl.where(is_node, depth, 0)
     token = tl.where(node == 0, root_token, tl.where(is_node, token, 0))
 
+    tl.store(prefix_len_ptr + tree, prefix_len.to(tl.int32))
+    tl.store(seq_len_ptr + tree, prefix_len)
     row = first + node
+    slots = slots_of(page_table_ptr + req_idx * table_stride, prefix_len + node, PAGE_SIZE, is_row)
+    tl.store(slot_mapping_ptr + row, slots.to(tl.int32), mask=is_row)
     tl.store(token_ids_ptr + row, token, mask=is_row & (node > 0))
     tl.store(position_ids_ptr + row, prefix_len + depth, mask=is_row)
     tl.store(position_ptr + row, prefix_len + depth + 1, mask=is_row)
@@ -198,13 +229,14 @@ def _take_trees_kernel(
 def take_trees(
     trees: torch.Tensor,
     slot: torch.Tensor,
-    seq: torch.Tensor,
-    row_indptr: torch.Tensor,
-    prefix_len: torch.Tensor,
+    round_tag: torch.Tensor,
+    given_up: torch.Tensor,
+    is_behind: torch.Tensor,
+    newest_slot: torch.Tensor,
     token_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    path_len: torch.Tensor,
-    path_offset: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    attention: TreeAttentionMetadata,
     *,
     num_trees: int,
     num_nodes: int,
@@ -220,50 +252,57 @@ def take_trees(
     is too deep. Its row sees nothing of the tree, holds token 0, and no path leads there.
     On a CPU the words are there or are not: nothing waits.
 
+    Where the host does not know yet how far the round before went, the tree is moved to where that
+    round ended: prefix, positions and slots.
+
     Args:
         trees: [S, 64] i64, the mailbox.
         slot: [>= B] i32; -1: no word comes.
-        seq: [>= B] i32, rounds.
-        row_indptr: [> B] i32; rows of a tree are its nodes, at most 64, root first.
-        prefix_len: [>= B] i32, position of each root.
+        round_tag: [>= B] i32, rounds.
+        given_up: [S] i32, of the host: the round there is not waited for any more.
+        is_behind: [>= B] i32; not 0: `newest_slot` says where the root is, not `attention`.
+        newest_slot: [> max_reqs] i64, logical slot of each request's newest token.
         token_ids: [T] i64, with the roots' tokens.
         position_ids: [T] i64.
-        path_len: [T] i32, see TreeAttentionMetadata.
-        path_offset: [T, 64] i32, likewise.
+        slot_mapping: [T] i32.
+        attention: The first B requests are those of the trees: rows of a tree are its nodes, at
+            most 64, root first; their prefix_len is the position of the root.
         num_trees: B.
         num_nodes: N, rows of the largest tree.
         num_rows: L, rows of all trees.
         max_depth: Of a node.
         timeout_us: How long to wait at most, from the start of the kernel.
     Returns: TakenTrees.
-    Mutates: the first L rows of `token_ids`, `position_ids`, `path_len` and `path_offset`.
+    Mutates: the first L rows of `token_ids`, `position_ids` and `slot_mapping`; of `attention`
+        prefix_len, path_len and path_offset.
     """
     device = token_ids.device
     if not use_triton(token_ids):
         return take_trees_ref(
             trees,
             slot,
-            seq,
-            row_indptr,
-            prefix_len,
+            round_tag,
+            is_behind,
+            newest_slot,
             token_ids,
             position_ids,
-            path_len,
-            path_offset,
+            slot_mapping,
+            attention,
             num_trees=num_trees,
             num_nodes=num_nodes,
             num_rows=num_rows,
             max_depth=max_depth,
             vocab_size=vocab_size,
-            timeout_us=timeout_us,
         )
+    path_offset, page_table = attention.path_offset, attention.page_table
     assert trees.shape[1] == path_offset.shape[1] == NODES >= num_nodes
-    assert trees.is_contiguous() and path_offset.is_contiguous()
+    assert trees.is_contiguous() and path_offset.is_contiguous() and page_table.stride(1) == 1
     shape = (num_trees, num_nodes)
     taken = TakenTrees(
         token_ids=torch.empty(shape, dtype=torch.int64, device=device),
         parent_index=torch.empty(shape, dtype=torch.int64, device=device),
         position=torch.empty(num_rows, dtype=torch.int64, device=device),
+        seq_len=torch.empty(num_trees, dtype=torch.int64, device=device),
     )
     if num_trees == 0:
         return taken
@@ -272,20 +311,29 @@ def take_trees(
     _take_trees_kernel[(num_trees,)](
         trees,
         slot,
-        seq,
-        row_indptr,
-        prefix_len,
+        round_tag,
+        given_up,
+        attention.req_idx,
+        is_behind,
+        newest_slot,
+        page_table,
+        attention.row_indptr,
+        attention.prefix_len,
+        slot_mapping,
         token_ids,
         position_ids,
-        path_len,
+        attention.path_len,
         path_offset,
         taken.token_ids,
         taken.parent_index,
         taken.position,
+        taken.seq_len,
         num_nodes,
         max_depth,
         vocab_size,
         timeout_us,
+        page_table.stride(0),
+        PAGE_SIZE=attention.page_size,
         NODES=NODES,
         WAITS=token_ids.is_cuda,
         num_warps=2,
@@ -297,29 +345,29 @@ def take_trees(
 def take_trees_ref(
     trees: torch.Tensor,
     slot: torch.Tensor,
-    seq: torch.Tensor,
-    row_indptr: torch.Tensor,
-    prefix_len: torch.Tensor,
+    round_tag: torch.Tensor,
+    is_behind: torch.Tensor,
+    newest_slot: torch.Tensor,
     token_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    path_len: torch.Tensor,
-    path_offset: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    attention: TreeAttentionMetadata,
     *,
     num_trees: int,
     num_nodes: int,
     num_rows: int,
     max_depth: int,
     vocab_size: int,
-    timeout_us: int,
 ) -> TakenTrees:
     """Do what `take_trees` does in plain torch, of the words that are there."""
-    first, end = row_indptr[:num_trees].long(), row_indptr[1 : num_trees + 1].long()
-    slot, seq = slot[:num_trees, None], seq[:num_trees, None]
+    row_indptr, req_idx = attention.row_indptr.long(), attention.req_idx[:num_trees].long()
+    first, end = row_indptr[:num_trees], row_indptr[1 : num_trees + 1]
+    slot, round_tag = slot[:num_trees, None], round_tag[:num_trees, None]
     node = torch.arange(NODES).expand(num_trees, NODES)
     is_row = node < (end - first)[:, None]
     word = torch.where(slot < 0, -1, trees[slot.squeeze(1).clamp(min=0).long()])
     token, parent = word & 0xFFFFFFFF, (word >> 32) & 0xFF
-    has_peer = (word >> 40 == tag_bits_ref(seq)) & (token < vocab_size) & (parent < node)
+    has_peer = (word >> 40 == tag_bits_ref(round_tag)) & (token < vocab_size) & (parent < node)
     up = torch.where(has_peer & is_row & (node > 0), parent, node)
 
     ancestors = [node]
@@ -340,13 +388,20 @@ def take_trees_ref(
         at = (depth - climbed).clamp(min=0)[..., None]  # who is at the root stays there
         path.scatter_(2, at, on_path.int())
 
-    position = prefix_len[:num_trees, None] + depth
+    known = attention.prefix_len[:num_trees].long()
+    prefix_len = torch.where(is_behind[:num_trees] != 0, newest_slot[req_idx], known)
+    attention.prefix_len[:num_trees] = prefix_len.int()
+    logical = torch.where(is_row, prefix_len[:, None] + node, 0)
+    slots = slots_in(attention.page_table, req_idx[:, None], logical, attention.page_size)
+    position = prefix_len[:, None] + depth
     token_ids[:num_rows] = token[is_row]
     position_ids[:num_rows] = position[is_row]
-    path_len[:num_rows] = (depth[is_row] + 1).int()
-    path_offset[:num_rows] = path[is_row]
+    slot_mapping[:num_rows] = slots[is_row].int()
+    attention.path_len[:num_rows] = (depth[is_row] + 1).int()
+    attention.path_offset[:num_rows] = path[is_row]
     return TakenTrees(
         token_ids=token[:, :num_nodes].contiguous(),
         parent_index=parent[:, :num_nodes].contiguous(),
         position=(position + 1)[is_row],
+        seq_len=prefix_len,
     )

@@ -21,21 +21,23 @@ NO_NODE = 255
 
 
 @triton.jit
-def tag_bits(seq):
+def tag_bits(round_tag):
     """Return the round as words hold it, i64."""
-    return seq.to(tl.int64) & 0x7FFFFF
+    return round_tag.to(tl.int64) & 0x7FFFFF
 
 
 @triton.jit
-def mailbox_words(seq, small, token):
+def mailbox_words(round_tag, small, token):
     """Return words of a round, i64."""
-    return (tag_bits(seq) << 40) | (small.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
+    return (
+        (tag_bits(round_tag) << 40) | (small.to(tl.int64) << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
+    )
 
 
 @triton.jit
-def is_word(word, seq):
+def is_word(word, round_tag):
     """Return which words belong to the round; the others say nothing."""
-    return (word >> 40) == tag_bits(seq)
+    return (word >> 40) == tag_bits(round_tag)
 
 
 @triton.jit
@@ -54,12 +56,13 @@ def word_token(word):
 def await_words(
     word_ptrs,  # i64
     is_wanted,
-    seq,
+    round_tag,
     timeout_us,
-    stop_ptr,  # [1] i32, unread unless CAN_STOP
-    arrived_ptr,  # [1] i64, likewise
+    stop_ptr,  # [1] i32
+    stop_value,
+    arrived_ptr,  # [1] i64, unread unless HAS_GRACE
     grace_us,
-    CAN_STOP: tl.constexpr,
+    HAS_GRACE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     """Return words once all that are wanted belong to the round, or it took too long.
@@ -70,7 +73,7 @@ def await_words(
     Args:
         is_wanted: Of each word; the others come back as -1, which belongs to no round.
         timeout_us: From now on.
-        stop_ptr: Anything but 0 there ends the wait, too.
+        stop_ptr: `stop_value` there ends the wait, too.
         arrived_ptr: Another time than 0 there, by the clock of the GPU, ends the wait `grace_us`
             later.
         WAITS: False: whatever is there.
@@ -80,12 +83,12 @@ def await_words(
         num_missing = 1
         while num_missing > 0:
             word = tl.load(word_ptrs, mask=is_wanted, other=-1, volatile=True)
-            is_missing = is_wanted & (is_word(word, seq) == 0)
+            is_missing = is_wanted & (is_word(word, round_tag) == 0)
             # Every thread reads a clock of its own; the sum is the same to all of them.
             now_ns = tl.extra.cuda.globaltimer()
             is_missing = is_missing & (now_ns < deadline_ns)
-            if CAN_STOP:
-                is_missing = is_missing & (tl.load(stop_ptr, volatile=True) == 0)
+            is_missing = is_missing & (tl.load(stop_ptr, volatile=True) != stop_value)
+            if HAS_GRACE:
                 arrived_ns = tl.load(arrived_ptr, volatile=True)
                 is_over = (arrived_ns != 0) & (now_ns > arrived_ns + grace_us.to(tl.int64) * 1000)
                 is_missing = is_missing & (is_over == 0)
@@ -94,11 +97,13 @@ def await_words(
     return tl.load(word_ptrs, mask=is_wanted, other=-1, volatile=True)
 
 
-def mailbox_words_ref(seq: torch.Tensor, small: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def mailbox_words_ref(
+    round_tag: torch.Tensor, small: torch.Tensor, token: torch.Tensor
+) -> torch.Tensor:
     """Do what `mailbox_words` does in plain torch."""
-    return (tag_bits_ref(seq) << 40) | (small.long() << 32) | (token.long() & 0xFFFFFFFF)
+    return (tag_bits_ref(round_tag) << 40) | (small.long() << 32) | (token.long() & 0xFFFFFFFF)
 
 
-def tag_bits_ref(seq: torch.Tensor) -> torch.Tensor:
+def tag_bits_ref(round_tag: torch.Tensor) -> torch.Tensor:
     """Do what `tag_bits` does in plain torch."""
-    return seq.long() & 0x7FFFFF
+    return round_tag.long() & 0x7FFFFF

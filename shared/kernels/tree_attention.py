@@ -100,7 +100,7 @@ def attend_in_chunks(
     if num_rows == 0 or metadata.req_idx.shape[0] == 0:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dot = dot_dtype(q)
-    cut = _cut(metadata, dot, (num_heads, num_kv_heads, head_dim), num_splits, chunk_tiles)
+    cut = _cut(metadata, dot, num_heads, num_kv_heads, num_splits, chunk_tiles)
     assert num_rows == metadata.path_len.shape[0]
     is_prepared = cut in metadata.plans  # else its tables are not complete when programs start
     tables = schedule(metadata, cut)
@@ -178,7 +178,6 @@ def prepared(
     q_dtype: torch.dtype,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
 ) -> TreeAttentionMetadata:
     """Return the metadata of one forward, with what all of its layers share computed on a GPU.
 
@@ -190,24 +189,19 @@ def prepared(
         return metadata
     if metadata.path_len.shape[0] and metadata.req_idx.shape[0]:
         dot = dot_dtype(metadata.req_idx.new_empty(0, dtype=q_dtype))
-        shape = (num_heads, num_kv_heads, head_dim)
-        schedule(metadata, _cut(metadata, dot, shape, None, TRITON_CHUNK_TILES))
+        schedule(metadata, _cut(metadata, dot, num_heads, num_kv_heads, None, TRITON_CHUNK_TILES))
     return metadata
 
 
 def _cut(
     metadata: TreeAttentionMetadata,
     dot: tl.dtype,
-    shape: tuple[int, int, int],
+    num_heads: int,
+    num_kv_heads: int,
     num_splits: int | None,
     chunk_tiles: int,
 ) -> Cut:
-    """Return how the work is cut, see `attend_in_chunks`.
-
-    Args:
-        shape: (Hq, Hkv, d).
-    """
-    num_heads, num_kv_heads, head_dim = shape
+    """Return how the work is cut, see `attend_in_chunks`."""
     num_rows, num_reqs = metadata.path_len.shape[0], metadata.req_idx.shape[0]
     max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, chunk_tiles)
     is_sequential = num_splits == 0
@@ -215,8 +209,7 @@ def _cut(
         is_split = num_rows <= _MAX_SPLIT_ROWS and num_rows * max_chunks <= _MAX_SPLIT_STATES
         is_sequential = not is_split
     group_block = triton.next_power_of_2(num_heads // num_kv_heads)
-    queries = choose_queries(dot)
-    rows = max(1, queries // group_block)
+    rows = max(1, choose_queries(dot) // group_block)
     # Never fewer programs than blocks of rows, and no read-back of how many those are.
     num_programs = min(num_rows, num_rows // rows + num_reqs)
     if num_splits:

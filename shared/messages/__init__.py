@@ -18,7 +18,7 @@ from shared.messages.features import (
     FeatureSpec,
     FeatureSubscribe,
     FeatureUnsubscribe,
-    RingRows,
+    PathRows,
     RingSpan,
 )
 from shared.messages.generation import (
@@ -40,6 +40,7 @@ from shared.messages.target import (
     Credit,
     CreditUpdate,
     DraftDetached,
+    DraftRest,
     PeerTrees,
     RootOnly,
     TargetAdmitted,
@@ -68,6 +69,7 @@ __all__ = [
     "CreditUpdate",
     "DraftClose",
     "DraftDetached",
+    "DraftRest",
     "DraftOpen",
     "DraftRound",
     "FeatureAck",
@@ -95,7 +97,7 @@ __all__ = [
     "PromptInfo",
     "RequestFailure",
     "RequestRetracted",
-    "RingRows",
+    "PathRows",
     "RingSpan",
     "RootOnly",
     "RoundTimes",

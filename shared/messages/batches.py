@@ -20,6 +20,7 @@ from shared.messages import (
     DraftClose,
     DraftDetached,
     DraftOpen,
+    DraftRest,
     DraftRound,
     FeatureAck,
     FeatureChunk,
@@ -45,13 +46,15 @@ from shared.messages import (
     to_proto,
 )
 from shared.messages.codec import arguments_of
-from shared.messages.deltas import joined_arguments, split_delta
+from shared.messages.deltas import split_delta, write_deltas
 from shared.messages.fields import Within
 from shared.messages.paths import is_plain, paths_arguments, paths_from_proto
 from shared.rpc.status import failure_of
 
 TargetCommand = TargetOpen | VerifyRound | CreditUpdate | TargetClose
-TargetReply = AcceptedPath | TargetAdmitted | RequestFailure | RequestRetracted | DraftDetached
+TargetReply = (
+    AcceptedPath | TargetAdmitted | RequestFailure | RequestRetracted | DraftDetached | DraftRest
+)
 DraftCommand = DraftOpen | DraftRound | DraftClose
 DraftReply = TokenTree | RequestFailure | RequestRetracted
 SubscriptionCommand = FeatureSubscribe | FeatureAck | FeatureUnsubscribe
@@ -68,12 +71,14 @@ _TARGET_COMMANDS = {
 }
 _TARGET_REPLIES = {
     "admitted": TargetAdmitted,
+    "rests": DraftRest,
     "accepted_paths": AcceptedPath,
     "failures": RequestFailure,
     "retracted": RequestRetracted,
     "detached": DraftDetached,
 }
-_AFTER_PATHS = {name: kind for name, kind in _TARGET_REPLIES.items() if name != "admitted"}
+_BEFORE_PATHS = {name: _TARGET_REPLIES[name] for name in ("admitted", "rests")}
+_AFTER_PATHS = {name: kind for name, kind in _TARGET_REPLIES.items() if name not in _BEFORE_PATHS}
 _DRAFT_COMMANDS = {"opens": DraftOpen, "rounds": DraftRound, "closes": DraftClose}
 _DRAFT_REPLIES = {"trees": TokenTree, "failures": RequestFailure, "retracted": RequestRetracted}
 _FEATURE_REPLIES = {"chunks": FeatureChunk, "failures": RequestFailure}
@@ -147,7 +152,7 @@ def unpack_target_response(
     Columns come before what ends requests. If they cannot be read they are rejected as a whole:
     nothing in them can be relied on.
     """
-    admitted = _unpack_entries(batch.admitted)
+    first = _unpack(batch, _BEFORE_PATHS)
     paths: list[Any] = []
     rejected: list[RequestFailure] = []
     if batch.HasField("path_batch"):
@@ -158,8 +163,8 @@ def unpack_target_response(
             rejected += [failure_of(error, request_id=request_id) for request_id in ids]
     others = _unpack(batch, _AFTER_PATHS)
     return Batch(
-        messages=[*admitted.messages, *paths, *others.messages],
-        rejected=[*admitted.rejected, *rejected, *others.rejected],
+        messages=[*first.messages, *paths, *others.messages],
+        rejected=[*first.rejected, *rejected, *others.rejected],
         load=from_proto(batch.load),
     )
 
@@ -255,7 +260,9 @@ def pack_events(events: Sequence[GenerateEvent]) -> generation_pb2.GenerateRespo
     """Pack one event of a Generate stream, or deltas that follow each other."""
     first = events[0]
     if isinstance(first, TokenDelta):
-        return generation_pb2.GenerateResponse(delta=joined_arguments(cast(Any, events)))
+        response = generation_pb2.GenerateResponse()
+        write_deltas(response.delta, cast(Any, events))
+        return response
     return generation_pb2.GenerateResponse(**{_EVENTS[type(first)]: to_proto(first)})
 
 
@@ -274,8 +281,9 @@ def unpack_events(response: generation_pb2.GenerateResponse) -> list[GenerateEve
 
 
 def _brief(load: WorkerLoad) -> dict[str, Any]:
-    """Return the load without its counts per kernel, which only GetInfo gives."""
-    return arguments_of(replace(load, kernel_launches=()) if load.kernel_launches else load)
+    """Return the load without its counts by name, which only GetInfo gives."""
+    has_names = load.kernel_launches or load.counts
+    return arguments_of(replace(load, kernel_launches=(), counts=()) if has_names else load)
 
 
 def _pack(

@@ -15,7 +15,7 @@ from shared.messages.codec import Codec, arguments_of, from_proto, register, to_
 from shared.messages.features import (
     MAX_CHUNK_BYTES,
     FeatureChunk,
-    RingRows,
+    PathRows,
     RingSpan,
     dtype_from_wire,
     dtype_to_wire,
@@ -80,6 +80,7 @@ def _path_batch_arguments(batch: PathBatch) -> dict[str, Any]:
         "num_steps": batch.shape.num_steps,
         "topk": batch.shape.topk,
         "num_draft_tokens": batch.shape.num_draft_tokens,
+        **_following_arguments(batch.following),
         "handle": None if batch.rows is None else arguments_of(batch.rows),
     }
 
@@ -110,15 +111,38 @@ def _path_batch_from_proto(message: peer_pb2.PathBatch) -> PathBatch:
     return PathBatch(
         parts=tuple(map(PathEntry, *columns[:5], paths, *columns[5:])),
         shape=shape,
+        following=_following_of(message),
         rows=_rows_of(message, len(token_ids)),
     )
 
 
-def _rows_of(message: peer_pb2.PathBatch, num_tokens: int) -> RingRows | None:
+def _following_arguments(shape: TreeShape | None) -> dict[str, int]:
+    if shape is None:
+        return {}
+    return {
+        "following_num_steps": shape.num_steps,
+        "following_topk": shape.topk,
+        "following_num_draft_tokens": shape.num_draft_tokens,
+    }
+
+
+def _following_of(message: peer_pb2.PathBatch) -> TreeShape | None:
+    shape = TreeShape(
+        num_steps=message.following_num_steps,
+        topk=message.following_topk,
+        num_draft_tokens=message.following_num_draft_tokens,
+    )
+    if not (shape.num_steps or shape.topk or shape.num_draft_tokens):
+        return None
+    check_shape(shape, prefix="following_")
+    return shape
+
+
+def _rows_of(message: peer_pb2.PathBatch, num_tokens: int) -> PathRows | None:
     if not message.HasField("handle"):
         return None
     with Within("handle"):
-        rows: RingRows = from_proto(message.handle)
+        rows: PathRows = from_proto(message.handle)
     if rows.shape[0] != num_tokens:
         raise InvalidArgumentError(
             f"the handle has {rows.shape[0]} rows for {num_tokens} tokens", field="handle"
@@ -149,7 +173,7 @@ def _chunk_from_proto(message: target_pb2.FeatureChunk) -> FeatureChunk:
     )
 
 
-def _handle_arguments(rows: FeatureChunk | RingRows) -> dict[str, Any]:
+def _handle_arguments(rows: FeatureChunk | PathRows) -> dict[str, Any]:
     handle: dict[str, Any] = {"shape": rows.shape, "dtype": dtype_to_wire(rows.dtype)}
     if isinstance(rows.data, RingSpan):
         handle["ring_span"] = {"ring": rows.data.ring, "begin": rows.data.begin}
@@ -158,12 +182,10 @@ def _handle_arguments(rows: FeatureChunk | RingRows) -> dict[str, Any]:
     return handle
 
 
-def _ring_rows_from_proto(message: tree_pb2.FeatureHandle) -> RingRows:
-    """Return the place of rows in a ring."""
+def _path_rows_from_proto(message: tree_pb2.FeatureHandle) -> PathRows:
+    """Return the rows of paths, or their place in a ring."""
     shape, dtype, data = _check_handle(message)
-    if not isinstance(data, RingSpan):
-        raise InvalidArgumentError("these rows lie in a ring", field="location")
-    return RingRows(shape=shape, dtype=dtype, data=data)
+    return PathRows(shape=shape, dtype=dtype, data=data)
 
 
 def _check_handle(
@@ -209,4 +231,4 @@ def _check_span(span: tree_pb2.RingSpan, num_bytes: int) -> RingSpan:
 register(TreeBatch, Codec(peer_pb2.TreeBatch, _tree_batch_arguments, _tree_batch_from_proto))
 register(PathBatch, Codec(peer_pb2.PathBatch, _path_batch_arguments, _path_batch_from_proto))
 register(FeatureChunk, Codec(target_pb2.FeatureChunk, _chunk_arguments, _chunk_from_proto))
-register(RingRows, Codec(tree_pb2.FeatureHandle, _handle_arguments, _ring_rows_from_proto))
+register(PathRows, Codec(tree_pb2.FeatureHandle, _handle_arguments, _path_rows_from_proto))

@@ -7,12 +7,13 @@ come from a server that is not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import chain
-from typing import Any
+from operator import attrgetter
 
 from coppice.v1 import generation_pb2
 from shared.errors import InvalidArgumentError
-from shared.messages.codec import arguments_of, from_proto
+from shared.messages.codec import from_proto, to_proto
 from shared.messages.generation import TokenDelta
 
 _COLUMNS = (
@@ -23,28 +24,38 @@ _COLUMNS = (
 )
 
 
-def joined_arguments(deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-    """Return the arguments of one message for deltas that follow each other, a round each."""
+_get_round = attrgetter(*(field.name for field in fields(TokenDelta)))
+
+
+def write_deltas(message: generation_pb2.TokenDelta, deltas: Sequence[TokenDelta]) -> None:
+    """Write deltas that follow each other, a round each, into one empty message.
+
+    Field by field: every token of every request comes through here.
+    """
     if len(deltas) == 1:
-        return arguments_of(deltas[0])
-    num_drafts = [delta.num_accepted_drafts for delta in deltas]
-    num_draft_chars = [delta.num_accepted_draft_chars for delta in deltas]
-    arguments: dict[str, Any] = {
-        "token_offset": deltas[0].token_offset,
-        "token_ids": list(chain.from_iterable([delta.token_ids for delta in deltas])),
-        "text": "".join([delta.text for delta in deltas]),
-        "num_accepted_drafts": sum(num_drafts),
-        "num_accepted_draft_chars": sum(num_draft_chars),
-        "round_token_offsets": [delta.token_offset for delta in deltas],
-        "round_num_chars": [len(delta.text) for delta in deltas],
-        "round_num_accepted_drafts": num_drafts,
-        "round_num_accepted_draft_chars": num_draft_chars,
-    }
-    if any(delta.logprobs for delta in deltas):
-        arguments["logprobs"] = [
-            arguments_of(logprob) for delta in deltas for logprob in delta.logprobs
-        ]
-    return arguments
+        offset, token_ids, text, logprobs, num_drafts, num_draft_chars = _get_round(deltas[0])
+    else:
+        columns = zip(*map(_get_round, deltas), strict=True)
+        offsets, ids, texts, lists, num_round_drafts, num_round_draft_chars = columns
+        message.round_token_offsets.extend(offsets)
+        message.round_num_chars.extend([*map(len, texts)])
+        message.round_num_accepted_drafts.extend(num_round_drafts)
+        message.round_num_accepted_draft_chars.extend(num_round_draft_chars)
+        offset, num_drafts, num_draft_chars = (
+            offsets[0],
+            sum(num_round_drafts),
+            sum(num_round_draft_chars),
+        )
+        token_ids, text = [*chain.from_iterable(ids)], "".join(texts)
+        logprobs = [*chain.from_iterable(lists)] if any(lists) else ()
+    message.token_offset = offset
+    message.token_ids.extend(token_ids)
+    message.num_accepted_drafts = num_drafts
+    message.num_accepted_draft_chars = num_draft_chars
+    if text:
+        message.text = text
+    if logprobs:
+        message.logprobs.extend(map(to_proto, logprobs))
 
 
 def split_delta(message: generation_pb2.TokenDelta) -> list[TokenDelta]:

@@ -19,6 +19,7 @@ class DraftOpen:
 
     Args:
         target_socket: The target's WorkerInfo.peer_socket.
+        target_peer_address: The target's WorkerInfo.peer_address.
     """
 
     request_id: RequestId
@@ -29,6 +30,7 @@ class DraftOpen:
     sampling: SamplingParams
     is_timed: bool = False
     target_socket: str = ""
+    target_peer_address: str = ""
 
 
 @message(draft_pb2.DraftRound)

@@ -142,17 +142,17 @@ class RingSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingRows:
-    """Feature rows in a target's ring.
+class PathRows:
+    """Feature rows of accepted paths, one request's after the other's.
 
     Args:
         shape: (num_rows, feature_width).
-        data: Where they lie.
+        data: Row-major little-endian values of `dtype`, or where they lie.
     """
 
     shape: tuple[int, int]
     dtype: str
-    data: RingSpan
+    data: bytes | RingSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

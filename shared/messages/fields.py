@@ -96,7 +96,7 @@ class Within:
     def __enter__(self) -> None:
         """Do nothing."""
 
-    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+    def __exit__(self, error_type: object, error: object, *_: object) -> None:
         """Put the parent's name before the field's."""
         if isinstance(error, InvalidArgumentError):
             put_within(self._parent, error)

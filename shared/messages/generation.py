@@ -106,6 +106,8 @@ class SpeculationStats:
         num_accepted_drafts: Bonus tokens and what a stop cut off excluded.
         accept_length_histogram: Entry j counts the rounds with j accepted drafts.
         num_moved_rounds: Rounds whose accepted nodes were not the first ones of the tree.
+        num_resting_rounds: Root-only rounds whose trees the target did not want.
+        tree_size_histogram: Entry j counts the rounds whose tree had j nodes, root included.
     """
 
     num_rounds: int = 0
@@ -114,6 +116,8 @@ class SpeculationStats:
     accept_length_histogram: tuple[int, ...] = ()
     num_root_only_rounds: int = 0
     num_moved_rounds: int = 0
+    num_resting_rounds: int = 0
+    tree_size_histogram: tuple[int, ...] = ()
 
     @property
     def accept_length(self) -> float:

@@ -9,8 +9,13 @@ from typing import Any
 
 from coppice.v1 import target_pb2
 from shared.errors import InvalidArgumentError
-from shared.messages.fields import require_ids, require_range, require_request_id
-from shared.messages.tree import AcceptedPath, restore_path
+from shared.messages.fields import (
+    MAX_REQUEST_ID_LEN,
+    require_ids,
+    require_range,
+    require_request_id,
+)
+from shared.messages.tree import AcceptedPath, plain_paths
 
 _COLUMNS = (
     "request_ids",
@@ -67,14 +72,8 @@ def paths_from_proto(message: target_pb2.AcceptedPathBatch) -> list[AcceptedPath
     token_ids = _split(require_ids(message.token_ids[:], "token_ids"), num_tokens)
     accept_index = _split(require_ids(message.accept_index[:], "accept_index"), num_tokens)
     request_ids, epochs, round_idx, seq_lens, num_drafts, num_nodes = columns
-    return [
-        restore_path(*path, (), None, None, 0)
-        for path in zip(
-            *(request_ids, epochs, round_idx, seq_lens),
-            *(accept_index, token_ids, num_drafts, num_nodes),
-            strict=True,
-        )
-    ]
+    begin = (request_ids, epochs, round_idx, seq_lens)
+    return plain_paths((*begin, accept_index, token_ids, num_drafts, num_nodes))
 
 
 def _check_lengths(num_paths: int, columns: Sequence[Sequence[Any]]) -> None:
@@ -90,8 +89,10 @@ def _check_counts(
 ) -> None:
     for name, column in zip(_COLUMNS[1:], columns[1:], strict=True):
         require_range(min(column), name, _LEAST.get(name, 0))
-    for request_id in columns[0]:
-        require_request_id(request_id)
+    lengths = [*map(len, columns[0])]
+    if not 0 < min(lengths) <= max(lengths) <= MAX_REQUEST_ID_LEN:
+        for request_id in columns[0]:
+            require_request_id(request_id)
     for name in ("token_ids", "accept_index"):
         size = len(getattr(message, name))
         if min(num_tokens) < 0 or sum(num_tokens) != size:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from coppice.v1 import peer_pb2
 from shared.messages.codec import message
-from shared.messages.features import RingRows
+from shared.messages.features import PathRows
 from shared.messages.fields import Count, RequestId
 from shared.messages.tree import TreeShape
 
@@ -21,6 +21,7 @@ class PeerAttach:
     Args:
         has_mailbox: The draft's device posts its trees to the target's mailbox as well.
         num_tokens: Tokens of the request that the draft has.
+        protocol_version: Of the draft.
     """
 
     request_id: RequestId
@@ -28,6 +29,7 @@ class PeerAttach:
     draft_epoch: Count
     has_mailbox: bool = False
     num_tokens: Count = 0
+    protocol_version: Count = 0
 
 
 @message(peer_pb2.PeerDetach)
@@ -67,9 +69,12 @@ class PathBatch:
 
     Args:
         shape: Shape of every tree.
+        following: Of the trees after these, which the draft's device grows by itself as soon as it
+            has the paths; None: it grows none.
         rows: One row per token, in the order of the parts; None if the draft takes none.
     """
 
     parts: tuple[PathEntry, ...]
     shape: TreeShape
-    rows: RingRows | None
+    rows: PathRows | None
+    following: TreeShape | None = None

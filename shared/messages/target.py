@@ -33,10 +33,12 @@ class PeerTrees:
 
     Args:
         shape: The largest shape that the target may order.
+        adapts: It may order smaller ones, or none; else every tree has this shape.
     """
 
     draft_epoch: Count
     shape: FlatShape
+    adapts: bool = False
 
 
 @message(target_pb2.Credit)
@@ -130,6 +132,17 @@ class DraftDetached:
     request_id: RequestId
     target_epoch: Count
     draft_epoch: Count
+
+
+@message(target_pb2.DraftRest)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRest:
+    """The target orders no trees of the request for a while, or again: the draft is well."""
+
+    request_id: RequestId
+    target_epoch: Count
+    draft_epoch: Count
+    is_resting: bool
 
 
 @message(target_pb2.TargetClose)

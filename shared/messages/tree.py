@@ -242,6 +242,9 @@ class AcceptedPath:
 _PATH_NAMES = tuple(field.name for field in fields(AcceptedPath) if field.name != "finish_reason")
 _get_path = attrgetter(*_PATH_NAMES)
 _new, _set = object.__new__, object.__setattr__
+_SETTERS = [
+    getattr(AcceptedPath, name).__set__ for name in (*_PATH_NAMES, "finish_reason")
+]  # of slots
 
 
 def restore_path(*values: Any) -> AcceptedPath:
@@ -254,3 +257,16 @@ def restore_path(*values: Any) -> AcceptedPath:
     any(map(_set, repeat(path), _PATH_NAMES, values))
     _set(path, "finish_reason", FinishReason(values[-1]) if values[-1] else FinishReason.NONE)
     return path
+
+
+def plain_paths(columns: Sequence[Sequence[Any]]) -> list[AcceptedPath]:
+    """Return paths that say no more than tokens, made a column at a time: a step has hundreds.
+
+    Args:
+        columns: Of the fields without a default, in their order; at least one path.
+    """
+    paths = [*map(_new, repeat(AcceptedPath, len(columns[0])))]
+    defaults = map(repeat, ((), None, None, FinishReason.NONE))
+    for put, column in zip(_SETTERS, (*columns, *defaults), strict=True):
+        any(map(put, paths, column))
+    return paths

@@ -22,6 +22,7 @@ class WorkerLoad:
     Args:
         num_compiles, num_captures, num_eager_launches: Since the engine was ready.
         kernel_launches: (kernel, launches) pairs, ascending.
+        counts: (name, value) pairs of what the engine counts, ascending; a front adds them.
     """
 
     num_running: int = 0
@@ -36,6 +37,7 @@ class WorkerLoad:
     num_captures: int = 0
     num_eager_launches: int = 0
     kernel_launches: tuple[tuple[str, int], ...] = ()
+    counts: tuple[tuple[str, float], ...] = ()
 
 
 @message(tree_pb2.WorkerInfo)
@@ -46,6 +48,8 @@ class WorkerInfo:
     Args:
         feature_ring: Name of the target's feature ring; empty: it has none.
         peer_socket: Name of the target's socket for drafts on its host; empty: it has none.
+        peer_address: Where drafts on other hosts attach (shared/peer/tcp.py); empty: nowhere.
+        protocol_version: See shared/rpc/protocol.py; its front adds it.
         device_model, versions, cpu_threads, logits_hash: Of a target; what else decides about bits.
     """
 
@@ -69,3 +73,5 @@ class WorkerInfo:
     versions: str = ""
     cpu_threads: int = 0
     logits_hash: str = ""
+    peer_address: str = ""
+    protocol_version: Count = 0

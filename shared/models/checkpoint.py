@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -137,10 +136,7 @@ def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     index_path = directory / "model.safetensors.index.json"
     if not index_path.is_file():
         return _read_header(_single_file(directory))
-    try:
-        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{index_path} is not a safetensors index: {error!r}") from error
+    weight_map = _read_weight_map(index_path)
     infos: dict[str, TensorInfo] = {}
     for file_name in sorted(set(weight_map.values())):
         for name, info in _read_header(directory / file_name).items():
@@ -151,6 +147,24 @@ def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     if missing:
         raise CheckpointError(f"{directory}: missing tensors that the index names: {missing}")
     return infos
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, as a safetensors index says."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise CheckpointError(
+            f"{path}: weight_map must be an object that gives each tensor a file of this directory"
+        )
+    return weight_map
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and value == Path(value).name != ""
 
 
 def stored_bytes(directory: Path) -> int:
@@ -250,14 +264,9 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for file in self._files.values():
-            file.__exit__(kind, error, trace)
+            file.__exit__(*raised)
         self._files.clear()
 
     @property

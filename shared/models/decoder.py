@@ -18,6 +18,7 @@ from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.rope import rope_cos_sin
+from shared.progress import note_progress
 
 
 class KVCaches(Protocol):
@@ -50,7 +51,7 @@ class RopeTable:
 
     def __init__(self, config: ModelConfig, num_positions: int, device: torch.device) -> None:
         self._angles = torch.cat(rope_cos_sin(config, num_positions, device), dim=1)  # [P, d]
-        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self._heads = (config.num_heads, config.num_kv_heads)
 
     def rows(
         self,
@@ -226,6 +227,7 @@ class DecoderLayer:
         Returns: (residual stream [T, h], what is still to be added to it).
         Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
         """
+        note_progress()
         pending = self._attention.forward(normed, rows, k_cache, v_cache)
         x, normed = add_and_norm(x, pending, self._post_norm, self._eps)
         return x, self._mlp.forward(normed)

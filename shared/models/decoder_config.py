@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from shared.errors import CheckpointError
 from shared.models.rope_config import RopeConfig, parse_rope
 
 DTYPES = ("float32", "float16", "bfloat16")
+MAX_POSITIONS = 1 << 22
+"""Longest context that a checkpoint may claim: tables of the rotary embedding have a row for each
+position."""
 
 # Field -> the values, besides None, that leave the computation as it is implemented.
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -97,7 +100,8 @@ class ModelConfig:
                 f"{source}: architecture {architecture!r} is not supported as a language model; "
                 f"supported are {', '.join(TARGET_ARCHITECTURES)}"
             )
-        return parse_model_config(fields, source, architecture, read_eos_token_ids(directory))
+        config = parse_model_config(fields, source, architecture)
+        return replace(config, eos_token_ids=read_eos_token_ids(directory, config.vocab_size))
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -116,27 +120,27 @@ def architecture_of(fields: Mapping[str, Any], source: str) -> str:
     return names[0]
 
 
-def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the ids that end a text; generation_config.json goes before config.json."""
+def read_eos_token_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end a text; generation_config.json goes before config.json.
+
+    Raises: CheckpointError naming the file, when one of them is no id of the vocabulary.
+    """
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         value = _read_json(path).get("eos_token_id") if path.exists() else None
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list):
-            return tuple(value)
         if value is not None:
-            raise CheckpointError(f"{path}: eos_token_id must be an id or a list, got {value!r}")
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+                raise CheckpointError(
+                    f"{path}: eos_token_id must be an id, or a list of ids, from 0 to "
+                    f"{vocab_size - 1}, the last one of the vocabulary; got {value!r}"
+                )
+            return tuple(ids)
     return ()
 
 
-def parse_model_config(
-    fields: Mapping[str, Any],
-    source: str,
-    architecture: str,
-    eos_token_ids: tuple[int, ...] = (),
-) -> ModelConfig:
-    """Turn the fields of a config.json into a ModelConfig.
+def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str) -> ModelConfig:
+    """Turn the fields of a config.json into a ModelConfig, without the ids that end a text.
 
     Args:
         source: File to name in errors.
@@ -162,7 +166,7 @@ def parse_model_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_parse_epsilon(fields, source),
-        max_position_embeddings=require_int(fields, "max_position_embeddings", source),
+        max_position_embeddings=_parse_positions(fields, source),
         rope=parse_rope(fields, source),
         has_qkv_bias=architecture in _HAS_QKV_BIAS or has_attention_bias,
         has_o_bias=has_attention_bias,
@@ -172,7 +176,6 @@ def parse_model_config(
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
         num_mtp_layers=int(num_mtp_layers or 0),
-        eos_token_ids=eos_token_ids,
     )
 
 
@@ -206,12 +209,21 @@ def require_int(fields: Mapping[str, Any], name: str, source: str) -> int:
     return value
 
 
+def _parse_positions(fields: Mapping[str, Any], source: str) -> int:
+    positions = require_int(fields, "max_position_embeddings", source)
+    if positions > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{source}: max_position_embeddings = {positions}, at most {MAX_POSITIONS} is supported"
+        )
+    return positions
+
+
 def _parse_epsilon(fields: Mapping[str, Any], source: str) -> float:
     value = fields.get("rms_norm_eps", 1e-6)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:  # written so that NaN fails too
+    if not is_number or not 0 < value < math.inf:  # written so that NaN fails too
         raise CheckpointError(
-            f"{source}: rms_norm_eps must be a finite number >= 0, got {value!r}; 1e-5 or 1e-6 is "
+            f"{source}: rms_norm_eps must be a finite number > 0, got {value!r}; 1e-5 or 1e-6 is "
             "usual"
         )
     return float(value)

@@ -133,16 +133,29 @@ class HashCache:
         entry = {"version": _VERSION, "files": _as_json(state), "model_hash": digest}
         path = self._path(checkpoint)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(entry, file)
-            os.replace(file.name, path)  # whole or not at all: others may read it now
+            _write_whole(path, json.dumps(entry))
         except OSError as error:
             logger.info("the digest of %s is not remembered: %s", checkpoint, error)
 
     def _path(self, checkpoint: Path) -> Path:
         name = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:32]
         return self._directory / "model-hashes" / f"{name}.json"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: others may read it now, and the disk may be full.
+
+    Raises: OSError; nothing is left of what could not be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 def _as_json(state: list[FileState]) -> list[list[str | int]]:

@@ -101,10 +101,6 @@ class EagleDraft(Head):
             reader.finish(_KNOWN_EXTRAS)
         return draft
 
-    def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the features in the draft's dtype: fc comes with the embedding."""
-        return self._cast(features)
-
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -124,11 +120,3 @@ class EagleDraft(Head):
             x, normed = layer.enter(x, pending)
             x, pending = layer.forward(x, normed, rows, kv.k[layer_id], kv.v[layer_id])
         return add(x, pending)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [R, vocab_size] f32."""
-        return linear(hidden, self._head, out_dtype=torch.float32)
-
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids: the vocabulary is the target's."""
-        return draft_ids.long()

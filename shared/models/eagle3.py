@@ -183,9 +183,11 @@ class Eagle3Draft(Head):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, vocab_size] f32 over draft ids."""
-        if not self._feeds_back_norm:
-            hidden = rms_norm(hidden, self._norm, self._eps)
-        return linear(hidden, self._head, out_dtype=torch.float32)
+        return super().logits(self.normed(hidden))
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the output layer reads, [R, h]."""
+        return hidden if self._feeds_back_norm else rms_norm(hidden, self._norm, self._eps)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Map draft ids to target ids by d2t."""

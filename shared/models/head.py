@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from shared.kernels.embedding import embed
+from shared.kernels.linear import linear
+from shared.kernels.products_cpu import Weight
 from shared.messages import FeatureSpec
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
@@ -17,6 +19,8 @@ from shared.models.llama import load_embedding, load_head
 class Head:
     """Embedding, rotary tables and the attributes of a draft that reads features.
 
+    Whoever derives from it sets `_head`, the output layer, and `vocab_size`.
+
     Args:
         config: The head's own decoder.
         embedding: [V, h] of target ids.
@@ -24,6 +28,7 @@ class Head:
     """
 
     input_shift = 1
+    _head: Weight
 
     def __init__(
         self,
@@ -49,6 +54,18 @@ class Head:
         self._eps = config.rms_norm_eps
         self._embedding = embedding
         self._rope = RopeTable(config, num_positions, self.device)
+
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the features in the draft's dtype: what projects them comes with the embedding."""
+        return self._cast(features)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R, vocab_size] f32; `hidden` needs no norm."""
+        return linear(hidden, self._head, out_dtype=torch.float32)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Return the ids: the vocabulary is the target's."""
+        return draft_ids.long()
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return embed(token_ids, self._embedding)

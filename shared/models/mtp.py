@@ -89,10 +89,6 @@ class MTPDraft(Head):
             reader.finish(_KNOWN_EXTRAS)
         return draft
 
-    def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the features in the draft's dtype: input_proj comes with the embedding."""
-        return self._cast(features)
-
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -116,11 +112,3 @@ class MTPDraft(Head):
         x, normed = self._layer.enter(linear(x, self._input_proj), None)
         x, pending = self._layer.forward(x, normed, rows, kv.k[0], kv.v[0])
         return add_and_norm(x, pending, self._final_norm, self._eps)[1]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [R, vocab_size] f32."""
-        return linear(hidden, self._head, out_dtype=torch.float32)
-
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids: the vocabulary is the target's."""
-        return draft_ids.long()

@@ -1,9 +1,12 @@
-"""Channels: engines of a target and a draft on one host, joined by a Unix socket of the target's.
+"""Channels: engines of a target and a draft, joined by a socket.
 
 What they tell each other in every round goes from engine to engine, without waking their fronts or
 the orchestrator. Nothing here blocks: what a socket does not take waits in memory, and an end that
 does not read for long is cut off. A channel that breaks loses what was on the way; whoever sees
 it goes on without, and the orchestrator drives the rounds.
+
+On one host the target listens at a Unix socket, which is opened here. Between hosts the same frames
+go over TCP (tcp.py).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError, Message
 
@@ -68,7 +71,10 @@ class PeerChannel:
         frame: type[Message],
     ) -> None:
         sock.settimeout(0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        self.shares_memory = sock.family == socket.AF_UNIX
+        """Whether the other end is on this host, and reads the target's ring."""
+        if self.shares_memory:  # TCP finds the right size by itself
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         self._socket = sock
         self._pack = pack
         self._unpack = unpack
@@ -197,12 +203,17 @@ class PeerListener:
         self.fd = self._socket.fileno()
         self.close = weakref.finalize(self, _close, path, self._socket)
 
+    @property
+    def events(self) -> dict[int, int]:
+        """Return the descriptor to wait for, and what for, as for `select.poll`."""
+        return {self.fd: select.POLLIN}
+
     def accept(self) -> list[PeerChannel]:
         """Return the channels that drafts have opened since."""
         channels = []
         try:
             while True:
-                channels.append(_target_end(self._socket.accept()[0]))
+                channels.append(target_end(self._socket.accept()[0]))
                 self._told.clear()
         except BlockingIOError:
             return channels
@@ -218,15 +229,26 @@ class PeerLost:
     """What a channel says last: it broke, or the other end closed it."""
 
 
+class ChannelSource(Protocol):
+    """Where channels come from without being asked for: a listener, or dials that take a while."""
+
+    @property
+    def events(self) -> dict[int, int]:
+        """Return the descriptors to wait for, and what for, as for `select.poll`."""
+
+    def accept(self) -> list[PeerChannel]:
+        """Return the channels that have been opened since; never blocks."""
+
+
 class PeerChannels:
     """The channels of an engine.
 
     Args:
-        listener: Where others open channels; None: nowhere.
+        sources: Where channels come from beside `add`.
     """
 
-    def __init__(self, listener: PeerListener | None = None) -> None:
-        self._listener = listener
+    def __init__(self, *sources: ChannelSource) -> None:
+        self._sources = sources
         self._channels: list[PeerChannel] = []
 
     def __iter__(self) -> Iterator[PeerChannel]:
@@ -234,16 +256,16 @@ class PeerChannels:
         return iter(self._channels)
 
     @property
-    def name(self) -> str:
-        """Return where others open channels; empty: nowhere."""
-        return self._listener.name if self._listener is not None else ""
+    def has_sources(self) -> bool:
+        """Return whether channels come from anywhere beside `add`."""
+        return bool(self._sources)
 
     @property
     def events(self) -> dict[int, int]:
         """Return the descriptors to wait for, and what for, as for `select.poll`."""
         events = {channel.fd: channel.events for channel in self._channels}
-        if self._listener is not None:
-            events[self._listener.fd] = select.POLLIN
+        for source in self._sources:
+            events |= source.events
         return events
 
     def add(self, channel: PeerChannel) -> None:
@@ -252,8 +274,8 @@ class PeerChannels:
 
     def receive(self) -> list[tuple[PeerChannel, Any]]:
         """Take every message that has come, with its channel; PeerLost is a channel's last."""
-        if self._listener is not None:
-            self._channels += self._listener.accept()
+        for source in self._sources:
+            self._channels += source.accept()
         messages: list[tuple[PeerChannel, Any]] = []
         for channel in list(self._channels):
             messages += [(channel, message) for message in channel.receive()]
@@ -281,8 +303,20 @@ def connect(name: str, *, directory: Path = RING_DIR) -> PeerChannel:
     except OSError:
         sock.close()
         raise
+    return draft_end(sock)
+
+
+def draft_end(sock: socket.socket) -> PeerChannel:
+    """Return a draft's end of a channel."""
     return PeerChannel(
         sock, pack=pack_to_target, unpack=unpack_to_draft, frame=peer_pb2.PeerToDraft
+    )
+
+
+def target_end(sock: socket.socket) -> PeerChannel:
+    """Return a target's end of a channel."""
+    return PeerChannel(
+        sock, pack=pack_to_draft, unpack=unpack_to_target, frame=peer_pb2.PeerToTarget
     )
 
 
@@ -320,12 +354,6 @@ def _remove_if_dead(path: Path) -> None:
                 logger.info("removed %s, which a target left that was killed", path)
         except OSError:
             return
-
-
-def _target_end(sock: socket.socket) -> PeerChannel:
-    return PeerChannel(
-        sock, pack=pack_to_draft, unpack=unpack_to_target, frame=peer_pb2.PeerToTarget
-    )
 
 
 def _close(path: Path, sock: socket.socket) -> None:

@@ -74,7 +74,7 @@ class Mailbox:
         directory: Path = RING_DIR,
     ) -> None:
         self.name = mailbox_name(socket_name)
-        self.num_slots = num_slots
+        self.num_slots, self.device = num_slots, device
         assert MAILBOXES.is_name(self.name) and num_slots > 0 and (dtype is not None or not width)
         header = _Header(
             num_slots=num_slots, width=width, dtype=dtype if width else None, gpu=_gpu_of(device)
@@ -143,9 +143,9 @@ def tag_of(base: int, round_idx: int) -> int:
     return _FIRST_TAG + (base + round_idx) % NUM_TAGS
 
 
-def next_tag(seq: int) -> int:
+def next_tag(round_tag: int) -> int:
     """Return the round_tag of the round after."""
-    return tag_of(seq - _FIRST_TAG, 1)
+    return tag_of(round_tag - _FIRST_TAG, 1)
 
 
 def is_tag(value: int) -> bool:

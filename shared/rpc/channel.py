@@ -9,9 +9,11 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
+from shared.access.tls import Tls
+
 MAX_INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 
 
 def channel_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Options:
@@ -61,9 +63,30 @@ def server_options(
 
 
 def open_channel(
-    address: str, *, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES
+    address: str,
+    *,
+    max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES,
+    tls: Tls | None = None,
+    server_name: str = "",
 ) -> grpc.aio.Channel:
-    """Open a plaintext channel to HOST:PORT."""
-    return grpc.aio.insecure_channel(
-        address, options=channel_options(max_message_bytes=max_message_bytes)
-    )
+    """Open a channel to HOST:PORT.
+
+    Args:
+        max_message_bytes: Largest message sent or received.
+        tls: None: plain text.
+        server_name: Name in the server's certificate, where `tls` says none; empty: the host.
+    Raises: ConfigError if files of `tls` cannot be read.
+    """
+    options = channel_options(max_message_bytes=max_message_bytes)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    options += tls.options(server_name=server_name)
+    return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+
+
+def open_blocking_channel(address: str, *, tls: Tls | None = None) -> grpc.Channel:
+    """Open a channel to HOST:PORT for code without an event loop; see `open_channel`."""
+    options = channel_options()
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.credentials(), options=[*options, *tls.options()])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared.messages import WorkerInfo, WorkerLoad
+from shared.metrics.samples import Samples
 from shared.peer.channel import PeerChannel, PeerChannels
 
 
@@ -44,6 +45,10 @@ class Engine(Protocol):
     def load(self) -> WorkerLoad:
         """Return progress and room."""
 
+    @property
+    def counts(self) -> Samples:
+        """Return what was counted since the start, by the names of docs/metrics.md."""
+
     def submit(self, message: Any) -> None:
         """Take one message of shared.messages from the front."""
 
@@ -53,12 +58,6 @@ class Engine(Protocol):
     def step(self) -> list[Any]:
         """Run one batch and return what it answers."""
 
-    def launch_deferred(self) -> list[Any]:
-        """Launch a step whose inputs the device awaits, before the last one's answers leave.
-
-        Returns: More answers.
-        """
-
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
 
@@ -67,19 +66,68 @@ EngineFactory = Callable[[Any, ProgressCallback], Engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileWritten:
+    """A recording has ended.
+
+    Args:
+        problem: Why there is no file; empty: there is one.
+    """
+
+    path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What an engine says after a step, and once more when it falls idle.
+    """What an engine says after a step, in the middle of a long one, and when it falls idle.
 
     Args:
         outputs: Messages of shared.messages.
         num_received: Messages taken since the start.
         has_work: Whether another step follows without new messages.
+        is_slow: Said in the middle of a step: what follows may take far longer than steps do.
+        counts: What the engine counts, by name; None: as in the report before.
+        profile: The recording that has just ended; None: none has.
     """
 
     outputs: list[Any] = field(default_factory=list)
     load: WorkerLoad
     num_received: int
     has_work: bool
+    is_slow: bool = False
+    counts: Samples | None = None
+    profile: ProfileWritten | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """What the front asks of the engine's loop; the engine itself does not hear of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePing(EngineOrder):
+    """The front asks for a report, nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetEngineLogLevel(EngineOrder):
+    """The arguments of shared.logs.set_level."""
+
+    logger: str
+    level: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordProfile(EngineOrder):
+    """Record the next steps.
+
+    Args:
+        path: File to write then.
+        num_steps: 0: end the recording that is under way.
+    """
+
+    path: str = ""
+    num_steps: int = 0
 
 
 class EngineDiedError(RuntimeError):
@@ -110,8 +158,15 @@ class EngineHandle(Protocol):
         """Yield reports until the engine dies: EngineDiedError, or `close`: the end."""
 
     @property
+    def pid(self) -> int | None:
+        """Return the engine's process; None: it has none of its own, or none yet."""
+
+    @property
     def is_pending(self) -> bool:
         """Return whether the engine owes a report: it has work or messages it has not taken."""
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does."""
 
     async def close(self) -> None:
         """End the engine and wait for it."""

@@ -19,10 +19,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.logs import configure_logging
+from shared.logs import LogSettings, configure_logging, note_worker_id, set_level
 from shared.memory import settle_garbage
 from shared.messages import WorkerInfo, WorkerLoad
-from shared.rpc.engine import Engine, EngineFactory, EngineReport
+from shared.progress import heard_by
+from shared.rpc.engine import (
+    Engine,
+    EngineFactory,
+    EngineOrder,
+    EngineReport,
+    ProfileWritten,
+    RecordProfile,
+    SetEngineLogLevel,
+)
 from shared.rpc.pipe import BlockingPipe
 
 logger = logging.getLogger(__name__)
@@ -30,6 +39,8 @@ logger = logging.getLogger(__name__)
 # Between two rounds of a request the engine is idle for a moment, too short for a full check.
 CHECK_INTERVAL_S = 1.0
 REPORT_DELAY_S = 0.05
+PROGRESS_DELAY_S = 0.5
+COUNTS_INTERVAL_S = 0.25
 # Longer than a step of many requests: waking takes 0.2 ms, and an engine that fell asleep in every
 # step of the other one would lose them in every round.
 BUSY_POLL_US = 20_000
@@ -70,7 +81,7 @@ def engine_main(
     config: Any,
     sock: socket.socket,
     parent_pid: int,
-    log_level: int,
+    log: LogSettings,
     kept_fds: Sequence[int] = (),
 ) -> None:
     """Run an engine until the front goes away.
@@ -85,15 +96,21 @@ def engine_main(
     # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the front decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    configure_logging(log_level)
+    configure_logging(log)
     pipe = BlockingPipe(sock)
     try:
         engine = _build(factory, config, pipe)
+        note_worker_id(engine.info.incarnation)
         settle_garbage()
         pipe.send(EngineReady(info=replace(engine.info, load=engine.load)))
         run_engine(engine, pipe, busy_poll_s=_busy_poll_s(config.busy_poll_us, engine.info.device))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         logger.info("the front is gone, ending; %d locks released", len(kept_fds))
+    except Exception:
+        # At once: taking a broken device down in order may take forever. The front removes files.
+        logger.exception("the engine failed, ending")
+        logging.shutdown()
+        os._exit(1)
 
 
 def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) -> None:
@@ -104,13 +121,14 @@ def run_engine(engine: Engine, pipe: BlockingPipe, *, busy_poll_s: float = 0.0) 
     Raises: EOFError or OSError at the end; whatever the engine raises.
     """
     loop = _EngineLoop(engine, pipe, busy_poll_s)
-    while True:
-        if not engine.has_work:
-            loop.wait()
-        loop.submit(pipe.receive())
-        engine.channels.flush()
-        if engine.has_work:
-            loop.step()
+    with heard_by(loop.note_progress):
+        while True:
+            if not engine.has_work:
+                loop.wait()
+            loop.submit(pipe.receive())
+            engine.channels.flush()
+            if engine.has_work:
+                loop.step()
 
 
 class _EngineLoop:
@@ -126,7 +144,8 @@ class _EngineLoop:
         self._busy_poll_s = busy_poll_s
         self._num_received = 0
         self._reported: tuple[WorkerLoad, int, bool] | None = None  # load, num_received, has_work
-        self._next_check = self._next_report = 0.0
+        self._next_check = self._next_report = self._next_counts = 0.0
+        self._profile: Any = None  # what records the steps, if they are recorded
 
     def submit(self, received: Sequence[Sequence[Any]]) -> None:
         """Hand over what peers have sent, then the front's messages, which may follow from it."""
@@ -135,22 +154,58 @@ class _EngineLoop:
             engine.submit_peer(channel, message)
         for messages in received:
             for message in messages:
-                engine.submit(message)
+                if isinstance(message, EngineOrder):  # counted, which leads to a report
+                    self._obey(message)
+                else:
+                    engine.submit(message)
             self._num_received += len(messages)
+
+    def _obey(self, order: EngineOrder) -> None:
+        match order:
+            case SetEngineLogLevel():
+                set_level(order.logger, order.level)
+            case RecordProfile():
+                self._end_profile()
+                if order.num_steps:
+                    self._begin_profile(order)
+
+    def _begin_profile(self, order: RecordProfile) -> None:
+        from shared.step.profile import StepProfile  # needs torch, which not every engine has
+
+        self.note_progress(is_slow=True)
+        try:
+            self._profile = StepProfile(order.path, order.num_steps)
+        except RuntimeError as error:
+            self._report_profile(ProfileWritten(path=order.path, problem=str(error)))
+
+    def _end_profile(self) -> None:
+        """Write what was recorded, if anything was; that may take seconds."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        self.note_progress(is_slow=True)
+        self._report_profile(ProfileWritten(path=profile.path, problem=profile.write()))
+
+    def _report_profile(self, written: ProfileWritten) -> None:
+        has_work = self._engine.has_work or self._engine.has_work_in_s is not None
+        self._report(self._engine.load, [], has_work=has_work, profile=written)
 
     def step(self) -> None:
         """Step the engine, and report unless nothing came of the step."""
-        engine, pipe = self._engine, self._pipe
+        engine = self._engine
         outputs = engine.step()
-        received = pipe.receive()  # requests that came during the step join the next launch
-        if received:
-            self.submit(received)
-        outputs += engine.launch_deferred()
         engine.channels.flush()
+        if self._profile is not None and self._profile.note_step():
+            self._end_profile()
         # A step that was only launched, or answered over a channel, is no news for a while.
         if outputs or time.monotonic() >= self._next_report:
             has_work = engine.has_work or engine.has_work_in_s is not None
             self._report(engine.load, outputs, has_work=has_work)
+
+    def note_progress(self, is_slow: bool) -> None:  # noqa: FBT001
+        """Report in the middle of a long step, or before something that takes even longer."""
+        if is_slow or time.monotonic() >= self._next_report + PROGRESS_DELAY_S:
+            self._report(self._engine.load, [], has_work=True, is_slow=is_slow)
 
     def wait(self) -> None:
         """Wait until there is work, or may be; check and report an engine that has none."""
@@ -192,12 +247,31 @@ class _EngineLoop:
             return True
         return False
 
-    def _report(self, load: WorkerLoad, outputs: list[Any], *, has_work: bool) -> None:
+    def _report(
+        self,
+        load: WorkerLoad,
+        outputs: list[Any],
+        *,
+        has_work: bool,
+        is_slow: bool = False,
+        profile: ProfileWritten | None = None,
+    ) -> None:
         self._reported = (load, self._num_received, has_work)
-        self._next_report = time.monotonic() + REPORT_DELAY_S
+        now = time.monotonic()
+        self._next_report = now + REPORT_DELAY_S
+        counts = None
+        if now >= self._next_counts:  # the front asks an idle engine twice a second: none is lost
+            self._next_counts = now + COUNTS_INTERVAL_S
+            counts = self._engine.counts
         self._pipe.send(
             EngineReport(
-                outputs=outputs, load=load, num_received=self._num_received, has_work=has_work
+                outputs=outputs,
+                load=load,
+                num_received=self._num_received,
+                has_work=has_work,
+                is_slow=is_slow,
+                counts=counts,
+                profile=profile,
             )
         )
 

@@ -20,6 +20,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.logs import log_settings
 from shared.messages import WorkerInfo
 from shared.rpc.engine import EngineDiedError, EngineReport, ProgressCallback
 from shared.rpc.engine_main import EngineProgress, EngineReady, EngineRefused, engine_main
@@ -114,6 +115,11 @@ class EngineProcess:
             self._has_work = report.has_work
             yield report
 
+    def kill(self) -> None:
+        """End the engine at once, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+
     async def close(self) -> None:
         """End the engine and wait for it; a stuck one is killed."""
         self._is_closed = True
@@ -134,7 +140,7 @@ class EngineProcess:
                 self._config,
                 theirs,
                 os.getpid(),
-                logging.getLogger().getEffectiveLevel(),
+                log_settings(suffix="-engine"),
                 _Kept(self._kept_fds),
             ),
             name="coppice-engine",

@@ -1,6 +1,15 @@
-"""Names for which a service says its health, beside "" (alive) and its full name (ready)."""
+"""Names for which services say their health: "" is alive, a service's full name is ready."""
 
 from __future__ import annotations
+
+ORCHESTRATOR_SERVICE = "coppice.v1.GenerationService"
+SPECULATION_SERVICE = ORCHESTRATOR_SERVICE + "/speculation"
+"""SERVING while some draft fits some target."""
+TARGET_SERVICE = "coppice.v1.TargetService"
+DRAFT_SERVICE = "coppice.v1.DraftService"
+CONTROL_SERVICE = "coppice.v1.WorkerControlService"
+"""Has no health of its own."""
+ADMIN_SERVICE = "coppice.v1.AdminService"
 
 
 def process_name(pid: int) -> str:

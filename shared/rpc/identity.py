@@ -6,19 +6,34 @@ from dataclasses import replace
 
 from shared.errors import UnavailableError
 from shared.messages import WorkerInfo, WorkerLoad
+from shared.metrics.samples import Samples
+from shared.metrics.worker import info_samples, load_samples
+from shared.rpc.protocol import PROTOCOL_VERSION
 
 
 class WorkerIdentity:
-    """What GetInfo answers."""
+    """What GetInfo answers.
+
+    `load` and `counts` are as the engine has last reported them.
+    """
 
     def __init__(self) -> None:
         self._info: WorkerInfo | None = None
         self.load = WorkerLoad()
+        self.counts: Samples = {}
 
     def set(self, info: WorkerInfo) -> None:
         """Make the worker known: its engine is ready."""
-        self._info = info
+        version = info.protocol_version or PROTOCOL_VERSION
+        self._info = replace(info, protocol_version=version)
         self.load = info.load
+
+    @property
+    def samples(self) -> Samples:
+        """Return the named values of this moment; none while the model loads."""
+        if self._info is None:
+            return {}
+        return {**info_samples(self._info), **load_samples(self.current().load)}
 
     def require_ready(self) -> WorkerInfo:
         """Return the info as the engine gave it.
@@ -34,4 +49,5 @@ class WorkerIdentity:
 
         Raises: UnavailableError while the model loads.
         """
-        return replace(self.require_ready(), load=self.load)
+        load = replace(self.load, counts=tuple(sorted(self.counts.items())))
+        return replace(self.require_ready(), load=load)

@@ -5,10 +5,11 @@ So does a message that cannot be read: gRPC alone would call that UNKNOWN.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -20,6 +21,9 @@ from shared.rpc.status import abort
 logger = logging.getLogger(__name__)
 
 _PASS = (grpc.aio.AbortError, grpc.aio.UsageError)
+_CANCELLED_WITHIN_S = 5.0
+# A status leaves at once, unless its client has not read what came before it.
+_LINGER_S = 5.0
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -37,14 +41,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        method = handler_call_details.method
-        wrap = _wrap_streaming if handler.response_streaming else _wrap_unary
         kind = f"{_word(handler.request_streaming)}_{_word(handler.response_streaming)}"
         check = _readable_stream if handler.request_streaming else _readable
-        behavior = wrap(getattr(handler, kind), check, method)
+        handle = getattr(handler, kind)
+        wrap = _wrap_generator if inspect.isasyncgenfunction(handle) else _wrap
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
         return make_handler(
-            behavior,
+            wrap(handle, check, handler_call_details.method),
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -54,7 +57,7 @@ def _word(is_streaming: bool) -> str:  # noqa: FBT001 - a fact about the handler
     return "stream" if is_streaming else "unary"
 
 
-def _wrap_unary(
+def _wrap(
     behavior: Callable[..., Any], check: Callable[[Any], Any], method: str
 ) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -62,28 +65,20 @@ def _wrap_unary(
             return await behavior(check(request), context)
         except _PASS:
             raise
-        except Exception as error:
-            known = _known(error, method)
-        del request
-        await abort(context, known)
-
-    return call
-
-
-def _wrap_streaming(
-    behavior: Callable[..., Any], check: Callable[[Any], Any], method: str
-) -> Callable[..., Any]:
-    async def write(request: Any, context: grpc.aio.ServicerContext) -> None:
-        try:
-            await behavior(check(request), context)
-            return
-        except _PASS:
+        except grpc.aio.InternalError:
+            await _wait_cancelled()
             raise
         except Exception as error:
             known = _known(error, method)
         del request
-        await abort(context, known)
+        await _end(context, known)
 
+    return call
+
+
+def _wrap_generator(
+    behavior: Callable[..., Any], check: Callable[[Any], Any], method: str
+) -> Callable[..., Any]:
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
             async for response in behavior(check(request), context):
@@ -91,12 +86,36 @@ def _wrap_streaming(
             return
         except _PASS:
             raise
+        except grpc.aio.InternalError:
+            await _wait_cancelled()
+            raise
         except Exception as error:
             known = _known(error, method)
         del request
-        await abort(context, known)
+        await _end(context, known)
 
-    return generate if inspect.isasyncgenfunction(behavior) else write
+    return generate
+
+
+async def _wait_cancelled() -> None:
+    """Wait for the cancellation that follows when a client goes away in the middle of a write.
+
+    Such a write fails; that is no error of ours, and nobody is there to hear of it.
+    """
+    await asyncio.sleep(_CANCELLED_WITHIN_S)
+
+
+async def _end(context: grpc.aio.ServicerContext, error: CoppiceError) -> NoReturn:
+    """End the call with an error.
+
+    A client that does not read gets it once it has read what was sent before. Nothing here waits
+    for that, nor for one that is gone: the call is cancelled as far as its handler is concerned.
+    """
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            await abort(context, error)
+    except (TimeoutError, grpc.aio.InternalError):
+        raise asyncio.CancelledError from None
 
 
 class _Unreadable:

@@ -12,20 +12,28 @@ import asyncio
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from shared.access.tls import ServerTls
 from shared.errors import ConfigError
+from shared.metrics.samples import Samples, counted
+from shared.rpc.auth import REFUSAL_REASONS, IdentityInterceptor
 from shared.rpc.channel import MAX_INTERNAL_MESSAGE_BYTES, server_options
+from shared.rpc.gate import OPEN, Gate
 from shared.rpc.health_names import process_name
 from shared.rpc.interceptors import ErrorInterceptor
+from shared.rpc.limits import LimitInterceptor, ServerLimits
 
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 0.5
+WORKER_LIMITS = ServerLimits(connections=1024, streams=256, calls=256)
+"""Sessions, feature streams and questions: a few of each orchestrator process and draft."""
 
 
 async def _no_drain() -> None:
@@ -43,6 +51,8 @@ class RpcServer:
         drain_timeout_s: Budget of `on_drain`, seconds.
         on_drain: Awaited once after the services turned NOT_SERVING; returns when nothing runs.
         shares_port: Other processes listen on the port as well.
+        gate: What is asked of those who connect and call.
+        limits: What it takes at once.
     """
 
     def __init__(
@@ -55,6 +65,8 @@ class RpcServer:
         drain_timeout_s: float = 20.0,
         on_drain: Callable[[], Awaitable[None]] = _no_drain,
         shares_port: bool = False,
+        gate: Gate = OPEN,
+        limits: ServerLimits = WORKER_LIMITS,
     ) -> None:
         self._services = tuple(services)
         self._host = host
@@ -65,13 +77,20 @@ class RpcServer:
         self._stop_requested = asyncio.Event()
         self._is_ready: bool | None = None
         self.is_draining = False
+        self._gate = gate
+        identity = [IdentityInterceptor(gate.check)] if gate.check is not None else []
+        self._refusals = [interceptor.refusals for interceptor in identity]
+        options = server_options(max_message_bytes=max_message_bytes, shares_port=shares_port)
         self.grpc_server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
-            options=server_options(max_message_bytes=max_message_bytes, shares_port=shares_port),
+            interceptors=[ErrorInterceptor(), *identity, LimitInterceptor(limits)],
+            options=[*options, *limits.options],
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.grpc_server)
+        self._health_server = grpc.aio.server(options=options) if gate.health_port else None
+        for server in filter(None, (self.grpc_server, self._health_server)):
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if gate.has_reflection:
+            names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self.grpc_server)
 
     @property
     def port(self) -> int:
@@ -84,6 +103,22 @@ class RpcServer:
         host = "127.0.0.1" if self._host in ("", "0.0.0.0", "[::]", "::") else self._host
         return f"{host}:{self._port}"
 
+    @property
+    def samples(self) -> Samples:
+        """Return the named values of the server itself."""
+        refused = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
+        for refusals in self._refusals:
+            refused.update(refusals)
+        return {
+            "coppice_ready": self.is_ready,
+            **dict(counted("coppice_calls_refused_total", "reason", refused)),
+        }
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the services are SERVING."""
+        return bool(self._is_ready)
+
     async def start(self) -> int:
         """Listen; the services answer NOT_SERVING until `set_ready(ready=True)`.
 
@@ -92,21 +127,12 @@ class RpcServer:
         """
         await self.set_ready(ready=False)
         await self.set_detail(process_name(os.getpid()), is_serving=True)
-        try:
-            port = self.grpc_server.add_insecure_port(f"{self._host}:{self._port}")
-        except RuntimeError as error:
-            port = 0
-            cause: Exception | None = error
-        else:
-            cause = None
-        if not port:
-            raise ConfigError(
-                f"cannot listen on {self._host}:{self._port}; "
-                "is the port taken? choose another one, or 0 for any"
-            ) from cause
-        self._port = port
+        self._port = _listen(self.grpc_server, self._host, self._port, self._gate.tls)
+        if self._health_server is not None:
+            _listen(self._health_server, self._host, self._gate.health_port, None)
+            await self._health_server.start()
         await self.grpc_server.start()
-        return port
+        return self._port
 
     async def set_ready(self, *, ready: bool) -> None:
         """Set the health of the services; while draining they stay NOT_SERVING."""
@@ -158,9 +184,33 @@ class RpcServer:
     async def stop(self, *, grace_s: float = _STOP_GRACE_S) -> None:
         """Stop without draining; calls still open after the grace end with UNAVAILABLE."""
         await self.grpc_server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(0)
 
     def _on_signal(self, number: int) -> None:
         logger.info("received %s, draining", signal.Signals(number).name)
         self.request_stop()
         if number == signal.SIGINT:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
+    """Let a server listen; return the port.
+
+    Raises: ConfigError if the address cannot be listened on.
+    """
+    address = f"{host}:{port}"
+    cause: Exception | None = None
+    bound = 0
+    try:
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, tls.credentials())
+    except RuntimeError as error:
+        cause = error
+    if not bound:
+        raise ConfigError(
+            f"cannot listen on {address}; is the port taken? choose another one, or 0 for any"
+        ) from cause
+    return bound

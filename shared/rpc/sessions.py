@@ -17,16 +17,24 @@ from typing import Any
 
 import grpc.aio
 
-from shared.errors import CoppiceError, NotFoundError, StaleStateError, UnavailableError
+from shared.errors import (
+    CoppiceError,
+    NotFoundError,
+    ResourceExhaustedError,
+    StaleStateError,
+    UnavailableError,
+)
 from shared.messages import RequestFailure, WorkerLoad
 from shared.messages.batches import Batch
-from shared.rpc.outbox import Outbox
+from shared.rpc.outbox import Outbox, write
 from shared.rpc.status import failure_of
 from shared.times import leave
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
+MAX_OPENS = 4096
+"""Requests of one stream; an orchestrator opens as many as it admits, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +113,7 @@ class SessionHub:
                 while True:
                     messages = await session.outbox.take()
                     session.last_write = time.monotonic()
-                    await context.write(self._protocol.pack(leave(messages), self._load))
+                    await write(context, self._protocol.pack(leave(messages), self._load))
             await reader
         finally:
             reader.cancel()
@@ -126,6 +134,10 @@ class SessionHub:
                 self._forget(output.request_id)
         for session, messages in by_session.items():
             session.outbox.put(messages)
+        self.beat()
+
+    def beat(self) -> None:
+        """Say something on every stream that was silent, so that this worker counts as alive."""
         silent_since = time.monotonic() - HEARTBEAT_S
         for session in self._sessions:
             if session.last_write < silent_since:
@@ -141,6 +153,7 @@ class SessionHub:
             if received_ns:
                 accepted = [_received(message, session.timed, received_ns) for message in accepted]
             self._send(accepted)
+            await session.outbox.wait_room()
 
     def _admit(self, session: _Session, message: Any) -> bool:
         """Update the routes; answer what the engine should not see."""
@@ -157,6 +170,9 @@ class SessionHub:
                     return False
                 del owner.epochs[request_id]
                 owner.timed.discard(request_id)
+            elif len(session.epochs) >= MAX_OPENS:
+                session.outbox.put([_refusal(message, _FULL)])
+                return False
             self._routes[request_id] = session
             session.epochs[request_id] = epoch
             if message.is_timed:
@@ -205,6 +221,10 @@ def _received(message: Any, timed: set[str], received_ns: int) -> Any:
 
 _DRAINING = UnavailableError(
     "this worker is draining; open the request on another one", reason="DRAINING"
+)
+
+_FULL = ResourceExhaustedError(
+    f"this stream has {MAX_OPENS} requests open; close some first", reason="TOO_MANY_OPENS"
 )
 
 

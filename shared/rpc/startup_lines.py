@@ -6,10 +6,14 @@ target ready address=127.0.0.1:50061 model=demo ... page_size=16 kv_tokens=65536
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import sys
+import time
 from dataclasses import dataclass
 
+from shared.logs import json_head, log_settings
 from shared.messages import WorkerInfo
 
 _LOADING = re.compile(r"^(\w+) loading +(\d+)% (.*)$")
@@ -52,8 +56,8 @@ def ready_line(role: str, address: str, info: WorkerInfo, start_s: float) -> str
 
 
 def parse_line(line: str) -> Loading | Ready | None:
-    """Read a line of a worker's output; None for anything else."""
-    line = line.strip()
+    """Read a line of a worker's output, text or JSON; None for anything else."""
+    line = _message_of(line.strip())
     if match := _LOADING.match(line):
         role, percent, stage = match.groups()
         return Loading(role=role, fraction=int(percent) / 100, stage=stage)
@@ -64,6 +68,18 @@ def parse_line(line: str) -> Loading | Ready | None:
 
 
 def announce(line: str) -> None:
-    """Print a line at once."""
+    """Print a line at once, in the format of this process's log."""
+    settings = log_settings()
+    if settings.format == "json":
+        head = json_head("info", __name__, role=settings.role, at=time.time())
+        line = json.dumps({**head, "message": line})
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def _message_of(line: str) -> str:
+    """Return what a line of a log says, if it is JSON; else the line."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(line).get("message", ""))
+    return line

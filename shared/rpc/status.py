@@ -17,6 +17,7 @@ from google.rpc import (  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from shared.errors import (
+    AbortedError,
     CoppiceError,
     InternalError,
     InvalidArgumentError,
@@ -25,6 +26,7 @@ from shared.errors import (
     ResourceExhaustedError,
     StaleStateError,
     StatusCode,
+    UnauthenticatedError,
     UnavailableError,
 )
 from shared.messages import RequestFailure
@@ -42,6 +44,8 @@ _CLASSES: dict[int, type[CoppiceError]] = {
         NotFoundError,
         StaleStateError,
         UnavailableError,
+        UnauthenticatedError,
+        AbortedError,
         InternalError,
     )
 }
@@ -56,7 +60,7 @@ def to_status(error: CoppiceError) -> grpc.Status:
             field=error.field, description=message, reason=error.reason
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, ResourceExhaustedError):
+    if isinstance(error, ResourceExhaustedError) and error.retry_after_s:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
@@ -80,7 +84,7 @@ def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> CoppiceError:
     """Convert a failed call back; codes that Coppice does not send keep their name as reason."""
     code = int(error.code().value[0])
     message = error.details() or error.code().name
-    reason, field, retry_after_s = "", "", 1.0
+    reason, field, retry_after_s = "", "", 0.0
     for detail in _details_of(error):
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()
@@ -106,7 +110,7 @@ def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> CoppiceError:
 
 
 def make_error(
-    code: int, message: str, *, reason: str, field: str = "", retry_after_s: float = 1.0
+    code: int, message: str, *, reason: str, field: str = "", retry_after_s: float = 0.0
 ) -> CoppiceError:
     """Build the error of a google.rpc.Code; codes that Coppice does not use are InternalError."""
     if code == StatusCode.RESOURCE_EXHAUSTED:

@@ -1,33 +1,41 @@
 """A worker's life: lease a GPU, listen, load the model in the engine process, serve, drain, end.
 
-start -> NOT_SERVING, engine loading -> SERVING <-> NOT_SERVING (engine stalls) -> draining -> end
-the engine dies: the server stops at once and the process exits with code 1
+start -> NOT_SERVING, engine loading -> SERVING -> draining -> end
+the engine dies, or hangs and is killed: the server stops at once and the process exits with code 1
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shared.config import WorkerConfig
-from shared.errors import ConfigError
+from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
 from shared.gpu_lease import lease_gpu
+from shared.logs import note_worker_id
 from shared.messages import WorkerInfo
-from shared.rpc.engine import EngineDiedError, EngineHandle, EngineReport
+from shared.metrics.samples import Samples
+from shared.metrics.server import MetricsServer
+from shared.rpc.control import WorkerControl
+from shared.rpc.engine import EngineDiedError, EngineHandle, EngineOrder, EnginePing, EngineReport
 from shared.rpc.engine_process import EngineProcess
+from shared.rpc.engine_watch import EngineWatch
+from shared.rpc.gate import log_exposure, worker_gate
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.server import RpcServer
 from shared.rpc.sessions import SessionHub
 from shared.rpc.startup_lines import announce, loading_line, ready_line
+from shared.watchdog import watched
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DIED = 1
-EXIT_CONFIG = 2
+LOOK_INTERVAL_S = 0.5
 
 
 class WorkerServicer(Protocol):
@@ -70,16 +78,28 @@ class WorkerServer:
         self._config = config
         self._engine = engine
         self._role = role
-        self._last_progress = time.monotonic()
+        self._look_interval_s = min(LOOK_INTERVAL_S, config.stall_timeout_s / 4)
+        self._watch: EngineWatch | None = None
         self.identity = WorkerIdentity()
+        gate = worker_gate(config, os.environ)
+        log_exposure(config, gate)
         self.server = RpcServer(
             services=[service],
             host=config.host,
             port=config.port,
             drain_timeout_s=config.drain_timeout_s,
             on_drain=self._drain,
+            gate=gate,
+        )
+        self.metrics = MetricsServer(
+            role,
+            self._samples,
+            host=config.metrics_host,
+            port=config.metrics_port,
+            engine_pid=lambda: engine.pid,
         )
         self.servicer = register(self.server.grpc_server, self.identity, self._send)
+        self.control = WorkerControl(self, role=role, config=config)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -95,14 +115,22 @@ class WorkerServer:
         began = time.monotonic()
         try:
             await self.server.start()
+            await self.metrics.start()
             info = await self._engine.start(self._show_progress)
         except BaseException:
             await self.close()
             raise
+        note_worker_id(info.incarnation)
         self.servicer.set_info(info)
+        watch = EngineWatch(
+            limit_s=self._config.stall_timeout_s,
+            interval_s=self._look_interval_s,
+            now=time.monotonic(),
+        )
+        self._watch = watch
         self._tasks = [
-            asyncio.create_task(self._carry_reports()),
-            asyncio.create_task(self._watch_progress()),
+            asyncio.create_task(self._watch_engine(watch)),  # before: it knows why the engine died
+            asyncio.create_task(self._carry_reports(watch)),
         ]
         await self.server.set_ready(ready=True)
         announce(ready_line(self._role, self.address, info, time.monotonic() - began))
@@ -145,30 +173,79 @@ class WorkerServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.servicer.close()
+        await self.metrics.close()
         await self.server.stop(grace_s=0)
         await self._engine.close()
 
+    @property
+    def num_requests(self) -> int:
+        """Return the requests of all orchestrators that are here."""
+        return self.servicer.sessions.num_requests
+
+    async def set_draining(self, *, is_draining: bool) -> None:
+        """Take no new requests from now on, or take them again; what is here goes on.
+
+        Raises: UnavailableError if the model is loading, or the worker is about to end.
+        """
+        self.identity.require_ready()
+        if self.server.is_draining:
+            raise UnavailableError("the worker is about to end", reason="DRAINING")
+        self.servicer.sessions.is_draining = is_draining
+        await self.server.set_ready(ready=not is_draining)
+        logger.info("takes %s requests", "no new" if is_draining else "new")
+
+    def order(self, order: EngineOrder) -> None:
+        """Ask something of the engine's loop.
+
+        Raises: UnavailableError while the model loads.
+        """
+        self.identity.require_ready()
+        self._send([order])
+
+    def _samples(self) -> Samples:
+        """Return what /metrics says."""
+        silence_s = 0.0 if self._watch is None else self._watch.silence_s(time.monotonic())
+        return {
+            **self.server.samples,
+            "coppice_sessions": self.servicer.sessions.num_sessions,
+            "coppice_engine_silence_seconds": silence_s,
+            **self.identity.samples,
+        }
+
     def _send(self, messages: Sequence[Any]) -> None:
         if messages:
-            if not self._engine.is_pending:
-                self._last_progress = time.monotonic()
+            if self._watch is not None:
+                self._watch.note_debt(time.monotonic())
             self._engine.send(messages)
 
-    async def _carry_reports(self) -> None:
+    async def _carry_reports(self, watch: EngineWatch) -> None:
         async for report in self._engine.outputs():
-            self._last_progress = time.monotonic()
+            watch.note_report(
+                time.monotonic(), owes_more=self._engine.is_pending, is_slow=report.is_slow
+            )
             self.identity.load = report.load
+            if report.counts is not None:
+                self.identity.counts = report.counts
+            if report.profile is not None:
+                self.control.note_profile(report.profile)
             self.servicer.deliver(report)
 
-    async def _watch_progress(self) -> None:
-        limit_s = self._config.stall_timeout_s
+    async def _watch_engine(self, watch: EngineWatch) -> None:
+        """Kill an engine that hangs; ask one that owes nothing for a sign of life.
+
+        Raises: EngineDiedError, when the engine was killed.
+        """
         while True:
-            await asyncio.sleep(min(1.0, limit_s / 4))
-            silent_s = time.monotonic() - self._last_progress
-            is_stalled = self._engine.is_pending and silent_s > limit_s
-            if is_stalled:
-                logger.error("the engine made no progress for %.0f s", silent_s)
-            await self.server.set_ready(ready=not is_stalled)
+            await asyncio.sleep(self._look_interval_s)
+            self.servicer.sessions.beat()
+            silent_s = watch.look(time.monotonic())
+            if silent_s:
+                self._engine.kill()
+                raise EngineDiedError(
+                    f"the engine made no progress for {silent_s:.1f} s, killed it"
+                )
+            if not watch.owes_report:
+                self._send([EnginePing()])
 
     async def _drain(self) -> None:
         self.servicer.sessions.is_draining = True
@@ -199,7 +276,8 @@ def run_worker(
 
     try:
         lease = lease_gpu(config, role=role)
-        asyncio.run(serve(EngineProcess(factory, config, kept_fds=[lease.fd] if lease else [])))
+        engine = EngineProcess(factory, config, kept_fds=[lease.fd] if lease else [])
+        asyncio.run(watched(serve(engine)))
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_CONFIG

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shared.kernels.dispatch import add_launches, forget_launches, launch_counts
+from shared.progress import note_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class GraphCache:
         del self._captured[next(iter(self._captured))]
 
     def _capture(self, compute: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> _Captured:
+        note_progress(is_slow=True)
         compute()  # compiles what is not compiled yet, which a capture could not
         before = launch_counts()
         graph = torch.cuda.CUDAGraph()

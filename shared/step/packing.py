@@ -117,29 +117,12 @@ def pack_rows(
     is_captured = num_rows is not None
     width = MAX_TREE_NODES if has_trees or is_captured else 1
     host, device = staging.place_zeros(_fields, total, num_reqs, width)
-    slots = array("i")
-    for req_idx, first, size, writes in zip(
-        blocks.req_idx,
-        blocks.prefix_len,
-        blocks.num_rows,
-        blocks.writes_kv or [True] * count,
-        strict=True,
-    ):
-        if writes:
-            slots += pool.slot_range(req_idx, first, first + size)
-        else:
-            slots.extend([0] * size)
-    path_len: list[int] = []
-    for tree in blocks.trees:
-        path_len += tree.path_len
-    for size in blocks.num_rows[num_trees:]:
-        path_len += range(1, size + 1)
-    host["slot_mapping"][:used] = np.frombuffer(slots, np.int32)
+    host["slot_mapping"][:used] = np.frombuffer(_slots_of(blocks, pool), np.int32)
     host["req_idx"][:count] = blocks.req_idx
     host["prefix_len"][:count] = blocks.prefix_len
     host["row_indptr"][: count + 1] = row_indptr
     host["row_indptr"][count + 1 :] = used
-    host["path_len"][:used] = path_len
+    host["path_len"][:used] = _path_lens_of(blocks)
     host["path_len"][used:] = 1
     host["is_chain"][:] = True
     if has_trees:  # the paths of chains are not read
@@ -163,6 +146,30 @@ def pack_rows(
         row_indptr=row_indptr,
         path_len=host["path_len"][:used],
     )
+
+
+def _slots_of(blocks: RowBlocks, pool: KVPool) -> array[int]:
+    """Return the slot of every row; the sink's where nothing is written."""
+    slots = array("i")
+    writes_kv = blocks.writes_kv or [True] * len(blocks.req_idx)
+    for req_idx, first, size, writes in zip(
+        blocks.req_idx, blocks.prefix_len, blocks.num_rows, writes_kv, strict=True
+    ):
+        if writes:
+            slots += pool.slot_range(req_idx, first, first + size)
+        else:
+            slots.extend([0] * size)
+    return slots
+
+
+def _path_lens_of(blocks: RowBlocks) -> list[int]:
+    """Return how many rows of its block every row sees, its own included."""
+    path_len: list[int] = []
+    for tree in blocks.trees:
+        path_len += tree.path_len
+    for size in blocks.num_rows[len(blocks.trees) :]:
+        path_len += range(1, size + 1)
+    return path_len
 
 
 def padded_blocks(num_rows: int, pool: KVPool) -> int:

@@ -1,0 +1,28 @@
+"""The shapes of trees that a target chooses from by itself, smallest first.
+
+Each is at least as deep, as wide and as large as the one before it, so the shapes that fit into a
+permitted one are the first few, and a batch of several shapes grows by the graph of its largest.
+"""
+
+from __future__ import annotations
+
+from shared.messages import TreeShape
+
+LADDER = (
+    TreeShape(num_steps=1, topk=1, num_draft_tokens=2),
+    TreeShape(num_steps=2, topk=1, num_draft_tokens=3),
+    TreeShape(num_steps=3, topk=1, num_draft_tokens=4),
+    TreeShape(num_steps=4, topk=2, num_draft_tokens=8),
+    TreeShape(num_steps=5, topk=4, num_draft_tokens=16),
+    TreeShape(num_steps=6, topk=8, num_draft_tokens=32),
+)
+
+
+def num_rungs_within(shape: TreeShape) -> int:
+    """Return how many rungs of the ladder are no deeper, wider or larger than a shape."""
+    return sum(
+        rung.num_steps <= shape.num_steps
+        and rung.topk <= shape.topk
+        and rung.num_draft_tokens <= shape.num_draft_tokens
+        for rung in LADDER
+    )
