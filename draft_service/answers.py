@@ -50,7 +50,7 @@ def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
         else:
             by_channel.setdefault(channel, []).append(i)
     for channel, places in by_channel.items():
-        times = {i: _times(trees, i, recorder) for i in places} if recorder.is_on else {}
+        times = _times_of(trees, places, recorder) if recorder.is_on else {}
         channel.put(tree_batch(trees, places, times))
         channel.flush()
     for request in trees.requests:
@@ -58,28 +58,24 @@ def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
 
 
 def tree_batch(
-    trees: GrownTrees, places: Sequence[int], times: Mapping[int, AnswerTimes | None]
+    trees: GrownTrees, places: Sequence[int], times: Mapping[int, AnswerTimes]
 ) -> TreeBatch:
     """Return the trees of some requests as one message.
 
     Args:
         places: Of the requests in `trees`.
-        times: Of timed requests, by place.
+        times: Of timed requests, by their index in `places`.
     """
     requests = [trees.requests[i] for i in places]
     rows = [trees.rows[i] for i in places]
     orders = [request.pending_tree.order for request in requests]
-    output = trees.output
-    counts = output.num_nodes.tolist()
-    tokens, parents = output.token_ids.tolist(), output.parent_index.tolist()
+    counts = trees.output.num_nodes.tolist()
+    tokens, parents = trees.output.token_ids.tolist(), trees.output.parent_index.tolist()
     token_ids: list[int] = []
     parent_index: list[int] = []
     for request, row in zip(requests, rows, strict=True):
-        count = counts[row]
-        token_ids.append(request.tokens[-1])
-        token_ids += tokens[row][:count]
-        parent_index.append(-1)
-        parent_index += parents[row][:count]
+        token_ids += (request.tokens[-1], *tokens[row][: counts[row]])
+        parent_index += (-1, *parents[row][: counts[row]])
     return TreeBatch(
         request_ids=[order.request_id for order in orders],
         target_epochs=[order.target_epoch for order in orders],
@@ -89,9 +85,7 @@ def tree_batch(
         num_nodes=[counts[row] + 1 for row in rows],
         token_ids=token_ids,
         parent_index=parent_index,
-        times={
-            i: known for i, place in enumerate(places) if (known := times.get(place)) is not None
-        },
+        times=times,
         is_overlapped=trees.is_overlapped,
     )
 
@@ -112,6 +106,14 @@ def token_tree(trees: GrownTrees, place: int, times: AnswerTimes | None = None) 
         cumulative_logprobs=(0.0, *output.cumulative_logprobs[row, :count].tolist()),
         times=times,
     )
+
+
+def _times_of(
+    trees: GrownTrees, places: Sequence[int], recorder: Recorder
+) -> dict[int, AnswerTimes]:
+    """Return how the rounds of timed requests went, by their index in `places`."""
+    times = enumerate(_times(trees, place, recorder) for place in places)
+    return {i: each for i, each in times if each is not None}
 
 
 def _times(trees: GrownTrees, place: int, recorder: Recorder) -> AnswerTimes | None:

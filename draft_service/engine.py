@@ -15,6 +15,7 @@ from draft_service.peer_rounds import PeerRounds
 from draft_service.pipeline import DraftPipeline
 from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
+from shared.config import NO_SECRET, PEERS, Secret
 from shared.errors import CoppiceError
 from shared.kernels.dispatch import launch_counts
 from shared.messages import (
@@ -28,7 +29,9 @@ from shared.messages import (
     WorkerLoad,
     check_shape,
 )
+from shared.metrics.samples import Samples, counted
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
+from shared.peer.tcp import PeerAddress, TcpDialer
 from shared.step.recorder import Recorder
 from shared.step.serving_counts import ServingCounts
 
@@ -40,6 +43,7 @@ class DraftEngine:
         max_batch_rows: Rows per extend.
         max_context_len: Longest conversation, tokens.
         source: Of paths that the device has before its host.
+        secret: Of the deployment, for peer channels over TCP.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class DraftEngine:
         max_batch_rows: int,
         max_context_len: int,
         source: PathSource,
+        secret: Secret = NO_SECRET,
     ) -> None:
         self.info = info
-        self.channels = PeerChannels()
+        dialer = TcpDialer(secret.keys(PEERS), self._note_dialled)
+        self.channels = PeerChannels(dialer)
         self.source = source
         self.runner = runner
         self.serving = ServingCounts(runner.graphs)
@@ -62,7 +68,7 @@ class DraftEngine:
         self.requests = RequestTable(
             runner, self._outbox, self._recorder, max_context_len=max_context_len
         )
-        self._peers = PeerRounds(self.requests, self._reader, self.channels, self.source)
+        self._peers = PeerRounds(self.requests, self._reader, self.channels, dialer, self.source)
         self.pipeline = DraftPipeline(
             runner,
             self.requests,
@@ -100,6 +106,15 @@ class DraftEngine:
             kernel_launches=tuple(sorted(launch_counts().items())),
         )
 
+    @property
+    def counts(self) -> Samples:
+        """Return what was counted since the start, by name."""
+        return {
+            **self.pipeline.tallies.samples,
+            **dict(counted("coppice_draft_trees_total", "order", self.pipeline.num_trees)),
+            "coppice_retractions_total": self.requests.num_retracted,
+        }
+
     def submit(self, message: Any) -> None:
         """Take a message of the front; a bad one fails its request only."""
         self._take(message, None)
@@ -118,10 +133,6 @@ class DraftEngine:
         outputs = self._outbox.copy()
         self._outbox.clear()
         return outputs
-
-    def launch_deferred(self) -> list[Any]:
-        """Return nothing: a step of a draft launches all that there is."""
-        return []
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
@@ -157,18 +168,19 @@ class DraftEngine:
     def _open(self, message: DraftOpen) -> None:
         request = self.requests.open(message)
         if request is not None:
-            self._peers.attach(request)
-            if request.features is not None:
-                request.features.subscribe()
+            self._peers.connect(request)
+
+    def _note_dialled(self, address: PeerAddress, channel: PeerChannel | None) -> None:
+        self.pipeline.note_message()
+        self._peers.note_dialled(address, channel)
 
     def _take_order(self, message: DraftRound, channel: PeerChannel | None) -> None:
         request = self.requests.get(message.request_id)
         if request is None or request.open.draft_epoch != message.draft_epoch:
             return  # closed, retracted or opened anew meanwhile, of which the orchestrator knows
-        if message.unless_attached and request.channel is not None:
-            return
         check_shape(message.shape, prefix="shape.")
-        self.requests.take_order(request, message, channel)
+        if not (message.unless_attached and self._peers.keep_order(request, message)):
+            self.requests.take_order(request, message, channel)
 
     def _take_features(self, chunk: FeatureChunk) -> None:
         request = self.requests.expecting(chunk.request_id, chunk.target_epoch)

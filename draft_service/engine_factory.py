@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from draft_service.path_source import PathSource
 from draft_service.pipeline import CHUNK_ROWS
 from draft_service.runner import DraftRunner
 from draft_service.warm_up import warm_up
-from shared.config import DraftConfig
+from shared.config import DraftConfig, read_secret
 from shared.config.check import parse_shapes
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
@@ -62,6 +63,7 @@ def create_engine(
         make_source: Makes the source of paths that the device has before its host.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
+    secret = read_secret(config, os.environ)
     device = resolve_device(config.device)
     target = resolve_model(config.target_model, "target")
     directory = resolve_draft(config.model, config.algorithm, target)
@@ -148,6 +150,7 @@ def create_engine(
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,
         source=make_source(runner),
+        secret=secret,
     )
     if device.type == "cuda":
         progress("compiling kernels", 0.9)

@@ -24,6 +24,7 @@ import grpc.aio
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from coppice.v1 import target_pb2, target_pb2_grpc
+from shared.access.caller import NOBODY, Caller
 from shared.errors import CoppiceError, UnavailableError
 from shared.messages import (
     FeatureAck,
@@ -40,7 +41,9 @@ from shared.messages.batches import (
 )
 from shared.peer.ring import RING_DIR, read_nonce
 from shared.rpc.channel import open_channel
+from shared.rpc.health_names import TARGET_SERVICE
 from shared.rpc.outbox import Outbox
+from shared.rpc.protocol import METADATA
 from shared.rpc.status import failure_of, from_rpc_error
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ _TRANSIENT = frozenset(
 )
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+_METHOD = f"/{TARGET_SERVICE}/StreamFeatures"
 
 Deliver = Callable[[Sequence[FeatureChunk | RequestFailure]], None]
 
@@ -67,6 +71,7 @@ class FeatureClient:
         deliver: Takes chunks as they came, and failures of subscriptions.
         reconnect_timeout_s: A target that cannot be reached for so long fails its subscriptions.
         ring_dir: Where the rings of targets on this host are.
+        caller: What targets are shown.
     """
 
     def __init__(
@@ -75,10 +80,12 @@ class FeatureClient:
         *,
         reconnect_timeout_s: float = 30.0,
         ring_dir: Path = RING_DIR,
+        caller: Caller = NOBODY,
     ) -> None:
         self._deliver = deliver
         self._reconnect_timeout_s = reconnect_timeout_s
         self._ring_dir = ring_dir
+        self._caller = caller
         self._streams: dict[str, _TargetStream] = {}
 
     def handle(self, command: FeatureCommand) -> None:
@@ -92,6 +99,7 @@ class FeatureClient:
                 self._deliver,
                 self._reconnect_timeout_s,
                 self._ring_dir,
+                self._caller,
             )
             self._streams[command.target_address] = stream
             stream.task = asyncio.create_task(self._run(stream))
@@ -138,6 +146,7 @@ class _TargetStream:
         deliver: Deliver,
         reconnect_timeout_s: float,
         ring_dir: Path,
+        caller: Caller,
     ) -> None:
         self.address = address
         self.task: asyncio.Task[None] | None = None
@@ -145,6 +154,7 @@ class _TargetStream:
         self._deliver = deliver
         self._reconnect_timeout_s = reconnect_timeout_s
         self._ring_dir = ring_dir
+        self._caller = caller
         self._ring_name = ""
         self._subscriptions: dict[str, _Subscription] = {}
         self._outbox: Outbox | None = None  # of the stream that is up; a new one reads the table
@@ -169,7 +179,7 @@ class _TargetStream:
 
     async def run(self) -> None:
         """Keep the stream up while anything is subscribed."""
-        channel = open_channel(self.address)
+        channel = open_channel(self.address, tls=self._caller.tls)
         stub = target_pb2_grpc.TargetServiceStub(channel)
         try:
             while self._subscriptions:
@@ -212,7 +222,7 @@ class _TargetStream:
 
     async def _stream(self, stub: Any) -> None:
         """Run one stream; returns when one that was up breaks, raises if it never came up."""
-        call = stub.StreamFeatures()
+        call = stub.StreamFeatures(metadata=(*METADATA, *self._caller.metadata(_METHOD)))
         outbox = Outbox()
         writer = asyncio.create_task(_write(call, outbox))
         is_up = False

@@ -6,8 +6,8 @@ Rows by position:
     [taken, end)    received, not extended yet
     [end, ...)      asked for; a chunk that begins past `end` shows that rows are missing
 
-Rows come over the peer channel, if the target's engine is on this host, or else through the front.
-They lie in the target's ring in shared memory, or in the messages. Whatever is missing is asked for
+Rows come over the peer channel, if the request is attached, or else through the front. They lie in
+the target's ring in shared memory, or in the messages. Whatever is missing is asked for
 again from `end` on; rows that were overwritten in the ring before they were read are asked for as
 bytes, which come through the front.
 """
@@ -31,7 +31,7 @@ from shared.messages import (
     FeatureCommand,
     FeatureSubscribe,
     FeatureUnsubscribe,
-    RingRows,
+    PathRows,
     RingSpan,
 )
 from shared.peer.channel import PeerChannel
@@ -87,7 +87,7 @@ class FeatureReader:
         self._width = width
         self._rings = RingReader()
 
-    def check(self, rows: FeatureChunk | RingRows) -> None:
+    def check(self, rows: FeatureChunk | PathRows) -> None:
         """Raise InvalidArgumentError unless the draft can take these rows."""
         if rows.shape[1] != self._width or rows.dtype not in DTYPES:
             raise InvalidArgumentError(
@@ -97,7 +97,7 @@ class FeatureReader:
                 field="handle.shape",
             )
 
-    def read(self, rows: FeatureChunk | RingRows) -> FeatureRows | None:
+    def read(self, rows: FeatureChunk | PathRows) -> FeatureRows | None:
         """Return the rows; None if they were overwritten in the ring, or the ring is gone."""
         data: bytes | NDArray[np.uint8] | None
         data = self._rings.read(rows.data) if isinstance(rows.data, RingSpan) else rows.data

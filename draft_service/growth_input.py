@@ -1,6 +1,7 @@
 """Stage what the growth of trees reads.
 
-Where graphs are captured, the requests are padded to one of a few numbers, as growth.py says.
+Where graphs are captured, the requests are padded to one of a few numbers (shared/step/buckets.py);
+growth.py says with what.
 """
 
 from __future__ import annotations

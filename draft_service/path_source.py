@@ -18,7 +18,7 @@ import torch
 
 from draft_service.answers import GrownTrees
 from draft_service.request import DeviceTree, DraftRequest
-from shared.messages import TreeShape
+from shared.messages import PathEntry, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.step.step_timer import StepTimer
 
@@ -32,10 +32,13 @@ class ConfirmedTrees:
 
     Args:
         num_tokens: Accepted of each request: rows that were extended.
+        passed: Requests whose newest trees are verified, but of whom no order has come: their
+            devices have nothing more to say of these trees.
     """
 
     trees: GrownTrees
     num_tokens: Sequence[int]
+    passed: Sequence[DraftRequest]
 
 
 class PathSource:
@@ -54,9 +57,17 @@ class PathSource:
         return False
 
     def place_tree(
-        self, channel: PeerChannel, slot: int, round_tag: int, shape: TreeShape
+        self,
+        channel: PeerChannel,
+        part: PathEntry,
+        shape: TreeShape,
+        following: TreeShape | None,
     ) -> DeviceTree | None:
-        """Return where the tree of an order is to be posted; None: nowhere."""
+        """Return where the tree of an order is to be posted; None: nowhere.
+
+        Args:
+            following: Shape of the tree after it, which the device may grow by itself.
+        """
         return None
 
     def stage_posts(self, requests: Sequence[DraftRequest]) -> PostTrees | None:

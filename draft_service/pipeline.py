@@ -26,9 +26,11 @@ from draft_service.request import DraftRequest
 from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
 from shared.messages import TreeShape
+from shared.metrics.engine import EngineTallies
 from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
 
+STAGES = ("confirm", "extend", "grow", "wait", "answer", "ahead")
 CHUNK_ROWS = 256
 # Of prompts, between two device rounds: a millisecond of the device's, while the target computes.
 _CHUNKS_BESIDE_ROUNDS = 2
@@ -58,6 +60,8 @@ class DraftPipeline:
         max_batch_rows: int,
     ) -> None:
         self.num_steps = self.num_rows = self.num_request_steps = 0
+        self.tallies = EngineTallies(STAGES)
+        self.num_trees = dict.fromkeys(("overlapped", "peer", "relayed"), 0)
         self._runner = runner
         self._requests = requests
         self._outbox = outbox
@@ -98,10 +102,16 @@ class DraftPipeline:
 
     def step(self) -> None:
         """Extend what can be extended, then grow every tree whose root is extended."""
-        if self.has_work:
+        clock, has_work = self.tallies.clock, self.has_work
+        began_ns = clock.begin()
+        if has_work:
             self._confirm()
+            clock.end("confirm")
             self._extend_and_grow()
         self._launch_ahead()
+        ended_ns = clock.end("ahead")
+        if has_work:
+            self.tallies.step_s.add((ended_ns - began_ns) / 1e9)
         self._begins_s = None
 
     def _extend_and_grow(self) -> None:
@@ -110,14 +120,19 @@ class DraftPipeline:
         self._runner.extend(works, timer)
         for work in works:
             work.request.kv_len += work.num_rows
+        clock = self.tallies.clock
+        clock.end("extend")
         growing = self.plan_growth()  # while the device extends
         if growing:
             self.launch_growth(growing, timer)
         self._settle(works, growing)  # while it grows trees
+        clock.end("grow")
         if growing:
             output = self._runner.read(timer)
+            clock.end("wait")
             rows = range(len(growing))
             self._answer(GrownTrees(requests=growing, rows=rows, output=output, timer=timer))
+            clock.end("answer")
 
     def plan_extend(self) -> list[ExtendWork]:
         """Choose rows: first of requests whose tree is ordered, oldest first.
@@ -130,10 +145,8 @@ class DraftPipeline:
             if (count := request.num_ready_rows)
         ]
         ready.sort(key=lambda entry: entry[0].pending is None)
-        budget = prompt_budget = self._max_batch_rows
-        if any(request.device_tree is not None for request in self._requests.values()):
-            num_waiting = sum([count for _, count in ready if count > _MOST_PATH_ROWS])
-            prompt_budget = max(_CHUNKS_BESIDE_ROUNDS * CHUNK_ROWS, num_waiting // 4)
+        budget = self._max_batch_rows
+        prompt_budget = self._prompt_budget([count for _, count in ready])
         works = []
         for request, num_ready in ready:
             count = min(num_ready, budget, CHUNK_ROWS)
@@ -144,6 +157,17 @@ class DraftPipeline:
                 works.append(ExtendWork(request, request.kv_len, count))
                 budget -= count
         return [work for work in works if work.request.is_held]
+
+    def _prompt_budget(self, num_ready: Sequence[int]) -> int:
+        """Return how many rows of prompts a step may have.
+
+        Args:
+            num_ready: Rows of every request.
+        """
+        if all(request.device_tree is None for request in self._requests.values()):
+            return self._max_batch_rows
+        num_waiting = sum([count for count in num_ready if count > _MOST_PATH_ROWS])
+        return max(_CHUNKS_BESIDE_ROUNDS * CHUNK_ROWS, num_waiting // 4)
 
     def plan_growth(self) -> list[DraftRequest]:
         """Reserve slots for every tree that can grow; leaves out what this retracted."""
@@ -176,7 +200,11 @@ class DraftPipeline:
         done = self._source.confirm(self._hear_peers)
         if done is None:
             return
+        for request in done.passed:  # else the next wait for paths would be over at once
+            request.device_tree = None
         requests = done.trees.requests
+        if not requests:
+            return
         for request, num_tokens in zip(requests, done.num_tokens, strict=True):
             request.kv_len += num_tokens
             if request.features is not None:
@@ -205,10 +233,13 @@ class DraftPipeline:
     def _launch_ahead(self) -> None:
         """Let the device go on by itself, for all requests that are at that point."""
         ready = self._source.ready_ahead(self._requests.values())
-        shapes = [r.device_tree.shape for r in ready if r.device_tree is not None]
-        path_width = 1 + max([shape.num_steps for shape in shapes], default=0)
-        pairs = zip(ready, shapes, strict=True)
-        requests = [r for r, shape in pairs if self._reserve_next(r, shape, path_width)]
+        trees = [r.device_tree for r in ready if r.device_tree is not None]
+        path_width = 1 + max([tree.shape.num_steps for tree in trees], default=0)
+        requests = [
+            request
+            for request, tree in zip(ready, trees, strict=True)
+            if self._reserve_next(request, tree.following or tree.shape, path_width)
+        ]
         requests = requests[: self._runner.row_buckets[-1] // path_width]
         if requests:
             self._source.launch_ahead(requests, path_width, self._timer(requests))
@@ -218,6 +249,12 @@ class DraftPipeline:
         return self._requests.try_reserve(request, path_width, num_scratch_slots(shape))
 
     def _answer(self, trees: GrownTrees) -> None:
+        if trees.is_overlapped:
+            self.num_trees["overlapped"] += len(trees.requests)
+        else:
+            for request in trees.requests:
+                is_peer = request.pending_tree.channel is not None
+                self.num_trees["peer" if is_peer else "relayed"] += 1
         answer(trees, self._outbox, self._recorder)
 
     def _timer(self, requests: Sequence[DraftRequest]) -> StepTimer:
@@ -228,3 +265,4 @@ class DraftPipeline:
         self.num_steps += 1
         self.num_rows += num_rows
         self.num_request_steps += num_requests
+        self.tallies.note_batch(num_rows, num_requests)

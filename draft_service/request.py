@@ -15,6 +15,7 @@ from draft_service.features import FeatureStream
 from shared.errors import StaleStateError
 from shared.messages import DraftOpen, DraftRound, TreeShape
 from shared.peer.channel import PeerChannel
+from shared.peer.tcp import PeerAddress
 
 
 class DeviceTree(NamedTuple):
@@ -24,11 +25,13 @@ class DeviceTree(NamedTuple):
         slot: Place in the mailbox of the request's target.
         round_tag: Of the tree's round.
         shape: Of the tree.
+        following: Of the tree after it, which the device grows by itself; None: it grows none.
     """
 
     slot: int
     round_tag: int
     shape: TreeShape
+    following: TreeShape | None
 
 
 class PendingTree(NamedTuple):
@@ -40,6 +43,19 @@ class PendingTree(NamedTuple):
 
     order: DraftRound
     channel: PeerChannel | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingDial:
+    """A channel that is being opened: until then nobody knows who orders a request's trees.
+
+    Args:
+        address: Where to.
+        order: The newest one of the orchestrator, which counts if the channel cannot be opened.
+    """
+
+    address: PeerAddress
+    order: DraftRound | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,6 +72,7 @@ class DraftRequest:
         pending: The newest order, until it is answered.
         device_tree: The newest tree ordered, if the target's device waits for it as well.
         channel: To the target's engine, to which the request is attached; None: it is not.
+        dial: Of the channel that is being opened to the target's engine; None: none is.
         is_held: False once the engine has dropped the request.
     """
 
@@ -69,6 +86,7 @@ class DraftRequest:
     pending: PendingTree | None = None
     device_tree: DeviceTree | None = None
     channel: PeerChannel | None = None
+    dial: PendingDial | None = None
     is_held: bool = True
 
     @property

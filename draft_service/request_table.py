@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence, ValuesView
 from typing import Any
 
@@ -10,6 +11,7 @@ from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import DraftRunner
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
 from shared.kv.allocator import OutOfPagesError
+from shared.logs import log_worker_request
 from shared.messages import (
     DraftClose,
     DraftOpen,
@@ -20,6 +22,8 @@ from shared.messages import (
 from shared.peer.channel import PeerChannel
 from shared.rpc.status import failure_of
 from shared.step.recorder import Recorder
+
+logger = logging.getLogger(__name__)
 
 
 class RequestTable:
@@ -42,6 +46,7 @@ class RequestTable:
         self._max_context_len = max_context_len
         self._held: dict[str, DraftRequest] = {}
         self._num_opened = 0
+        self.num_retracted = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -150,6 +155,10 @@ class RequestTable:
             except OutOfPagesError:
                 newest = max(self._held.values(), key=lambda held: held.admission_idx)
                 self.drop(newest)
+                self.num_retracted += 1
+                log_worker_request(
+                    logger, logging.INFO, newest.request_id, "made room for an older request"
+                )
                 self._outbox.append(
                     RequestRetracted(
                         request_id=newest.request_id,
@@ -207,6 +216,7 @@ class RequestTable:
     def fail(self, message: Any, error: CoppiceError) -> None:
         """Report an error against the request that a message is about, and drop its state."""
         request = self._held.get(message.request_id)
+        log_worker_request(logger, logging.INFO, message.request_id, "dropped: %s", error.message)
         if request is not None:
             self.drop(request)
         draft_epoch = request.open.draft_epoch if request else getattr(message, "draft_epoch", 0)

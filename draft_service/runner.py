@@ -67,7 +67,7 @@ class DraftRunner:
         self.packer = ExtendPacker(pool, staging, window=window)
         self._growth_staging = Staging(device, STAGED_BYTES)
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
-        self._last_hidden = torch.zeros(
+        self.last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
         )
         self.results = StepResults(device, self.batch_buckets[-1])
@@ -160,7 +160,7 @@ class DraftRunner:
 
     @torch.inference_mode()
     def _forward_growth(self, inputs: DraftInput) -> torch.Tensor:
-        return self._grower.grow(inputs, self._last_hidden)
+        return self._grower.grow(inputs, self.last_hidden)
 
     @torch.inference_mode()
     def _forward(self, inputs: DraftExtendInput) -> None:
@@ -176,7 +176,7 @@ class DraftRunner:
             inputs.rows.slot_mapping,
         )
         last = hidden.index_select(0, inputs.last_rows)
-        self._last_hidden.index_copy_(0, inputs.hidden_idx, last)
+        self.last_hidden.index_copy_(0, inputs.hidden_idx, last)
 
 
 def _growth_cost(shape: TreeShape) -> tuple[int, int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc
+from draft_service.allowed_targets import ANY_TARGET, AllowedTargets
 from draft_service.feature_client import FeatureClient
+from shared.access.caller import NOBODY, Caller
 from shared.messages import (
     DraftClose,
     DraftOpen,
@@ -18,13 +21,11 @@ from shared.messages import (
     WorkerInfo,
     to_proto,
 )
-from shared.messages.batches import pack_draft_response, unpack_draft_request
+from shared.messages.batches import Batch, pack_draft_response, unpack_draft_request
 from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
+from shared.rpc.protocol import check_caller
 from shared.rpc.sessions import SessionHub, SessionProtocol
-
-SERVICE_NAME: str = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
-
 
 PROTOCOL = SessionProtocol(
     open_type=DraftOpen,
@@ -42,15 +43,26 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     Args:
         send: Queues messages for the engine.
+        caller: What targets are shown.
+        targets: Those that requests may name.
     """
 
-    def __init__(self, identity: WorkerIdentity, send: Callable[[Sequence[Any]], None]) -> None:
-        self.sessions = SessionHub(PROTOCOL, send)
-        self.features = FeatureClient(send)
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        send: Callable[[Sequence[Any]], None],
+        *,
+        caller: Caller = NOBODY,
+        targets: AllowedTargets = ANY_TARGET,
+    ) -> None:
+        self._targets = targets
+        self.sessions = SessionHub(replace(PROTOCOL, unpack=self._unpack), send)
+        self.features = FeatureClient(send, caller=caller)
         self._identity = identity
 
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
+        self._targets.start()
         self._identity.set(info)
 
     def deliver(self, report: EngineReport) -> None:
@@ -65,7 +77,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def close(self) -> None:
         """End the streams to the targets."""
+        await self._targets.close()
         await self.features.close()
+
+    def _unpack(self, request: draft_pb2.DraftServiceSessionRequest) -> Batch[Any]:
+        return self._targets.filter(unpack_draft_request(request))
 
     async def Session(
         self,
@@ -73,6 +89,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Serve one orchestrator until it closes the stream."""
+        check_caller(context.invocation_metadata())
         self._identity.require_ready()
         await self.sessions.serve(request_iterator, context)
 

@@ -1,43 +1,55 @@
-"""Answers to the paths of a step: made after the next step was launched, if that was urgent."""
+"""Answers to the paths of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shared.messages import MAX_TREE_NODES, AcceptedPath, TokenLogprob
 from shared.messages.tree import restore_path
 from target_service.commit import CommittedPath
 from target_service.engine_state import EngineState
+from target_service.feature_log import FeatureRows
 from target_service.phases import PathOutputs
 from target_service.request import TargetRequest
+from target_service.resting_rows import RestedPath
 
 _IN_ORDER = tuple(range(MAX_TREE_NODES))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnansweredStep:
-    """Paths by which requests have advanced, and what the step computed of them."""
+def answer_paths(
+    state: EngineState, committed: Sequence[CommittedPath], paths: PathOutputs
+) -> None:
+    """Queue the answers to the paths of a step, and keep the features of these paths.
 
-    committed: Sequence[CommittedPath]
-    paths: PathOutputs
+    Args:
+        paths: What the step computed.
+    """
+    num_moved = 0
+    for path in committed:
+        reply = _answer_path(path, paths)
+        state.outbox.append(reply)
+        num_moved += reply.accept_index != _IN_ORDER[: len(reply.token_ids)]
+    state.counts.moved_rounds += num_moved
+    if paths.features is not None:
+        _keep_features(state, committed, paths.features)
 
-    def answer(self, state: EngineState) -> None:
-        """Queue the answers, and keep the features of paths."""
-        num_moved = 0
-        for committed in self.committed:
-            reply = _answer_path(committed, self.paths)
-            state.outbox.append(reply)
-            num_moved += reply.accept_index != _IN_ORDER[: len(reply.token_ids)]
-            if not committed.cut.reason and committed.round_idx:
-                self._keep_features(committed)
-        state.counts.moved_rounds += num_moved
 
-    def _keep_features(self, committed: CommittedPath) -> None:
-        log, features = committed.request.features, self.paths.features
-        if log is not None and features is not None:
-            rows = features[committed.row, : len(committed.path.token_ids)]
-            log.append(committed.path.seq_len, rows.copy())
+def _keep_features(
+    state: EngineState, committed: Sequence[CommittedPath], features: FeatureRows
+) -> None:
+    """Keep the features of paths, but of those that end a request or a prompt."""
+    rested = []
+    for request, row, path, cut, round_idx, _ in committed:
+        log = request.features
+        if log is None or cut.reason or not round_idx:
+            continue
+        num_rows = len(path.token_ids)
+        if log.rested_since is None:
+            log.append(path.seq_len, features[row, :num_rows].copy())
+        else:
+            rested.append(RestedPath(row, request.req_idx, path.seq_len, num_rows))
+    if rested:
+        state.features.keep_rested(rested, features)
 
 
 def _answer_path(committed: CommittedPath, paths: PathOutputs) -> AcceptedPath:

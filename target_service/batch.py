@@ -46,6 +46,11 @@ class StepBatch:
     logit_rows: Sequence[int] | None
     wants_features: bool
 
+    @property
+    def num_chain_rows(self) -> int:
+        """Return the rows of prompts and replays."""
+        return sum([chain.work.stop - chain.work.start for chain in self.chains])
+
 
 @dataclass(slots=True, kw_only=True)
 class _Columns:

@@ -55,14 +55,15 @@ class CommittedPath(NamedTuple):
 def accepted_nodes(trees: SampledTrees, paths: PathOutputs) -> Iterator[AcceptedNodes]:
     """Yield the path of every tree of a step."""
     taken = [] if paths.num_nodes is None else paths.num_nodes.tolist()
-    for seq_len, num_nodes, length, index, token_ids in zip(
-        trees.seq_len,
+    for request, num_nodes, length, index, token_ids in zip(
+        trees.requests,
         [*taken, *trees.num_nodes[len(taken) :]],
         paths.accept_length.tolist(),
         paths.accept_index.tolist(),
         paths.token_ids.tolist(),
         strict=True,
     ):
+        seq_len = len(request.tokens) - 1  # what was in flight before is committed
         yield AcceptedNodes(seq_len, num_nodes, index[:length], token_ids[:length])
 
 
@@ -119,10 +120,9 @@ def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: in
     """
     cut = cut_path(request, path.token_ids, max_context_len)
     request.tokens += path.token_ids[: cut.num_tokens] if cut.reason else path.token_ids
-    request.committed_len = seq_len = path.seq_len + cut.num_tokens
-    if request.launched_len < seq_len:
-        request.launched_len = seq_len
     request.phase = Phase.RUNNING
     request.round_idx += 1
     request.num_in_flight -= 1
+    request.committed_len = path.seq_len + cut.num_tokens
+    request.launched_len = request.committed_len + request.num_in_flight
     return cut

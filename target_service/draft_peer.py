@@ -1,4 +1,4 @@
-"""A request's draft whose engine is attached to this target's engine, on the same host."""
+"""A request's draft whose engine is attached to this target's engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Progress(enum.Enum):
     BEHIND = "no tree is ordered; rounds go on with the root alone"
     ASKED = "its first tree is ordered, again and again; it comes once the draft has caught up"
     CAUGHT_UP = "a tree of it came: a round waits for its tree"
+    RESTING = "no tree is wanted, and nothing is sent to it"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,13 +24,20 @@ class MailboxUse:
 
     Args:
         tag_base: Its round tags count from here (see mailbox.py); None: no tree was ordered yet.
-        ordered_shape: Shape of the tree of the next round, if that comes through the mailbox.
+        tagged_round: Last round whose tree was ordered through the mailbox, in this shape.
+        following_shape: Of the tree after that one, which the draft's device grows by itself; None:
+            it grows none.
+        launched_round: Last round that was launched before its tree was here, to come to this slot.
         num_late: Times that the device waited in vain for a tree, less the times that it did not.
         resumes_at: First round whose tree may be ordered through the mailbox again.
     """
 
     tag_base: int | None = None
-    ordered_shape: TreeShape | None = None
+    tagged_round: int = 0
+    tagged_shape: TreeShape | None = None
+    following_shape: TreeShape | None = None
+    launched_round: int = 0
+    slot: int = -1
     num_late: int = 0
     resumes_at: int = 0
 
@@ -47,6 +55,7 @@ class DraftPeer:
         num_tokens_sent: Tokens of the request that the draft has.
         ordered_round: Last round whose tree the target ordered, at `ordered_ns`.
         is_overlapped: The draft's device grew the newest tree before its host had the order.
+        is_rest_told: The orchestrator thinks that it rests.
     """
 
     channel: PeerChannel
@@ -58,6 +67,7 @@ class DraftPeer:
     ordered_round: int = 0
     ordered_ns: int = 0
     is_overlapped: bool = False
+    is_rest_told: bool = False
 
     @property
     def is_waited_for(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from shared.errors import CoppiceError
 from shared.kernels.dispatch import launch_counts
+from shared.logs import log_worker_request
 from shared.messages import (
     CreditUpdate,
     DraftDetached,
@@ -22,7 +24,9 @@ from shared.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+from shared.metrics.samples import Samples, counted
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
+from shared.rpc.protocol import check_protocol
 from shared.step.serving_counts import ServingCounts
 from target_service.engine_state import EngineState
 from target_service.launch_time import LaunchTime
@@ -36,6 +40,8 @@ from target_service.scheduler import Scheduler
 from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
 
+logger = logging.getLogger(__name__)
+
 
 class TargetEngine:
     """Dispatch to the request table, the feature outlet and the tree source; the step is Pipeline.
@@ -43,9 +49,10 @@ class TargetEngine:
     Args:
         state: Without requests.
         source: Where the trees of rounds come from.
-        channels: To drafts on this host.
+        channels: To attached drafts.
         overlaps_steps: Launch a step before the result of the one before is read.
-        costs: Of a forward, by its rows; None: not known.
+        costs: Of a forward, by its rows; None: not known, and no step is launched by them.
+        prompt_budget: As of Scheduler.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class TargetEngine:
         prefill_chunk_len: int,
         overlaps_steps: bool = False,
         costs: StepCosts | None = None,
+        prompt_budget: PromptBudget | None = None,
     ) -> None:
         self.channels = channels
         self.source = source
@@ -68,7 +76,7 @@ class TargetEngine:
             max_batch_rows=max_batch_rows,
             prefill_chunk_len=prefill_chunk_len,
             overlaps_steps=overlaps_steps,
-            prompt_budget=None if costs is None else PromptBudget(costs),
+            prompt_budget=prompt_budget,
         )
         self._state = state
         self.runner = runner
@@ -101,13 +109,13 @@ class TargetEngine:
     @property
     def has_work(self) -> bool:
         """Return whether a step would do anything."""
-        if self._state.outbox or self.pipeline.unanswered:
+        if self._state.outbox:
             return True
         if self.pipeline.in_flight:
             return not self.pipeline.delay_s
         if self._has_rows is None:
             scheduler = self.scheduler
-            self._has_rows = scheduler.has_work or self.source.can_launch_early(scheduler)
+            self._has_rows = scheduler.has_work or self.source.has_device_trees(scheduler)
         return self._has_rows and not self._window_wait_s
 
     @property
@@ -121,7 +129,7 @@ class TargetEngine:
     @property
     def _window_wait_s(self) -> float:
         """Return how long to wait for trees that are being grown; with other work, not at all."""
-        if not self.source.window.is_growing or self.source.can_launch_early(self.scheduler):
+        if not self.source.window.is_growing or self.source.has_device_trees(self.scheduler):
             return 0.0
         if self._num_tree_rows is None:
             self._num_tree_rows = self.scheduler.num_tree_rows
@@ -150,6 +158,17 @@ class TargetEngine:
             num_eager_launches=self.serving.num_eager_launches,
         )
 
+    @property
+    def counts(self) -> Samples:
+        """Return what was counted since the start, by name."""
+        counts, features = self._state.counts, self.features
+        mailbox_bytes = counts.mailbox_rows * features.row_bytes
+        carried = {**features.num_bytes, "mailbox": mailbox_bytes}
+        return {
+            **counts.samples,
+            **dict(counted("coppice_feature_bytes_total", "carrier", carried)),
+        }
+
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for."""
         self.runner.pool.check_integrity()
@@ -158,7 +177,6 @@ class TargetEngine:
 
     def submit(self, message: Any) -> None:
         """Take a message of the front; a bad one is answered and changes nothing."""
-        self.pipeline.answer()
         self._forget_rows()
         table, features = self._table, self.features
         try:
@@ -188,7 +206,6 @@ class TargetEngine:
 
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         """Take a message of a draft's engine; a wrong tree is reported to the orchestrator."""
-        self.pipeline.answer()
         self._forget_rows()
         try:
             match message:
@@ -200,6 +217,7 @@ class TargetEngine:
                 case FeatureAck():
                     self.features.acknowledge(message, channel)
                 case PeerAttach():
+                    check_protocol(message.protocol_version, who="the draft")
                     self.source.attach(message, channel)
                 case PeerDetach():
                     self._detach(channel, message)
@@ -210,7 +228,7 @@ class TargetEngine:
                     raise TypeError(f"a target engine takes no {type(message).__name__} of a peer")
         except CoppiceError as error:
             failure = failure_of(message, error)
-            if isinstance(message, FeatureSubscribe):
+            if isinstance(message, FeatureSubscribe | PeerAttach):
                 channel.put(failure)
             else:
                 self._state.outbox.append(failure)
@@ -226,6 +244,7 @@ class TargetEngine:
         """Forget a request's draft, if that is attached over this channel; its credit stays."""
         draft = request.draft
         if draft is not None and draft.channel is channel:
+            log_worker_request(logger, logging.DEBUG, request.request_id, "its draft is detached")
             self.source.end_credit(request)
             request.draft = None
             self._state.outbox.append(
@@ -251,18 +270,6 @@ class TargetEngine:
         """
         self.pipeline.step(waits=self._window_wait_s > 0)
         self._forget_rows()
-        return self._take_answers()
-
-    def launch_deferred(self) -> list[Any]:
-        """Launch a step with trees that the device is to wait for, before answers leave.
-
-        Returns: What can be said of it now, such as TargetAdmitted.
-        """
-        if self.pipeline.launch_early():
-            self._forget_rows()
-        return self._take_answers()
-
-    def _take_answers(self) -> list[Any]:
         outputs = self._state.outbox.copy()
         self._state.outbox.clear()
         return outputs

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 
 import torch
 
-from shared.config import TargetConfig
+from shared.config import PEERS, Secret, TargetConfig, read_secret
+from shared.config.exposure import is_loopback
 from shared.device import (
     dtype_name,
     max_batch_rows,
@@ -17,6 +19,7 @@ from shared.device import (
 )
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
+from shared.ladder import LADDER
 from shared.messages import FeatureSpec, WorkerInfo
 from shared.models.checkpoint import (
     resolve_model,
@@ -28,16 +31,24 @@ from shared.peer.channel import PeerChannels, PeerListener, remove_stale_sockets
 from shared.peer.mailbox import Mailbox
 from shared.peer.ring import FeatureRing
 from shared.peer.shared_files import MAILBOXES, RINGS
+from shared.peer.tcp import TcpListener
 from shared.rpc.engine import ProgressCallback
 from target_service.batch_window import BatchWindow
+from target_service.budgets.budget import TreeBudget
+from target_service.budgets.costs import RoundCosts
+from target_service.budgets.shapes import BudgetedShapes, TreeShapes
 from target_service.engine import TargetEngine
 from target_service.engine_state import EngineState
 from target_service.fingerprint import finite_logits, take_fingerprint
 from target_service.loading import LOADED, load_model, make_pool
 from target_service.peer_rounds import PeerRounds
+from target_service.prompt_budget import PromptBudget
 from target_service.runner import TargetRunner
 from target_service.sampler import Sampler
+from target_service.scheduler import CHAIN_SHARE
 from target_service.self_test import NUM_SLOTS, run_self_test
+from target_service.start_up import capture_forwards, capture_verifies, measure_costs
+from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
 from target_service.warm_up import NUM_TOKENS, warm_up
 
@@ -45,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 # Steps whose rows a feature ring holds, if it may be as large as that.
 RING_STEPS = 4
+# Rows of the forwards that are timed on a CPU; those of larger ones cost in proportion.
+_CPU_SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
 def create_engine(
@@ -56,6 +69,7 @@ def create_engine(
         has_cpu_mailbox: Run device rounds on a CPU as well, which gains nothing: for tests.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
+    secret = require_secret(config)
     device = resolve_device(config.device)
     directory = resolve_model(config.model, "target")
     model_hash = start_model_hash(directory)
@@ -78,10 +92,7 @@ def create_engine(
         projection=projection,
     )
     if runner.pads_rows:
-        runner.capture(
-            window=model_config.sliding_window,
-            progress=lambda stage, done: progress(stage, LOADED + 0.1 * done),
-        )
+        capture_forwards(runner, lambda stage, done: progress(stage, LOADED + 0.1 * done))
     progress("proving exactness", 0.9)
     prompt = {
         "vocab_size": model_config.vocab_size,
@@ -92,11 +103,12 @@ def create_engine(
     prove_exactness(config, runner, model_config, context_len)
     fingerprint = take_fingerprint(runner, directory, **prompt)  # of the products that it settled
     ring = open_ring(config, features.width * dtype.itemsize * max_batch_rows(config, device))
-    channels = PeerChannels(open_listener(config))
+    listener, tcp_listener = open_listener(config), open_tcp_listener(config, secret)
+    channels = PeerChannels(*[one for one in (listener, tcp_listener) if one is not None])
     costs = None
     if runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
         progress("timing forwards", 0.92)
-        costs = runner.measure_costs(window=model_config.sliding_window)
+        costs = measure_costs(runner)
         logger.info("ms of a forward by its rows: %s", costs)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
@@ -112,7 +124,8 @@ def create_engine(
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
         feature_ring=ring.name if ring is not None else "",
-        peer_socket=channels.name,
+        peer_socket=listener.name if listener is not None else "",
+        peer_address=tcp_listener.address if tcp_listener is not None else "",
         device_model=fingerprint.device_model,
         versions=fingerprint.versions,
         cpu_threads=fingerprint.cpu_threads,
@@ -127,12 +140,14 @@ def create_engine(
     )
     mailbox = None
     if device.type == "cuda" or has_cpu_mailbox:
-        mailbox = make_mailbox(config, channels.name, features, pool, dtype)
-    source = make_source(state, BatchWindow(costs), channels, mailbox, device)
+        mailbox = make_mailbox(config, info.peer_socket, features, pool, dtype)
+    forwards = costs or measure_costs(runner, _CPU_SIZES)
+    shapes = None
+    if channels.has_sources:
+        shapes = make_shapes(state, runner, forwards, max_batch_rows(config, device))
+    source = make_source(state, BatchWindow(costs), channels, mailbox, pool, shapes)
     if runner.pads_rows:
-        runner.capture_verifies(
-            source, progress=lambda stage, done: progress(stage, 0.93 + 0.02 * done)
-        )
+        capture_verifies(runner, source, lambda stage, done: progress(stage, 0.93 + 0.02 * done))
     engine = TargetEngine(
         runner,
         state,
@@ -142,6 +157,7 @@ def create_engine(
         prefill_chunk_len=prefill_chunk_len(config, device),
         overlaps_steps=device.type == "cuda",
         costs=costs,
+        prompt_budget=make_prompt_budget(config, forwards, device),
     )
     if device.type == "cuda" and context_len > NUM_TOKENS:
         progress("compiling kernels", 0.95)
@@ -170,6 +186,19 @@ def prove_exactness(
             f"{result.max_kv_difference:g}), so speculation could change the output; pass "
             "--allow-inexact to serve all the same"
         )
+
+
+def make_prompt_budget(
+    config: TargetConfig, forwards: StepCosts, device: torch.device
+) -> PromptBudget | None:
+    """Return what limits the prompts' rows of a step; None where the configuration does.
+
+    Args:
+        forwards: What forwards cost by their rows.
+    """
+    if device.type == "cpu" and config.prefill_chunk_len:
+        return None
+    return PromptBudget(forwards, learns_context=device.type == "cpu")
 
 
 def open_ring(config: TargetConfig, step_bytes: int) -> FeatureRing | None:
@@ -210,30 +239,46 @@ def make_mailbox(
         return None
 
 
+def make_shapes(
+    state: EngineState, runner: TargetRunner, forwards: StepCosts, num_batch_rows: int
+) -> TreeShapes:
+    """Return what chooses the shapes of trees.
+
+    Args:
+        forwards: What forwards cost by their rows.
+        num_batch_rows: Of a step; trees leave some of them to prompts.
+    """
+    most_rows = num_batch_rows - num_batch_rows // CHAIN_SHARE
+    costs = RoundCosts(forwards, LADDER, is_padded=runner.pads_rows, most_rows=most_rows)
+    budget = TreeBudget(costs, LADDER, runner.pool.max_num_requests)
+    return BudgetedShapes(state.requests, budget)
+
+
 def make_source(
     state: EngineState,
     window: BatchWindow,
     channels: PeerChannels,
     mailbox: Mailbox | None,
-    device: torch.device,
+    pool: KVPool,
+    shapes: TreeShapes | None = None,
 ) -> TreeSource:
     """Return where trees come from: the orchestrator, attached drafts, or their devices."""
-    if not channels.name:
+    if not channels.has_sources:
         return TreeSource(window)
     if mailbox is None:
-        return PeerRounds(state, window)
+        return PeerRounds(state, window, shapes)
     # Not above: the engine works without this package.
     from target_service.device_rounds.compile import compile_mailbox
     from target_service.device_rounds.rounds import DeviceRounds
 
-    if device.type == "cuda":
-        compile_mailbox(mailbox, state.info.vocab_size, device)
-    return DeviceRounds(state, window, mailbox)
+    if pool.device.type == "cuda":
+        compile_mailbox(mailbox, pool, state.info.vocab_size)
+    return DeviceRounds(state, window, mailbox, shapes)
 
 
 def open_listener(config: TargetConfig) -> PeerListener | None:
     """Create the socket where drafts on this host attach; None if there is nothing to share."""
-    if not config.peer_rounds or config.algorithm == "none" or config.draft_model == "none":
+    if not (config.peer_socket and _has_peers(config)):
         return None
     try:
         remove_stale_sockets()
@@ -242,3 +287,39 @@ def open_listener(config: TargetConfig) -> PeerListener | None:
     except OSError as error:
         logger.warning("trees go through the orchestrator: no socket for peer channels: %s", error)
         return None
+
+
+def open_tcp_listener(config: TargetConfig, secret: Secret) -> TcpListener | None:
+    """Listen for drafts on other hosts; None if that is not wanted.
+
+    Raises: ConfigError if the address cannot be listened on.
+    """
+    if not (config.peer_host and _has_peers(config)):
+        return None
+    try:
+        listener = TcpListener(config.peer_host, config.peer_port, secret.keys(PEERS))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on --peer-host {config.peer_host} --peer-port {config.peer_port}: "
+            f"{error.strerror}; choose another port, or 0 for any"
+        ) from error
+    logger.info("drafts on other hosts attach at port %d", listener.port)
+    return listener
+
+
+def require_secret(config: TargetConfig) -> Secret:
+    """Return the secret of the deployment; falsy: none was given.
+
+    Raises: ConfigError if others than this host can connect, and there is none.
+    """
+    secret = read_secret(config, os.environ)
+    if config.peer_host and not secret and not is_loopback(config.peer_host):
+        raise ConfigError(
+            f"--peer-host {config.peer_host} needs a secret: give target and draft the same "
+            "--secret-file, or bind it to 127.0.0.1"
+        )
+    return secret
+
+
+def _has_peers(config: TargetConfig) -> bool:
+    return config.peer_rounds and "none" not in (config.algorithm, config.draft_model)

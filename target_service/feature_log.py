@@ -5,6 +5,8 @@ Rows by position:
     [0, start)        gone (acknowledged, or past the budget): replayed when asked for
     [start, end)      retained
     [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
+
+Of a request that rests, later rows are kept elsewhere (resting_rows.py) until trees are wanted.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class FeatureLog:
         reads_ring: Whether the subscriber can read the feature ring.
         channel: To the subscriber's engine; None: the subscriber has a stream at the front.
         is_replaying: A step in flight computes rows again.
+        is_held_back: Nothing is sent for now: no trees are wanted of the request.
+        rested_since: Step from which on rows are kept elsewhere; None: they are kept here.
     """
 
     retain_rows: int
@@ -43,6 +47,8 @@ class FeatureLog:
     reads_ring: bool = False
     channel: PeerChannel | None = None
     is_replaying: bool = False
+    is_held_back: bool = False
+    rested_since: int | None = None
     _blocks: deque[FeatureRows] = field(default_factory=deque)  # each [n, row_bytes]
 
     def append(self, position: int, rows: FeatureRows) -> None:
@@ -55,6 +61,17 @@ class FeatureLog:
         assert position == self.end, f"row {position} appended at {self.end}"
         self._blocks.append(rows)
         self.end += len(rows)
+
+    def append_rested(self, position: int, rows: FeatureRows) -> None:
+        """Keep rows that were kept elsewhere; all before them that are not here are gone."""
+        if position > self.end:
+            self.skip_to(position)
+        self.append(position, rows)
+
+    def skip_to(self, position: int) -> None:
+        """Keep no rows before a position, whose rows are the next that will come."""
+        self._blocks.clear()
+        self.start = self.end = position
 
     def trim(self) -> None:
         """Drop the oldest whole blocks past the budget.
@@ -70,7 +87,7 @@ class FeatureLog:
     ) -> None:
         """Send every row from `from_position` on."""
         self.next = from_position
-        self.reads_ring = reads_ring or channel is not None
+        self.reads_ring = reads_ring or (channel is not None and channel.shares_memory)
         self.channel = channel
 
     def unsubscribe(self) -> None:
@@ -83,6 +100,13 @@ class FeatureLog:
             self.start += len(self._blocks.popleft())
 
     @property
+    def is_settled(self) -> bool:
+        """Return whether there is nothing to send and nothing to drop."""
+        if self.end - self.start > self.retain_rows:
+            return False
+        return self.is_held_back or self.next is None or self.next == self.end
+
+    @property
     def gap(self) -> tuple[int, int] | None:
         """Return the rows [from, to) that must be replayed before anything can be sent."""
         if self.next is None or self.next >= self.start:
@@ -92,11 +116,11 @@ class FeatureLog:
     @property
     def gap_to_replay(self) -> tuple[int, int] | None:
         """Return the rows [from, to) to replay now, unless a step in flight replays some."""
-        return None if self.is_replaying else self.gap
+        return None if self.is_replaying or self.is_held_back else self.gap
 
     def take_unsent(self) -> Iterator[tuple[int, FeatureRows]]:
         """Yield (position, rows [n, row_bytes]) of what can be sent now."""
-        if self.next is None or self.next >= self.end or self.gap is not None:
+        if self.next is None or self.is_held_back or self.gap is not None:
             return
         position = self.start
         for block in self._blocks:

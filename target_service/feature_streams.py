@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from coppice.v1 import target_pb2
-from shared.errors import StaleStateError
+from shared.errors import StaleStateError, UnavailableError
 from shared.messages import (
     MAX_CHUNK_BYTES,
     FeatureAck,
@@ -26,17 +26,21 @@ from shared.messages import (
     RequestFailure,
 )
 from shared.messages.batches import pack_feature_response, unpack_feature_request
-from shared.rpc.outbox import Outbox
+from shared.rpc.outbox import Outbox, write
 from shared.rpc.status import failure_of
 
 Epochs = tuple[int, int]
 """target_epoch, draft_epoch"""
+MAX_UNREAD_BYTES = 1 << 30
+"""Of feature rows that wait for one draft worker."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Stream:
     outbox: Outbox = field(default_factory=Outbox)
     epochs: dict[str, Epochs] = field(default_factory=dict)  # of its subscriptions
+    num_bytes: int = 0  # of rows that wait
+    is_unread: bool = False  # there are too many of them
 
 
 class FeatureHub:
@@ -71,7 +75,13 @@ class FeatureHub:
             with contextlib.suppress(EOFError):
                 while True:
                     for batch in _bounded(await stream.outbox.take()):
-                        await context.write(pack_feature_response(batch))
+                        await write(context, pack_feature_response(batch))
+                        stream.num_bytes -= _num_bytes(batch)
+            if stream.is_unread:
+                raise UnavailableError(
+                    "too many features of this stream are unread; subscribe again",
+                    reason="SLOW_READER",
+                )
             await reader
         finally:
             reader.cancel()
@@ -84,7 +94,7 @@ class FeatureHub:
             if stream is None:
                 continue
             if isinstance(output, FeatureChunk):
-                stream.outbox.put([output])
+                self._put(stream, output)
                 continue
             stream.outbox.put([output.failure])
             if _epochs_of(output.failure) == stream.epochs[output.request_id]:
@@ -98,6 +108,16 @@ class FeatureHub:
             if batch.rejected:
                 stream.outbox.put(batch.rejected)
             self._send([command for command in batch.messages if self._admit(stream, command)])
+            await stream.outbox.wait_room()
+
+    def _put(self, stream: _Stream, chunk: FeatureChunk) -> None:
+        """Let a chunk leave; a stream whose draft does not read ends, and rows can be replayed."""
+        stream.outbox.put([chunk])
+        stream.num_bytes += chunk.num_inline_bytes
+        if stream.num_bytes > MAX_UNREAD_BYTES:
+            stream.is_unread = True
+            stream.outbox.discard()
+            self._release(stream)
 
     def _admit(self, stream: _Stream, command: Any) -> bool:
         """Update the routes; drop what only the newest subscriber may say."""
@@ -142,12 +162,16 @@ def _bounded(messages: Sequence[Any]) -> Iterator[list[Any]]:
     num_bytes = 0
     for message in messages:
         group.append(message)
-        num_bytes += message.num_inline_bytes if isinstance(message, FeatureChunk) else 0
+        num_bytes += _num_bytes([message])
         if num_bytes >= MAX_CHUNK_BYTES:
             yield group
             group, num_bytes = [], 0
     if group:
         yield group
+
+
+def _num_bytes(messages: Sequence[Any]) -> int:
+    return sum([m.num_inline_bytes for m in messages if isinstance(m, FeatureChunk)])
 
 
 def _epochs_of(message: FeatureSubscribe | RequestFailure) -> Epochs:

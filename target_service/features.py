@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shared.device import DTYPES
 from shared.errors import InvalidArgumentError, NotFoundError, StaleStateError
 from shared.messages import (
@@ -20,17 +22,23 @@ from shared.messages import (
     FeatureSpec,
     FeatureSubscribe,
     FeatureUnsubscribe,
-    RingRows,
+    PathRows,
     RingSpan,
 )
 from shared.peer.channel import PeerChannel
 from shared.peer.ring import FeatureRing
 from target_service.feature_log import FeatureLog, FeatureRows
-from target_service.request import TargetRequest
+from target_service.request import Phase, TargetRequest
+from target_service.resting_rows import RestedPath, RestedRows
 
 logger = logging.getLogger(__name__)
 
 MAX_EARLY_SUBSCRIPTIONS = 4096
+# Blocks of rows that are sent as one: a block has the rows of a prompt's chunk, or of a path.
+_MANY_BLOCKS = 8
+# Rows of requests that have rested go out with a step until there are so many: some 4 MB at most,
+# which a draft reads in a round or two.
+_WOKEN_ROWS = 1024
 
 
 class FeatureOutlet:
@@ -59,8 +67,15 @@ class FeatureOutlet:
         self._spec = spec
         self._retain_rows = retain_rows
         row_bytes = spec.width * DTYPES[spec.dtype].itemsize if spec.width else 0
-        self._rows_per_chunk = max(1, MAX_CHUNK_BYTES // row_bytes) if row_bytes else 0
+        self.rows_per_chunk = max(1, MAX_CHUNK_BYTES // row_bytes) if row_bytes else 0
+        """Rows that a message may carry as bytes."""
         self.early_subscriptions: dict[str, FeatureSubscribe] = {}
+        self.row_bytes = row_bytes
+        self.num_bytes = dict.fromkeys(("ring", "peer", "front"), 0)
+        """Bytes of rows that were sent, by what carries them."""
+        self.rested = RestedRows()
+        """Rows of requests that rest."""
+        self._waking: dict[str, TargetRequest] = {}
 
     # --- subscribers -----------------------------------------------------------------------------
 
@@ -137,17 +152,81 @@ class FeatureOutlet:
             self._emit(request, log, position, rows)
             log.next = position + len(rows)
 
+    def keep_rested(self, paths: Sequence[RestedPath], features: FeatureRows) -> None:
+        """Keep the rows of the paths of requests that rest.
+
+        Args:
+            features: [B, D + 1, row_bytes], of all paths of the step.
+        """
+        self.rested.append(paths, features)
+
+    def hold_back(self, request: TargetRequest) -> None:
+        """Send nothing of a request for now: no trees are wanted of it."""
+        log = request.features
+        if log is None:
+            return
+        log.is_held_back = True
+        self._waking.pop(request.request_id, None)
+        if request.phase is Phase.RUNNING and log.rested_since is None:
+            log.rested_since = self.rested.end
+
+    def wake(self, request: TargetRequest, *, at_once: bool = False) -> None:
+        """Send what was held back of a request, in one of the next steps.
+
+        Args:
+            at_once: There may be no other step before its draft has these rows.
+        """
+        log = request.features
+        if log is None or not log.is_held_back:
+            return
+        if at_once:
+            self._waking.pop(request.request_id, None)
+            self._release(request, log)
+            self._send(request, log)
+        else:
+            self._waking[request.request_id] = request
+
     def send(self) -> None:
         """Send what every subscriber has not got yet, and drop rows past the budget."""
+        self._wake_some()
+        oldest = self.rested.end
         for request in self._requests.values():
             log = request.features
-            if log is not None:
-                self._send(request, log)
-                # A replay in flight ends where the rows held begin: they must stay meanwhile.
-                if not log.is_replaying:
-                    log.trim()
+            if log is None:
+                continue
+            if log.rested_since is not None:
+                oldest = min(oldest, log.rested_since)
+            if log.is_settled:
+                continue
+            self._send(request, log)
+            # A replay in flight ends where the rows held begin: they must stay meanwhile.
+            if not log.is_replaying:
+                log.trim()
+        self.rested.drop_before(oldest)
         if self.ring is not None:
             self.ring.start_step()
+
+    def _wake_some(self) -> None:
+        """Release requests that are waking, as many as drafts can read the rows of in a step."""
+        num_rows = _WOKEN_ROWS
+        while self._waking and num_rows > 0:
+            request_id = next(iter(self._waking))
+            request = self._waking.pop(request_id)
+            log = request.features
+            if log is not None and self._requests.get(request_id) is request:
+                self._release(request, log)
+                num_rows -= log.end - (log.end if log.next is None else log.next)
+
+    def _release(self, request: TargetRequest, log: FeatureLog) -> None:
+        """Bring the log of a request up to date that was held back."""
+        log.is_held_back = False
+        if log.rested_since is None:
+            return
+        for position, rows in self.rested.of(request.req_idx, log.rested_since):
+            log.append_rested(position, rows)
+        if log.end < request.committed_len:  # too long ago: the rest is replayed
+            log.skip_to(request.committed_len)
+        log.rested_since = None
 
     def can_send_early(self, request: TargetRequest, position: int) -> bool:
         """Return whether rows at a position may go to the attached draft before their commit."""
@@ -156,11 +235,30 @@ class FeatureOutlet:
             return True
         is_next = log.next == position == log.end
         is_attached = request.draft is not None and log.channel is request.draft.channel
-        return self.ring is not None and is_next and is_attached
+        has_way = self.ring is not None or not log.reads_ring
+        return has_way and is_next and is_attached
+
+    def take_early(
+        self, requests: Sequence[TargetRequest], parts: Sequence[FeatureRows]
+    ) -> PathRows | None:
+        """Return the rows of accepted paths, which are not committed yet, as bytes.
+
+        Args:
+            parts: Of each request, from its next position on.
+        Returns: None if they are too many for a message.
+        """
+        num_rows = sum(map(len, parts))
+        if num_rows > self.rows_per_chunk:
+            return None
+        self._advance(requests, [len(part) for part in parts])
+        self.num_bytes["peer"] += num_rows * self.row_bytes
+        shape = (num_rows, self._spec.width)
+        data = b"".join([part.tobytes() for part in parts])
+        return PathRows(shape=shape, dtype=self._spec.dtype, data=data)
 
     def claim_early(
         self, requests: Sequence[TargetRequest], num_rows: Sequence[int]
-    ) -> RingRows | None:
+    ) -> PathRows | None:
         """Make room in the ring for the rows of accepted paths, which are not committed yet.
 
         Args:
@@ -170,22 +268,30 @@ class FeatureOutlet:
         """
         assert self.ring is not None
         shape = (sum(num_rows), self._spec.width)
-        row_bytes = self._spec.width * DTYPES[self._spec.dtype].itemsize
-        span = self.ring.claim(shape[0] * row_bytes)
+        span = self.ring.claim(shape[0] * self.row_bytes)
         if span is None:
             return None
-        for request, count in zip(requests, num_rows, strict=True):
-            assert request.features is not None and request.features.next is not None
-            request.features.next += count
-        return RingRows(shape=shape, dtype=self._spec.dtype, data=span)
+        self.num_bytes["ring"] += shape[0] * self.row_bytes
+        self._advance(requests, num_rows)
+        return PathRows(shape=shape, dtype=self._spec.dtype, data=span)
 
-    def write_early(self, place: RingRows, parts: Sequence[FeatureRows]) -> None:
+    def write_early(self, place: PathRows, parts: Sequence[FeatureRows]) -> None:
         """Write rows where `claim_early` made room for them."""
         assert self.ring is not None and isinstance(place.data, RingSpan)
         self.ring.fill(place.data, parts)
 
+    @staticmethod
+    def _advance(requests: Sequence[TargetRequest], num_rows: Sequence[int]) -> None:
+        """Take note that rows are on their way."""
+        for request, count in zip(requests, num_rows, strict=True):
+            assert request.features is not None and request.features.next is not None
+            request.features.next += count
+
     def _send(self, request: TargetRequest, log: FeatureLog) -> None:
-        for position, rows in log.take_unsent():
+        unsent = list(log.take_unsent())
+        if len(unsent) > _MANY_BLOCKS:  # of a draft that has rested
+            unsent = [(unsent[0][0], np.concatenate([rows for _, rows in unsent]))]
+        for position, rows in unsent:
             self._emit(request, log, position, rows)
 
     def _emit(
@@ -194,9 +300,11 @@ class FeatureOutlet:
         """Queue rows for the subscriber, in chunks."""
         ring = self.ring if log.reads_ring else None
         put = self._outbox.append if log.channel is None else log.channel.put
-        for begin in range(0, len(rows), self._rows_per_chunk):
-            part = rows[begin : begin + self._rows_per_chunk]
+        for begin in range(0, len(rows), self.rows_per_chunk):
+            part = rows[begin : begin + self.rows_per_chunk]
             span = ring.write(part) if ring is not None else None
+            carrier = "ring" if span is not None else "front" if log.channel is None else "peer"
+            self.num_bytes[carrier] += len(part) * self.row_bytes
             put(
                 FeatureChunk(
                     request_id=request.request_id,

@@ -32,13 +32,13 @@ class LaunchTime:
         self._forwards_s: deque[float] = deque()  # of the steps in flight
         self._began_s = 0.0  # when the first of them began
         self._beside_s = 0.0  # what a step takes beside its forward
-        self._launch_s = 0.0  # what launching takes
+        self._launch_s = 0.0  # what it takes until a forward is launched
 
     def launched(self, num_rows: int, began_s: float) -> None:
-        """Take note that a step is launched.
+        """Take note that the forward of a step is launched.
 
         Args:
-            began_s: When the host began to, by the clock.
+            began_s: When the host began with the step, by the clock.
         """
         now = self._clock()
         self._launch_s = max(now - began_s, (1 - _EWMA_WEIGHT) * self._launch_s)

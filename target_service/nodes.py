@@ -26,7 +26,7 @@ class SampledTrees:
     Args:
         requests: [B].
         req_idx: [B], rows of the page table.
-        seq_len: [B], logical slot of each root.
+        seq_len: [B], logical slot of each root; the least that it can be where the device knows.
         layouts: [B].
         token_ids: [L], roots included; 0 where only the device knows the token.
         device_roots: The nodes whose tokens only the device knows: each is the newest token of a
@@ -112,17 +112,15 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
             token_ids += queued.tree.token_ids
             parents = queued.tree.parent_index
             layout = lay_out_tree(parents)
-        elif isinstance(queued, DeviceTree):
+        else:
+            if request.num_in_flight:  # the root is still being computed
+                device_roots[len(token_ids)] = request.req_idx
+            token_ids.append(0 if request.num_in_flight else request.tokens[-1])
+        if isinstance(queued, DeviceTree):
             assert len(layouts) == num_on_device, "trees from the mailbox come first"
             num_on_device += 1
             unknown_ids, parents, layout = _place_holder(queued.shape)
-            token_ids.append(request.tokens[-1])
             token_ids += unknown_ids
-        elif request.num_in_flight:  # the root is still being computed
-            device_roots[len(token_ids)] = request.req_idx
-            token_ids.append(0)
-        else:
-            token_ids.append(request.tokens[-1])
         parent_index += parents
         layouts.append(layout)
     seq_len = [request.launched_len for request in plan.verifies]

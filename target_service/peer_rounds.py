@@ -6,46 +6,60 @@ come. Whatever is lost here costs a round its tree, or a wait, and no token.
 A draft that attaches has a prompt to read. One tree is ordered of it, and rounds of the root alone
 go on until that tree comes, late for its own round as a rule. From then on rounds wait for trees.
 In case that order or its tree is lost, another tree is ordered every `ASK_ROUNDS` rounds.
+
+A request may rest: `TreeShapes` wants no tree of it for a while. Its rounds go on with the root
+alone, and its draft hears nothing (resting.py). When trees are wanted again one is ordered as if
+the draft had just attached.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.messages import (
     DraftRound,
     PathBatch,
     PathEntry,
+    PathRows,
     PeerAttach,
     PeerTree,
     PeerTrees,
-    RingRows,
     TreeBatch,
     TreeShape,
 )
 from shared.peer.channel import PeerChannel
 from shared.tree import are_trees, check_tree
 from target_service.batch_window import BatchWindow
+from target_service.budgets.shapes import TreeShapes
 from target_service.draft_peer import DraftPeer, MailboxUse, Progress
 from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
-from target_service.features import FeatureOutlet
 from target_service.nodes import AcceptedNodes, SampledTrees
+from target_service.path_rows import place_rows
 from target_service.request import ROOT_ONLY, HostTree, Phase, QueuedRound, TargetRequest
+from target_service.resting import begin_rest, tell_rest
 from target_service.tree_source import TreeSource
+
+_NextShapes = tuple[TreeShape, TreeShape | None]  # of the tree that is ordered, of the one after
 
 ASK_ROUNDS = 16
 """Rounds of the root alone after which the first tree of a draft is ordered anew."""
 
 
 class PeerRounds(TreeSource):
-    """Orders trees over channels and queues what comes back."""
+    """Orders trees over channels and queues what comes back.
 
-    def __init__(self, state: EngineState, window: BatchWindow) -> None:
+    Args:
+        shapes: Chooses the shapes of trees; None: all have those of their credits.
+    """
+
+    def __init__(
+        self, state: EngineState, window: BatchWindow, shapes: TreeShapes | None = None
+    ) -> None:
         super().__init__(window)
+        self.shapes = TreeShapes() if shapes is None else shapes
         self._state = state
         self._requests = state.requests
         self._max_context_len = state.max_context_len
@@ -65,7 +79,10 @@ class PeerRounds(TreeSource):
                 mailbox=self._mailbox_use(message),
                 num_tokens_sent=message.num_tokens,
             )
+            is_resting = self.shapes.begin(request)
             self.take_credit(request)
+            if is_resting and request.phase is not Phase.RUNNING:
+                self._state.features.hold_back(request)  # until its first tree is wanted
 
     def take_credit(self, request: TargetRequest) -> None:
         peer, trees = request.draft, request.peer_trees
@@ -85,7 +102,12 @@ class PeerRounds(TreeSource):
             begun = request.round_idx + request.num_in_flight + (request.queued is not None)
             if peer.ordered_round > begun:  # that tree may never come
                 peer.ordered_round, peer.progress = begun, Progress.BEHIND
+            if peer.progress is Progress.RESTING:
+                peer.progress = Progress.BEHIND
+            tell_rest(self._state, request, peer, is_resting=False)
             peer.credit = None
+            if request.phase is not Phase.WAITING:  # else it has ended, or makes room
+                self._state.features.wake(request, at_once=True)
         self.window.gave_up(request.request_id)
 
     # --- trees -----------------------------------------------------------------------------------
@@ -94,7 +116,14 @@ class PeerRounds(TreeSource):
         peer, round_idx = request.draft, request.round_idx + 1
         if peer is None or peer.credit is None or not _may_order(request, peer, round_idx):
             return
-        shape = peer.credit.shape.within(self._max_context_len - request.committed_len)
+        if request.phase is not Phase.RUNNING:
+            return
+        wanted = self.shapes.of(request, peer.credit)
+        if wanted is None:
+            if peer.progress is not Progress.RESTING:
+                begin_rest(self._state, request, peer)
+            return
+        shape = wanted.within(self._max_context_len - request.committed_len)
         match peer.progress:
             case Progress.CAUGHT_UP if request.is_between_rounds:
                 if shape is None:
@@ -103,10 +132,12 @@ class PeerRounds(TreeSource):
                 else:
                     self._put_order(request, peer, shape)
                     self.window.ordered(request.request_id, shape.num_draft_tokens)
-            case Progress.BEHIND if request.phase is Phase.RUNNING and shape is not None:
+            case Progress.BEHIND | Progress.RESTING if shape is not None:
+                self._state.features.wake(request)
                 self._put_order(request, peer, shape)  # no other tree waits for this one
                 peer.progress = Progress.ASKED
             case Progress.ASKED if round_idx >= peer.ordered_round + ASK_ROUNDS and shape:
+                tell_rest(self._state, request, peer, is_resting=False)
                 self._put_order(request, peer, shape)
 
     def _put_order(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> None:
@@ -130,25 +161,48 @@ class PeerRounds(TreeSource):
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
-        rows_of: dict[tuple[PeerChannel, TreeShape, bool], list[int]] = {}
+        rows_of: dict[tuple[PeerChannel, _NextShapes, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             peer = request.draft
-            if peer is not None and peer.credit is not None and self._goes_on(request, peer, path):
-                key = (peer.channel, peer.credit.shape, request.features is not None)
-                rows_of.setdefault(key, []).append(row)
-        for (channel, shape, has_features), rows in rows_of.items():
+            if peer is None or peer.credit is None or peer.progress is not Progress.CAUGHT_UP:
+                continue
+            if not self._goes_on(request, peer, path):
+                continue
+            shape, following = self._next_shapes(request, peer, peer.credit)
+            if shape is None:
+                continue  # it rests once the path is committed
+            key = (peer.channel, (shape, following), request.features is not None)
+            rows_of.setdefault(key, []).append(row)
+        for (channel, shapes, has_features), rows in rows_of.items():
             requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
-            place = prepare = None
-            if has_features:
-                assert features is not None
-                outlet, counts = self._state.features, [len(path.token_ids) for path in paths]
-                place = outlet.claim_early(requests, counts)
-                if place is None:
-                    continue  # too many for the ring: in messages, as each is committed
-                prepare = functools.partial(_write_early, outlet, place, features, rows, counts)
-            entries = tuple(map(self._entry, requests, paths, [shape] * len(requests)))
-            channel.put(PathBatch(parts=entries, shape=shape, rows=place), prepare=prepare)
-            self._note_orders(channel, shape, requests, paths)
+            if not has_features:
+                self._put_paths(channel, shapes, requests, paths, None)
+                continue
+            assert features is not None
+            parts = [
+                features[row, : len(path.token_ids)] for row, path in zip(rows, paths, strict=True)
+            ]
+            for span, place, prepare in place_rows(self._state.features, channel, requests, parts):
+                self._put_paths(channel, shapes, requests[span], paths[span], place, prepare)
+
+    def _put_paths(
+        self,
+        channel: PeerChannel,
+        shapes: _NextShapes,
+        requests: Sequence[TargetRequest],
+        paths: Sequence[AcceptedNodes],
+        rows: PathRows | None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        shape, following = shapes
+        entries = []
+        for request, path in zip(requests, paths, strict=True):
+            assert request.draft is not None
+            tag = self._next_round_tag(request, request.draft, shape, following)
+            entries.append(_entry(request, request.draft, path, tag))
+        batch = PathBatch(parts=tuple(entries), shape=shape, following=following, rows=rows)
+        channel.put(batch, prepare=prepare)
+        self._note_orders(channel, shape, requests, paths)
 
     def _note_orders(
         self,
@@ -166,7 +220,13 @@ class PeerRounds(TreeSource):
             peer.ordered_round = request.round_idx + 2
             peer.num_tokens_sent += len(path.token_ids)
             peer.ordered_ns = ordered_ns
-            self.window.ordered(request.request_id, shape.num_draft_tokens)
+            if not self._is_launched(request, request.round_idx + 2):
+                self.window.ordered(request.request_id, shape.num_draft_tokens)
+
+    def note_step(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+    ) -> None:
+        self.shapes.note_step(trees, nodes, is_clean=is_clean)
 
     def take(
         self, channel: PeerChannel, batch: TreeBatch
@@ -184,8 +244,11 @@ class PeerRounds(TreeSource):
                 continue
             if (tree.draft_epoch, tree.target_epoch) != (peer.draft_epoch, request.target_epoch):
                 continue
+            if peer.progress is Progress.RESTING:
+                continue  # no tree is wanted any more
             was_behind = peer.progress is not Progress.CAUGHT_UP
             peer.progress = Progress.CAUGHT_UP  # whatever round it is for
+            tell_rest(self._state, request, peer, is_resting=False)
             if peer.credit is None:
                 continue  # given up
             peer.is_overlapped = batch.is_overlapped
@@ -214,11 +277,12 @@ class PeerRounds(TreeSource):
         if tree.round_idx != request.round_idx + 1:
             return
         if request.num_in_flight:  # the device has the tree already, or the root alone
-            if request.is_tree_in_flight and not recorder.has_begun(*key):
+            if request.num_unsure and not recorder.has_begun(*key):
                 recorder.include(*key, "draft", tree.times)
         elif request.queued is None:
             self.window.arrived(tree.request_id)
-            self._check(request, credit, tree, is_sound=is_sound)
+            vocab_size = self._state.info.vocab_size
+            _check(request, credit, tree, is_sound=is_sound, vocab_size=vocab_size)
             recorder.begin(*key, peer.ordered_ns)
             recorder.include(*key, "draft", tree.times)
             recorder.stage(*key, "channel")
@@ -234,61 +298,41 @@ class PeerRounds(TreeSource):
         """Return how a draft that attaches uses the mailbox; None: it does not."""
         return None
 
-    def _next_round_tag(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> int:
+    def _next_shapes(
+        self, request: TargetRequest, peer: DraftPeer, credit: PeerTrees
+    ) -> tuple[TreeShape | None, TreeShape | None]:
+        """Return the shapes of the tree after the one in flight, and of the tree after that, which
+        the draft's device grows by itself; None: there is none.
+        """
+        return self.shapes.of(request, credit), None
+
+    def _next_round_tag(
+        self,
+        request: TargetRequest,
+        peer: DraftPeer,
+        shape: TreeShape,
+        following: TreeShape | None,
+    ) -> int:
         """Return the round tag of the tree that is being ordered; 0: it comes over the channel."""
         return 0
 
-    # --- parts of an order -----------------------------------------------------------------------
-
-    def _entry(self, request: TargetRequest, path: AcceptedNodes, shape: TreeShape) -> PathEntry:
-        peer = request.draft
-        assert peer is not None
-        return PathEntry(
-            request.request_id,
-            request.target_epoch,
-            peer.draft_epoch,
-            request.round_idx + 2,
-            path.seq_len,
-            path.token_ids,
-            request.req_idx,
-            self._next_round_tag(request, peer, shape),
-        )
+    def _is_launched(self, request: TargetRequest, round_idx: int) -> bool:
+        """Return whether the device waits for the tree of a round already."""
+        return False
 
     def _goes_on(self, request: TargetRequest, peer: DraftPeer, path: AcceptedNodes) -> bool:
         """Return whether the round after a path, not committed yet, can be ordered in a batch."""
         credit, num_tokens = peer.credit, len(path.token_ids)
-        if credit is None or request.num_in_flight > 1 or not self._state.is_held(request):
+        if credit is None or not self._state.is_held(request):
+            return False
+        if request.num_in_flight > 1 and not self._is_launched(request, request.round_idx + 2):
             return False
         return (
-            peer.progress is Progress.CAUGHT_UP
-            and _may_order(request, peer, request.round_idx + 2)
+            _may_order(request, peer, request.round_idx + 2)
             and self._state.features.can_send_early(request, path.seq_len)
             and peer.num_tokens_sent == len(request.tokens)
             and len(request.tokens) + num_tokens < request.token_limit
             and path.seq_len + num_tokens + credit.shape.num_draft_tokens <= self._max_context_len
-        )
-
-    def _check(
-        self, request: TargetRequest, credit: PeerTrees, tree: PeerTree, *, is_sound: bool
-    ) -> None:
-        """Raise InvalidTreeError unless a tree is the one that was ordered.
-
-        Args:
-            is_sound: It is known to be a tree, of tokens of the vocabulary.
-        """
-        if tree.seq_len != request.committed_len:
-            raise InvalidTreeError(
-                f"seq_len is {tree.seq_len}, expected {request.committed_len}", field="seq_len"
-            )
-        root_token_id, most = request.tokens[-1], credit.shape.num_draft_tokens
-        if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
-            return
-        check_tree(
-            tree.token_ids,
-            tree.parent_index,
-            root_token_id=root_token_id,
-            vocab_size=self._state.info.vocab_size,
-            max_num_nodes=most,
         )
 
     def _queue(self, request: TargetRequest, queued: QueuedRound) -> None:
@@ -296,18 +340,51 @@ class PeerRounds(TreeSource):
         request.queue_idx = next(self._state.turns)
 
 
-def _write_early(
-    outlet: FeatureOutlet,
-    place: RingRows,
-    features: FeatureRows,
-    rows: Sequence[int],
-    counts: Sequence[int],
-) -> None:
-    """Write the first rows, as many as `counts` says, of these paths of a step."""
-    parts = [features[row, :count] for row, count in zip(rows, counts, strict=True)]
-    outlet.write_early(place, parts)
+def _entry(
+    request: TargetRequest, peer: DraftPeer, path: AcceptedNodes, round_tag: int
+) -> PathEntry:
+    """Return the part of a PathBatch that orders the tree after a path, not committed yet."""
+    return PathEntry(
+        request.request_id,
+        request.target_epoch,
+        peer.draft_epoch,
+        request.round_idx + 2,
+        path.seq_len,
+        path.token_ids,
+        request.req_idx,
+        round_tag,
+    )
 
 
 def _may_order(request: TargetRequest, peer: DraftPeer, round_idx: int) -> bool:
     """Return whether the tree of a round is covered by the credit and not ordered yet."""
     return peer.ordered_round < round_idx <= request.credit_until
+
+
+def _check(
+    request: TargetRequest,
+    credit: PeerTrees,
+    tree: PeerTree,
+    *,
+    is_sound: bool,
+    vocab_size: int,
+) -> None:
+    """Raise InvalidTreeError unless a tree is one that could be ordered.
+
+    Args:
+        is_sound: It is known to be a tree, of tokens of the vocabulary.
+    """
+    if tree.seq_len != request.committed_len:
+        raise InvalidTreeError(
+            f"seq_len is {tree.seq_len}, expected {request.committed_len}", field="seq_len"
+        )
+    root_token_id, most = request.tokens[-1], credit.shape.num_draft_tokens
+    if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
+        return
+    check_tree(
+        tree.token_ids,
+        tree.parent_index,
+        root_token_id=root_token_id,
+        vocab_size=vocab_size,
+        max_num_nodes=most,
+    )

@@ -61,6 +61,8 @@ class MailboxTrees:
     Args:
         words: [S, 64] i64, the mailbox's trees.
         slot, round_tag: [B] i32, where each tree will be, and the number of its round.
+        is_behind: [B] i32; not 0: the request's round before is in flight, so that only the device
+            will know where the root is.
         num_nodes: Of the largest tree, root included.
         max_depth: Of the deepest.
     """
@@ -68,6 +70,7 @@ class MailboxTrees:
     words: torch.Tensor
     slot: torch.Tensor
     round_tag: torch.Tensor
+    is_behind: torch.Tensor
     num_nodes: int
     max_depth: int
 

@@ -1,13 +1,18 @@
-"""How many rows of a step are for prompts while other requests decode.
+"""How many rows of a step are for prompts while others wait for its end.
 
 A prompt's rows make everybody's step longer; fewer rows per step make its own first token later. So
 a step with rows of prompts brings tokens after twice the time that it would take without, and after
 more than that the longer a prompt has waited: where prompts come faster than that leaves room for,
 larger steps, which cost less per row, catch up.
+
+Where several prompts wait, no step is larger than it must be to read them nearly as fast as they
+can be read, nor takes many times as long as the smallest one: a short prompt that comes next waits
+for the step in flight, and passes the others in the one behind it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -17,6 +22,10 @@ from target_service.step_costs import StepCosts
 _MOST_DELAY = 2.0
 # .. and once more of it for each time that the oldest prompt has waited so long.
 _PATIENCE_S = 0.1
+# Where several prompts wait: of the most rows per second that any size of a step reads ..
+_FULL_SPEED = 0.9
+# .. and of the time that a forward of one row takes.
+_MOST_CROWDED = 6.0
 # So that prompts get on beside any trees.
 _LEAST_ROWS = 16
 _EWMA_WEIGHT = 0.1
@@ -28,24 +37,54 @@ class PromptBudget:
     Args:
         costs: Of a forward, by its rows.
         clock: Monotonic, seconds.
+        learns_context: The table leaves out what reading the context costs, which on a CPU is as
+            much again: it is learned from steps with prompts.
     """
 
-    def __init__(self, costs: StepCosts, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        learns_context: bool = False,
+    ) -> None:
         self._costs = costs
         self._clock = clock
+        self._learns_context = learns_context
         self._ended_s = 0.0
         self._beside_s = 0.0  # what a round takes beside the forward: sampling, trees, hosts
+        self._context_s = 0.0  # what a row of a prompt takes beyond the table
+        self._crowded_size = self._fast_size()
 
-    def note_step(self, num_rows: int, *, has_prompts: bool) -> None:
-        """Take note that a step has ended."""
+    def note_step(
+        self, num_rows: int, *, num_chain_rows: int = 0, began_s: float = -math.inf
+    ) -> None:
+        """Take note that a step has ended.
+
+        Args:
+            num_rows: Of the step.
+            num_chain_rows: How many of them were those of prompts and replays.
+            began_s: When the host began with it, by the clock.
+        """
         now = self._clock()
-        took_s, self._ended_s = now - self._ended_s, now
+        took_s, ended_s, self._ended_s = now - self._ended_s, self._ended_s, now
         forward_s = self._costs.of(num_rows)
-        if not has_prompts and took_s < 2 * forward_s:  # else nobody was decoding before
+        if num_chain_rows >= _LEAST_ROWS and self._learns_context:
+            more_s = now - max(began_s, ended_s) - forward_s
+            more_s = min(max(0.0, more_s), _MOST_CROWDED * forward_s) / num_chain_rows
+            self._context_s += _EWMA_WEIGHT * (more_s - self._context_s)
+        if not num_chain_rows and took_s < 2 * forward_s:  # else nobody was decoding before
             beside_s = max(0.0, took_s - forward_s)
             self._beside_s += _EWMA_WEIGHT * (beside_s - self._beside_s)
 
-    def num_rows(self, num_decoding_rows: int, num_waiting_rows: int, oldest_s: float) -> int:
+    def num_rows(
+        self,
+        num_decoding_rows: int,
+        num_waiting_rows: int,
+        oldest_s: float,
+        *,
+        is_crowded: bool = False,
+    ) -> int:
         """Return the rows for prompts in a step.
 
         Steps are padded up to sizes that were measured: of those that are short enough, the one
@@ -55,14 +94,33 @@ class PromptBudget:
             num_decoding_rows: Of the step, or of the next one, whose requests wait for this one.
             num_waiting_rows: Of all prompts.
             oldest_s: When the prompt that has waited longest came, by the clock.
+            is_crowded: There are several prompts.
         """
-        patience = _MOST_DELAY + max(0.0, self._clock() - oldest_s) / _PATIENCE_S
-        without_s = self._costs.of(num_decoding_rows) + self._beside_s
-        limit_s = patience * without_s - self._beside_s
+        limit_s = self._limit_s(num_decoding_rows, oldest_s, is_crowded=is_crowded)
+        most_rows = num_decoding_rows + self._crowded_size if is_crowded else math.inf
         num_wanted = num_decoding_rows + num_waiting_rows
         num_rows, best = 0, 0.0
         for size, seconds in self._costs.sizes:
-            speed = (min(size, num_wanted) - num_decoding_rows) / (seconds + self._beside_s)
-            if seconds <= limit_s and speed > best:
+            num_prompt_rows = min(size, num_wanted) - num_decoding_rows
+            seconds += max(0, num_prompt_rows) * self._context_s
+            speed = num_prompt_rows / (seconds + self._beside_s)
+            if seconds <= limit_s and size <= most_rows and speed > best:
                 num_rows, best = size, speed
         return max(num_rows - num_decoding_rows, _LEAST_ROWS)
+
+    def _limit_s(self, num_decoding_rows: int, oldest_s: float, *, is_crowded: bool) -> float:
+        """Return how long the forward of a step with prompts may take."""
+        limit_s = math.inf
+        if num_decoding_rows:
+            patience = _MOST_DELAY + max(0.0, self._clock() - oldest_s) / _PATIENCE_S
+            without_s = self._costs.of(num_decoding_rows) + self._beside_s
+            limit_s = patience * without_s - self._beside_s
+        if is_crowded:
+            limit_s = min(limit_s, _MOST_CROWDED * self._costs.of(max(1, num_decoding_rows)))
+        return limit_s
+
+    def _fast_size(self) -> int:
+        """Return the smallest size of a step that reads prompts at nearly full speed."""
+        speeds = {size: size / seconds for size, seconds in self._costs.sizes}
+        full = _FULL_SPEED * max(speeds.values())
+        return min(size for size, speed in speeds.items() if speed >= full)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared.messages import AcceptedPath, PeerTree, PeerTrees, TargetOpen, TokenTree, TreeShape
+from shared.priority import turn_s
 from target_service.draft_peer import DraftPeer
 from target_service.feature_log import FeatureLog
 
@@ -30,6 +31,10 @@ class RootOnlyRound:
     def num_rows(self) -> int:
         return 1
 
+    @property
+    def most_drafts(self) -> int:
+        return 0
+
 
 class HostTree(NamedTuple):
     """A round whose tree is here: relayed by the orchestrator, or sent by the draft's engine."""
@@ -39,6 +44,10 @@ class HostTree(NamedTuple):
     @property
     def num_rows(self) -> int:
         return len(self.tree.token_ids)
+
+    @property
+    def most_drafts(self) -> int:
+        return len(self.tree.token_ids) - 1
 
 
 class DeviceTree(NamedTuple):
@@ -54,6 +63,10 @@ class DeviceTree(NamedTuple):
     def num_rows(self) -> int:
         return self.shape.num_draft_tokens
 
+    @property
+    def most_drafts(self) -> int:
+        return self.shape.num_steps
+
 
 QueuedRound = RootOnlyRound | HostTree | DeviceTree
 ROOT_ONLY = RootOnlyRound()
@@ -65,7 +78,7 @@ class TargetRequest:
 
     Args:
         open: What the orchestrator asked for.
-        admission_idx: Order of admission; the newest request is retracted first.
+        admission_idx: Order in which requests came.
         opened_s: When it came, seconds of the monotonic clock.
         tokens: Prompt + output. While RUNNING, committed_len == len(tokens) - 1.
         token_limit: Tokens, the prompt included, with which the request ends.
@@ -81,7 +94,7 @@ class TargetRequest:
         credit_until: Last round that needs no order.
         peer_trees: Trees that these rounds may have once their draft has caught up; None: none.
         num_in_flight: Rounds launched and not committed yet.
-        is_tree_in_flight: One of them may commit more than one token.
+        num_unsure: Tokens that the newest of them may commit beside its root.
         draft: The attached draft; None: there is none.
         newest_draft_epoch: Of the drafts that attached or subscribed; older ones are over.
         last_credited_round: Last round that had begun without an order when a credit was ended.
@@ -105,7 +118,7 @@ class TargetRequest:
     credit_until: int = 0
     peer_trees: PeerTrees | None = None
     num_in_flight: int = 0
-    is_tree_in_flight: bool = False
+    num_unsure: int = 0
     draft: DraftPeer | None = None
     newest_draft_epoch: int = 0
     last_credited_round: int = 0
@@ -120,9 +133,19 @@ class TargetRequest:
         return self.open.target_epoch
 
     @property
+    def turn(self) -> tuple[float, int]:
+        """Return what orders requests by priority and age: the first one is retracted last."""
+        return turn_s(self.opened_s, self.open.priority), self.admission_idx
+
+    @property
     def next_num_rows(self) -> int:
         """Return the rows of the next round."""
         return 1 if self.queued is None else self.queued.num_rows
+
+    @property
+    def most_launched_len(self) -> int:
+        """Return `launched_len`, if all drafts of the round in flight are accepted."""
+        return self.launched_len + (self.num_unsure if self.num_in_flight else 0)
 
     @property
     def is_between_rounds(self) -> bool:
@@ -151,7 +174,7 @@ class TargetRequest:
         if self.draft is not None and self.draft.is_waited_for:
             return False
         if self.num_in_flight:
-            is_known = not self.is_tree_in_flight and not self.open.sampling.has_penalties
+            is_known = not self.num_unsure and not self.open.sampling.has_penalties
             if not (overlaps_steps and is_known):
                 return False
         has_credit = self.round_idx + self.num_in_flight < self.credit_until
@@ -166,7 +189,7 @@ class TargetRequest:
 
     def note_launch(self, queue_idx: int) -> None:
         """Take note that the next round is in flight, and of the turn of the round after it."""
-        self.is_tree_in_flight = self.next_num_rows > 1
+        self.num_unsure = 0 if self.queued is None else self.queued.most_drafts
         self.queued = None
         self.queue_idx = queue_idx
         self.num_in_flight += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from shared.errors import (
     NotFoundError,
     StaleStateError,
 )
+from shared.logs import log_worker_request
 from shared.messages import (
     AnswerTimes,
     Credit,
@@ -34,6 +36,8 @@ from target_service.engine_state import EngineState
 from target_service.request import ROOT_ONLY, HostTree, Phase, TargetRequest
 from target_service.scheduler import Scheduler, StepPlan
 from target_service.tree_source import TreeSource
+
+logger = logging.getLogger(__name__)
 
 
 class RequestTable:
@@ -132,7 +136,11 @@ class RequestTable:
 
     def answer_plan(self, plan: StepPlan) -> None:
         """Answer admissions, and requests that had to make room: the scheduler has freed them."""
+        self._state.counts.retractions += len(plan.retracted)
         for request in plan.retracted:
+            log_worker_request(
+                logger, logging.INFO, request.request_id, "made room for an older request"
+            )
             self._forget(request)
             self._state.outbox.append(
                 RequestRetracted(request_id=request.request_id, target_epoch=request.target_epoch)
@@ -152,6 +160,7 @@ class RequestTable:
             f"a logit of the token after {len(request.tokens)} tokens is NaN or infinite; the "
             "weights overflow in this dtype for this prompt. Try --dtype float32 or bfloat16"
         )
+        log_worker_request(logger, logging.ERROR, request.request_id, error.message)
         failure = failure_of(request.open, error)
         self._state.outbox.append(replace(failure, round_idx=request.round_idx + 1))
         self.drop(request)
@@ -165,12 +174,13 @@ class RequestTable:
             replay.request.features.is_replaying = True
         requests = batch.trees.requests if batch.trees is not None else ()
         self._source.launched(requests)
+        self._state.counts.note_launch(
+            plan.verifies,
+            num_rows=batch.num_rows,
+            num_requests=len(plan.verifies) + len(plan.prefills) + len(plan.replays),
+        )
         for request in requests:
             request.note_launch(next(self._state.turns))
-        counts = self._state.counts
-        counts.steps += 1
-        counts.rows += batch.num_rows
-        counts.request_steps += len(plan.verifies) + len(plan.prefills) + len(plan.replays)
 
     def _give(self, request: TargetRequest, credit: Credit) -> None:
         request.credit_until = max(request.credit_until, credit.until_round_idx)

@@ -1,10 +1,7 @@
-"""Run the target: extend -> verify -> commit. Only `commit_kv` touches committed KV."""
+"""Run the target: extend -> verify. Only a verify touches committed KV."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +14,11 @@ from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.step.buckets import buckets_up_to
 from shared.step.graphs import GraphCache
-from shared.step.packing import NO_BLOCKS, pack_rows
 from shared.step.read_back import PendingRead, ReadBack
 from shared.step.staging import Staging
-from target_service.batch import StepBatch, build_batch, extend_fields
+from target_service.batch import StepBatch, build_batch
 from target_service.nodes import SampledTrees
 from target_service.phases import (
-    TOKEN_IS_KNOWN,
     ExtendInput,
     ExtendOutput,
     PathOutputs,
@@ -33,18 +28,14 @@ from target_service.phases import (
 )
 from target_service.sampler import Sampler
 from target_service.scheduler import StepPlan
-from target_service.step_costs import StepCosts
 from target_service.tree_source import TreeSource
 from target_service.verify import PostPaths, Verifier
-from target_service.verify_input import build_padding, build_verify
-
-logger = logging.getLogger(__name__)
+from target_service.verify_input import build_verify
 
 # What a row of a step and its tree take in staging, and what else there is.
 _BYTES_PER_ROW = 512
 _BYTES_PER_TREE = 3 * 8 * MAX_TREE_NODES + 64
 _STAGED_BYTES = 4 << 20
-_NUM_TIMED = 3
 
 
 class TargetRunner:
@@ -55,6 +46,8 @@ class TargetRunner:
         max_batch_rows: Of a step.
         projection: Of captured rows; None: they are sent as they are.
         pads_rows: Pad steps up to buckets; None: where graphs are captured.
+        newest_slot: [max_num_requests + 1] i64, logical slot of the newest token of every request
+            as far as the device has come, by row of the page table; the last is a spare.
     """
 
     def __init__(
@@ -74,26 +67,34 @@ class TargetRunner:
         self.features = features
         self._projection = projection
         # A step of one tree alone may have more rows than the others.
-        self._buckets = buckets_up_to(max(max_batch_rows, MAX_TREE_NODES))
-        num_bytes = self._buckets[-1] * _BYTES_PER_ROW + _STAGED_BYTES
+        self.row_counts = buckets_up_to(max(max_batch_rows, MAX_TREE_NODES))
+        """What rows are padded to, if they are padded."""
+        num_bytes = self.row_counts[-1] * _BYTES_PER_ROW + _STAGED_BYTES
         self.extend_staging = Staging(pool.device, num_bytes)
-        num_bytes = self._buckets[-1] * _BYTES_PER_ROW + _STAGED_BYTES
+        num_bytes = self.row_counts[-1] * _BYTES_PER_ROW + _STAGED_BYTES
         num_bytes += pool.max_num_requests * _BYTES_PER_TREE
         self.verify_staging = Staging(pool.device, num_bytes)
         # The newest token of every request, by row of the page table; the last is a spare.
         num_roots = pool.max_num_requests + 1
         self._roots = torch.zeros(num_roots, dtype=torch.int64, device=pool.device)
+        self.newest_slot = torch.zeros_like(self._roots)
         self.graphs = GraphCache(pool.device)
         self.pads_rows = self.graphs.is_capturing if pads_rows is None else pads_rows
-        # Where padded forwards leave their rows.
-        self._padded, self._captured = self._place_rows()
+        self.padded, self._captured = self._place_rows()
+        """Where padded forwards leave their rows, and verifies look for them."""
         self._verifier = Verifier(
-            model, pool, sampler, self.graphs, roots=self._roots, extended=self._padded
+            model,
+            pool,
+            sampler,
+            self.graphs,
+            roots=self._roots,
+            newest_slot=self.newest_slot,
+            extended=self.padded,
         )
 
     def _place_rows(self) -> tuple[ExtendOutput, torch.Tensor | None]:
         """Return memory for the rows of the largest step, and for captured ones to project."""
-        config, num_rows = self.model.config, self._buckets[-1]
+        config, num_rows = self.model.config, self.row_counts[-1]
 
         def rows(width: int) -> torch.Tensor | None:
             shape = (num_rows, width)
@@ -116,7 +117,7 @@ class TargetRunner:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Return the row counts that steps are padded to; empty: they are not padded."""
-        return self._buckets if self.pads_rows else ()
+        return self.row_counts if self.pads_rows else ()
 
     def pack(self, plan: StepPlan, source: TreeSource) -> StepBatch:
         """Pack the rows of a step, and start to bring them over."""
@@ -157,10 +158,7 @@ class TargetRunner:
         extended = self.extend(batch.extend)
         if extended.features is None or not batch.wants_features:
             return replace(extended, features=None)
-        if self._projection is not None:
-            features = self._features_of(extended.features, batch.extend.bucket)
-            extended = replace(extended, features=features)
-        return extended
+        return self.project(extended, batch.extend.bucket)
 
     def extend(self, inputs: ExtendInput) -> ExtendOutput:
         """Compute rows of new tokens; features are as captured.
@@ -177,14 +175,17 @@ class TargetRunner:
         )
         return output
 
-    def _features_of(self, captured: torch.Tensor, bucket: int | None) -> torch.Tensor:
-        """Return the rows that a draft gets, [T, features.width], of captured ones."""
+    def project(self, extended: ExtendOutput, bucket: int | None) -> ExtendOutput:
+        """Replace captured rows by those that a draft gets, [T, features.width]."""
+        captured = extended.features
+        if self._projection is None or captured is None:
+            return extended
         if bucket is None:
-            return self._project(captured)
+            return replace(extended, features=self._project(captured))
         rows: torch.Tensor = self.graphs.run(
             ("project", bucket), lambda: self._project_padded(captured), (captured,)
         )
-        return rows
+        return replace(extended, features=rows)
 
     def bring_page_table(self) -> None:
         """Bring the page table on the device up to date, so that the next step need not."""
@@ -192,73 +193,6 @@ class TargetRunner:
             self.extend_staging.begin()
             self.pool.stage_page_table(self.extend_staging)
             self.extend_staging.flush()
-
-    def capture(self, *, window: int, progress: Callable[[str, float], None]) -> None:
-        """Make the graphs of every bucket, from rows of padding; logs what that took.
-
-        Mutates: the sink page.
-        """
-        started = time.perf_counter()
-        # The largest first: the others fit into its memory.
-        for done, bucket in enumerate(reversed(self._buckets)):
-            progress(f"capturing graphs: {bucket} rows", done / len(self._buckets))
-            features = self.extend(self._padding(bucket, window)).features
-            if features is not None and self._projection is not None:
-                self._features_of(features, bucket)
-        logger.info(
-            "made graphs of %d to %d rows in %.1f s",
-            self._buckets[0],
-            self._buckets[-1],
-            time.perf_counter() - started,
-        )
-
-    def capture_verifies(
-        self, source: TreeSource, *, progress: Callable[[str, float], None]
-    ) -> None:
-        """Make the graphs of what follows a forward, from rows of padding; logs what that took."""
-        started = time.perf_counter()
-        for done, bucket in enumerate(reversed(self._buckets)):
-            progress(f"capturing graphs: {bucket} sampled rows", done / len(self._buckets))
-            for has_filters in (False, True):
-                inputs = build_padding(
-                    bucket, self.pool, self.verify_staging, source, has_filters=has_filters
-                )
-                self.verify(inputs, self._padded, source.post_paths)
-        logger.info("made graphs of what is sampled in %.1f s", time.perf_counter() - started)
-        if self.pool.device.type == "cuda":
-            torch.cuda.empty_cache()  # of what was computed once before its capture
-
-    def measure_costs(self, *, window: int) -> StepCosts:
-        """Time a forward of every bucket, the fastest of three. Mutates: the sink page."""
-        seconds = [self._time_forward(bucket, window) for bucket in self._buckets]
-        return StepCosts(self._buckets, seconds)
-
-    def _time_forward(self, num_rows: int, window: int) -> float:
-        seconds = []
-        for _ in range(_NUM_TIMED):
-            inputs = self._padding(num_rows, window)
-            self._synchronize()
-            started = time.perf_counter()
-            self.extend(inputs)
-            self._synchronize()
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
-
-    def _synchronize(self) -> None:
-        if self.pool.device.type == "cuda":
-            torch.cuda.synchronize(self.pool.device)
-
-    def _padding(self, bucket: int, window: int) -> ExtendInput:
-        """Return rows that belong to no request."""
-        self.extend_staging.begin()
-        host, device = self.extend_staging.place_zeros(extend_fields, bucket)
-        host["root_idx"].fill(TOKEN_IS_KNOWN)
-        rows = pack_rows(
-            NO_BLOCKS, self.pool, window=window, staging=self.extend_staging, num_rows=bucket
-        )
-        inputs = ExtendInput(**device, rows=rows, bucket=bucket)
-        self.extend_staging.flush()
-        return inputs
 
     @torch.inference_mode()
     def _forward(self, inputs: ExtendInput) -> ExtendOutput:
@@ -281,11 +215,11 @@ class TargetRunner:
         """Do what `_forward` does; leave its rows where the next graphs look for them."""
         output = self._forward(inputs)
         num_rows = len(output.hidden)
-        features = self._padded.features if self._projection is None else self._captured
+        features = self.padded.features if self._projection is None else self._captured
         if output.features is not None:
             assert features is not None
             features = features[:num_rows].copy_(output.features)
-        hidden = self._padded.hidden[:num_rows].copy_(output.hidden)
+        hidden = self.padded.hidden[:num_rows].copy_(output.hidden)
         return ExtendOutput(hidden=hidden, features=features)
 
     @torch.inference_mode()
@@ -295,8 +229,8 @@ class TargetRunner:
         return self._projection(captured)
 
     def _project_padded(self, captured: torch.Tensor) -> torch.Tensor:
-        assert self._padded.features is not None
-        return self._padded.features[: len(captured)].copy_(self._project(captured))
+        assert self.padded.features is not None
+        return self.padded.features[: len(captured)].copy_(self._project(captured))
 
     def verify(self, inputs: VerifyInput, extended: ExtendOutput, post: PostPaths) -> VerifyOutput:
         """Sample at every node, walk each tree, post accepted paths and move their KV; launches

@@ -20,6 +20,7 @@ from target_service.request import DeviceTree, Phase, TargetRequest
 CHAIN_SHARE = 4
 
 _QUEUE_IDX = operator.attrgetter("queue_idx")
+_TURN = operator.attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,9 @@ class StepPlan:
 
 
 class Scheduler:
-    """Admission by KV pages, retraction of the newest as the last resort, a row budget per step.
+    """Admission by KV pages, retraction as the last resort, a row budget per step.
 
+    Who is admitted first, and retracted last, follows from priority and age (`shared/priority.py`).
     A running request is never failed for want of pages: each step reserves a whole round for each
     of its requests first. No request starves: the rounds that have waited longest come first, and
     leave a share of the rows to prefills and replays. Of prompts the one with the fewest tokens
@@ -75,7 +77,7 @@ class Scheduler:
 
     Args:
         prefill_chunk_len: Most tokens of a prompt, or of a replay, in one step.
-        prompt_budget: Limits rows of prompts while requests decode; None: chunks are all that does.
+        prompt_budget: Limits rows of prompts while others wait; None: chunks are all that does.
         overlaps_steps: Plan rounds of the root alone whose root is still being computed.
     """
 
@@ -93,14 +95,12 @@ class Scheduler:
         self._max_batch_rows = max_batch_rows
         self._chunk_len = prefill_chunk_len
         self.prompt_budget = prompt_budget
-        self._waiting: list[
-            tuple[int, int, TargetRequest]
-        ] = []  # (-priority, admission_idx, request)
+        self._waiting: list[tuple[tuple[float, int], TargetRequest]] = []  # (turn, request)
         self._held: dict[str, TargetRequest] = {}  # in order of admission
 
     @property
     def num_waiting(self) -> int:
-        return sum(request.phase is Phase.WAITING for _, _, request in self._waiting)
+        return sum(request.phase is Phase.WAITING for _, request in self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -134,12 +134,12 @@ class Scheduler:
 
     def enqueue(self, request: TargetRequest) -> None:
         """Let a request wait for pages."""
-        heapq.heappush(self._waiting, (-request.open.priority, request.admission_idx, request))
+        heapq.heappush(self._waiting, (request.turn, request))
 
     def remove(self, request: TargetRequest) -> None:
         """Free whatever a request holds, in whatever phase it is."""
         if self._held.pop(request.request_id, None) is None:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
             heapq.heapify(self._waiting)
             return
         self._pool.release(request.req_idx)
@@ -183,7 +183,7 @@ class Scheduler:
             num_rows = request.next_num_rows
             if num_rows > budget - set_aside and plan.verifies:
                 continue
-            if self._reserve(request, request.launched_len + num_rows, plan.retracted):
+            if self._reserve(request, request.most_launched_len + num_rows, plan.retracted):
                 plan.verifies.append(request)
                 budget -= num_rows
         return budget
@@ -191,16 +191,19 @@ class Scheduler:
     def _chain_budget(self, num_tree_rows: int, num_left: int) -> int:
         """Return how many of the rows that are left may be those of prompts and replays.
 
-        Whoever decodes has no token before the step is over, in this step or in the next one.
+        Whoever decodes has no token before the step is over, in this step or in the next one; and
+        where several prompts wait, a short one that comes now does not even begin before it is.
         """
         num_decoding = sum([r.phase is Phase.RUNNING or r.num_in_flight > 0 for r in self.held])
-        if self.prompt_budget is None or not num_decoding:
-            return num_left
         prompts = [request for request in self.held if request.is_prefilling]
+        is_crowded = len(prompts) > 1
+        if self.prompt_budget is None or not (num_decoding or is_crowded):
+            return num_left
         budget = self.prompt_budget.num_rows(
             max(num_tree_rows, num_decoding),
             sum(map(_num_left, prompts)) or self._max_batch_rows,  # replays have no limit here
             min([request.opened_s for request in prompts], default=math.inf),
+            is_crowded=is_crowded,
         )
         return min(num_left, budget)
 
@@ -250,14 +253,14 @@ class Scheduler:
             for held in self._held.values()
             if held.phase is Phase.PREFILL
         )
-        need = pages_for(len(self._waiting[0][2].tokens) + MAX_TREE_NODES)
+        need = pages_for(len(self._waiting[0][1].tokens) + MAX_TREE_NODES)
         return need <= self._pool.num_free_pages - promised
 
     def _admit(self) -> list[TargetRequest]:
-        """Move waiting requests in, best priority first, while they fit."""
+        """Move waiting requests in, in turn, while they fit."""
         admitted = []
         while self._can_admit():
-            request = heapq.heappop(self._waiting)[2]
+            request = heapq.heappop(self._waiting)[1]
             request.req_idx = self._pool.acquire()
             request.phase = Phase.PREFILL
             self._held[request.request_id] = request
@@ -267,7 +270,7 @@ class Scheduler:
     def _reserve(
         self, request: TargetRequest, num_tokens: int, retracted: list[TargetRequest]
     ) -> bool:
-        """Reserve pages, retracting newer requests while there are too few.
+        """Reserve pages, retracting those whose turn is last while there are too few.
 
         Returns: False if the request itself had to go.
         """
@@ -275,10 +278,10 @@ class Scheduler:
             try:
                 self._pool.reserve(request.req_idx, num_tokens)
             except OutOfPagesError:
-                newest = max(self._held.values(), key=lambda held: held.admission_idx)
-                self.remove(newest)
-                retracted.append(newest)
-                if newest is request:
+                last = max(self._held.values(), key=_TURN)
+                self.remove(last)
+                retracted.append(last)
+                if last is request:
                     return False
             else:
                 return True

@@ -8,9 +8,10 @@ from typing import Any
 from coppice.v1 import target_pb2_grpc
 from shared.config import TargetConfig
 from shared.rpc.engine import EngineHandle
+from shared.rpc.health_names import TARGET_SERVICE
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.worker import WorkerServer, run_worker
-from target_service.servicer import SERVICE_NAME, TargetServicer
+from target_service.servicer import TargetServicer
 
 ENGINE_FACTORY = "target_service.engine_factory:create_engine"
 
@@ -25,7 +26,7 @@ def create_worker(config: TargetConfig, engine: EngineHandle) -> WorkerServer:
         target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
         return servicer
 
-    return WorkerServer(config, engine, role="target", service=SERVICE_NAME, register=register)
+    return WorkerServer(config, engine, role="target", service=TARGET_SERVICE, register=register)
 
 
 def main(config: TargetConfig) -> int:

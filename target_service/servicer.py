@@ -26,10 +26,9 @@ from shared.peer.channel import remove_socket
 from shared.peer.shared_files import MAILBOXES, RINGS, mailbox_name
 from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
+from shared.rpc.protocol import check_caller
 from shared.rpc.sessions import SessionHub, SessionProtocol
 from target_service.feature_streams import FeatureHub
-
-SERVICE_NAME: str = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
 
 def _is_final(answer: Any) -> bool:
@@ -93,6 +92,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Serve one orchestrator until it closes the stream."""
+        check_caller(context.invocation_metadata())
         self._identity.require_ready()
         await self.sessions.serve(request_iterator, context)
 
@@ -102,6 +102,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Serve one draft worker until it closes the stream."""
+        check_caller(context.invocation_metadata())
         self._identity.require_ready()
         await self.features.serve(request_iterator, context)
 

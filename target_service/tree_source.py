@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from shared.errors import InvalidTreeError
 from shared.kernels.mailbox_trees import TakenTrees
 from shared.messages import PeerAttach, PeerTree, TreeBatch
@@ -74,6 +76,15 @@ class TreeSource:
             features: [B, D + 1, row_bytes], rows of each path; None: no request keeps any.
         """
 
+    def note_step(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+    ) -> None:
+        """Learn from a step that was read, before its rounds are ordered and committed.
+
+        Args:
+            is_clean: It had no rows but those of the trees.
+        """
+
     def take(
         self, channel: PeerChannel, batch: TreeBatch
     ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:
@@ -85,28 +96,32 @@ class TreeSource:
 
     # --- device rounds ---------------------------------------------------------------------------
 
-    def can_launch_early(self, scheduler: Scheduler) -> bool:
-        """Return whether the device can wait for some tree that is ordered: the step that it is in
-        can be launched before the tree is here.
+    def has_device_trees(self, scheduler: Scheduler) -> bool:
+        """Return whether the device can wait for some tree: the step that it is in can be launched
+        before the tree is here.
         """
         return False
 
-    def plan_early(self, scheduler: Scheduler) -> StepPlan | None:
-        """Plan a step that waits, on the device, for all trees that it can wait for there, and has
-        whatever else is ready beside them. Nothing is in flight.
-
-        Returns: None unless `can_launch_early`.
-        """
-        return None
+    def plan(self, scheduler: Scheduler) -> StepPlan:
+        """Plan a step of whatever is ready, and of all trees that the device can wait for."""
+        return scheduler.plan()
 
     def place_trees(self, requests: Sequence[TargetRequest], staging: Staging) -> MailboxTrees:
         """Say where the device finds the trees of these requests."""
         raise AssertionError("only a source with a mailbox queues a DeviceTree")
 
-    def take_trees(self, trees: MailboxTrees, inputs: ExtendInput, num_rows: int) -> TakenTrees:
+    def take_trees(
+        self,
+        trees: MailboxTrees,
+        inputs: ExtendInput,
+        newest_slot: torch.Tensor,
+        *,
+        num_rows: int,
+    ) -> TakenTrees:
         """Let the device wait for trees and lay them out as the first rows of a step.
 
         Args:
+            newest_slot: Where the device keeps how far requests have come.
             num_rows: Of these trees.
         Mutates: the rows of `inputs`.
         """

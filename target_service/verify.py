@@ -33,8 +33,8 @@ class Verifier:
     """Launches what follows a forward.
 
     Args:
-        roots: [max_num_requests + 1] i64, the newest token of every request, by row of the page
-            table; the last is a spare.
+        roots, newest_slot: [max_num_requests + 1] i64, the newest token of every request and its
+            logical slot, by row of the page table; the last is a spare.
         extended: Where padded forwards leave their rows, as many as a step has at most.
     """
 
@@ -46,6 +46,7 @@ class Verifier:
         graphs: GraphCache,
         *,
         roots: torch.Tensor,
+        newest_slot: torch.Tensor,
         extended: ExtendOutput,
     ) -> None:
         self._model = model
@@ -53,6 +54,7 @@ class Verifier:
         self._sampler = sampler
         self._graphs = graphs
         self._roots = roots
+        self._newest_slot = newest_slot
         self._extended = extended
 
     def run(self, inputs: VerifyInput, extended: ExtendOutput, post: PostPaths) -> VerifyOutput:
@@ -62,7 +64,7 @@ class Verifier:
             extended: What the forward computed.
         Returns: Valid until the next step.
         Mutates: KV slots [seq_len, seq_len + accept_length) of each request, and its root on the
-            device.
+            device, and where that is.
         """
         posts = inputs.mailbox_paths is not None
         key = ("verify", inputs.bucket, inputs.sampling.has_filters, posts)
@@ -91,6 +93,7 @@ class Verifier:
             inputs.req_idx,
             self._pool.page_table,
             self._roots,
+            self._newest_slot,
             page_size=self._pool.page_size,
             max_depth=inputs.max_depth,
         )

@@ -145,6 +145,7 @@ def _put_first(taken: TakenTrees, inputs: VerifyInput) -> None:
     inputs.token_ids[:num_trees, :num_nodes] = taken.token_ids
     inputs.parent_index[:num_trees, :num_nodes] = taken.parent_index
     inputs.position[: len(taken.position)] = taken.position
+    inputs.seq_len[:num_trees] = taken.seq_len
 
 
 def _verify_fields(num_trees: int, num_nodes: int, num_rows: int) -> Fields:

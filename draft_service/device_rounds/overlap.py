@@ -22,6 +22,7 @@ from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import DraftRunner
 from shared.kernels.mailbox_growth import advance_growth
 from shared.kernels.mailbox_paths import take_paths, take_rows
+from shared.messages import TreeShape
 from shared.peer.mailbox import MailboxEnd
 from shared.step.packing import RowBlocks
 from shared.step.step_timer import StepTimer
@@ -61,13 +62,13 @@ class OverlapRunner:
 
         Args:
             requests: All caught up, with slots for `path_width` rows and the next tree reserved.
-            trees: Their newest ones; the next ones get their shapes.
+            trees: Their newest ones, which say what shapes the next ones get.
             mailboxes: Of their targets.
             path_width: Tokens of the longest path through any of the trees.
         Mutates: KV slots past kv_len of each request.
         """
         extend, paths = self._pack_paths(requests, trees, mailboxes, path_width)
-        grow = self._runner.pack_growth(requests, [tree.shape for tree in trees])
+        grow = self._runner.pack_growth(requests, following_shapes(trees))
         self._stop.zero_()
         timer.host("pack")
         self._deferred = lambda: self._launch(paths, extend, grow, timer)
@@ -207,3 +208,10 @@ class OverlapRunner:
         paths = place_paths(trees, mailboxes, path_width, packer.staging)
         packer.staging.flush()
         return DraftExtendInput(**fields, features=features), paths
+
+
+def following_shapes(trees: Sequence[DeviceTree]) -> list[TreeShape]:
+    """Return the shapes of the trees after these, all of which are to be grown."""
+    shapes = [tree.following for tree in trees if tree.following is not None]
+    assert len(shapes) == len(trees)
+    return shapes

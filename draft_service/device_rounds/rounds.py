@@ -15,13 +15,13 @@ import torch
 
 from draft_service.answers import GrownTrees
 from draft_service.device_rounds.mailbox_io import stage_posts
-from draft_service.device_rounds.overlap import OverlapRunner
+from draft_service.device_rounds.overlap import OverlapRunner, following_shapes
 from draft_service.path_source import ConfirmedTrees, PathSource, PostTrees
 from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import STAGED_BYTES, DraftRunner
 from shared.kernels.mailbox_paths import MAX_MAILBOXES
 from shared.kernels.mailbox_words import MAX_PATH
-from shared.messages import TreeShape
+from shared.messages import PathEntry, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import MailboxEnd, is_tag, open_mailbox
 from shared.step.staging import Staging
@@ -93,12 +93,16 @@ class DeviceRounds(PathSource):
         return channel in self._mailboxes
 
     def place_tree(
-        self, channel: PeerChannel, slot: int, round_tag: int, shape: TreeShape
+        self,
+        channel: PeerChannel,
+        part: PathEntry,
+        shape: TreeShape,
+        following: TreeShape | None,
     ) -> DeviceTree | None:
-        mailbox = self._mailboxes.get(channel)
-        if mailbox is None or slot >= mailbox.num_slots or not is_tag(round_tag):
+        mailbox, slot = self._mailboxes.get(channel), part.mailbox_slot
+        if mailbox is None or slot >= mailbox.num_slots or not is_tag(part.round_tag):
             return None
-        return DeviceTree(slot, round_tag, shape)
+        return DeviceTree(slot, part.round_tag, shape, following)
 
     def stage_posts(self, requests: Sequence[DraftRequest]) -> PostTrees | None:
         trees = [request.device_tree for request in requests]
@@ -132,7 +136,7 @@ class DeviceRounds(PathSource):
         self.overlap.launch(requests, trees, mailboxes, path_width, timer)
         self._launched = _Launched(
             requests=requests,
-            shapes=[tree.shape for tree in trees],
+            shapes=following_shapes(trees),
             num_tokens=[len(request.tokens) for request in requests],
             timer=timer,
             until_s=time.monotonic() + AHEAD_PATIENCE_S,
@@ -157,8 +161,7 @@ class DeviceRounds(PathSource):
         hear()
         paths = [path[1 : 1 + path[0]] for path in taken.tolist()]
         rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
-        if not rows:
-            return None
+        taken_from = [r for r, path in zip(launched.requests, paths, strict=True) if path]
         trees = GrownTrees(
             requests=[launched.requests[row] for row in rows],
             rows=rows,
@@ -166,7 +169,11 @@ class DeviceRounds(PathSource):
             timer=launched.timer,
             is_overlapped=True,
         )
-        return ConfirmedTrees(trees=trees, num_tokens=[len(paths[row]) for row in rows])
+        return ConfirmedTrees(
+            trees=trees,
+            num_tokens=[len(paths[row]) for row in rows],
+            passed=[request for request in taken_from if request.pending is None],
+        )
 
     def compile(self, dtype: torch.dtype) -> None:
         self.overlap.compile(dtype)
@@ -177,7 +184,9 @@ class DeviceRounds(PathSource):
         """
         tree = request.device_tree
         is_caught_up = request.pending is None and not request.num_ready_rows
-        if not is_caught_up or tree is None or tree.shape.num_steps >= MAX_PATH:
+        if not is_caught_up or tree is None or tree.following is None:
+            return False
+        if max(tree.shape.num_steps, tree.following.num_steps) >= MAX_PATH:
             return False
         return request.channel in self._mailboxes
 

@@ -6,27 +6,40 @@ import torch
 
 from shared.kernels.mailbox_paths import post_paths
 from shared.kernels.mailbox_trees import take_trees
+from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
+from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
 from shared.peer.mailbox import Mailbox
 
 
-def compile_mailbox(mailbox: Mailbox, vocab_size: int, device: torch.device) -> None:
+def compile_mailbox(mailbox: Mailbox, pool: KVPool, vocab_size: int) -> None:
     """Launch each kernel once, for a tree that does not come and a path that goes nowhere."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=pool.device)
 
-    nowhere = zeros(1, dtype=torch.int32) - 1
+    nowhere, is_known = [zeros(1, dtype=torch.int32) + value for value in (-1, 0)]
+    attention = TreeAttentionMetadata(
+        page_table=pool.page_table,
+        req_idx=zeros(1, dtype=torch.int32),
+        prefix_len=zeros(1, dtype=torch.int32),
+        row_indptr=torch.arange(2, dtype=torch.int32, device=pool.device),
+        path_len=zeros(1, dtype=torch.int32),
+        path_offset=zeros(1, MAX_TREE_NODES, dtype=torch.int32),
+        is_chain=zeros(1, dtype=torch.bool),
+        page_size=pool.page_size,
+    )
     take_trees(
         mailbox.trees,
         nowhere,
         nowhere,
-        torch.arange(2, dtype=torch.int32, device=device),
-        zeros(1, dtype=torch.int32),
+        zeros(mailbox.num_slots, dtype=torch.int32),
+        is_known,
         zeros(1),
         zeros(1),
+        zeros(1),
         zeros(1, dtype=torch.int32),
-        zeros(1, MAX_TREE_NODES, dtype=torch.int32),
+        attention,
         num_trees=1,
         num_nodes=1,
         max_depth=1,

@@ -1,9 +1,10 @@
 """Peer rounds whose paths and trees also go from device to device, through a mailbox.
 
 The hosts exchange the same messages as in peer rounds. But the target launches a step before its
-trees are here: its device takes them from the mailbox, and posts the accepted paths there, which
-the draft's device may be waiting for. A tree that does not come in time makes a round of the root
-alone, and its draft is trusted with such rounds less often.
+trees are here, and before the step in flight has said how far requests came: its device takes the
+trees from the mailbox, lays them where the rounds before ended, and posts the accepted paths to the
+mailbox, which the draft's device may be waiting for. A tree that does not come in time makes a
+round of the root alone, and its draft is trusted with such rounds less often.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 from shared.kernels.mailbox_paths import post_paths
 from shared.kernels.mailbox_trees import TakenTrees, take_trees
 from shared.kernels.mailbox_words import MAX_PATH
-from shared.messages import PeerAttach, TreeShape
+from shared.messages import PeerAttach, PeerTrees, TreeShape
 from shared.peer.mailbox import NUM_TAGS, Mailbox, tag_of
 from shared.step.staging import Fields, Staging
 from target_service.batch_window import BatchWindow
-from target_service.draft_peer import DraftPeer, MailboxUse
+from target_service.budgets.shapes import TreeShapes
+from target_service.draft_peer import DraftPeer, MailboxUse, Progress
 from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
 from target_service.nodes import AcceptedNodes, SampledTrees
@@ -32,7 +34,7 @@ from target_service.phases import (
     VerifyInput,
     VerifyOutput,
 )
-from target_service.request import DeviceTree, TargetRequest
+from target_service.request import DeviceTree, Phase, TargetRequest
 from target_service.scheduler import Scheduler, StepPlan
 
 # A tree takes a millisecond or two; one that has to wait for a prompt, ten.
@@ -44,49 +46,93 @@ _NOWHERE = -1
 class DeviceRounds(PeerRounds):
     """Orders trees through the mailbox where the draft reads it, and over channels elsewhere."""
 
-    def __init__(self, state: EngineState, window: BatchWindow, mailbox: Mailbox) -> None:
-        super().__init__(state, window)
+    def __init__(
+        self,
+        state: EngineState,
+        window: BatchWindow,
+        mailbox: Mailbox,
+        shapes: TreeShapes | None = None,
+    ) -> None:
+        super().__init__(state, window, shapes)
         self.mailbox = mailbox
+        # By slot, the tag of a round that the device is not to wait for: it looks while it waits.
+        self._given_up = torch.zeros(
+            mailbox.num_slots, dtype=torch.int32, pin_memory=mailbox.device.type == "cuda"
+        )
 
     def end_credit(self, request: TargetRequest) -> None:
         super().end_credit(request)
-        _clear_order(request)
+        use = _mailbox_use_of(request)
+        if use is not None:
+            use.tagged_round = 0
+            if use.launched_round > request.round_idx and use.tag_base is not None:
+                self._given_up[use.slot] = tag_of(use.tag_base, use.launched_round)
 
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
+        counts = self._state.counts
         for request, path in zip(trees.requests[: trees.num_on_device], nodes, strict=False):
             _note_wait(request, path)
+            counts.late_trees += path.num_nodes == 1
+            counts.mailbox_rows += len(path.token_ids)
         super().order_next(trees, nodes, features)
 
     def launched(self, requests: Sequence[TargetRequest]) -> None:
         super().launched(requests)
         for request in requests:
-            _clear_order(request)
+            use = _mailbox_use_of(request)
+            if use is not None and isinstance(request.queued, DeviceTree):
+                use.launched_round = request.round_idx + request.num_in_flight + 1
+                use.slot = request.req_idx
 
     # --- a step that waits for its trees ---------------------------------------------------------
 
-    def can_launch_early(self, scheduler: Scheduler) -> bool:
-        return any([_ordered_shape(request) is not None for request in scheduler.held])
+    def has_device_trees(self, scheduler: Scheduler) -> bool:
+        return any([self._awaitable_shape(request) is not None for request in scheduler.held])
 
-    def plan_early(self, scheduler: Scheduler) -> StepPlan | None:
-        ordered = [(request, _ordered_shape(request)) for request in scheduler.held]
-        due = [(request, shape) for request, shape in ordered if shape is not None]
-        if not due:
-            return None
-        for request, shape in due:
+    def plan(self, scheduler: Scheduler) -> StepPlan:
+        awaitable = [(request, self._awaitable_shape(request)) for request in scheduler.held]
+        awaited = [(request, shape) for request, shape in awaitable if shape is not None]
+        for request, shape in awaited:
             request.queued = DeviceTree(shape)
         plan = scheduler.plan()
-        planned = set(plan.verifies)
-        for request, _ in due:
+        planned = set(plan.verifies) if awaited else ()
+        for request, _ in awaited:
             if request not in planned:  # for want of rows; its tree is waited for in a later step
                 request.queued = None
         return plan
 
+    def _awaitable_shape(self, request: TargetRequest) -> TreeShape | None:
+        """Return the shape of the tree of the next round to launch, if the device can wait for it;
+        None: it cannot.
+        """
+        use = _mailbox_use_of(request)
+        if use is None or request.phase is not Phase.RUNNING or request.queued is not None:
+            return None
+        if use.tagged_round != request.round_idx + 1 or request.num_in_flight > 1:
+            return None
+        if not request.num_in_flight:
+            return use.tagged_shape
+        return use.following_shape if self._goes_on_alone(request, use) else None
+
+    def _goes_on_alone(self, request: TargetRequest, use: MailboxUse) -> bool:
+        """Return whether the round after the one in flight can be launched before that is read: the
+        draft's device grows its tree by itself as soon as the path in flight is posted.
+        """
+        next_round, shape = request.round_idx + 2, use.following_shape
+        return (
+            shape is not None
+            and use.resumes_at <= next_round <= request.credit_until
+            and len(request.tokens) + 1 < request.token_limit
+            and request.most_launched_len + shape.num_draft_tokens <= self._max_context_len
+        )
+
     def place_trees(self, requests: Sequence[TargetRequest], staging: Staging) -> MailboxTrees:
-        host, device = staging.place_zeros(_fields, len(requests))
+        host, device = staging.place_zeros(_tree_fields, len(requests))
         host["slot"][:] = [request.req_idx for request in requests]
         host["round_tag"][:] = list(map(_round_tag, requests))
+        host["is_behind"][:] = [request.num_in_flight for request in requests]
         shapes = [r.queued.shape for r in requests if isinstance(r.queued, DeviceTree)]
         return MailboxTrees(
             words=self.mailbox.trees,
@@ -96,18 +142,25 @@ class DeviceRounds(PeerRounds):
         )
 
     @torch.inference_mode()
-    def take_trees(self, trees: MailboxTrees, inputs: ExtendInput, num_rows: int) -> TakenTrees:
-        attention = inputs.rows.attention
+    def take_trees(
+        self,
+        trees: MailboxTrees,
+        inputs: ExtendInput,
+        newest_slot: torch.Tensor,
+        *,
+        num_rows: int,
+    ) -> TakenTrees:
         return take_trees(
             trees.words,
             trees.slot,
             trees.round_tag,
-            attention.row_indptr,
-            attention.prefix_len,
+            self._given_up,
+            trees.is_behind,
+            newest_slot,
             inputs.token_ids,
             inputs.position_ids,
-            attention.path_len,
-            attention.path_offset,
+            inputs.rows.slot_mapping,
+            inputs.rows.attention,
             num_trees=len(trees.slot),
             num_nodes=trees.num_nodes,
             max_depth=trees.max_depth,
@@ -119,7 +172,7 @@ class DeviceRounds(PeerRounds):
     def place_paths(
         self, requests: Sequence[TargetRequest], staging: Staging, num_places: int
     ) -> MailboxPaths | None:
-        tags = list(map(_round_tag, requests))
+        tags = list(map(_path_tag, requests))
         host, device = staging.place_zeros(_fields, num_places)
         host["round_tag"][: len(tags)] = tags
         host["slot"].fill(_NOWHERE)
@@ -150,14 +203,35 @@ class DeviceRounds(PeerRounds):
     def _mailbox_use(self, message: PeerAttach) -> MailboxUse | None:
         return MailboxUse() if message.has_mailbox else None
 
-    def _next_round_tag(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> int:
+    def _is_launched(self, request: TargetRequest, round_idx: int) -> bool:
+        use = _mailbox_use_of(request)
+        return use is not None and use.launched_round == round_idx
+
+    def _next_shapes(
+        self, request: TargetRequest, peer: DraftPeer, credit: PeerTrees
+    ) -> tuple[TreeShape | None, TreeShape | None]:
+        wanted, use = self.shapes.of(request, credit), peer.mailbox
+        if use is None:
+            return wanted, None
+        is_grown_alone = use.tagged_round == request.round_idx + 1
+        return (is_grown_alone and use.following_shape) or wanted, wanted
+
+    def _next_round_tag(
+        self,
+        request: TargetRequest,
+        peer: DraftPeer,
+        shape: TreeShape,
+        following: TreeShape | None,
+    ) -> int:
         """Return the round tag of the round after the one in flight.
 
         Returns: 0 if the draft does not look into the mailbox, has been late, or sampling must know
             the tree.
         """
         use, round_idx = peer.mailbox, request.round_idx + 2
-        if use is None or shape.num_steps >= MAX_PATH or round_idx < use.resumes_at:
+        if use is None or shape.num_steps >= MAX_PATH:
+            return 0
+        if round_idx < use.resumes_at and round_idx != use.launched_round:
             return 0
         stopping = request.open.stopping
         is_masked = stopping.stop_token_ids and stopping.min_new_tokens
@@ -165,8 +239,12 @@ class DeviceRounds(PeerRounds):
             return 0
         if use.tag_base is None:
             use.tag_base = secrets.randbelow(NUM_TAGS)  # of no request that had the slot before
-        use.ordered_shape = shape
+        use.tagged_round, use.tagged_shape, use.following_shape = round_idx, shape, following
         return tag_of(use.tag_base, round_idx)
+
+
+def _tree_fields(num_trees: int) -> Fields:
+    return {**_fields(num_trees), "is_behind": (torch.int32, (num_trees,))}
 
 
 def _fields(num_trees: int) -> Fields:
@@ -177,12 +255,6 @@ def _mailbox_use_of(request: TargetRequest) -> MailboxUse | None:
     return request.draft.mailbox if request.draft is not None else None
 
 
-def _ordered_shape(request: TargetRequest) -> TreeShape | None:
-    """Return the shape of the tree that the device could wait for now; None: there is none."""
-    use = _mailbox_use_of(request)
-    return use.ordered_shape if use is not None and request.is_between_rounds else None
-
-
 def _round_tag(request: TargetRequest) -> int:
     """Return the tag of the next round to launch; 0: it has none."""
     use = _mailbox_use_of(request)
@@ -191,10 +263,10 @@ def _round_tag(request: TargetRequest) -> int:
     return tag_of(use.tag_base, request.round_idx + request.num_in_flight + 1)
 
 
-def _clear_order(request: TargetRequest) -> None:
-    use = _mailbox_use_of(request)
-    if use is not None:
-        use.ordered_shape = None
+def _path_tag(request: TargetRequest) -> int:
+    """Return the tag of the path of the next round to launch; 0: nobody waits for it."""
+    peer = request.draft
+    return 0 if peer is None or peer.progress is Progress.RESTING else _round_tag(request)
 
 
 def _note_wait(request: TargetRequest, path: AcceptedNodes) -> None:

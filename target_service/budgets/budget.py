@@ -1,0 +1,273 @@
+"""The budget of a target's trees: decides, every few rounds, which rung of the ladder each gets.
+
+A decision is a `Deal` over what is known of requests (`Acceptance`) and rounds (`RoundCosts`). Here
+is what happens over time: decisions last a few rounds, all requests keep what they have unless
+another deal brings more, a request that rests does so for a while, and where all rest a few are
+tried again, less and less often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.messages import TreeShape
+from target_service.budgets.acceptance import Acceptance
+from target_service.budgets.costs import RoundCosts, RoundKind
+from target_service.budgets.deal import NOTHING_FIXED, Dealer, FixedRounds
+
+Ints = NDArray[np.int64]
+
+DECISION_ROUNDS = 4
+"""Rounds that a decision is good for, while the same requests run."""
+
+# Tokens per second that a change must bring, as a part of all; more on a CPU, whose rounds scatter
+# because others use it as well.
+_FAVOUR, _FAVOUR_CPU = 0.02, 0.1
+# One decision in so many favours nothing: what single requests lose by it is little for all.
+_UNFAVOURED_DECISION = 16
+# A round that takes so many times what was expected is reason enough to decide anew.
+_BAD_SURPRISE = 1.3
+# Rounds in which prompts are read take longer whatever trees there are: so much at most, by the
+# mean of some twenty rounds.
+_MOST_OTHER_S, _OTHER_WEIGHT = 0.1, 0.05
+# A request that rests does so for at least so many rounds: a draft must read what came meanwhile.
+_LEAST_REST = 16
+# Where all requests rest: rounds after which a few are tried, twice as many after each try ..
+_FIRST_PROBE_AFTER = 64
+_LAST_PROBE_AFTER = 1024
+# .. with trees of this rung at most, for so many rounds, or until the draft has had so many.
+_PROBE_RUNG = 3
+_PROBE_ROUNDS = 3
+_PROBE_PATIENCE = 64
+_MOST_PROBED = 4
+# Gains by class change slowly: decisions after which they are computed anew, at first and later.
+_FIRST_GAINS, _LAST_GAINS = 2, 128
+
+
+class StepTimes(NamedTuple):
+    """What a step was like whose time is learned from.
+
+    Args:
+        num_rows: Of its trees.
+        num_requests: That run, in this step or in others.
+        waited_rungs: [B], of the trees that it waited for, whether or not they came; 0: none.
+        is_clean: It computed nothing else, such as rows of prompts, and the draft did not have many
+            of these to read either.
+    """
+
+    num_rows: int
+    num_requests: int
+    waited_rungs: Ints
+    is_clean: bool
+
+
+class TreeBudget:
+    """Decides for all requests of a target that may have trees of its choice.
+
+    Args:
+        num_slots: Requests that there can be at once; each has a slot, its row of the page table.
+        clock: Monotonic, seconds.
+    """
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        ladder: Sequence[TreeShape],
+        num_slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.costs = costs
+        self.acceptance = Acceptance(ladder, num_slots)
+        self.rungs: Ints = np.zeros(num_slots, dtype=np.int64)
+        """Of each slot, as decided last; 0: the root alone."""
+        self._clock = clock
+        self._rung_of_size = _rung_of_size(costs.rows)
+        self._is_whole = np.isin(np.arange(len(self._rung_of_size)), costs.rows)
+        self._dealer = Dealer(self.acceptance.gains(), costs)
+        self._num_decisions = 0
+        self._new_gains_at = _FIRST_GAINS
+        self._limit = 0
+        self._round = 0
+        self._decided_round = -DECISION_ROUNDS
+        self._is_new = np.ones(num_slots, dtype=bool)  # nothing was decided yet
+        self._rests_until = np.zeros(num_slots, dtype=np.int64)
+        self._probe = _Probe()
+        self._ended_s = np.zeros(num_slots)
+        self._was_clean = False
+        self._other_s = 0.0  # what a round takes for other work
+
+    def begin(self, slot: int) -> None:
+        """Take note that another request has a slot; it gets what most requests like it have."""
+        self.acceptance.begin(slot)
+        self._ended_s[slot] = 0.0
+        self._rests_until[slot] = 0
+        self._is_new[slot] = True
+        self.rungs[slot] = 0
+        self._decided_round = -DECISION_ROUNDS
+
+    @property
+    def all_rest(self) -> bool:
+        """Return whether trees did not pay for any request lately."""
+        return self._num_decisions > 0 and self._limit == 0
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether `decide` would decide anew."""
+        return self._round >= self._decided_round + DECISION_ROUNDS
+
+    def decide(self, slots: Ints, caps: Ints, fixed: FixedRounds = NOTHING_FIXED) -> None:
+        """Decide for requests.
+
+        Args:
+            slots: [B], all different.
+            caps: [B], the highest rung that each may have.
+            fixed: Other requests of the same steps.
+        Mutates: `rungs`.
+        """
+        self._decided_round = self._round
+        if not len(slots):
+            return
+        self._renew_gains()
+        caps = np.where(self._rests_until[slots] > self._round, 0, caps)
+        fixed = fixed._replace(seconds=self._other_s)
+        held, favour = self._held(slots)
+        deal = self._dealer.deal(self.acceptance.classes(slots), caps, held, fixed, favour=favour)
+        self._limit, rungs = deal.limit, deal.rungs
+        if deal.limit:
+            self._probe.reset()
+        else:
+            rungs = self._probed(slots, caps, fixed)
+        begins_rest = slots[(rungs == 0) & ((self.rungs[slots] > 0) | self._is_new[slots])]
+        self._rests_until[begins_rest] = self._round + _LEAST_REST
+        self.rungs[slots] = rungs
+        self._is_new[slots] = False
+
+    def _held(self, slots: Ints) -> tuple[Ints, float]:
+        """Return what requests have, those that are new what most have; and how much more tokens
+        per second another deal must bring.
+        """
+        held, is_new = self.rungs[slots], self._is_new[slots]
+        if is_new.all():
+            return held, 0.0
+        if not self._limit:
+            held[:] = 0  # but for those that are tried
+        held[is_new] = np.bincount(held[~is_new]).argmax()
+        if not self._num_decisions % _UNFAVOURED_DECISION:
+            return held, 0.0
+        return held, _FAVOUR if self.costs.is_padded else _FAVOUR_CPU
+
+    def note_step(self, slots: Ints, num_nodes: Ints, num_accepted: Ints, times: StepTimes) -> None:
+        """Learn from a step that has ended.
+
+        Args:
+            slots: [B], the requests whose rounds it ended.
+            num_nodes: [B], of their trees, roots included.
+            num_accepted: [B], drafts accepted.
+        """
+        self._round += 1
+        sizes = np.minimum(num_nodes, len(self._rung_of_size) - 1)
+        rungs = self._rung_of_size[sizes]
+        self._note_time(slots, np.maximum(rungs, times.waited_rungs), times)
+        has_tree = rungs > 0
+        known = has_tree & self._is_whole[sizes]  # others were cut, or are of no rung
+        if known.any():
+            self._probe.num_rounds += 1
+            kept = slice(None) if known.all() else known
+            self.acceptance.note_rounds(slots[kept], rungs[kept], num_accepted[kept])
+        if len(slots):
+            self.acceptance.recentre(slots)
+        resting = slots[~has_tree]
+        if len(resting):
+            self.acceptance.note_rests(resting, returns=self._limit > 0)
+
+    def _note_time(self, slots: Ints, rungs: Ints, times: StepTimes) -> None:
+        """Learn what a round of these requests took: from the end of each one's round before."""
+        now_s = self._clock()
+        ended_s = self._ended_s[slots]
+        self._ended_s[slots] = now_s
+        is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
+        if not len(slots) or not ended_s.all():
+            return
+        # Requests may take turns: a round of all of them has the rows and trees of several steps.
+        count = max(times.num_requests, len(slots))
+        kind = RoundKind(
+            num_requests=count,
+            num_rows=round(times.num_rows * count / len(slots)),
+            rung=int(rungs.max()),
+            num_trees=round(np.count_nonzero(rungs) * count / len(slots)),
+        )
+        took_s, expected_s = now_s - float(np.median(ended_s)), self.costs.round_s(kind)
+        if is_clean:
+            if took_s > _BAD_SURPRISE * (expected_s + self._other_s):
+                self._decided_round = -DECISION_ROUNDS
+            self.costs.note_round(kind, took_s, now_s)
+        other_s = 0.0 if is_clean else min(max(took_s - expected_s, 0.0), _MOST_OTHER_S)
+        self._other_s += _OTHER_WEIGHT * (other_s - self._other_s)
+
+    def _renew_gains(self) -> None:
+        self._num_decisions += 1
+        if self._num_decisions >= self._new_gains_at:
+            self._new_gains_at += min(self._num_decisions, _LAST_GAINS)
+            self._dealer = Dealer(self.acceptance.gains(), self.costs)
+
+    def _probed(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Ints:
+        """Return the rungs of requests none of which would get a tree; a few are tried at times.
+
+        As many as fit beside the roots into the next size of a step, or one.
+        """
+        rungs = np.zeros_like(caps)
+        if not self._probe.is_on(self._round):
+            return rungs
+        chosen = np.flatnonzero((self.rungs[slots] > 0) & (caps > 0))  # as decided before
+        rung = min(_PROBE_RUNG, int(caps.max()))
+        if not len(chosen):
+            base = len(slots) + fixed.num_rows
+            sizes, _ = self.costs.sizes_above(base)
+            num_more = max(int(self.costs.rows[rung]) - 1, 1)
+            room = (int(sizes[0]) - base) // num_more if len(sizes) else 0
+            promise = np.where(caps > 0, self.acceptance.promise(slots), -np.inf)
+            count = min(max(room, 1), _MOST_PROBED)
+            chosen = np.argsort(-promise, kind="stable")[:count]
+        rungs[chosen] = np.minimum(caps[chosen], rung)
+        return rungs
+
+
+class _Probe:
+    """When trees are tried while all requests rest.
+
+    Attributes:
+        num_rounds: With trees, since the last try began.
+    """
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+        self._after = 0
+        self._begins: int | None = None  # the next try, or the one that is on
+
+    def reset(self) -> None:
+        """Take note that trees pay."""
+        self._after, self._begins = 0, None
+
+    def is_on(self, now: int) -> bool:
+        """Return whether some requests are to be tried in this round, while all would rest."""
+        if self._begins is None:
+            self._after = min(max(2 * self._after, _FIRST_PROBE_AFTER), _LAST_PROBE_AFTER)
+            self._begins = now + self._after
+        if now < self._begins:
+            self.num_rounds = 0
+            return False
+        if self.num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE:
+            self._begins = None
+            return False
+        return True
+
+
+def _rung_of_size(rows: Ints) -> Ints:
+    """Return the highest rung that has no more nodes than a tree, by the nodes of the tree."""
+    sizes = np.arange(2 + int(rows[-1]))
+    return np.maximum(np.searchsorted(rows, sizes, side="right") - 1, 0)

@@ -1,0 +1,240 @@
+"""What a round takes: by the rows of its step, its requests, and the trees that it waits for.
+
+    round = forward(rows) + host[requests] + draft[largest rung, trees]
+
+Forwards were measured at start-up. The rest is learned from rounds: the host's part (sampling, the
+reading of KV, transport) from those without trees; what trees take beside it (the draft, and what
+they make both hosts do) from those with trees. An entry is the median of the last few rounds of its
+kind: one that had to wait for something else says nothing. Rungs and numbers of trees that were
+never tried take as much more than was expected of their growth as the nearest ones do, in seconds
+or as a factor, whichever is less. So what was never tried looks rather too cheap than too dear, is
+tried, and is known then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.messages import TreeShape
+from shared.step.buckets import BATCH_BUCKETS
+from target_service.budgets.samples import RoundSamples
+from target_service.step_costs import StepCosts
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
+Place = tuple[int, int]
+
+# Of a forward of one row: what a draft takes until somebody has measured it. Each of its steps is a
+# forward of its own, and twice as long where it has so many rows.
+_FIRST_GROWTH = 0.06
+_FIRST_GROWTH_PER_STEP = 0.05
+_DOUBLING_ROWS_CPU, _DOUBLING_ROWS_GPU = 16, 512
+
+# Of the same, what a GPU takes beside the forward for a request, until that was measured.
+_FIRST_HOST = 0.003
+# What a host does for a step takes it about as long as for so many requests, or trees.
+_HOST_REQUESTS, _HOST_TREES = 4, 64
+# An entry that has changed by such a part, or so many seconds, changes the guesses from it; by so
+# much, and it is another draft, or a busy one: what was learned long ago of it is void.
+_CHANGE, _CHANGE_S = 0.1, 20e-6
+_MUCH_CHANGE = 0.5
+
+_BATCHES = np.array(BATCH_BUCKETS)
+# Of every number of requests, or of trees, the place of its bucket.
+_BUCKETS = np.searchsorted(_BATCHES, np.arange(1 + BATCH_BUCKETS[-1]))
+
+
+class RoundKind(NamedTuple):
+    """What decides how long a round takes.
+
+    Args:
+        num_requests: That run.
+        num_rows: Of a step of all of them.
+        rung: Of the largest tree that is waited for; 0: there is none.
+        num_trees: That are waited for.
+    """
+
+    num_requests: int
+    num_rows: float
+    rung: int = 0
+    num_trees: int = 0
+
+
+class RoundCosts:
+    """Learns what rounds take.
+
+    Args:
+        forward: Of the target.
+        is_padded: Steps are padded up to the row counts that were measured.
+        most_rows: Of a step's trees.
+    """
+
+    def __init__(
+        self,
+        forward: StepCosts,
+        ladder: Sequence[TreeShape],
+        *,
+        is_padded: bool,
+        most_rows: int,
+    ) -> None:
+        sizes, seconds = zip(*forward.sizes, strict=True)
+        self._sizes: tuple[int, ...] = sizes
+        self._seconds: tuple[float, ...] = seconds
+        self.is_padded = is_padded
+        limits = [*(size for size in sizes if size < most_rows), most_rows]
+        self._limits: Floats = np.array(limits, dtype=np.float64)
+        self._limits_s: Floats = np.array([self.forward_s(limit) for limit in limits])
+        self.rows: Ints = np.array([1, *(shape.num_draft_tokens for shape in ladder)])
+        """Of a request, by its rung."""
+        growths = [_first_growth(shape, is_gpu=is_padded) for shape in ladder]
+        self._growth = seconds[0] * np.array([np.zeros(len(_BATCHES)), *growths])
+        # A CPU computes row by row, a GPU's host request by request and some.
+        self._host_unit = _HOST_REQUESTS + _BATCHES if is_padded else _BATCHES
+        tree_unit = _HOST_TREES + _BATCHES if is_padded else self.rows[:, None] * _BATCHES
+        self._tree_unit = np.broadcast_to(tree_unit, self._growth.shape)
+        self._samples = RoundSamples(self._growth.shape)
+        # What rounds without trees take beside the forward, by the bucket of requests; and what
+        # trees take beside that, by rung and the bucket of trees.
+        self._host = _FIRST_HOST * seconds[0] * is_padded * _BATCHES
+        self._draft = self._growth.copy()
+        self._guessed_from = np.full_like(self._growth, np.nan)
+
+    def forward_s(self, num_rows: float) -> float:
+        """Return what a forward of so many rows takes."""
+        sizes, seconds = self._sizes, self._seconds
+        if num_rows > sizes[-1]:
+            return seconds[-1] * num_rows / sizes[-1]
+        if self.is_padded:
+            return seconds[bisect_left(sizes, num_rows)]
+        return float(np.interp(num_rows, sizes, seconds))
+
+    def sizes_above(self, num_rows: int) -> tuple[Floats, Floats]:
+        """Return the sizes of steps that are worth filling, and what a forward of each takes.
+
+        One more row than these costs a whole size more.
+        """
+        first = int(np.searchsorted(self._limits, num_rows, side="right"))
+        return self._limits[first:], self._limits_s[first:]
+
+    def host_s(self, num_requests: int) -> float:
+        """Return what a round takes beside its forward where there are no trees."""
+        return float(self._host[_bucket(num_requests)])
+
+    def draft_s(
+        self, rung: int, num_trees: Ints, num_requests: int, num_rows: Number
+    ) -> Floats | Number:
+        """Return what trees take beside the forward and the host.
+
+        Args:
+            rung: Of the largest.
+            num_rows: Of a step of all requests, for each number of trees.
+        """
+        draft_s = self._draft[rung][_BUCKETS.take(num_trees, mode="clip")]
+        if self.is_padded:
+            return draft_s
+        return draft_s * self._share(rung, num_trees, num_requests, num_rows)
+
+    def round_s(self, kind: RoundKind) -> float:
+        """Return what a round is expected to take."""
+        seconds = self.forward_s(kind.num_rows) + self.host_s(kind.num_requests)
+        if kind.rung:
+            trees = np.array(kind.num_trees)
+            seconds += float(
+                self.draft_s(kind.rung, trees, kind.num_requests, float(kind.num_rows))
+            )
+        return seconds
+
+    def note_round(self, kind: RoundKind, took_s: float, now_s: float) -> None:
+        """Learn from a round.
+
+        Args:
+            now_s: By a monotonic clock.
+        """
+        batch = _bucket(kind.num_requests)
+        place, share = (0, batch), 1.0
+        if kind.rung:
+            place = kind.rung, _bucket(kind.num_trees)
+            trees = np.array(kind.num_trees)
+            share = float(self._share(kind.rung, trees, kind.num_requests, float(kind.num_rows)))
+        beside_s = took_s - self.forward_s(kind.num_rows)
+        self._samples.note(place, beside_s, batch, share, now_s)
+        # Other rungs of as many trees are known no better, if they were not tried for long.
+        has_forgotten = kind.rung > 0 and self._samples.forget_trees(now_s, bucket=place[1])
+        entry_s = self._samples.entry(place, self._host)
+        if entry_s is not None and kind.rung:
+            if _differs(entry_s, float(self._draft[place]), _MUCH_CHANGE):
+                has_forgotten |= self._samples.forget_trees(now_s)
+            self._draft[place] = entry_s
+        elif entry_s is not None:
+            self._host[batch] = entry_s
+        guessed_from_s = float(self._guessed_from[place])
+        if has_forgotten or (entry_s is not None and _differs(entry_s, guessed_from_s, _CHANGE)):
+            self._guess()
+
+    def _share(
+        self, rung: int, num_trees: Ints, num_requests: int, num_rows: Number
+    ) -> Floats | float:
+        """Return which part of a number of trees' time a round takes if not all of these are of the
+        rung: on a CPU by their rows, on a GPU all of it.
+        """
+        if self.is_padded:
+            return 1.0
+        most_rows = np.maximum(num_trees * (int(self.rows[rung]) - 1), 1)
+        return np.clip((num_rows - num_requests) / most_rows, 0.05, 1.0)
+
+    def _guess(self) -> None:
+        """Guess what is not known from what is."""
+        host = self._samples.entries(self._host)[0]
+        places = np.flatnonzero(~np.isnan(host))
+        if len(places):
+            batches = np.arange(len(host))
+            per_unit = np.interp(batches, places, (host / self._host_unit)[places])
+            guess = per_unit * self._host_unit
+            if not self.is_padded:  # by the row, or by the step: whichever is less
+                guess = np.minimum(guess, np.interp(batches, places, host[places]))
+            self._host = np.where(np.isnan(host), guess, host)
+        known = self._samples.entries(self._host)
+        self._guessed_from = known
+        known, growth = known[1:], self._growth[1:]
+        if np.isnan(known).all():
+            self._draft = self._growth.copy()
+            return
+        unit = self._tree_unit[1:]
+        factor = _filled(known / growth)
+        extra = _filled((known - growth) / unit) * unit
+        guess = growth * factor
+        guess = np.where(extra > 0, np.minimum(guess, growth + extra), guess)
+        self._draft[1:] = np.where(np.isnan(known), guess, known)
+
+
+def _filled(table: Floats) -> Floats:
+    """Return a table without its NaN: between what is known of a rung, then between rungs."""
+    rungs, batches = np.arange(table.shape[0]), np.arange(table.shape[1])
+    is_known = ~np.isnan(table)
+    tried = np.flatnonzero(is_known.any(axis=1))
+    by_batch = np.array(
+        [np.interp(batches, batches[is_known[rung]], table[rung, is_known[rung]]) for rung in tried]
+    )
+    return np.array([np.interp(rungs, tried, column) for column in by_batch.T]).T
+
+
+def _differs(seconds: float, from_s: float, part: float) -> bool:
+    """Return whether an entry is not about what it was, or was not known (NaN)."""
+    return not abs(seconds - from_s) <= max(part * abs(from_s), _CHANGE_S)
+
+
+def _first_growth(shape: TreeShape, *, is_gpu: bool) -> Floats:
+    """Return what trees of a shape take a draft, by the bucket of trees; 1: a forward."""
+    doubling_rows = _DOUBLING_ROWS_GPU if is_gpu else _DOUBLING_ROWS_CPU
+    per_step = 1.0 + _BATCHES * shape.topk / doubling_rows
+    return _FIRST_GROWTH + _FIRST_GROWTH_PER_STEP * shape.num_steps * per_step
+
+
+def _bucket(count: int) -> int:
+    return int(_BUCKETS[min(count, BATCH_BUCKETS[-1])])

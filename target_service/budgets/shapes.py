@@ -1,0 +1,159 @@
+"""Which shape the next tree of a request gets: its credit's, or what a budget decides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shared.ladder import LADDER, num_rungs_within
+from shared.messages import PeerTrees, TreeShape
+from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.budgets.deal import FixedRounds
+from target_service.draft_peer import Progress
+from target_service.nodes import AcceptedNodes, SampledTrees
+from target_service.request import Phase, TargetRequest
+
+# What a round with a tree of a fixed shape brings, of its depth: it hardly matters how much.
+_FIXED_ACCEPTED = 0.5
+# Rounds say what trees take, unless one draft in so many has to catch up.
+_CATCH_UP_SHARE = 8
+
+
+class TreeShapes:
+    """Every tree has the shape of its credit."""
+
+    def begin(self, request: TargetRequest) -> bool:
+        """Take note that a draft is attached to a request.
+
+        Returns: Whether the request is likely to rest at first.
+        """
+        return False
+
+    def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
+        """Return the shape of the next tree that is ordered; None: the request rests."""
+        return credit.shape
+
+    def note_step(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+    ) -> None:
+        """Learn from a step that was read; its rounds are not committed yet.
+
+        Args:
+            is_clean: It had no rows but those of the trees.
+        """
+
+
+class BudgetedShapes(TreeShapes):
+    """Shapes of credits that adapt are what a budget decides, within the credit's own.
+
+    Args:
+        requests: Of the engine.
+    """
+
+    def __init__(self, requests: Mapping[str, TargetRequest], budget: TreeBudget) -> None:
+        self._requests = requests
+        self._budget = budget
+        # By slot: who holds it as far as the budget knows, and what it wants of that request.
+        self._owners: list[TargetRequest | None] = [None] * len(budget.rungs)
+        self._wanted: list[TreeShape | None] = [None] * len(budget.rungs)
+
+    def begin(self, request: TargetRequest) -> bool:
+        if request.req_idx >= 0:
+            self._owners[request.req_idx] = None
+        running = [one for one in self._requests.values() if one.phase is Phase.RUNNING]
+        return self._budget.all_rest and any(one is not request for one in running)
+
+    def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
+        if not credit.adapts:
+            return credit.shape
+        if self._owners[request.req_idx] is not request or self._budget.is_due:
+            self._decide()
+        shape, largest = self._wanted[request.req_idx], credit.shape
+        if shape is not None and shape.num_draft_tokens > largest.num_draft_tokens:
+            return largest  # the credit is another one by now
+        return shape
+
+    def note_step(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+    ) -> None:
+        count = sum([request.phase is Phase.RUNNING for request in trees.requests])
+        paths = nodes[:count]  # prompts that end come last
+        for request in trees.requests[:count]:
+            self._note_owner(request)
+        running = [r for r in self._requests.values() if r.phase is Phase.RUNNING]
+        num_requests, num_behind = len(running), sum(map(_is_catching_up, running))
+        self._budget.note_step(
+            np.array(trees.req_idx[:count], dtype=np.int64),
+            np.array([path.num_nodes for path in paths], dtype=np.int64),
+            np.array([len(path.token_ids) - 1 for path in paths], dtype=np.int64),
+            StepTimes(
+                num_rows=sum(trees.num_nodes[:count]),
+                num_requests=num_requests,
+                waited_rungs=np.array(
+                    list(map(self._waited_rung, trees.requests[:count])), dtype=np.int64
+                ),
+                is_clean=is_clean and num_behind * _CATCH_UP_SHARE <= num_requests,
+            ),
+        )
+
+    def _waited_rung(self, request: TargetRequest) -> int:
+        """Return the rung of the tree that the newest round of a request has waited for."""
+        if request.draft is None or not request.draft.is_waited_for:
+            return 0
+        shape = self._wanted[request.req_idx]
+        return 0 if shape is None else _cap_of(shape)
+
+    def _note_owner(self, request: TargetRequest) -> None:
+        """Take note of who holds a slot."""
+        slot = request.req_idx
+        if self._owners[slot] is not request:
+            self._owners[slot] = request
+            self._wanted[slot] = None
+            self._budget.begin(slot)
+
+    def _decide(self) -> None:
+        slots, caps, fixed = [], [], []
+        num_others = 0
+        for request in self._requests.values():
+            if request.phase is not Phase.RUNNING:
+                continue
+            self._note_owner(request)
+            peer = request.draft
+            credit = None if peer is None else peer.credit
+            if credit is None:
+                num_others += 1
+            elif credit.adapts:
+                slots.append(request.req_idx)
+                caps.append(_cap_of(credit.shape))
+            else:
+                fixed.append(credit.shape)
+        places = np.array(slots, dtype=np.int64)
+        fixed_rounds = _fixed_rounds(num_others, fixed)
+        self._budget.decide(places, np.array(caps, dtype=np.int64), fixed_rounds)
+        for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):
+            self._wanted[slot] = LADDER[rung - 1] if rung else None
+
+
+def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
+    """Return what requests need whose shapes are not chosen, or who have no trees."""
+    num_tokens = sum([1 + _FIXED_ACCEPTED * shape.num_steps for shape in shapes])
+    return FixedRounds(
+        num_requests=num_roots + len(shapes),
+        num_rows=num_roots + sum([shape.num_draft_tokens for shape in shapes]),
+        num_tokens=num_roots + num_tokens,
+        rung=max(map(_cap_of, shapes), default=0),
+        num_trees=len(shapes),
+    )
+
+
+def _is_catching_up(request: TargetRequest) -> bool:
+    """Return whether the draft of a request has been asked for its first tree."""
+    return request.draft is not None and request.draft.progress is Progress.ASKED
+
+
+@functools.cache
+def _cap_of(shape: TreeShape) -> int:
+    """Return the highest rung within a shape; there is one."""
+    return num_rungs_within(shape)

@@ -1,0 +1,96 @@
+"""Make the graphs of a runner and time its forwards, before requests come, on rows of padding."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shared.step.packing import NO_BLOCKS, pack_rows
+from target_service.batch import extend_fields
+from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
+from target_service.runner import TargetRunner
+from target_service.step_costs import StepCosts
+from target_service.tree_source import TreeSource
+from target_service.verify_input import build_padding
+
+logger = logging.getLogger(__name__)
+
+_NUM_TIMED = 3
+_SURE_S = 1.0  # what takes so long is not timed again
+
+
+def capture_forwards(runner: TargetRunner, progress: Callable[[str, float], None]) -> None:
+    """Make the graphs of every row count; logs what that took.
+
+    Mutates: the sink page.
+    """
+    started = time.perf_counter()
+    counts = runner.row_counts
+    # The largest first: the others fit into its memory.
+    for done, bucket in enumerate(reversed(counts)):
+        progress(f"capturing graphs: {bucket} rows", done / len(counts))
+        runner.project(runner.extend(_padding(runner, bucket)), bucket)
+    took_s = time.perf_counter() - started
+    logger.info("made graphs of %d to %d rows in %.1f s", counts[0], counts[-1], took_s)
+
+
+def capture_verifies(
+    runner: TargetRunner, source: TreeSource, progress: Callable[[str, float], None]
+) -> None:
+    """Make the graphs of what follows a forward; logs what that took."""
+    started = time.perf_counter()
+    counts = runner.row_counts
+    for done, bucket in enumerate(reversed(counts)):
+        progress(f"capturing graphs: {bucket} sampled rows", done / len(counts))
+        for has_filters in (False, True):
+            inputs = build_padding(
+                bucket, runner.pool, runner.verify_staging, source, has_filters=has_filters
+            )
+            runner.verify(inputs, runner.padded, source.post_paths)
+    logger.info("made graphs of what is sampled in %.1f s", time.perf_counter() - started)
+    if runner.pool.device.type == "cuda":
+        torch.cuda.empty_cache()  # of what was computed once before its capture
+
+
+def measure_costs(runner: TargetRunner, sizes: Sequence[int] | None = None) -> StepCosts:
+    """Time a forward of every row count, the fastest of up to three. Mutates: the sink page.
+
+    Args:
+        sizes: Rows of the forwards instead, as far as steps have so many.
+    """
+    counts = runner.row_counts
+    sizes = [size for size in sizes or counts if size <= counts[-1]]
+    return StepCosts(sizes, [_time_forward(runner, size) for size in sizes])
+
+
+def _time_forward(runner: TargetRunner, num_rows: int) -> float:
+    seconds = []
+    for _ in range(_NUM_TIMED):
+        inputs = _padding(runner, num_rows)
+        _synchronize(runner.pool.device)
+        started = time.perf_counter()
+        runner.extend(inputs)
+        _synchronize(runner.pool.device)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] > _SURE_S:
+            break
+    return min(seconds)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _padding(runner: TargetRunner, bucket: int) -> ExtendInput:
+    """Return rows that belong to no request."""
+    staging = runner.extend_staging
+    staging.begin()
+    host, device = staging.place_zeros(extend_fields, bucket)
+    host["root_idx"].fill(TOKEN_IS_KNOWN)
+    rows = pack_rows(NO_BLOCKS, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
+    staging.flush()
+    return ExtendInput(**device, rows=rows, bucket=bucket)
