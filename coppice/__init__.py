@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         DeadlineExceededError,
     )
     from coppice.request import RequestOptions
+    from shared.access.tls import Tls
     from shared.errors import (
         CoppiceError,
         InternalError,
         InvalidArgumentError,
         ResourceExhaustedError,
+        UnauthenticatedError,
         UnavailableError,
     )
     from shared.messages import (
@@ -54,6 +56,8 @@ _MODULE_OF = {
     "InternalError": "shared.errors",
     "InvalidArgumentError": "shared.errors",
     "ResourceExhaustedError": "shared.errors",
+    "Tls": "shared.access.tls",
+    "UnauthenticatedError": "shared.errors",
     "UnavailableError": "shared.errors",
     "FinishInfo": "shared.messages",
     "GenerateEvent": "shared.messages",
@@ -83,8 +87,10 @@ __all__ = [
     "ResourceExhaustedError",
     "SpeculationStats",
     "Timings",
+    "Tls",
     "TokenDelta",
     "TokenLogprob",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "__version__",

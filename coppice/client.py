@@ -10,22 +10,18 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Unpack, cast
 
 import grpc
 import grpc.aio
-from tenacity import (
-    AsyncRetrying,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential_jitter,
-)
+from tenacity import AsyncRetrying, Retrying
 
 from coppice.request import RequestOptions, build_request
+from coppice.retries import Retries
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
+from shared.access.tls import Tls
+from shared.access.tokens import bearer
 from shared.errors import CoppiceError, InternalError, StaleStateError, UnavailableError
 from shared.messages import (
     FinishInfo,
@@ -39,14 +35,11 @@ from shared.messages import (
     Usage,
 )
 from shared.messages.batches import unpack_events
-from shared.rpc.channel import channel_options, open_channel
+from shared.rpc.channel import open_blocking_channel, open_channel
 from shared.rpc.status import from_rpc_error
 
 DEFAULT_ADDRESS = "localhost:50051"
 _MAX_RETRIES = 5
-_RETRY_WAIT = wait_exponential_jitter(multiplier=0.1, max=2.0, jitter=0.1)
-# UNAVAILABLE for good: the server is there and has said why.
-_FINAL_REASONS = frozenset({"NO_DRAFT", "NO_PROGRESS"})
 
 
 class DeadlineExceededError(CoppiceError, TimeoutError):
@@ -94,11 +87,23 @@ class Client:
 
     Args:
         address: HOST:PORT of the orchestrator.
-        max_retries: How often a request is sent again when the server is UNAVAILABLE.
+        max_retries: How often in a row, without a token, a request is sent again when the server is
+            UNAVAILABLE. A server without room is asked again when it says; 0: neither is done.
+        token: What the server knows this client by; "" if it asks for none.
+        tls: None: plain text. `Tls()`: the certificate comes from an authority that gRPC trusts.
+    Raises: ConfigError if files of `tls` cannot be read.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = _MAX_RETRIES) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = _MAX_RETRIES,
+        token: str = "",
+        tls: Tls | None = None,
+    ) -> None:
+        self._channel = open_blocking_channel(address, tls=tls)
+        self._metadata = bearer(token)
         self._stub = pb_grpc.GenerationServiceStub(self._channel)
         self._max_retries = max_retries
 
@@ -107,7 +112,7 @@ class Client:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        transcript = _Transcript(prompt, options)
+        transcript = _Transcript(prompt, options, self._max_retries)
         for _ in self._stream(transcript):
             pass
         return transcript.completion()
@@ -121,7 +126,7 @@ class Client:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        return self._stream(_Transcript(prompt, options))
+        return self._stream(_Transcript(prompt, options, self._max_retries))
 
     def close(self) -> None:
         """Close the connection; running requests are cancelled."""
@@ -130,19 +135,14 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stream(self, transcript: _Transcript) -> Generator[GenerateEvent, None, None]:
-        for attempt in Retrying(**_retry_policy(self._max_retries)):
+        for attempt in Retrying(**transcript.retries.policy):
             with attempt:
                 request, timeout_s = transcript.next_attempt()
-                call = self._stub.Generate(request, timeout=timeout_s)
+                call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
                 try:
                     for response in call:
                         yield from transcript.take(response)
@@ -158,11 +158,23 @@ class AsyncClient:
 
     Args:
         address: HOST:PORT of the orchestrator.
-        max_retries: How often a request is sent again when the server is UNAVAILABLE.
+        max_retries: How often in a row, without a token, a request is sent again when the server is
+            UNAVAILABLE. A server without room is asked again when it says; 0: neither is done.
+        token: What the server knows this client by; "" if it asks for none.
+        tls: None: plain text. `Tls()`: the certificate comes from an authority that gRPC trusts.
+    Raises: ConfigError if files of `tls` cannot be read.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = _MAX_RETRIES) -> None:
-        self._channel = open_channel(address)
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = _MAX_RETRIES,
+        token: str = "",
+        tls: Tls | None = None,
+    ) -> None:
+        self._channel = open_channel(address, tls=tls)
+        self._metadata = bearer(token)
         self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
         self._max_retries = max_retries
 
@@ -173,7 +185,7 @@ class AsyncClient:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        transcript = _Transcript(prompt, options)
+        transcript = _Transcript(prompt, options, self._max_retries)
         async for _ in self._stream(transcript):
             pass
         return transcript.completion()
@@ -187,7 +199,7 @@ class AsyncClient:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        return self._stream(_Transcript(prompt, options))
+        return self._stream(_Transcript(prompt, options, self._max_retries))
 
     async def close(self) -> None:
         """Close the connection; running requests are cancelled."""
@@ -196,19 +208,14 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _stream(self, transcript: _Transcript) -> AsyncGenerator[GenerateEvent, None]:
-        async for attempt in AsyncRetrying(**_retry_policy(self._max_retries)):
+        async for attempt in AsyncRetrying(**transcript.retries.policy):
             with attempt:
                 request, timeout_s = transcript.next_attempt()
-                call = self._stub.Generate(request, timeout=timeout_s)
+                call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
                 try:
                     async for response in call:
                         for event in transcript.take(response):
@@ -223,10 +230,11 @@ class AsyncClient:
 class _Transcript:
     """What a request has received so far, over all attempts; enough to go on."""
 
-    def __init__(self, prompt: str | None, options: RequestOptions) -> None:
+    def __init__(self, prompt: str | None, options: RequestOptions, max_retries: int) -> None:
         self._request = build_request(prompt, options)
         self._timeout_s = timeout_s = options.get("timeout_s")
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.retries = Retries(max_retries, self._deadline)
         self._num_resumed = len(self._request.resume_token_ids.ids)
         self._num_attempts = 0
         self._info: PromptInfo | None = None
@@ -238,6 +246,7 @@ class _Transcript:
     def next_attempt(self) -> tuple[pb.GenerateRequest, float | None]:
         """Return the request, going on after what was received, and the time left."""
         self._num_attempts += 1
+        self._request.num_refusals = self.retries.num_refusals
         if self._info is not None:
             self._request.sampling.seed = self._info.seed
             del self._request.resume_token_ids.ids[self._num_resumed :]
@@ -263,6 +272,7 @@ class _Transcript:
                     return None
                 self._info = event
             case TokenDelta():
+                self.retries.note_progress()
                 self._token_ids += event.token_ids
                 self._text.append(event.text)
                 self._logprobs += event.logprobs
@@ -323,16 +333,3 @@ class _Transcript:
             seed=self._info.seed,
             retries=self._finish.retries,
         )
-
-
-def _retry_policy(max_retries: int) -> dict[str, Any]:
-    return {
-        "retry": retry_if_exception(_is_retryable),
-        "stop": stop_after_attempt(max_retries + 1),
-        "wait": _RETRY_WAIT,
-        "reraise": True,
-    }
-
-
-def _is_retryable(error: BaseException) -> bool:
-    return isinstance(error, UnavailableError) and error.reason not in _FINAL_REASONS

@@ -9,20 +9,15 @@ from collections.abc import Iterator
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.rpc.channel import channel_options
-
-ORCHESTRATOR_SERVICE = "coppice.v1.GenerationService"
-# Healthy while the orchestrator holds a pair that can speculate.
-SPECULATION_SERVICE = ORCHESTRATOR_SERVICE + "/speculation"
-TARGET_SERVICE = "coppice.v1.TargetService"
-DRAFT_SERVICE = "coppice.v1.DraftService"
+from shared.access.tls import Tls
+from shared.rpc.channel import open_blocking_channel
 
 
 class HealthProbe:
     """A channel to one address, kept for repeated questions."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str, *, tls: Tls | None = None) -> None:
+        self._channel = open_blocking_channel(address, tls=tls)
         self._stub = health_pb2_grpc.HealthStub(self._channel)
 
     def status(self, service: str = "", *, timeout_s: float = 2.0) -> str:
@@ -40,7 +35,7 @@ class HealthProbe:
         self._channel.close()
 
 
-def can_connect(address: str, *, timeout_s: float) -> bool:
+def can_connect(address: str, *, timeout_s: float, tls: Tls | None = None) -> bool:
     """Return whether something listens at an address; False as soon as every try was refused."""
     found: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -48,7 +43,7 @@ def can_connect(address: str, *, timeout_s: float) -> bool:
         if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
             found.put(state is grpc.ChannelConnectivity.READY)
 
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+    with open_blocking_channel(address, tls=tls) as channel:
         channel.subscribe(on_change, try_to_connect=True)
         try:
             return found.get(timeout=timeout_s)
@@ -57,9 +52,9 @@ def can_connect(address: str, *, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def health_probe(address: str) -> Iterator[HealthProbe]:
+def health_probe(address: str, *, tls: Tls | None = None) -> Iterator[HealthProbe]:
     """Open a probe for the length of a block."""
-    probe = HealthProbe(address)
+    probe = HealthProbe(address, tls=tls)
     try:
         yield probe
     finally:

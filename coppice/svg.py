@@ -19,6 +19,11 @@ class Span:
     start_us: float
     end_us: float
 
+    @property
+    def us(self) -> float:
+        """Return how long it took."""
+        return self.end_us - self.start_us
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
@@ -90,7 +95,7 @@ def _chart(chart: Chart, top: int, palette: Mapping[str, str]) -> list[str]:
         _rect(10, top + 30, strip, 40, "#eeeeee", chart.idle),
     ]
     for span in chart.spans:
-        us = span.end_us - span.start_us
+        us = span.us
         left, width = 10 + span.start_us / whole_us * strip, us / whole_us * strip
         hint = f"{span.name}: {us:.1f} us at {span.start_us:.1f}"
         parts.append(_rect(left, top + 30, width, 40, color(span.name), hint))

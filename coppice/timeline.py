@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from coppice.bench.figures import quantile
 from coppice.bench.measure import Mode
 from coppice.bench.request import TimedClient, run_in_turn
 from coppice.bench.schedule import Prompt, at_once
+from coppice.credentials import NO_CREDENTIALS, Credentials
 from coppice.svg import Bar, Chart, Span, color_of
 from shared.errors import ConfigError
 from shared.messages import RoundTimes
@@ -35,17 +36,8 @@ IN_ENGINES = frozenset(
 _HUES = {"target": (195.0, 275.0), "draft": (75.0, 165.0), "orchestrator": (15.0, 45.0)}
 _STAGES = {
     "target": (
-        *(
-            "hop to it",
-            "channel",
-            "front",
-            "busy engine",
-            "queue",
-            "pack",
-            "busy device",
-            "forward",
-        ),
-        *("sample", "read", "commit", "answer", "hop back"),
+        *("hop to it", "channel", "front", "busy engine", "queue", "pack", "busy device"),
+        *("forward", "sample", "read", "commit", "answer", "hop back"),
     ),
     "draft": (
         *("hop to it", "channel", "front", "busy engine", "features", "queue", "pack", "extend"),
@@ -111,16 +103,18 @@ async def measure_timelines(
     max_new_tokens: int,
     seed: int,
     keywords: Mapping[str, Any],
+    credentials: Credentials = NO_CREDENTIALS,
 ) -> list[TimelineResult]:
     """Time the rounds of every mode at every concurrency.
 
     Args:
         requests_per_cell: At least the concurrency is run.
         keywords: Of `RequestOptions`, in every mode.
+        credentials: What is shown to the server.
     Raises: CoppiceError of the first request that fails, ConfigError if requests are too short.
     """
     results = []
-    async with TimedClient(address) as client:
+    async with TimedClient(address, credentials=credentials) as client:
         for concurrency, mode in itertools.product(concurrencies, modes):
             count = max(concurrency, requests_per_cell)
             options = {**keywords, **mode.keywords, "round_times": True}
@@ -141,38 +135,42 @@ async def measure_timelines(
 def summarize(mode: str, concurrency: int, rounds: Sequence[RoundTimes]) -> TimelineResult:
     """Turn rounds into medians."""
     spans = [spans_of(times) for times in rounds]
-    durations: dict[str, list[float]] = {}
-    for span in itertools.chain(*spans):
-        durations.setdefault(span.name, []).append(span.end_us - span.start_us)
-    total_us = sum(map(sum, durations.values()))
-    wall_us = _union_us(itertools.chain(*spans))
-    outside = [
-        sum(span.end_us - span.start_us for span in each if span.name not in IN_ENGINES)
-        for each in spans
-    ]
-    busy_shares = {}
-    for kind, names in COMPUTING.items():
-        busy_us = _union_us(span for span in itertools.chain(*spans) if span.name in names)
-        if busy_us:
-            busy_shares[kind] = busy_us / wall_us
+    outside_us = [sum(span.us for span in each if span.name not in IN_ENGINES) for each in spans]
     return TimelineResult(
         mode=mode,
         concurrency=concurrency,
         num_rounds=len(rounds),
         round_us=statistics.median(each[-1].end_us - each[0].start_us for each in spans),
-        outside_us=statistics.median(outside),
-        stages=[
-            Stage(
-                name=name,
-                num_rounds=len(values),
-                median_us=statistics.median(values),
-                p95_us=quantile(values, 0.95),
-                share=sum(values) / total_us,
-            )
-            for name, values in ((name, durations[name]) for name in _in_order(spans))
-        ],
-        busy_shares=busy_shares,
+        outside_us=statistics.median(outside_us),
+        stages=_stages_of(spans),
+        busy_shares=_busy_shares(list(itertools.chain(*spans))),
     )
+
+
+def _stages_of(rounds: Sequence[Sequence[Span]]) -> list[Stage]:
+    durations: dict[str, list[float]] = {name: [] for name in _in_order(rounds)}
+    for span in itertools.chain(*rounds):
+        durations[span.name].append(span.us)
+    total_us = sum(map(sum, durations.values()))
+    return [
+        Stage(
+            name=name,
+            num_rounds=len(values),
+            median_us=statistics.median(values),
+            p95_us=quantile(values, 0.95),
+            share=sum(values) / total_us,
+        )
+        for name, values in durations.items()
+    ]
+
+
+def _busy_shares(spans: Sequence[Span]) -> dict[str, float]:
+    wall_us = _union_us(spans)
+    busy_us = {
+        kind: _union_us(span for span in spans if span.name in names)
+        for kind, names in COMPUTING.items()
+    }
+    return {kind: us / wall_us for kind, us in busy_us.items() if us}
 
 
 def spans_of(times: RoundTimes) -> list[Span]:
@@ -229,7 +227,7 @@ def _in_order(rounds: Sequence[Sequence[Span]]) -> list[str]:
     return order
 
 
-def _union_us(spans: Any) -> float:
+def _union_us(spans: Iterable[Span]) -> float:
     """Return how long at least one of the spans was under way."""
     total = end = 0.0
     for span in sorted(spans, key=lambda span: span.start_us):

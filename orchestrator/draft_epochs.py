@@ -54,6 +54,7 @@ class DraftEpochs:
                 draft_epoch=self.draft_epoch,
                 target_address=self.target.address,
                 target_socket=self.target.info.peer_socket,
+                target_peer_address=self.target.info.peer_address,
                 token_ids=tuple(tokens),
                 sampling=self._sampling,
                 is_timed=self._is_timed,

@@ -12,16 +12,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from orchestrator.draft_epochs import DraftEpochs
-from orchestrator.draft_orders import DraftOrders
+from orchestrator.draft_orders import DraftOrders, News
 from orchestrator.draft_retry import DraftRetry
-from orchestrator.draft_states import TRANSITIONS, DraftEvent, DraftState, Effect
+from orchestrator.draft_states import (
+    CREDITED,
+    ROOT_ONLY_REASONS,
+    TRANSITIONS,
+    DraftEvent,
+    DraftState,
+    Effect,
+)
 from orchestrator.peer_watch import PeerTrust, PeerWatch
 from orchestrator.pool import WorkerPool
 from orchestrator.request_log import RequestLog
-from orchestrator.workers import Garbled, WorkerLost, WorkerSession
+from orchestrator.workers import Garbled, WorkerDrains, WorkerLost, WorkerSession
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidTreeError, StatusCode
 from shared.messages import (
+    DraftRest,
     PeerTrees,
     RequestFailure,
     RequestRetracted,
@@ -31,6 +39,8 @@ from shared.messages import (
     TreeShape,
 )
 
+_ROOT_ONLY = RootOnly()
+
 
 class DraftHandle:
     """Keeps one request drafted for.
@@ -38,6 +48,7 @@ class DraftHandle:
     Args:
         request_id: As the workers know it.
         shape: Tree shape to order; None = speculation is off.
+        adapts: The target may choose smaller trees, or none.
         sampling: Temperature and seed matter to the draft.
         is_timed: Have the draft say where its time goes.
         on_revoke: Called when rounds by credit end, while the path of one may be waited for.
@@ -48,6 +59,7 @@ class DraftHandle:
         *,
         request_id: str,
         shape: TreeShape | None,
+        adapts: bool = False,
         sampling: SamplingParams,
         is_timed: bool = False,
         pool: WorkerPool,
@@ -58,9 +70,15 @@ class DraftHandle:
         self.state = DraftState.OFF if shape is None else DraftState.ABSENT
         self.num_reopened = 0
         """Times that the draft's state was rebuilt for another reason than a rebuilt target."""
+        self.num_overdue = 0
+        """Times that a round waited for it in vain."""
+        self.is_resting = False
+        """Whether the target wants no trees for now: that says nothing of the draft."""
         self._shape = shape
+        self._adapts = adapts
         self._pool = pool
         self._config = config
+        self._least_patience_s = config.draft_timeout_ms / 1e3
         self._log = log
         self._on_revoke = on_revoke
         self._epochs = DraftEpochs(
@@ -68,12 +86,11 @@ class DraftHandle:
         )
         self._orders = DraftOrders()
         self._trust = PeerTrust()
-        self._trees: PeerTrees | RootOnly = RootOnly()
+        self._trees: PeerTrees | RootOnly = _ROOT_ONLY
         self._was_silent = False
-        self._news: asyncio.Future[None] | None = None
+        self._news = News()
         self._watch = PeerWatch(lambda: self._patience_s, self._peer_round_overdue)
         self._retry = DraftRetry()
-        self._loss = ""  # why the draft was lost; logged when the next tree is ordered in vain
 
     @property
     def is_relayed(self) -> bool:
@@ -86,14 +103,19 @@ class DraftHandle:
         return self.state is DraftState.PEER
 
     @property
+    def root_only_reason(self) -> str:
+        """Return why a round that is done in this state has no tree, if it has none."""
+        return ROOT_ONLY_REASONS[self.state]
+
+    @property
     def trees(self) -> PeerTrees | RootOnly:
         """Return the trees that rounds by credit may have.
 
         Those of a draft that is behind, too: if it is attached to the target's engine, that will
         know before the orchestrator when it has caught up.
         """
-        has_credit = self.state in (DraftState.BEHIND, DraftState.PEER)
-        return self._trees if has_credit and self._trust.allows_peer_rounds else RootOnly()
+        has_credit = self.state in CREDITED and self._trust.allows_peer_rounds
+        return self._trees if has_credit else _ROOT_ONLY
 
     def open(self, target: WorkerSession, target_epoch: int, tokens: Sequence[int]) -> None:
         """Start drafting for a request that a target has (re)built; features come from there."""
@@ -116,12 +138,7 @@ class DraftHandle:
             if loop.time() >= deadline:
                 self._overdue()
                 return None
-            self._news = loop.create_future()
-            timer = loop.call_at(deadline, self._wake)
-            try:
-                await self._news
-            finally:
-                timer.cancel()
+            await self._news.wait_until(deadline)
 
     def order(self, *, round_idx: int, seq_len: int, tokens: Sequence[int]) -> bool:
         """Send the draft what was committed and order the tree of the next round.
@@ -139,7 +156,8 @@ class DraftHandle:
         if self._orders.silent_s(now) > self._max_silence_s:
             self._was_silent = True  # its trees may be lost on the way to the target: relay them
             self._lose("it is silent", DraftEvent.SILENT)
-        self._log_loss()
+        if loss := self._retry.take_loss():  # not logged before: the request might have been over
+            self._log.warning("the draft is lost: %s", loss)
         if self.state is DraftState.ABSENT and self._retry.is_due(now):
             is_rebuild = self._epochs.draft_epoch > 0
             self._open(tokens)
@@ -169,22 +187,22 @@ class DraftHandle:
         Args:
             had_tree: Then the draft did its part: if the round was given up, the target was late.
         """
+        had_tree = had_tree or self.is_resting
         if self.state is DraftState.PEER and had_tree:
             self._trust.note_round()
         elif self._watch.is_running or self.state is DraftState.MISSED:
             self._note_change(had_tree=had_tree)
         else:
             return
-        # No more than twice what is waited for: a target that paused once is no slow one.
-        self._orders.note_round(min(self._watch.next_round(), 2 * self._patience_s))
+        took_s = self._watch.next_round()
+        if took_s > 2 * self._least_patience_s:
+            # No more than twice what is waited for: a target that paused once is no slow one.
+            took_s = min(took_s, 2 * self._patience_s)
+        self._orders.note_round(took_s)
 
     def pause(self) -> None:
         """Watch no peer rounds until `resume`: the target has no credit, the client must read."""
         self._watch.stop()
-
-    def resume(self) -> None:
-        """Watch peer rounds again, if they go on."""
-        self.note_credit()
 
     def _note_change(self, *, had_tree: bool) -> None:
         """Take note that rounds by credit begin, or cease, to have trees."""
@@ -207,6 +225,11 @@ class DraftHandle:
             self._log.info("the draft is detached from the target, rounds go on without it")
         self._fire(DraftEvent.DETACHED)
 
+    def note_rest(self, message: DraftRest) -> None:
+        """Take note that the target wants no trees for a while, or wants them again."""
+        if message.draft_epoch == self._epochs.draft_epoch:
+            self.is_resting = message.is_resting
+
     def refuse(self, reason: str) -> None:
         """Replace a draft whose tree was wrong."""
         self._lose(f"its tree is wrong: {reason}")
@@ -222,6 +245,8 @@ class DraftHandle:
             case WorkerLost():
                 self._epochs.worker = None  # there is nobody to close it on
                 self._lose("its worker is gone")
+            case WorkerDrains():
+                self._leave()
             case TokenTree() if message.draft_epoch == epoch:
                 self._receive_tree(message)
             case RequestRetracted() if message.draft_epoch == epoch:
@@ -250,7 +275,7 @@ class DraftHandle:
         self._orders.receive(tree, asyncio.get_running_loop().time())
         self._retry.note_tree()
         self._fire(DraftEvent.TREE)
-        self._wake()
+        self._news.tell()
 
     def _take(self, round_idx: int) -> TokenTree | None:
         """Return the tree of a round if it is here; replace the draft if it is a wrong one."""
@@ -261,24 +286,20 @@ class DraftHandle:
             self.refuse(error.message)
             return None
 
-    def _wake(self) -> None:
-        """Let a round that waits look again."""
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
     def _peer_round_overdue(self) -> None:
         if self.state is DraftState.PEER:  # else it may be the target that is late
             self._trust.miss()
         self._overdue()
 
     def _overdue(self) -> None:
+        self.num_overdue += 1
         self._log.info("the draft is late, the round goes on without it")
         self._fire(DraftEvent.OVERDUE)
 
     @property
     def _patience_s(self) -> float:
         """Return how long a round waits for its tree, seconds."""
-        return max(3 * self._orders.mean_round_s, self._config.draft_timeout_ms / 1e3)
+        return max(3 * self._orders.mean_round_s, self._least_patience_s)
 
     @property
     def _max_silence_s(self) -> float:
@@ -295,26 +316,29 @@ class DraftHandle:
             return
         self._trust = PeerTrust(is_detached=self._was_silent)
         self._orders.restart(len(tokens))
+        self.is_resting = False
         self._fire(DraftEvent.OPENED)
         epochs.open(worker, tokens)  # the worker may turn out to be gone
-        self._trees = PeerTrees(draft_epoch=epochs.draft_epoch, shape=self._shape)
+        self._trees = PeerTrees(
+            draft_epoch=epochs.draft_epoch, shape=self._shape, adapts=self._adapts
+        )
 
     def _close(self) -> None:
         """Free what the draft holds, and let no round wait for it."""
         self._epochs.close()
         self._orders.clear()
-        self._wake()
+        self._news.tell()
 
     def _lose(self, reason: str, event: DraftEvent = DraftEvent.LOST) -> None:
         """Give the draft up; one is opened again after a while, elsewhere if that can be."""
         worker = self._epochs.worker
         address = worker.address if worker is not None else None
         if self._fire(event):
-            self._loss = reason
-            self._retry.note_loss(address, asyncio.get_running_loop().time())
+            self._retry.note_loss(address, asyncio.get_running_loop().time(), reason)
 
-    def _log_loss(self) -> None:
-        """Log why the draft was lost; not before a tree is missing: the request may be over."""
-        if self._loss:
-            self._log.warning("the draft is lost: %s", self._loss)
-            self._loss = ""
+    def _leave(self) -> None:
+        """Have the draft opened on another worker with the next round, if there is one."""
+        target = self._epochs.target
+        if target is not None and self._pool.pick_draft(target) is not None:
+            self._log.info("the draft's worker is draining, another one takes over")
+            self._fire(DraftEvent.LOST)

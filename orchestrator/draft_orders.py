@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 
@@ -89,6 +90,28 @@ class DraftOrders:
     def silent_s(self, now: float) -> float:
         """Return how long orders have been without any answer, seconds."""
         return 0.0 if self._owes_since is None else now - self._owes_since
+
+
+class News:
+    """Wakes the one who waits for something to have changed."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+
+    async def wait_until(self, deadline: float) -> None:
+        """Wait for `tell`, or until a moment of the loop's time."""
+        loop = asyncio.get_running_loop()
+        self._future = loop.create_future()
+        timer = loop.call_at(deadline, self.tell)
+        try:
+            await self._future
+        finally:
+            timer.cancel()
+
+    def tell(self) -> None:
+        """Let who waits look again."""
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
 
 
 def _check_answer(tree: TokenTree, order: DraftRound, *, vocab_size: int) -> None:

@@ -17,6 +17,7 @@ class DraftRetry:
         """Address of the worker that lost the draft, used only if there is no other one."""
         self._num_losses = 0
         self._next_at = 0.0  # loop time
+        self._loss = ""
 
     def is_due(self, now: float) -> bool:
         """Return whether to open a draft now (loop time, seconds)."""
@@ -35,12 +36,19 @@ class DraftRetry:
         """Take note that there is no worker that could draft."""
         self._next_at = now + _NO_WORKER_WAIT_S
 
-    def note_loss(self, address: str | None, now: float) -> None:
+    def take_loss(self) -> str:
+        """Return why the draft was lost, once; "" if it was not."""
+        loss, self._loss = self._loss, ""
+        return loss
+
+    def note_loss(self, address: str | None, now: float, reason: str) -> None:
         """Take note that a draft was lost.
 
         Args:
             address: Of a worker that runs on; None: the worker is gone.
+            reason: Why, in words; "": that is no news.
         """
+        self._loss = reason
         if address is not None:
             self.avoid = frozenset({address})
         self._num_losses += 1

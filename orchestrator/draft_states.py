@@ -21,6 +21,17 @@ class DraftState(enum.Enum):
     MISSED = "the path of a round by credit did not come in time; nothing was ordered since"
 
 
+ROOT_ONLY_REASONS = {
+    DraftState.OFF: "off",
+    DraftState.ABSENT: "absent",
+    DraftState.BEHIND: "behind",
+    DraftState.RELAYED: "missed",
+    DraftState.PEER: "late",
+    DraftState.MISSED: "missed",
+}
+"""Why a round that is done in a state has no tree, if it has none."""
+
+
 class DraftEvent(enum.Enum):
     """What happens to a draft."""
 
@@ -68,7 +79,8 @@ LOST          .   .       ABSENT   ABSENT   ABSENT  ABSENT
 CLOSED        .   .       ABSENT   ABSENT   ABSENT  ABSENT
 """
 
-_CREDITED = frozenset({DraftState.BEHIND, DraftState.PEER})
+CREDITED = (DraftState.BEHIND, DraftState.PEER)
+"""States in which rounds by credit may have trees."""
 
 
 def _effect(before: DraftState, after: DraftState) -> Effect:
@@ -76,7 +88,7 @@ def _effect(before: DraftState, after: DraftState) -> Effect:
     draft.
     """
     effect = Effect.NONE
-    if before in _CREDITED and after not in _CREDITED:
+    if before in CREDITED and after not in CREDITED:
         effect |= Effect.REVOKE
     if after is DraftState.ABSENT and before is not DraftState.ABSENT:
         effect |= Effect.CLOSE

@@ -17,12 +17,14 @@ import grpc.aio
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
 
 from orchestrator.workers import Role, WorkerSession, run_session, shake_hands
-from shared.errors import ConfigError, CoppiceError
+from shared.access.caller import NOBODY, Caller
+from shared.errors import ConfigError, CoppiceError, UnauthenticatedError
 from shared.rpc.channel import open_channel
 
 logger = logging.getLogger(__name__)
 
 _RECONNECT_WAIT = wait_exponential_jitter(multiplier=0.1, max=0.5, jitter=0.1)
+_RETRIED = (grpc.aio.AioRpcError, CoppiceError, OSError, ConfigError)  # the last: of certificates
 # A session that ended sooner counts as a failed attempt to connect.
 _MIN_SESSION_S = 1.0
 
@@ -70,6 +72,7 @@ class WorkerEndpoints:
         on_open: Takes a worker whose session is open; returns why it must not be used, or "".
         on_lost: Takes each worker, accepted or not, when its session has ended.
         lookup: Finds the addresses of a name.
+        caller: What workers are shown.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class WorkerEndpoints:
         on_open: Callable[[WorkerSession], str],
         on_lost: Callable[[WorkerSession], None],
         lookup: Lookup = lookup,
+        caller: Caller = NOBODY,
     ) -> None:
         self._role = role
         self._endpoints = endpoints
@@ -88,8 +92,20 @@ class WorkerEndpoints:
         self._on_open = on_open
         self._on_lost = on_lost
         self._lookup = lookup
+        self._caller = caller
+        self._hosts: dict[str, str] = {}  # address -> host as configured
         self._sessions: dict[str, asyncio.Task[None]] = {}
         self._workers: dict[str, WorkerSession] = {}
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Return the addresses that there is no session with."""
+        return sorted(self._sessions.keys() - self._workers.keys())
+
+    @property
+    def role_name(self) -> str:
+        """Return "target" or "draft"."""
+        return self._role.name
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -113,6 +129,8 @@ class WorkerEndpoints:
             *(self._lookup(endpoint.host, endpoint.port) for endpoint in self._endpoints)
         )
         wanted = set().union(*found)
+        for endpoint, addresses in zip(self._endpoints, found, strict=True):
+            self._hosts |= dict.fromkeys(addresses, endpoint.host)
         for address in wanted - self._sessions.keys():
             logger.info("found %s %s", self._role.name, address)
             self._sessions[address] = asyncio.create_task(self.maintain(address))
@@ -130,7 +148,7 @@ class WorkerEndpoints:
         """Connect to one address again and again, with backoff while it does not answer."""
         while True:
             async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type((grpc.aio.AioRpcError, CoppiceError, OSError)),
+                retry=retry_if_exception_type(_RETRIED),
                 wait=_RECONNECT_WAIT,
                 before_sleep=self._log_attempt(address),
                 reraise=True,
@@ -139,10 +157,12 @@ class WorkerEndpoints:
                     await self._run_once(address)
 
     async def _run_once(self, address: str) -> None:
-        channel = open_channel(address)
+        channel = open_channel(
+            address, tls=self._caller.tls, server_name=self._hosts.get(address, "")
+        )
         loop = asyncio.get_running_loop()
         try:
-            worker = await shake_hands(self._role, channel, address)
+            worker = await shake_hands(self._role, channel, address, self._caller)
             self._workers[address] = worker
             opened = loop.time()
             try:
@@ -164,8 +184,12 @@ class WorkerEndpoints:
 
     def _log_attempt(self, address: str) -> Callable[[RetryCallState], None]:
         def log(state: RetryCallState) -> None:
-            level = logging.INFO if state.attempt_number == 1 else logging.DEBUG
             error = state.outcome.exception() if state.outcome else None
+            level = logging.INFO
+            if state.attempt_number > 1:
+                level = logging.DEBUG
+            elif isinstance(error, UnauthenticatedError | ConfigError):
+                level = logging.ERROR
             logger.log(level, "%s %s does not answer: %s", self._role.name, address, _brief(error))
 
         return log

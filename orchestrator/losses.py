@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 
 from orchestrator.suspicion import Suspicion
@@ -54,7 +55,7 @@ class Losses:
     @property
     def wants_room(self) -> bool:
         """Return whether the next target must have pages for the request beforehand."""
-        return self._last in (Loss.RETRACTED, Loss.NO_ROOM)
+        return self._last in (Loss.RETRACTED, Loss.NO_ROOM, Loss.MOVED)
 
     @property
     def needs_trial(self) -> bool:
@@ -84,7 +85,7 @@ class Losses:
             if gone.loss is Loss.FAILED:
                 self._suspicion.note_failure(worker)
             else:
-                self._suspicion.note_death(worker)
+                self._suspicion.note_death(worker, asyncio.get_running_loop().time())
         if self._suspicion.is_guilty:
             raise InternalError(
                 f"{self._suspicion.num_kills} times a worker failed while it ran this request, and "

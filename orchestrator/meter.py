@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
-from shared.messages import AcceptedPath, AnswerTimes, SpeculationStats, Timings
+from orchestrator.figures import Figures
+from shared.messages import MAX_TREE_NODES, AcceptedPath, AnswerTimes, SpeculationStats, Timings
+from shared.metrics.tally import Tally
 from shared.times import seen_from
+
+_FIRST_NODES = tuple(range(MAX_TREE_NODES))
 
 
 class Stopwatch:
@@ -21,18 +26,35 @@ class Stopwatch:
     def __enter__(self) -> None:
         self._started = self._now()
 
-    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
         if error_type is None:
             self.total_s += self._now() - self._started
+
+
+class Moments(NamedTuple):
+    """When a request came, when it had a place on a target, and when output left; nanoseconds of
+    the monotonic clock, 0 = not yet.
+    """
+
+    started_ns: int
+    admitted_ns: int
+    first_token_ns: int
 
 
 class Meter:
     """Counts the rounds of one request and the time that they take.
 
     `draft_wait` goes around the wait for a tree, `verify` around a verification.
+
+    Args:
+        inter_token: Takes the time of each token after the first, seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inter_token: Tally | None = None) -> None:
+        self._inter_token = inter_token
+        self._last_path = 0.0
+        self.root_only_reasons: Counter[str] = Counter()
+        """Rounds without a tree, by why."""
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._admitted: float | None = None
@@ -43,6 +65,10 @@ class Meter:
         self._num_draft_tokens = 0
         self._num_root_only = 0
         self._num_moved = 0
+        self._num_resting = 0
+        self._num_relayed = 0
+        self._num_output_tokens = 0
+        self._tree_sizes: Counter[int] = Counter()
 
     def admitted(self, times: AnswerTimes | None = None) -> None:
         """Note the end of queueing; later calls change nothing.
@@ -61,19 +87,51 @@ class Meter:
         """Note that output left; later calls change nothing."""
         self._first_token = self._first_token or self._loop.time()
 
-    def count(self, path: AcceptedPath, *, num_tokens: int) -> None:
+    def count(
+        self,
+        path: AcceptedPath,
+        *,
+        num_tokens: int,
+        is_resting: bool = False,
+        root_only_reason: str = "",
+        is_relayed: bool = False,
+    ) -> None:
         """Count a verify round; prefills (round 0) are not counted.
 
         Args:
             num_tokens: Tokens of the path up to the one that ends the output. The last of them
                 stands for the bonus token, so that drafts that a stop cut off do not count.
+            is_resting: The target wants no trees for now.
+            root_only_reason: Why there was no tree, if there was none.
+            is_relayed: The tree came through this process.
         """
+        self._num_output_tokens += num_tokens
+        before, now = self._last_path, self._loop.time()
+        self._last_path = now
+        if self._inter_token is not None and before and num_tokens:
+            self._inter_token.add((now - before) / num_tokens, num_tokens)
         if path.round_idx == 0:
             return
+        if path.num_draft_tokens == 1:
+            self.root_only_reasons["resting" if is_resting else root_only_reason] += 1
         self._accepted[min(path.num_accepted_drafts, num_tokens - 1)] += 1
         self._num_draft_tokens += path.num_draft_tokens - 1
         self._num_root_only += path.num_draft_tokens == 1
-        self._num_moved += path.accept_index != tuple(range(len(path.accept_index)))
+        self._num_resting += is_resting and path.num_draft_tokens == 1
+        self._num_relayed += is_relayed
+        self._tree_sizes[path.num_draft_tokens] += 1
+        self._num_moved += path.accept_index != _FIRST_NODES[: len(path.accept_index)]
+
+    @property
+    def has_output(self) -> bool:
+        """Return whether output has left."""
+        return self._first_token is not None
+
+    @property
+    def moments(self) -> Moments:
+        """Return when what began."""
+        times = (self._started, self._admitted or 0.0, self._first_token or 0.0)
+        return Moments(*(int(at_s * 1e9) for at_s in times))
 
     @property
     def speculation(self) -> SpeculationStats:
@@ -83,11 +141,27 @@ class Meter:
             num_rounds=accepted.total(),
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_drafts=sum(drafts * rounds for drafts, rounds in accepted.items()),
-            accept_length_histogram=tuple(
-                accepted[drafts] for drafts in range(max(accepted, default=-1) + 1)
-            ),
+            accept_length_histogram=_histogram(accepted),
             num_root_only_rounds=self._num_root_only,
             num_moved_rounds=self._num_moved,
+            num_resting_rounds=self._num_resting,
+            tree_size_histogram=_histogram(self._tree_sizes),
+        )
+
+    @property
+    def figures(self) -> Figures:
+        """Return what operators add up over requests, so far."""
+        accepted, num_rounds = self._accepted, self._accepted.total()
+        return Figures(
+            num_output_tokens=self._num_output_tokens,
+            num_rounds=num_rounds,
+            num_root_only_rounds=self._num_root_only - self._num_resting,
+            num_resting_rounds=self._num_resting,
+            num_relayed_rounds=self._num_relayed,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_drafts=sum(drafts * rounds for drafts, rounds in accepted.items()),
+            draft_wait_s=self.draft_wait.total_s,
+            verify_s=self.verify.total_s,
         )
 
     @property
@@ -102,3 +176,8 @@ class Meter:
             mean_draft_wait_ms=self.draft_wait.total_s / num_rounds * 1e3,
             mean_verify_ms=self.verify.total_s / num_rounds * 1e3,
         )
+
+
+def _histogram(counts: Counter[int]) -> tuple[int, ...]:
+    """Return how often each number came, from 0 to the largest."""
+    return tuple(counts[number] for number in range(max(counts, default=-1) + 1))

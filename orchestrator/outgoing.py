@@ -1,9 +1,9 @@
 """Events on their way to clients: who may write when, and what leaves together.
 
 A write costs a system call and several passes of the event loop, a path costs little. So the paths
-of all requests are taken first, and few writes start per pass of the loop. A stream whose turn has
-not come yet collects rounds; they leave as one message. While the process keeps up every turn comes
-at once, and every round leaves by itself.
+of all requests are taken first, few writes start per pass of the loop, and all writes of a process
+come out of one allowance. A stream whose turn has not come yet collects rounds; they leave as one
+message. While there are few streams every turn comes at once, and every round leaves by itself.
 """
 
 from __future__ import annotations
@@ -15,43 +15,75 @@ from shared.messages import GenerateEvent, TokenDelta
 
 WRITES_PER_PASS = 16
 """Writes that start between two looks for messages of workers; about a millisecond's work."""
+WRITES_PER_S = 8000
+"""Writes of a process that the allowance grows by per second; about a third of a core's work."""
+MAX_ALLOWANCE = 128
+"""Writes that may leave at once, as after a step for so many requests."""
+_PAUSE_S = 0.001
 MAX_UNREAD = 256
-"""Events that may wait for a client before its request gets no more credit."""
+"""Events that may wait for a client before its request gets no more credit .."""
+MAX_UNREAD_BYTES = 1 << 20
+""".. and the bytes that these may take."""
+# What Python takes for the tokens of a round, and for a log-probability.
+_EVENT_BYTES, _LOGPROB_BYTES = 700, 120
 MAX_MERGED = 64
 """Rounds in one message, at most."""
 
 
 class WriteTurns:
-    """Lets the streams of a process write in turn, a few per pass of the event loop."""
+    """Lets the streams of a process write in turn: a few per pass of the event loop, and second.
 
-    def __init__(self, per_pass: int = WRITES_PER_PASS) -> None:
+    Args:
+        per_pass: Turns that come in one pass of the event loop.
+        per_s: Turns that come in one second, beyond the first `MAX_ALLOWANCE`.
+    """
+
+    def __init__(self, per_pass: int = WRITES_PER_PASS, per_s: float = WRITES_PER_S) -> None:
+        self._loop = asyncio.get_running_loop()
         self._per_pass = per_pass
-        self._num_left = per_pass
+        self._per_s = per_s
+        self._allowance = float(MAX_ALLOWANCE)
+        self._grown_at = self._loop.time()
+        self._num_left = 0  # turns of this pass
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_scheduled = False
+        self.num_unread_bytes = 0
+        """Of the events of all streams that wait to be written."""
 
     def ask(self, turn: asyncio.Future[None]) -> None:
         """Let `turn` be done when it has come: at once, as long as few streams write."""
+        if not self._is_scheduled:
+            self._begin_pass()
         if self._num_left:
             self._num_left -= 1
             turn.set_result(None)
         else:
             self._waiting.append(turn)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            turn.get_loop().call_soon(self._next_pass)
 
-    def _next_pass(self) -> None:
-        self._num_left = self._per_pass
+    def _begin_pass(self) -> None:
+        """Let the turns of this pass come; if there are none yet, look again after a while."""
+        now = self._loop.time()
+        grown = self._allowance + (now - self._grown_at) * self._per_s
+        self._allowance, self._grown_at = min(grown, MAX_ALLOWANCE), now
+        self._num_left = min(self._per_pass, int(self._allowance))
+        self._allowance -= self._num_left
+        if self._num_left:
+            self._loop.call_soon(self._end_pass)
+        else:
+            self._loop.call_later(_PAUSE_S, self._end_pass)
+        self._is_scheduled = True
         waiting = self._waiting
         while waiting and self._num_left:
             turn = waiting.popleft()
             if not turn.done():  # else it was cancelled, or did not wait any longer
                 self._num_left -= 1
                 turn.set_result(None)
-        self._is_scheduled = self._num_left < self._per_pass
-        if self._is_scheduled:
-            asyncio.get_running_loop().call_soon(self._next_pass)
+
+    def _end_pass(self) -> None:
+        self._is_scheduled = False
+        self._allowance += self._num_left  # which nobody took
+        if self._waiting:
+            self._begin_pass()
 
 
 class Outgoing:
@@ -63,6 +95,8 @@ class Outgoing:
     def __init__(self, turns: WriteTurns | None = None) -> None:
         self._turns = turns or WriteTurns()
         self._events: deque[GenerateEvent | None] = deque()
+        self.num_bytes = 0
+        """What the events that wait take, about."""
         self._turn: asyncio.Future[None] | None = None
         self._is_turn_asked = False
         self._has_delta_left = False
@@ -71,6 +105,7 @@ class Outgoing:
     def put(self, event: GenerateEvent | None) -> None:
         """Add an event; None is the end."""
         self._events.append(event)
+        self._count(_size_of(event))
         if self._turn is not None and not self._turn.done():
             self._ask(self._turn)
 
@@ -91,20 +126,20 @@ class Outgoing:
 
     def _take_one_message(self) -> list[GenerateEvent]:
         events = self._events
-        first = events.popleft()
+        first = self._pop()
         if first is None or not isinstance(first, TokenDelta):
             return [] if first is None else [first]
         self._has_delta_left = True
         taken: list[GenerateEvent] = [first]
         while events and len(taken) < MAX_MERGED and isinstance(delta := events[0], TokenDelta):
             taken.append(delta)
-            events.popleft()
+            self._pop()
         return taken
 
     @property
     def has_room(self) -> bool:
         """Return whether the client reads as fast as its request is served, nearly."""
-        return len(self._events) < MAX_UNREAD
+        return len(self._events) < MAX_UNREAD and self.num_bytes < MAX_UNREAD_BYTES
 
     async def wait_room(self) -> None:
         """Wait until the client has read enough."""
@@ -114,7 +149,12 @@ class Outgoing:
 
     def get_nowait(self) -> GenerateEvent | None:
         """Return the next event by itself, at once; None is the end."""
-        return self._events.popleft()
+        return self._pop()
+
+    def discard(self) -> None:
+        """Drop what waits: nobody takes it any more."""
+        while self._events:
+            self._pop()
 
     def qsize(self) -> int:
         """Return the events that wait, the end included."""
@@ -124,6 +164,15 @@ class Outgoing:
         """Return whether nothing waits, not even the end."""
         return not self._events
 
+    def _pop(self) -> GenerateEvent | None:
+        event = self._events.popleft()
+        self._count(-_size_of(event))
+        return event
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._turns.num_unread_bytes += num_bytes
+
     def _ask(self, turn: asyncio.Future[None]) -> None:
         """Ask for a turn, or take it: what ends an output, or begins it, never waits."""
         if not self._has_delta_left or not isinstance(self._events[-1], TokenDelta):
@@ -131,3 +180,10 @@ class Outgoing:
         elif not self._is_turn_asked:
             self._is_turn_asked = True
             self._turns.ask(turn)
+
+
+def _size_of(event: GenerateEvent | None) -> int:
+    """Return what an event takes in memory, about."""
+    if not (isinstance(event, TokenDelta) and event.logprobs):
+        return _EVENT_BYTES
+    return _EVENT_BYTES + _LOGPROB_BYTES * sum([1 + len(entry.top) for entry in event.logprobs])

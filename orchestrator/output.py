@@ -116,14 +116,12 @@ class Output:
     def _pass_on(self, token_ids: Sequence[int], path: AcceptedPath) -> list[TokenDelta]:
         """Send a round's tokens with the text that they complete: nothing can be cut later."""
         num_drafts = min(path.num_accepted_drafts, len(token_ids))
-        draft_text = text = self._read(token_ids[:num_drafts])
-        if num_drafts < len(token_ids):
-            text += self._read(token_ids[num_drafts:])
-        if path.finish_reason is not FinishReason.NONE:
-            text += self._detokenizer.flush() if self._detokenizer is not None else ""
+        is_over = path.finish_reason is not FinishReason.NONE
+        draft_text = text = ""
+        if self._detokenizer is not None:
+            draft_text, text = _read(self._detokenizer, token_ids, num_drafts, is_over=is_over)
+        if is_over:
             self._finish(path.finish_reason, path.matched_stop_token_id)
-        if num_drafts == len(token_ids) > 0:
-            draft_text = text
         if not token_ids and not text:
             return []
         delta = TokenDelta(
@@ -137,11 +135,6 @@ class Output:
         self._num_sent_tokens += len(token_ids)
         self._text_len = self._num_sent_chars = self._text_len + len(text)
         return [delta]
-
-    def _read(self, token_ids: Sequence[int]) -> str:
-        if self._detokenizer is None or not token_ids:
-            return ""
-        return self._detokenizer.push(*token_ids)
 
     def _append(self, token_id: int, *, is_draft: bool, logprob: TokenLogprob | None) -> None:
         self._held.append(
@@ -248,3 +241,15 @@ class Output:
     def _mark_sent(self, num_chars: int) -> None:
         self._held_text = self._held_text[num_chars - self._num_sent_chars :]
         self._num_sent_chars = num_chars
+
+
+def _read(
+    detokenizer: Detokenizer, token_ids: Sequence[int], num_drafts: int, *, is_over: bool
+) -> tuple[str, str]:
+    """Return the text that drafts complete, which come first, and that of the whole round."""
+    draft_text = text = detokenizer.push(*token_ids[:num_drafts]) if num_drafts else ""
+    if num_drafts < len(token_ids):
+        text += detokenizer.push(*token_ids[num_drafts:])
+    if is_over:
+        text += detokenizer.flush()
+    return text if num_drafts == len(token_ids) > 0 else draft_text, text

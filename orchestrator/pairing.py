@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, fields
 
 from shared.messages import WorkerInfo
+from shared.rpc.protocol import protocol_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ def target_problem(info: WorkerInfo, *, tokenizer_hash: str, others: ModelIdenti
         tokenizer_hash: Of the orchestrator's own tokenizer, "" if it has none.
         others: Identity of the targets already in use.
     """
+    if problem := protocol_problem(info.protocol_version, who="it"):
+        return problem
     if info.kind != "target":
         return f"it is a {info.kind!r} worker; list it under --drafts"
     if tokenizer_hash and info.tokenizer_hash and tokenizer_hash != info.tokenizer_hash:
@@ -73,11 +76,16 @@ def target_problem(info: WorkerInfo, *, tokenizer_hash: str, others: ModelIdenti
 
 def draft_problem(draft: WorkerInfo) -> str:
     """Say why a worker is no draft at all, or ""."""
-    return "it is a target; list it under --targets" if draft.kind == "target" else ""
+    if draft.kind == "target":
+        return "it is a target; list it under --targets"
+    return protocol_problem(draft.protocol_version, who="it")
 
 
 def pair_problem(target: WorkerInfo, draft: WorkerInfo) -> str:
     """Say why this draft cannot draft for this target, or ""."""
+    versions = draft.protocol_version, target.protocol_version
+    if problem := protocol_problem(versions[0], who="the draft", other=versions[1]):
+        return problem
     if draft.vocab_size != target.vocab_size:
         return (
             f"the draft's vocabulary has {draft.vocab_size} ids, the target's {target.vocab_size}; "

@@ -59,6 +59,7 @@ class PeerWatch:
     def __init__(self, patience_s: Callable[[], float], on_overdue: Callable[[], None]) -> None:
         self._patience_s = patience_s
         self._on_overdue = on_overdue
+        self._loop = asyncio.get_running_loop()
         self._round_began = 0.0  # loop time
         self._timer: asyncio.TimerHandle | None = None
 
@@ -70,12 +71,12 @@ class PeerWatch:
     def start(self) -> None:
         """Begin to watch, unless rounds are watched already: the first one begins now."""
         if self._timer is None:
-            self._round_began = asyncio.get_running_loop().time()
+            self._round_began = self._loop.time()
             self._look()
 
     def next_round(self) -> float:
         """Take note that a round is done and the next one begins; return what it took, seconds."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         took_s, self._round_began = now - self._round_began, now
         return took_s
 
@@ -86,10 +87,9 @@ class PeerWatch:
             self._timer = None
 
     def _look(self) -> None:
-        loop = asyncio.get_running_loop()
         deadline = self._round_began + self._patience_s()
-        if deadline > loop.time():
-            self._timer = loop.call_at(deadline, self._look)
+        if deadline > self._loop.time():
+            self._timer = self._loop.call_at(deadline, self._look)
         else:
             self._timer = None
             self._on_overdue()

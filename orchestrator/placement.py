@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from orchestrator.losses import Loss, Losses, TargetGone
@@ -10,7 +11,7 @@ from orchestrator.target_handle import TargetHandle
 from orchestrator.terms import Terms
 from orchestrator.workers import WorkerSession
 from shared.errors import ResourceExhaustedError
-from shared.messages import AcceptedPath, TargetAdmitted
+from shared.messages import AcceptedPath, DraftRest, TargetAdmitted, TokenTree, VerifyRound
 
 OnAdmitted = Callable[[WorkerSession, TargetAdmitted], None]
 """Called once per epoch, with the target, when it holds pages for the request."""
@@ -22,7 +23,7 @@ class Placement:
     Args:
         terms: What the request asks of a target.
         step_timeout_s: As of TargetHandle.
-        on_detached: As of TargetHandle.
+        on_detached, on_rest: As of TargetHandle.
         on_gone: As of TargetHandle.
     """
 
@@ -34,6 +35,7 @@ class Placement:
         step_timeout_s: float,
         on_admitted: OnAdmitted,
         on_detached: Callable[[int], None],
+        on_rest: Callable[[DraftRest], None],
         on_gone: Callable[[], None],
     ) -> None:
         self.terms = terms
@@ -43,6 +45,7 @@ class Placement:
         self._step_timeout_s = step_timeout_s
         self._on_admitted = on_admitted
         self._on_detached = on_detached
+        self._on_rest = on_rest
         self._on_gone = on_gone
         self._target: TargetHandle | None = None
 
@@ -61,9 +64,15 @@ class Placement:
         """Pick a target, open the next epoch there and wait for round 0.
 
         Args:
-            tokens: Prompt and output so far.
+            tokens: Prompt and output so far; looked at later as well, when there are more.
         Raises: TargetGone, or CoppiceError if the request cannot be served.
         """
+        try:
+            return await self._prefill(tokens)
+        finally:
+            self._pool.moves.end(self.terms.worker_request_id)
+
+    async def _prefill(self, tokens: Sequence[int]) -> AcceptedPath:
         worker = await self._pool.acquire_target(
             self.terms.need(tokens, self.losses, is_running=self._is_running(tokens)),
             patience_s=self._step_timeout_s if self.terms.identity else 0.0,
@@ -77,18 +86,34 @@ class Placement:
             step_timeout_s=self._step_timeout_s,
             on_admitted=lambda admitted: self._on_admitted(worker, admitted),
             on_detached=self._on_detached,
+            on_rest=self._on_rest,
             on_gone=self._on_gone,
+            may_move=lambda: self._may_move(tokens),
         )
         try:
-            return await self._target.open(self.terms.target_open(tokens, self.target_epoch))
+            now_s = asyncio.get_running_loop().time()
+            message = self.terms.target_open(tokens, self.target_epoch, now_s=now_s)
+            return await self._target.open(message)
         except ResourceExhaustedError as error:
             if not self._is_running(tokens):
                 raise
             raise TargetGone(Loss.NO_ROOM, detail=error.message) from error
 
+    def order(self, round_idx: int, tokens: Sequence[int], tree: TokenTree | None) -> VerifyRound:
+        """Return the order of a round after these tokens; without a tree: of the root alone."""
+        return VerifyRound(
+            request_id=self.terms.worker_request_id,
+            target_epoch=self.target_epoch,
+            round_idx=round_idx,
+            seq_len=len(tokens) - 1,
+            root_token_id=tokens[-1],
+            tree=tree,
+        )
+
     def note_progress(self, round_idx: int) -> None:
         """Take note that the target has committed tokens in a round."""
-        self.losses.note_progress(self.target.worker, round_idx)
+        if self.losses.num_rebuilds:  # else there is nothing to forget
+            self.losses.note_progress(self.target.worker, round_idx)
 
     def lose(self, gone: TargetGone) -> None:
         """Account for a loss.
@@ -102,6 +127,15 @@ class Placement:
         if self._target is not None:
             self._target.close()
             self._target = None
+
+    def end(self) -> None:
+        """Free what is held for the request, here and on a target: it is over."""
+        self.close()
+        self._pool.moves.end(self.terms.worker_request_id)
+
+    def _may_move(self, tokens: Sequence[int]) -> bool:
+        """Return whether to leave the target, which drains, for one that has room."""
+        return self._pool.moves.begin(self.terms.need(tokens, self.losses, is_running=True))
 
     def _is_running(self, tokens: Sequence[int]) -> bool:
         """Return whether the request has output, or was moved: it goes before new requests."""

@@ -1,6 +1,6 @@
 """All workers, and who serves whom: a target by load, a draft that fits it.
 
-Requests wait here, not on a worker: they go to whichever target has room first, by priority.
+Requests wait here, not on a worker: they go to whichever target has room first, in turn.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
+from orchestrator.moves import Moves
 from orchestrator.pairing import ModelIdentity, draft_problem, pair_problem, target_problem
+from orchestrator.tenants import FAIR_S
 from orchestrator.workers import WorkerSession
 from shared.errors import UnavailableError
 from shared.messages import WorkerInfo
+from shared.priority import turn_s
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +27,8 @@ logger = logging.getLogger(__name__)
 _MAX_OPENING = 16
 _MAX_SESSIONS = 65536
 _RECHECK_S = 0.2
+_ROLES = ("target", "draft")
+_WORKER_STATES = ("available", "draining", "refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,8 @@ class Need:
         identity: The model that it started on; None for a new request.
         avoid: Addresses that failed it, used only if there are no others.
         needs_trial: Workers went down with it: not to where another such request is.
+        arrived_s: When it came, loop time.
+        tenant: Whose it is.
     """
 
     request_id: str
@@ -50,6 +58,8 @@ class Need:
     identity: ModelIdentity | None = None
     avoid: frozenset[str] = frozenset()
     needs_trial: bool = False
+    arrived_s: float = 0.0
+    tenant: str = ""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,9 +70,11 @@ class _Waiter:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    @property
-    def rank(self) -> tuple[bool, int, int]:
-        return (not self.need.is_running, -self.need.priority, self.arrival_idx)
+    def rank(self, num_by_tenant: Mapping[str, int]) -> tuple[bool, float, int]:
+        turn = turn_s(self.need.arrived_s, self.need.priority)
+        if len(num_by_tenant) > 1:
+            turn += FAIR_S * num_by_tenant.get(self.need.tenant, 0)
+        return (not self.need.is_running, turn, self.arrival_idx)
 
 
 class WorkerPool:
@@ -71,13 +83,19 @@ class WorkerPool:
     Args:
         tokenizer_hash: Of the orchestrator's own tokenizer, "" if it has none.
         on_change: Called when `is_ready` or `can_speculate` may have changed.
+        num_by_tenant: Requests that are here, waiting ones included; kept up by others.
     """
 
     def __init__(
-        self, *, tokenizer_hash: str = "", on_change: Callable[[], None] = lambda: None
+        self,
+        *,
+        tokenizer_hash: str = "",
+        on_change: Callable[[], None] = lambda: None,
+        num_by_tenant: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._tokenizer_hash = tokenizer_hash
         self._on_change = on_change
+        self._num_by_tenant = num_by_tenant
         self._targets: list[WorkerSession] = []
         self._drafts: list[WorkerSession] = []
         self._refused: list[WorkerSession] = []
@@ -85,6 +103,11 @@ class WorkerPool:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._arrivals = itertools.count()
         self._was_ready = False
+        self.num_lost = Counter(
+            {(role, cause): 0 for role in _ROLES for cause in ("ended", "error", "silent")}
+        )
+        """Sessions that have ended, by role and cause."""
+        self.moves = Moves(self)
         self.can_speculate = False
         """Whether some draft fits some target."""
         self.pair_problems: dict[tuple[str, str], str] = {}
@@ -105,6 +128,7 @@ class WorkerPool:
 
     def lose(self, worker: WorkerSession) -> None:
         """Forget a worker whose session has ended; one that was refused because of it may serve."""
+        self.num_lost[_role_of(worker), worker.lost_by or "ended"] += 1
         for group in (self._targets, self._drafts, self._refused):
             if worker in group:
                 group.remove(worker)
@@ -124,6 +148,22 @@ class WorkerPool:
     def drafts(self) -> tuple[WorkerSession, ...]:
         """Return the drafts in use."""
         return tuple(self._drafts)
+
+    @property
+    def worker_states(self) -> Counter[tuple[str, str]]:
+        """Return how many workers of each role are available, draining, or refused."""
+        states = Counter({(role, state): 0 for role in _ROLES for state in _WORKER_STATES})
+        for worker in (*self._targets, *self._drafts):
+            state = "available" if worker.is_available else "draining"
+            states[_role_of(worker), state] += 1
+        for worker in self._refused:
+            states[_role_of(worker), "refused"] += 1
+        return states
+
+    @property
+    def refused(self) -> tuple[WorkerSession, ...]:
+        """Return the workers that must not be used; each one's `problem` says why."""
+        return tuple(self._refused)
 
     @property
     def num_waiting(self) -> int:
@@ -172,10 +212,19 @@ class WorkerPool:
                 self._waiters.remove(waiter)
         return waiter.chosen.result()
 
+    def has_room(self, need: Need) -> bool:
+        """Return whether a target has room for a request now; one that drains does not count."""
+        need = replace(need, wants_room=True)
+        return any(_has_room(worker, need) for worker in self._candidates(need))
+
     def pick_draft(
         self, target: WorkerSession, avoid: frozenset[str] = frozenset()
     ) -> WorkerSession | None:
-        """Return the least loaded draft that fits the target and has room, if there is one."""
+        """Return a draft that fits the target and has room, if there is one.
+
+        One beside the target goes first: what they share in memory is faster than any network. Of
+        several the least loaded one.
+        """
         drafts = [
             draft
             for draft in self._drafts
@@ -185,7 +234,12 @@ class WorkerPool:
         ]
         return min(
             drafts,
-            key=lambda draft: (draft.address in avoid, draft.num_requests, -draft.free_share),
+            key=lambda draft: (
+                draft.address in avoid,
+                draft.host != target.host,
+                draft.num_requests,
+                -draft.free_share,
+            ),
             default=None,
         )
 
@@ -194,6 +248,7 @@ class WorkerPool:
         if twin is not None:
             problem = f"it is the same process as {twin.address}"
         worker.on_load = self._load_changed
+        worker.problem = problem
         if problem:
             self._refused.append(worker)
         else:
@@ -224,16 +279,17 @@ class WorkerPool:
     def _load_changed(self) -> None:
         """Look again at who waits; called with every message of a worker, so it must be cheap."""
         self._dispatch()
+        self.moves.look()
         if self.is_ready != self._was_ready:
             self._was_ready = self.is_ready
             self._on_change()
 
     def _dispatch(self) -> None:
-        """Send waiting requests to targets with room, first come first served within a priority."""
+        """Send waiting requests to targets with room, in turn: by age, priority and tenant."""
         if not self._waiters or not any(map(_may_open, self._targets)):
             return
         reserved: set[str] = set()
-        for waiter in sorted(self._waiters, key=lambda waiter: waiter.rank):
+        for waiter in sorted(self._waiters, key=lambda waiter: waiter.rank(self._num_by_tenant)):
             worker = self._choose(waiter.need, reserved)
             if worker is not None:
                 worker.opening.add(waiter.need.request_id)
@@ -282,6 +338,10 @@ class WorkerPool:
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return best
+
+
+def _role_of(worker: WorkerSession) -> str:
+    return "target" if worker.info.kind == "target" else "draft"
 
 
 def _may_open(worker: WorkerSession) -> bool:

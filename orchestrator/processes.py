@@ -3,12 +3,13 @@
     parent       holds the port, starts the processes, starts again one that dies; serves nothing
     process      a whole orchestrator: sessions to all workers, admission, health
 
-The processes share nothing. What one of them says of itself holds for it alone: its health, and the
-number of requests that it admits. Requests of one connection are served by one process.
+The processes share the limit of requests admitted at once, and nothing else. The health that one of
+them tells is its own. Requests of one connection are served by one process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -16,28 +17,29 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 
-from shared.config import OrchestratorConfig
-from shared.errors import ConfigError
-from shared.logs import configure_logging
+from orchestrator.siblings import Siblings, shared_counts
+from shared.config import OrchestratorConfig, admin_port
+from shared.errors import EXIT_CONFIG, ConfigError
+from shared.logs import LogSettings, configure_logging, log_settings
 from shared.rpc.engine_main import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-EXIT_CONFIG = 2
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 10.0
 # A process that served this long starts again at the first backoff.
 STEADY_AFTER_S = 10.0
 _STOP_SLACK_S = 5.0
 
-Serve = Callable[[OrchestratorConfig, int], int]
-"""(config, id of the parent) -> exit code; runs in a process of its own."""
+Serve = Callable[[OrchestratorConfig, Siblings], int]
+"""(config, the processes) -> exit code; runs in a process of its own."""
 
 
 def run_processes(config: OrchestratorConfig, serve: Serve) -> int:
@@ -48,9 +50,28 @@ def run_processes(config: OrchestratorConfig, serve: Serve) -> int:
     Returns: exit code: 0 after an orderly end, 2 for a configuration that cannot work.
     Raises: ConfigError if the port cannot be listened on.
     """
-    with reserve_port(config.host, config.port) as reserved:
+    with contextlib.ExitStack() as stack:
+        reserved = stack.enter_context(reserve_port(config.host, config.port))
         config = replace(config, port=reserved.getsockname()[1])
-        return _Supervisor(config, serve).run()
+        if (admin := reserve_admin_port(config)) is not None:
+            config = replace(config, admin_port=stack.enter_context(admin).getsockname()[1])
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="coppice-"))
+        return _Supervisor(config, serve, directory).run()
+
+
+def reserve_admin_port(config: OrchestratorConfig) -> socket.socket | None:
+    """Return a socket that holds the operators' port; None: they are not served.
+
+    Raises: ConfigError if somebody else has the port that was asked for.
+    """
+    if config.admin_port < 0:
+        return None
+    try:
+        return reserve_port(config.admin_host, admin_port(config))
+    except ConfigError:
+        if config.admin_port:
+            raise
+        return reserve_port(config.admin_host, 0)
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
@@ -81,10 +102,18 @@ def reserve_port(host: str, port: int) -> socket.socket:
 class _Supervisor:
     """Starts the processes, starts dead ones again, ends them in order."""
 
-    def __init__(self, config: OrchestratorConfig, serve: Serve) -> None:
+    def __init__(self, config: OrchestratorConfig, serve: Serve, directory: str) -> None:
         self._config = config
         self._serve = serve
-        self._slots = [_Slot(index, config, serve) for index in range(config.workers)]
+        counts = shared_counts(config.workers)
+        self._slots = [
+            _Slot(
+                Siblings(parent_pid=os.getpid(), index=index, counts=counts, directory=directory),
+                config,
+                serve,
+            )
+            for index in range(config.workers)
+        ]
         self._is_stopping = False
 
     def run(self) -> int:
@@ -132,9 +161,9 @@ class _Supervisor:
 class _Slot:
     """One of the processes, and those that follow it when it dies."""
 
-    def __init__(self, index: int, config: OrchestratorConfig, serve: Serve) -> None:
-        self._index = index
-        self._arguments = (config, serve, os.getpid(), logging.getLogger().getEffectiveLevel())
+    def __init__(self, siblings: Siblings, config: OrchestratorConfig, serve: Serve) -> None:
+        self._siblings = siblings
+        self._arguments = (config, serve, self._siblings, log_settings())
         self._process: SpawnProcess | None = None
         self._started_at = self._due_at = 0.0
         self._backoff_s = FIRST_BACKOFF_S
@@ -165,8 +194,9 @@ class _Slot:
                 self._backoff_s = FIRST_BACKOFF_S
             logger.error(
                 "process %d (pid %s) ended with %d; starting again in %g s",
-                *(self._index, process.pid, process.exitcode, self._backoff_s),
+                *(self._siblings.index, process.pid, process.exitcode, self._backoff_s),
             )
+            self._siblings.note(0)  # its requests ended with it
             self._due_at, self._process = now + self._backoff_s, None
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         if self._process is None and now >= self._due_at:
@@ -192,8 +222,10 @@ class _Slot:
             self._process.join()
 
 
-def _child_main(config: OrchestratorConfig, serve: Serve, parent_pid: int, log_level: int) -> None:
+def _child_main(
+    config: OrchestratorConfig, serve: Serve, siblings: Siblings, log: LogSettings
+) -> None:
     """Run one orchestrator; it ends with its parent."""
-    die_with_parent(parent_pid)
-    configure_logging(log_level)
-    sys.exit(serve(config, parent_pid))
+    die_with_parent(siblings.parent_pid)
+    configure_logging(log)
+    sys.exit(serve(config, siblings))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Mapping
 
+from orchestrator.figures import RequestStatus, Stage
 from orchestrator.meter import Meter
 from orchestrator.outgoing import Outgoing, WriteTurns
 from orchestrator.output import Output
@@ -17,9 +20,15 @@ from shared.messages import (
     FinishInfo,
     FinishReason,
     PromptInfo,
+    SpeculationStats,
+    TokenDelta,
+    TokenTree,
     Usage,
     WorkerInfo,
 )
+from shared.metrics.tally import Tally
+
+_LENGTHS = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 
 
 class Reply:
@@ -28,6 +37,7 @@ class Reply:
     Args:
         tokenizer: None if the model has none: then there is no text.
         turns: Of all that write in this process; None: nobody else does.
+        inter_token: Takes the time of each token after the first, seconds.
     """
 
     def __init__(
@@ -35,14 +45,17 @@ class Reply:
         request: GenerationRequest,
         tokenizer: Tokenizer | None,
         turns: WriteTurns | None = None,
+        inter_token: Tally | None = None,
     ) -> None:
         self.events = Outgoing(turns)
-        self.meter = Meter()
+        self.meter = Meter(inter_token)
         self.timeline = Timeline()
         self._request = request
         self._num_output = 0
         self._num_cached_tokens: int | None = None
         wants_text = bool(request.stop_strings) or not request.omit_text
+        has_text = tokenizer is not None and wants_text
+        self._is_whole = not (request.omit_token_ids or (request.omit_text and has_text))
         self._output = Output(
             detokenizer=tokenizer.detokenizer(request.prompt_ids)
             if tokenizer is not None and wants_text
@@ -55,6 +68,35 @@ class Reply:
     def is_finished(self) -> bool:
         """Return whether no more tokens are wanted."""
         return self._output.is_finished
+
+    # --- what is counted of it, see metrics.py ---------------------------------------------------
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the tokens of the prompt, 0 before it is admitted."""
+        return 0 if self._num_cached_tokens is None else len(self._request.prompt_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Return the prompt tokens that a target held already."""
+        return self._num_cached_tokens or 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Return the tokens sent so far, resumed ones excluded."""
+        return self._output.num_output_tokens
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Return how speculation went so far."""
+        return self.meter.speculation
+
+    @property
+    def root_only_reasons(self) -> Mapping[str, int]:
+        """Return the rounds without a tree by why."""
+        return self.meter.root_only_reasons
+
+    # --- what happens to it ----------------------------------------------------------------------
 
     def resume(self, *, stop_token_ids: frozenset[int], max_new_tokens: int) -> None:
         """Take the output that the client already holds; it may be all there is."""
@@ -87,19 +129,57 @@ class Reply:
             )
         )
 
-    def emit(self, path: AcceptedPath) -> None:
-        """Send what may leave of a committed path; a stop string may end the output here."""
+    def emit(
+        self,
+        path: AcceptedPath,
+        *,
+        is_resting: bool = False,
+        root_only_reason: str = "",
+        is_relayed: bool = False,
+    ) -> None:
+        """Send what may leave of a committed path; a stop string may end the output here.
+
+        Args:
+            is_resting: The target wants no trees for now.
+            root_only_reason: Why there was no tree, if there was none.
+            is_relayed: The tree came through this process.
+        """
         self._num_output += len(path.token_ids)
-        if path.finish_reason in (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH):
+        if path.finish_reason and path.finish_reason in _LENGTHS:
             path = dataclasses.replace(path, finish_reason=self._reason_of_length())
         for delta in self._output.extend(path):
-            if self._request.omit_token_ids:
-                delta = dataclasses.replace(delta, token_ids=())
-            if self._request.omit_text:
-                delta = dataclasses.replace(delta, text="", num_accepted_draft_chars=0)
             self.meter.sent()
-            self.events.put(delta)
-        self.meter.count(path, num_tokens=self._output.num_taken)
+            self.events.put(delta if self._is_whole else self._wanted(delta))
+        self.meter.count(
+            path,
+            num_tokens=self._output.num_taken,
+            is_resting=is_resting,
+            root_only_reason=root_only_reason,
+            is_relayed=is_relayed,
+        )
+
+    def note_times(self, round_idx: int, tree: TokenTree | None, path: AcceptedPath) -> None:
+        """Keep what the workers say of a round's times, if they say it."""
+        if path.times is not None:
+            self.timeline.add(
+                round_idx,
+                tree=tree.times if tree is not None else None,
+                path=path.times,
+                now_ns=int(asyncio.get_running_loop().time() * 1e9),
+            )
+
+    def status(self, *, is_placed: bool, retries: int) -> RequestStatus:
+        """Say how far the request is.
+
+        Args:
+            is_placed: It is on a target.
+        """
+        stage = Stage.DECODING if self.meter.has_output else Stage.PREFILLING
+        return RequestStatus(
+            stage=stage if is_placed else Stage.WAITING,
+            end_reason=self._output.finish_reason.name.lower() if self.is_finished else "",
+            figures=dataclasses.replace(self.meter.figures, num_retries=retries),
+        )
 
     def finish(self, *, retries: int) -> FinishInfo:
         """Say how the request ended."""
@@ -109,12 +189,12 @@ class Reply:
             usage=Usage(
                 num_prompt_tokens=len(self._request.prompt_ids),
                 num_output_tokens=self._output.num_output_tokens,
-                num_cached_tokens=self._num_cached_tokens or 0,
+                num_cached_tokens=self.num_cached_tokens,
             ),
             speculation=self.meter.speculation,
             timings=self.meter.timings,
             retries=retries,
-            round_times=self.timeline.rounds,
+            round_times=self.timeline.rounds if self._request.round_times else (),
         )
         self.events.put(finish)
         return finish
@@ -122,6 +202,14 @@ class Reply:
     def close(self) -> None:
         """Mark the end of the events."""
         self.events.put(None)
+
+    def _wanted(self, delta: TokenDelta) -> TokenDelta:
+        """Return what the client wants of a delta."""
+        if self._request.omit_token_ids:
+            delta = dataclasses.replace(delta, token_ids=())
+        if self._request.omit_text:
+            delta = dataclasses.replace(delta, text="", num_accepted_draft_chars=0)
+        return delta
 
     def _reason_of_length(self) -> FinishReason:
         """Tell the client's limit from the context's."""

@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import grpc.aio
+
+from orchestrator.metrics import RequestEnd
 from shared.errors import CoppiceError, StatusCode
+from shared.logs import log_request
+from shared.messages import FinishInfo
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +24,7 @@ _OUR_FAULT = (StatusCode.INTERNAL, StatusCode.UNAVAILABLE)
 
 
 class RequestLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger that says which request and which round it speaks of.
+    """A logger that says which request, whose, and which round it speaks of.
 
     Args:
         request_id: As the client knows it.
@@ -28,39 +33,131 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
     def __init__(self, logger: logging.Logger, request_id: str) -> None:
         super().__init__(logger, {})
         self.request_id = request_id
+        self.tenant = ""
         self.round_idx = 0
+        self.trace_id = ""
+        self.is_admitted = False
+        """Whether work has begun: what ends it from now on is no refusal."""
+        self.finish: FinishInfo | None = None
+        """How the request finished; None: it did not, or not yet."""
+        self.is_told = False
+        """Whether the client was sent that: it need not wait for the end of the call."""
 
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put both into the record, and in front of its message."""
-        kwargs["extra"] = {"request_id": self.request_id, "round_idx": self.round_idx}
-        return f"[{self.request_id} round {self.round_idx}] {msg}", kwargs
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Put both in front of the message, and into the record.
+
+        Args:
+            kwargs: `fields`, a mapping, goes into the record as well.
+        """
+        fields: Mapping[str, object] = kwargs.pop("fields", {})
+        whose = f" of {self.tenant}" if self.tenant else ""
+        log_request(
+            self.logger,
+            level,
+            self.request_id,
+            msg,
+            *args,
+            prefix=f"[{self.request_id}{whose} round {self.round_idx}] ",
+            round_idx=self.round_idx,
+            trace_id=self.trace_id,
+            tenant=self.tenant,
+            **fields,
+        )
+
+    def log_finish(self, finish: FinishInfo) -> None:
+        """Log the end of a request that has finished, with its figures."""
+        usage, stats, timings = finish.usage, finish.speculation, finish.timings
+        self.info(
+            "finished by %s: %d tokens in %d rounds, accept_length %.2f",
+            finish.reason.name,
+            usage.num_output_tokens,
+            stats.num_rounds,
+            stats.accept_length,
+            fields={
+                "event": "request_end",
+                "code": "OK",
+                "finish_reason": finish.reason.name.lower(),
+                "num_prompt_tokens": usage.num_prompt_tokens,
+                "num_output_tokens": usage.num_output_tokens,
+                "num_rounds": stats.num_rounds,
+                "accept_length": round(stats.accept_length, 3),
+                "queue_ms": round(timings.queue_ms, 1),
+                "time_to_first_token_ms": round(timings.time_to_first_token_ms, 1),
+                "total_ms": round(timings.total_ms, 1),
+                "retries": finish.retries,
+            },
+        )
 
 
 @contextlib.contextmanager
-def logged_end(request_id: str, time_remaining: Callable[[], float | None]) -> Iterator[RequestLog]:
-    """Yield a request's log, and log one line if it is refused, cancelled, late or fails.
+def logged_end(
+    request_id: str,
+    time_remaining: Callable[[], float | None],
+    on_end: Callable[[RequestEnd], None] = lambda _: None,
+) -> Iterator[RequestLog]:
+    """Yield a request's log, and log one line however it ends.
 
-    One that finishes says so itself, with its figures; a bug is logged where it becomes INTERNAL.
+    A request has finished when its client was sent the end of the output; until then its client
+    may go, or may be ended because it does not read.
 
     Args:
         request_id: As the client said it, which is not checked yet; empty: it said none.
         time_remaining: Returns the seconds to the deadline; None: there is no deadline.
+        on_end: Takes how it ended.
     """
     name = request_id if request_id.isprintable() else repr(request_id)
     log = RequestLog(logger, name[:128] or "no request_id")
     began = time.monotonic()
-    try:
-        yield log
-    except asyncio.CancelledError:
+
+    def end(level: int, code: str, message: str, *args: object, reason: str = "") -> None:
+        took_s = time.monotonic() - began
+        fields = {"event": "request_end", "code": code, "total_ms": round(took_s * 1e3, 1)}
+        if reason:
+            fields["reason"] = reason
+        log.log(level, message, *args, fields=fields)
+        on_end(RequestEnd(code=code, refused_by="" if log.is_admitted else reason))
+
+    def end_cancelled() -> None:
         left_s = time_remaining()
         is_late = left_s is not None and left_s < DEADLINE_SLACK_S
         what = "its deadline passed" if is_late else "cancelled"
-        log.info("%s after %.1f s", what, time.monotonic() - began)
+        code = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
+        end(logging.INFO, code, "%s after %.1f s", what, time.monotonic() - began)
+
+    def end_finished() -> None:
+        if log.finish is not None:
+            log.log_finish(log.finish)
+            on_end(_finished(log.finish))
+
+    try:
+        yield log
+    except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter: of a write to nobody
+        if log.is_told:
+            end_finished()
+        else:
+            end_cancelled()
         raise
     except CoppiceError as error:
         level = logging.WARNING if error.code in _OUR_FAULT else logging.INFO
         where = f" ({error.field})" if error.field else ""
-        log.log(level, "ended by %s%s: %s", error.reason, where, " ".join(error.message.split()))
+        message = " ".join(error.message.split())
+        end(
+            *(level, error.code.name, "ended by %s%s: %s", error.reason, where, message),
+            reason=error.reason,
+        )
         raise
+    except Exception as error:  # a bug: its traceback is logged where it becomes INTERNAL
+        end(logging.ERROR, "INTERNAL", "failed: %s", type(error).__name__, reason="INTERNAL")
+        raise
+    else:
+        end_finished()
+
+
+def _finished(finish: FinishInfo) -> RequestEnd:
+    stats = finish.speculation
+    return RequestEnd(
+        code="OK",
+        finish_reason=finish.reason.name.lower(),
+        timings=finish.timings,
+        accept_length=stats.accept_length,
+    )

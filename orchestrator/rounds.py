@@ -20,9 +20,10 @@ import logging
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
 from orchestrator.draft_handle import DraftHandle
+from orchestrator.figures import RequestStatus
 from orchestrator.losses import Loss, TargetGone
+from orchestrator.metrics import RequestMetrics
 from orchestrator.outgoing import Outgoing, WriteTurns
-from orchestrator.pairing import ModelIdentity
 from orchestrator.placement import Placement
 from orchestrator.pool import WorkerPool
 from orchestrator.reply import Reply
@@ -37,6 +38,7 @@ from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.messages import (
     AcceptedPath,
     FinishReason,
+    PeerTrees,
     TargetAdmitted,
     TokenTree,
     VerifyRound,
@@ -58,6 +60,7 @@ class Generation:
         tokenizer: None if the model has none: then there is no text.
         log: Where the request's records go; None = to this module's logger.
         turns: Of all that write in this process; None: nobody else does.
+        metrics: Of this process; None: nobody counts.
     """
 
     def __init__(
@@ -71,35 +74,33 @@ class Generation:
         tokenizer: Tokenizer | None,
         log: RequestLog | None = None,
         turns: WriteTurns | None = None,
+        metrics: RequestMetrics | None = None,
     ) -> None:
         self._request = request
         self._log = log or RequestLog(logger, request.request_id)
-        self._reply = Reply(request, tokenizer, turns)
+        self._metrics = metrics or RequestMetrics()
+        self._reply = Reply(request, tokenizer, turns, self._metrics.inter_token)
         self._tokens = [*request.prompt_ids, *request.resume_ids]
         self._round_idx = 0
+        self._may_speculate = request.shape is not None and bool(config.drafts)
         self._draft = DraftHandle(
             request_id=worker_request_id,
-            shape=request.shape if config.drafts else None,
+            shape=request.shape if self._may_speculate else None,
+            adapts=not request.requires_draft,
             sampling=request.sampling,
-            is_timed=request.round_times,
+            is_timed=request.is_timed,
             pool=pool,
             config=config,
             log=self._log,
             on_revoke=self._revoke,
         )
         self._placement = Placement(
-            Terms(
-                request=request,
-                worker_request_id=worker_request_id,
-                model=model,
-                # Resumed tokens bind the request to what computed them, as its own do later.
-                identity=ModelIdentity.of(model) if request.resume_fingerprint else None,
-                wants_features=request.shape is not None and bool(config.drafts),
-            ),
+            Terms.of(request, worker_request_id, model, wants_features=self._may_speculate),
             pool,
             step_timeout_s=config.step_timeout_s,
             on_admitted=self._admitted,
             on_detached=self._draft.lose_channel,
+            on_rest=self._draft.note_rest,
             on_gone=self._draft.close,  # its features came from there: no round waits for it
         )
 
@@ -108,19 +109,30 @@ class Generation:
         return self._placement.target
 
     @property
-    def _terms(self) -> Terms:
-        return self._placement.terms
+    def reply(self) -> Reply:
+        """Return what the client gets, with what is counted of it."""
+        return self._reply
 
     @property
     def events(self) -> Outgoing:
         """Return what the client gets; None is the end."""
         return self._reply.events
 
+    @property
+    def status(self) -> RequestStatus:
+        """Return how far the request is."""
+        return self._reply.status(is_placed=self._placement.is_open, retries=self._num_retries)
+
+    @property
+    def _num_retries(self) -> int:
+        return self._placement.losses.num_rebuilds + self._draft.num_reopened
+
     async def run(self) -> None:
         """Serve the request to its end; `events` ends with None, whatever happens.
 
         Raises: CoppiceError if it cannot be served.
         """
+        self._metrics.begin(self._reply)
         try:
             self._resume()
             while not self._reply.is_finished:
@@ -132,8 +144,12 @@ class Generation:
                     self._lose_target(gone)
             self._finish()
         finally:
-            self._close()
+            self._draft.close()
+            self._placement.end()
             self._reply.close()
+            self._metrics.end(self._reply)
+            self._metrics.note_rebuild("draft", "reopened", self._draft.num_reopened)
+            self._metrics.note_stall("draft", self._draft.num_overdue)
 
     async def _round(self) -> None:
         """Run rounds by credit until something changes, or one relayed round."""
@@ -143,17 +159,19 @@ class Generation:
         if self._runs_by_credit(self._round_idx):
             await self._credited_rounds()
             return
+        root_only_reason = self._draft.root_only_reason
         tree, path = await self._relayed_round()
         self._commit(path)
         if self._prepare_next_round(path):
             await asyncio.sleep(0)  # the orders of all requests leave now
-        self._send(path, tree)
+        self._send(path, tree, root_only_reason)
 
     async def _wait_reader(self) -> None:
         """Wait until the client has read: what the target holds stays, nobody else waits."""
+        self._metrics.note_stall("reader")
         self._draft.pause()
         await self._reply.events.wait_room()
-        self._draft.resume()
+        self._draft.note_credit()
 
     def _runs_by_credit(self, round_idx: int) -> bool:
         """Return whether a round needs no order: it is here already, or no tree comes this way."""
@@ -177,14 +195,16 @@ class Generation:
 
         Called as the path arrives, without a switch of tasks.
         """
+        root_only_reason = self._draft.root_only_reason
         self._draft.note_path(had_tree=path.num_draft_tokens > 1)
         self._commit(path)
         self._prepare_next_round(path)
-        self._send(path, None)
-        next_idx = self._round_idx + 1
-        if self._reply.is_finished or not self._runs_by_credit(next_idx):
+        self._send(path, None, root_only_reason)
+        if self._reply.is_finished:
             return False
-        if not (self._target.has_credit(next_idx) or self._target.has_path(next_idx)):
+        target, next_idx = self._target, self._round_idx + 1
+        is_coming = target.has_credit(next_idx) and not self._draft.is_relayed
+        if not (is_coming or target.has_path(next_idx)):
             return False
         self._begin_round(next_idx)
         return True
@@ -196,20 +216,25 @@ class Generation:
         """
         if self._draft.is_relayed or not self._reply.events.has_room:
             return False
-        is_sent = self._target.extend_credit(round_idx, self._draft.trees)
-        self._draft.note_credit()
+        trees = self._draft.trees
+        is_sent = self._target.extend_credit(round_idx, trees)
+        if isinstance(trees, PeerTrees):
+            self._draft.note_credit()
         return is_sent
 
-    def _send(self, path: AcceptedPath, tree: TokenTree | None) -> None:
-        """Send a committed round on to the client."""
-        self._reply.emit(path)
-        if path.times is not None:
-            self._reply.timeline.add(
-                self._round_idx,
-                tree=tree.times if tree is not None else None,
-                path=path.times,
-                now_ns=int(asyncio.get_running_loop().time() * 1e9),
-            )
+    def _send(self, path: AcceptedPath, tree: TokenTree | None, root_only_reason: str) -> None:
+        """Send a committed round on to the client.
+
+        Args:
+            root_only_reason: Why there was no tree, if there was none.
+        """
+        self._reply.emit(
+            path,
+            is_resting=self._draft.is_resting,
+            root_only_reason=root_only_reason,
+            is_relayed=tree is not None,
+        )
+        self._reply.note_times(self._round_idx, tree, path)
 
     async def _relayed_round(self) -> tuple[TokenTree | None, AcceptedPath]:
         """Take the draft's tree, if it comes in time, and have the target verify it."""
@@ -250,7 +275,7 @@ class Generation:
         if path.finish_reason is not FinishReason.NONE:
             return False
         is_sent = False
-        if not self._draft.is_peer:
+        if self._may_speculate and not self._draft.is_peer:
             is_sent = self._draft.order(
                 round_idx=self._round_idx + 1, seq_len=len(self._tokens) - 1, tokens=self._tokens
             )
@@ -262,14 +287,7 @@ class Generation:
             self._target.revoke_credit(self._order(None))
 
     def _order(self, tree: TokenTree | None) -> VerifyRound:
-        return VerifyRound(
-            request_id=self._terms.worker_request_id,
-            target_epoch=self._placement.target_epoch,
-            round_idx=self._round_idx,
-            seq_len=len(self._tokens) - 1,
-            root_token_id=self._tokens[-1],
-            tree=tree,
-        )
+        return self._placement.order(self._round_idx, self._tokens, tree)
 
     async def _build(self) -> None:
         """Have a target prefill the request's tokens (round 0), again and again until one does."""
@@ -290,7 +308,9 @@ class Generation:
 
     def _admitted(self, worker: WorkerSession, admitted: TargetAdmitted) -> None:
         """Tell the client once, and let a draft read along while the target prefills."""
-        self._reply.admitted(self._terms.model, admitted.num_cached_tokens, admitted.times)
+        self._reply.admitted(
+            self._placement.terms.model, admitted.num_cached_tokens, admitted.times
+        )
         self._draft.open(worker, self._placement.target_epoch, self._tokens)
 
     def _lose_target(self, gone: TargetGone) -> None:
@@ -298,7 +318,9 @@ class Generation:
 
         Raises: InternalError or UnavailableError if that is enough, see Losses.
         """
-        self._log.warning("rebuilding the request: %s", gone)
+        level = logging.INFO if gone.loss is Loss.MOVED else logging.WARNING
+        self._log.log(level, "rebuilding the request: %s", gone)
+        self._metrics.note_rebuild("target", gone.loss.name.lower())
         self._placement.lose(gone)
         self._close()
 
@@ -309,23 +331,15 @@ class Generation:
         """Take the output that the client already holds; it may be all there is."""
         if self._request.resume_ids:
             self._reply.resume(
-                stop_token_ids=self._terms.stop_token_ids,
-                max_new_tokens=self._terms.max_new_tokens,
+                stop_token_ids=self._placement.terms.stop_token_ids,
+                max_new_tokens=self._placement.terms.max_new_tokens,
             )
             if self._reply.is_finished:
-                self._reply.admitted(self._terms.model, 0)
+                self._reply.admitted(self._placement.terms.model, 0)
 
     def _finish(self) -> None:
-        finish = self._reply.finish(
-            retries=self._placement.losses.num_rebuilds + self._draft.num_reopened
-        )
-        self._log.info(
-            "finished by %s: %d tokens in %d rounds, accept_length %.2f",
-            finish.reason.name,
-            finish.usage.num_output_tokens,
-            finish.speculation.num_rounds,
-            finish.speculation.accept_length,
-        )
+        finish = self._reply.finish(retries=self._num_retries)
+        self._log.finish = finish  # logged once the client has it
 
     def _close(self) -> None:
         """Free whatever both workers hold."""

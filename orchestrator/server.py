@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 
 from coppice.v1 import generation_pb2_grpc as pb_grpc
+from orchestrator.admin import AdminService
+from orchestrator.admin_server import AdminServer
 from orchestrator.admission import Admission
 from orchestrator.endpoints import Lookup, WorkerEndpoints, lookup, parse_endpoints
+from orchestrator.metrics import pool_samples
 from orchestrator.pool import WorkerPool
-from orchestrator.processes import EXIT_CONFIG, run_processes
+from orchestrator.processes import run_processes
 from orchestrator.service import GenerationService
+from orchestrator.siblings import Siblings
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
+from shared.access.caller import caller_of
 from shared.config import OrchestratorConfig
-from shared.errors import ConfigError
+from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
 from shared.memory import return_large_buffers, settle_garbage
+from shared.metrics.samples import Samples
+from shared.metrics.server import MetricsServer
 from shared.models.checkpoint import resolve_model, tokenizer_hash
-from shared.rpc.health_names import process_name
+from shared.rpc.gate import front_gate, log_exposure
+from shared.rpc.health_names import ORCHESTRATOR_SERVICE, SPECULATION_SERVICE, process_name
+from shared.rpc.limits import ServerLimits
 from shared.rpc.server import RpcServer
+from shared.watchdog import watched
 
 logger = logging.getLogger(__name__)
 
 LISTEN_WITHIN_S = 5.0
 """How long a process that shares its port waits for a target before it listens."""
 
-SERVICE = "coppice.v1.GenerationService"
-SPECULATION = "coppice.v1.GenerationService/speculation"
-"""Health name: SERVING while some draft fits some target."""
+
+END_WITHIN_S = 1.0
+"""How long clients may take to hear that their requests were ended by the end of the process."""
 
 
 class Orchestrator:
@@ -36,12 +47,16 @@ class Orchestrator:
 
     Args:
         lookup: Finds the addresses of a worker's name.
-        parent_pid: Of the process that shares the port among several orchestrators; 0: none does.
+        siblings: Orchestrator processes that share the port; None: there are none.
     Raises: ConfigError if the configuration cannot work.
     """
 
     def __init__(
-        self, config: OrchestratorConfig, *, lookup: Lookup = lookup, parent_pid: int = 0
+        self,
+        config: OrchestratorConfig,
+        *,
+        lookup: Lookup = lookup,
+        siblings: Siblings | None = None,
     ) -> None:
         targets = parse_endpoints(config.targets, option="--targets")
         drafts = parse_endpoints(config.drafts, option="--drafts")
@@ -52,10 +67,14 @@ class Orchestrator:
         tokenizer = Tokenizer(path) if path.is_file() else None
         if tokenizer is None:
             logger.warning("%s has no tokenizer.json: token ids only, no text", directory)
+        caller, gate = caller_of(config, os.environ), front_gate(config)
+        log_exposure(config, gate)
         self._changed = asyncio.Event()
-        self.admission = Admission(config.max_num_requests)
+        self.admission = Admission(config.max_num_requests, siblings)
         self.pool = WorkerPool(
-            tokenizer_hash=tokenizer_hash(directory), on_change=self._changed.set
+            tokenizer_hash=tokenizer_hash(directory),
+            on_change=self._changed.set,
+            num_by_tenant=self.admission.num_by_tenant,
         )
         self._endpoints = [
             WorkerEndpoints(
@@ -65,6 +84,7 @@ class Orchestrator:
                 on_open=on_open,
                 on_lost=self.pool.lose,
                 lookup=lookup,
+                caller=caller,
             )
             for role, endpoints, on_open in (
                 (TARGET, targets, self.pool.open_target),
@@ -72,21 +92,41 @@ class Orchestrator:
             )
         ]
         self._server = RpcServer(
-            services=[SERVICE],
+            services=[ORCHESTRATOR_SERVICE],
             host=config.host,
             port=config.port,
             max_message_bytes=config.max_message_bytes,
-            drain_timeout_s=config.drain_timeout_s,
-            on_drain=self.admission.drain,
-            shares_port=bool(parent_pid),
+            drain_timeout_s=config.drain_timeout_s + END_WITHIN_S,
+            on_drain=self._drain,
+            shares_port=siblings is not None,
+            gate=gate,
+            limits=ServerLimits(calls=config.max_calls or max(1024, 4 * config.max_num_requests)),
         )
-        self._parent_pid = parent_pid
-        pb_grpc.add_GenerationServiceServicer_to_server(
-            GenerationService(
-                config, pool=self.pool, admission=self.admission, tokenizer=tokenizer
-            ),
-            self._server.grpc_server,
+        self._siblings = siblings
+        service = GenerationService(
+            config, pool=self.pool, admission=self.admission, tokenizer=tokenizer
         )
+        self._requests, self._tracing = service.metrics, service.tracing
+        index = siblings.index if siblings is not None else 0
+        self.metrics = MetricsServer(
+            "orchestrator",
+            self._samples,
+            host=config.metrics_host,
+            port=config.metrics_port and config.metrics_port + index,
+        )
+        pb_grpc.add_GenerationServiceServicer_to_server(service, self._server.grpc_server)
+        self._running = service.running
+        admin = AdminService(
+            config,
+            pool=self.pool,
+            endpoints=self._endpoints,
+            running=self._running,
+            siblings=siblings,
+        )
+        self._admin = AdminServer(config, admin, siblings)
+        self.admin_port = -1
+        """Where operators are served once started; -1: nowhere."""
+        self._drain_timeout_s = config.drain_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> int:
@@ -95,9 +135,11 @@ class Orchestrator:
         Returns: the port.
         """
         self._tasks = [asyncio.create_task(endpoints.run()) for endpoints in self._endpoints]
-        if self._parent_pid:
-            await self._prepare_shared_port()
+        if self._siblings is not None:
+            await self._prepare_shared_port(self._siblings.parent_pid)
+        await self.metrics.start()
         port = await self._server.start()
+        self.admin_port = await self._admin.start()
         self._tasks.append(asyncio.create_task(self._follow_health()))
         logger.info("listening on port %d", port)
         return port
@@ -125,13 +167,43 @@ class Orchestrator:
     async def stop(self) -> None:
         """Stop at once; open calls end with UNAVAILABLE."""
         await self._server.stop()
+        await self.metrics.close()
+        await self._admin.stop()
+        await asyncio.to_thread(self._tracing.close)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _prepare_shared_port(self) -> None:
+    def _samples(self) -> Samples:
+        """Return what /metrics says."""
+        return {
+            **self._server.samples,
+            **pool_samples(self.pool, num_requests=self.admission.num_requests),
+            **self._requests.samples,
+        }
+
+    async def _drain(self) -> None:
+        """Let running requests end; those that take too long end so that clients resume them."""
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self.admission.drain()
+        except TimeoutError:
+            logger.warning(
+                "%d requests still run after %g s; their clients may resume them elsewhere",
+                *(self.admission.num_requests, self._drain_timeout_s),
+            )
+            self._running.end_all(
+                UnavailableError(
+                    "the server shuts down; send the request again, with what was received as "
+                    "resume_token_ids",
+                    reason="DRAINING",
+                )
+            )
+            await self.admission.drain()
+
+    async def _prepare_shared_port(self, parent_pid: int) -> None:
         """Wait a while for a target: connections come here as soon as this process listens."""
-        await self._server.set_detail(process_name(self._parent_pid), is_serving=True)
+        await self._server.set_detail(process_name(parent_pid), is_serving=True)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LISTEN_WITHIN_S
         while not self.pool.is_ready and loop.time() < deadline:
@@ -140,20 +212,20 @@ class Orchestrator:
     async def _follow_health(self) -> None:
         while True:
             await self._server.set_ready(ready=self.pool.is_ready)
-            await self._server.set_detail(SPECULATION, is_serving=self.pool.can_speculate)
+            await self._server.set_detail(SPECULATION_SERVICE, is_serving=self.pool.can_speculate)
             await self._changed.wait()
             self._changed.clear()
 
 
-async def serve(config: OrchestratorConfig, *, parent_pid: int = 0) -> None:
+async def serve(config: OrchestratorConfig, *, siblings: Siblings | None = None) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        parent_pid: Of the process that shares the port among several orchestrators; 0: none does.
+        siblings: Orchestrator processes that share the port; None: there are none.
     Raises: ConfigError if the configuration cannot work.
     """
     return_large_buffers()
-    orchestrator = Orchestrator(config, parent_pid=parent_pid)
+    orchestrator = Orchestrator(config, siblings=siblings)
     await orchestrator.start()
     settle_garbage()
     await orchestrator.serve_until_stopped()
@@ -164,17 +236,17 @@ def main(config: OrchestratorConfig) -> int:
 
     Returns: exit code: 0 after an orderly end, 2 for a configuration that cannot work.
     """
-    if config.workers == 1:
-        return _run(config, 0)
+    if config.workers <= 1:
+        return _run(config)
     try:
         return run_processes(config, _run)
     except ConfigError as error:
         return _refuse(error)
 
 
-def _run(config: OrchestratorConfig, parent_pid: int) -> int:
+def _run(config: OrchestratorConfig, siblings: Siblings | None = None) -> int:
     try:
-        asyncio.run(serve(config, parent_pid=parent_pid))
+        asyncio.run(watched(serve(config, siblings=siblings)))
     except ConfigError as error:
         return _refuse(error)
     return 0

@@ -5,25 +5,35 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
-from orchestrator.admission import Admission
+from orchestrator.admission import Admission, Place
 from orchestrator.encoding import PromptEncoder
+from orchestrator.metrics import RequestEnd, RequestMetrics
 from orchestrator.outgoing import WriteTurns
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
+from orchestrator.readers import Readers
 from orchestrator.request_log import RequestLog, logged_end
 from orchestrator.rounds import Generation
+from orchestrator.running import Running
 from orchestrator.shape import default_shape
+from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
+from orchestrator.tracing import RequestTrace, Tracing
 from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError, StaleStateError, UnavailableError
-from shared.messages import WorkerInfo
+from shared.messages import FinishInfo, WorkerInfo
 from shared.messages.batches import pack_events
+from shared.request_ids import worker_request_id
+from shared.rpc.auth import caller_name
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -31,6 +41,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     Args:
         tokenizer: None if the model has none: then prompts are token ids and there is no text.
+        caller: Returns who calls, "" if nobody knows.
+    Raises: ConfigError if the configuration cannot work.
     """
 
     def __init__(
@@ -40,6 +52,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         pool: WorkerPool,
         admission: Admission,
         tokenizer: Tokenizer | None,
+        caller: Callable[[grpc.aio.ServicerContext[Any, Any]], str] = caller_name,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -49,6 +62,18 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._incarnation = secrets.token_hex(4)
         self._serial = itertools.count()
         self._turns = WriteTurns()
+        self.metrics = RequestMetrics()
+        self.running = Running()
+        self.tracing = Tracing(config.otlp_endpoint, sample_rate=config.trace_sample_rate)
+        self._caller = caller
+        self._tenants = Tenants(config.max_priority)
+        self._readers = Readers(
+            self._turns,
+            timeout_s=config.read_timeout_s,
+            lifetime_s=config.stream_lifetime_s,
+            max_unread_bytes=config.max_unread_mb << 20,
+            is_crowded=lambda: admission.is_crowded or pool.num_waiting > 0,
+        )
 
     async def Generate(
         self,
@@ -56,14 +81,23 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> None:
         """Stream the completion of one prompt."""
-        with logged_end(request.request_id, context.time_remaining) as log:
-            await self._generate(request, context, log)
+        trace = self.tracing.begin(context.invocation_metadata())
+
+        def on_end(end: RequestEnd) -> None:
+            self.metrics.note_end(end)
+            trace.end(end)
+
+        with logged_end(request.request_id, context.time_remaining, on_end) as log:
+            log.tenant = self._caller(context)
+            log.trace_id = trace.trace_id
+            await self._generate(request, context, log, trace)
 
     async def _generate(
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
         log: RequestLog,
+        trace: RequestTrace,
     ) -> None:
         model = self._pool.model
         if model is None:
@@ -77,19 +111,31 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         log.request_id = parsed.request_id  # which may be made up
         self._check_services(parsed)
         _check_resumable(parsed, model)
-        with self._admission.admit(parsed.request_id):
+        parsed = self._tenants.own(parsed, log.tenant)
+        with self._admission.admit(
+            parsed.request_id, tenant=parsed.tenant, comes_again=parsed.num_refusals > 0
+        ) as place:
             prompt_ids = await self._tokenize(parsed, limits)
+            ready = replace(with_prompt(parsed, prompt_ids, limits), is_traced=trace.is_sampled)
+            log.is_admitted = True
             generation = Generation(
-                with_prompt(parsed, prompt_ids, limits),
-                worker_request_id=f"{self._incarnation}.{next(self._serial)}.{parsed.request_id}",
+                ready,
+                worker_request_id=worker_request_id(
+                    self._incarnation, next(self._serial), parsed.request_id
+                ),
                 model=model,
                 pool=self._pool,
                 config=self._config,
                 tokenizer=self._tokenizer,
                 log=log,
                 turns=self._turns,
+                metrics=self.metrics,
             )
-            await _stream(generation, context)
+            trace.watch(parsed.request_id, generation.reply)
+            task = asyncio.create_task(generation.run())
+            task.add_done_callback(lambda _: place.release())
+            with self.running.holds(parsed.request_id, generation, task):
+                await _stream(generation, task, context, place, self._readers, log)
 
     def _check_services(self, request: GenerationRequest) -> None:
         """Refuse what this deployment cannot do."""
@@ -135,14 +181,22 @@ def _check_resumable(request: GenerationRequest, model: WorkerInfo) -> None:
 
 async def _stream(
     generation: Generation,
+    task: asyncio.Task[None],
     context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    place: Place,
+    readers: Readers,
+    log: RequestLog,
 ) -> None:
     """Write a generation's events; whatever ends this frees the workers."""
-    task = asyncio.create_task(generation.run())
     try:
-        while events := await generation.events.take():
-            await context.write(pack_events(events))
-        await task
+        async with readers.watched(generation.events, place) as reader:
+            while events := await generation.events.take():
+                log.is_told = isinstance(events[-1], FinishInfo)
+                reader.begin_write()
+                await context.write(pack_events(events))
+                reader.end_write()
+            await task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        generation.events.discard()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from shared.config import OrchestratorConfig
+from shared.ladder import LADDER
 from shared.messages import TreeShape
 
-# Verifying a node costs a CPU about as much as decoding a token, and a GPU next to nothing.
+# The largest that a target may choose; relayed rounds have it always. Verifying a node costs a CPU
+# about as much as decoding a token, and a GPU next to nothing as long as requests are few.
 _CPU_SHAPE = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
-_GPU_SHAPE = TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
+_GPU_SHAPE = LADDER[-1]
 
 
 def default_shape(config: OrchestratorConfig, device: str) -> TreeShape:

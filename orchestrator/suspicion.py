@@ -7,7 +7,9 @@ by its next verify round, on any worker: what brings an engine down does so befo
     first death     the request is tried again like any other, with the others
     second death    of another incarnation, before it was acquitted: if it is the only request that
                     both deaths still have in common, it is guilty; else it will be tried alone:
-                    one such request per worker at a time
+                    one such request per worker at a time. Workers that go down within a
+                    moment may have something else in common: their host, an operator. So it is
+                    tried alone then, too, whatever they had in common
     third death     it is guilty
 
 A request that a living worker itself says it cannot serve is its own only suspect.
@@ -15,8 +17,12 @@ A request that a living worker itself says it cannot serve is its own only suspe
 
 from __future__ import annotations
 
+import math
+
 from orchestrator.workers import WorkerSession
 
+MOMENT_S = 1.0
+"""Workers that go down within it may have their host in common, or who operates them."""
 MAX_KILLS = 2
 """Workers that a request may bring down; one more if it is not known which request it was."""
 
@@ -27,6 +33,8 @@ class Suspicion:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._kills: list[WorkerSession] = []
+        self._died_s = -math.inf  # when the last of them died, loop time
+        self._is_coincidence = False  # the last two of them died within a moment
 
     @property
     def num_kills(self) -> int:
@@ -43,19 +51,28 @@ class Suspicion:
         """Return whether the request must not be tried again."""
         if len(self._kills) < MAX_KILLS:
             return False
+        if len(self._kills) > MAX_KILLS:
+            return True
         in_common = set.intersection(*(worker.suspects for worker in self._kills))
-        return len(self._kills) > MAX_KILLS or in_common == {self._request_id}
+        return in_common == {self._request_id} and not self._is_coincidence
 
-    def note_death(self, worker: WorkerSession) -> None:
-        """Note that a worker died or hung with the request; one incarnation dies once."""
+    def note_death(self, worker: WorkerSession, now_s: float) -> None:
+        """Note that a worker died or hung with the request; one incarnation dies once.
+
+        Args:
+            now_s: Loop time.
+        """
         worker.suspects.add(self._request_id)
-        if all(worker.info.incarnation != other.info.incarnation for other in self._kills):
-            self._kills.append(worker)
+        if any(worker.info.incarnation == other.info.incarnation for other in self._kills):
+            return
+        self._is_coincidence, self._died_s = now_s - self._died_s < MOMENT_S, now_s
+        self._kills.append(worker)
 
     def note_failure(self, worker: WorkerSession) -> None:
         """Note that a worker, which lives on, failed to serve just this request."""
         worker.suspects.add(self._request_id)
         self._kills.append(worker)
+        self._is_coincidence = False
 
     def acquit(self, worker: WorkerSession) -> None:
         """Forget everything: the request has run a verify round on a worker.

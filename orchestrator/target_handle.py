@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.losses import Loss, TargetGone
-from orchestrator.workers import Garbled, WorkerLost, WorkerSession
+from orchestrator.workers import Garbled, WorkerDrains, WorkerLost, WorkerSession
 from shared.errors import CoppiceError, InternalError, NonFiniteError, StatusCode
 from shared.messages import (
     AcceptedPath,
     Credit,
     CreditUpdate,
     DraftDetached,
+    DraftRest,
     PeerTrees,
     RequestFailure,
     RequestRetracted,
@@ -41,7 +42,9 @@ class TargetHandle:
         step_timeout_s: A target that shows no progress for so long is given up.
         on_admitted: Called once, when the target holds pages for the request.
         on_detached: Called with a draft_epoch when the target's channel to that draft is lost.
+        on_rest: Called when the target wants no trees for a while, and when it wants them again.
         on_gone: Called when the state there is lost, whether or not a path is waited for.
+        may_move: Returns whether the request leaves a worker that drains, now.
     """
 
     def __init__(
@@ -53,15 +56,20 @@ class TargetHandle:
         step_timeout_s: float,
         on_admitted: Callable[[TargetAdmitted], None],
         on_detached: Callable[[int], None],
+        on_rest: Callable[[DraftRest], None],
         on_gone: Callable[[], None],
+        may_move: Callable[[], bool],
     ) -> None:
         self.worker = worker
+        self._loop = asyncio.get_running_loop()
         self.target_epoch = target_epoch
         self._request_id = request_id
         self._step_timeout_s = step_timeout_s
         self._on_admitted = on_admitted
         self._on_detached = on_detached
+        self._on_rest = on_rest
         self._on_gone = on_gone
+        self._may_move = may_move
         self._asked_round = -1
         self._asked_at = 0.0
         self._counts_progress = False
@@ -99,8 +107,12 @@ class TargetHandle:
             trees: Where the trees of these rounds come from.
         Returns: Whether that had to be said.
         """
-        is_enough = round_idx + CREDIT_ROUNDS // 2 <= self._credit_until and trees == self._trees
-        if is_enough or self._gone is not None:
+        is_same = trees is self._trees or trees == self._trees
+        if (
+            is_same
+            and round_idx + CREDIT_ROUNDS // 2 <= self._credit_until
+            or self._gone is not None
+        ):
             return False
         self.worker.send(
             CreditUpdate(
@@ -142,10 +154,13 @@ class TargetHandle:
         return round_idx in self._early
 
     def revoke_credit(self, order: VerifyRound) -> None:
-        """End a credit; the round that was asked for is ordered, unless it is done there."""
+        """End a credit; the round that was asked for is ordered, unless it is done there.
+
+        Round 0 is a prefill, which is under way and needs no tree.
+        """
         self._credit_until = order.round_idx - 1
-        if self._is_asked and self._gone is None:
-            self._asked_at = asyncio.get_running_loop().time()
+        if order.round_idx and self._is_asked and self._gone is None:
+            self._asked_at = self._loop.time()
             self._ordered_round = order.round_idx
             self.worker.send(order)
 
@@ -160,11 +175,13 @@ class TargetHandle:
         """Take a reply, or the news that none will come."""
         match message:
             case AcceptedPath() if message.target_epoch == self.target_epoch:
-                self._take_path(self._timed(message))
+                self._take_path(message if message.times is None else self._timed(message))
             case TargetAdmitted() if message.target_epoch == self.target_epoch:
                 self._admit(message)
             case DraftDetached() if message.target_epoch == self.target_epoch:
                 self._on_detached(message.draft_epoch)
+            case DraftRest() if message.target_epoch == self.target_epoch:
+                self._on_rest(message)
             case RequestRetracted() if message.target_epoch == self.target_epoch:
                 self._fail(TargetGone(Loss.RETRACTED))
             case RequestFailure() if message.target_epoch == self.target_epoch:
@@ -173,14 +190,19 @@ class TargetHandle:
                 self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
             case WorkerLost():
                 self._take_loss(is_clean=message.is_clean)
+            case WorkerDrains() if self._gone is None and self._may_move():
+                self._fail(TargetGone(Loss.MOVED))
+                self.close()
 
     def _take_path(self, path: AcceptedPath) -> None:
         if path.round_idx == self._asked_round:
-            self._admit(None)
-            if self._take is None:
+            if not self._is_admitted:
+                self._admit(None)
+            take, reply = self._take, self._reply
+            if take is None:
                 self._settle(path)
-            elif self._is_asked:
-                self._hand_on(path, self._take)
+            elif reply is not None and not reply.done():
+                self._hand_on(path, take)
         elif self._asked_round < path.round_idx <= self._furthest_credit:
             self._early[path.round_idx] = path
 
@@ -193,10 +215,10 @@ class TargetHandle:
                     self._settle(path)
                     return
                 self._asked_round += 1
-                following = self._early.pop(self._asked_round, None)
+                following = self._early.pop(self._asked_round, None) if self._early else None
         except Exception as error:  # raised where the rounds are waited for
             self._settle(error)
-        self._asked_at = asyncio.get_running_loop().time()
+        self._asked_at = self._loop.time()
 
     def _take_loss(self, *, is_clean: bool) -> None:
         is_kill = self._is_in_engine and not is_clean
@@ -206,14 +228,13 @@ class TargetHandle:
 
     def _timed(self, path: AcceptedPath) -> AcceptedPath:
         """Return a timed path with its times from order to arrival, as this process sees them."""
-        if path.times is None:
-            return path
+        assert path.times is not None
         is_ordered = path.round_idx == self._ordered_round
         times = seen_from(
             path.times,
             kind="target",
             sent_ns=int(self._asked_at * 1e9) if is_ordered else None,
-            arrived_ns=int(asyncio.get_running_loop().time() * 1e9),
+            arrived_ns=int(self._loop.time() * 1e9),
         )
         return replace(path, times=times)
 
@@ -225,8 +246,7 @@ class TargetHandle:
         counts_progress: bool,
     ) -> AcceptedPath:
         """Send a message, if there is one, and wait for the path of a round."""
-        loop = asyncio.get_running_loop()
-        self._asked_at, self._counts_progress = loop.time(), counts_progress
+        self._asked_at, self._counts_progress = self._loop.time(), counts_progress
         early = self._early.pop(round_idx, None)
         if early is not None:
             return early
@@ -235,7 +255,7 @@ class TargetHandle:
         if self._gone is not None:
             raise self._gone
         self._asked_round = round_idx
-        self._reply = loop.create_future()
+        self._reply = self._loop.create_future()
         if self._watch is None:
             self._watch_silence()
         reply = await self._reply
@@ -252,16 +272,15 @@ class TargetHandle:
         self._watch = None
         if not self._is_asked:
             return
-        loop = asyncio.get_running_loop()
         since = self._asked_at
         if self._counts_progress:
             since = max(since, self.worker.last_progress)
         deadline = since + self._step_timeout_s
-        if deadline <= loop.time():
+        if deadline <= self._loop.time():
             self.worker.suspect_all()
             self._settle(TargetGone(Loss.SILENT, is_kill=True))
         else:
-            self._watch = loop.call_at(deadline, self._watch_silence)
+            self._watch = self._loop.call_at(deadline, self._watch_silence)
 
     def _admit(self, message: TargetAdmitted | None) -> None:
         if not self._is_admitted:

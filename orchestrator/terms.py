@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import Need
 from orchestrator.validation import GenerationRequest
 from shared.messages import StoppingParams, TargetOpen, WorkerInfo
+from shared.priority import aged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class Terms:
         model: What is served; until a target is chosen, as far as validation needed to know.
         identity: The model that the request is bound to; None for a new request.
         wants_features: Whether a draft may read the target's features.
+        arrived_s: When the request came, loop time.
     """
 
     request: GenerationRequest
@@ -29,6 +32,27 @@ class Terms:
     model: WorkerInfo
     identity: ModelIdentity | None = None
     wants_features: bool = False
+    arrived_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        worker_request_id: str,
+        model: WorkerInfo,
+        *,
+        wants_features: bool,
+    ) -> Terms:
+        """Return the terms of a request that has come now."""
+        return cls(
+            request=request,
+            worker_request_id=worker_request_id,
+            model=model,
+            # Resumed tokens bind the request to what computed them, as its own do later.
+            identity=ModelIdentity.of(model) if request.resume_fingerprint else None,
+            wants_features=wants_features,
+            arrived_s=asyncio.get_running_loop().time(),
+        )
 
     def on_target(self, info: WorkerInfo, *, is_first: bool) -> Terms:
         """Return the terms on a target; what the first one serves stays said, whatever follows."""
@@ -69,13 +93,18 @@ class Terms:
             identity=self.identity,
             avoid=losses.avoid,
             needs_trial=losses.needs_trial,
+            arrived_s=self.arrived_s,
+            tenant=self.request.tenant,
         )
 
-    def target_open(self, tokens: Sequence[int], target_epoch: int) -> TargetOpen:
+    def target_open(
+        self, tokens: Sequence[int], target_epoch: int, *, now_s: float = 0.0
+    ) -> TargetOpen:
         """Return the message that has a target prefill the request.
 
         Args:
             tokens: Prompt and output so far.
+            now_s: Loop time: to the target the request comes anew, as old as it is.
         """
         request = self.request
         return TargetOpen(
@@ -92,6 +121,6 @@ class Terms:
             logprobs=request.logprobs,
             top_logprobs=request.top_logprobs,
             wants_features=self.wants_features,
-            priority=request.priority,
-            is_timed=request.round_times,
+            priority=aged(request.priority, max(0.0, now_s - self.arrived_s)),
+            is_timed=request.is_timed,
         )

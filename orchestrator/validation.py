@@ -45,7 +45,11 @@ class GenerationRequest:
         max_new_tokens: None = up to the context length.
         shape: Tree shape, or None when speculation is off.
         requires_draft: Speculation is ON: a draft worker must be configured.
+        round_times: The client wants to know where each round's time goes.
+        is_traced: Its trace has spans of rounds.
         resume_fingerprint: What `resume_ids` were computed by; "" if the client does not say.
+        num_refusals: How often it was refused for want of room.
+        tenant: Whose it is; "" if nobody says.
     """
 
     request_id: str
@@ -65,10 +69,18 @@ class GenerationRequest:
     omit_text: bool = False
     omit_token_ids: bool = False
     round_times: bool = False
+    is_traced: bool = False
     priority: int = 0
     session_id: str = ""
     resume_ids: tuple[int, ...] = ()
     resume_fingerprint: str = ""
+    num_refusals: int = 0
+    tenant: str = ""
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether workers say where the time of its rounds goes."""
+        return self.round_times or self.is_traced
 
 
 def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> GenerationRequest:
@@ -121,6 +133,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         session_id=_short(message.session_id, "session_id"),
         resume_ids=resume_ids,
         resume_fingerprint=_short(message.resume_fingerprint, "resume_fingerprint"),
+        num_refusals=message.num_refusals,
     )
 
 

@@ -17,6 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from shared.access.caller import NOBODY, Caller
 from shared.messages import (
     RequestFailure,
     TargetAdmitted,
@@ -25,11 +26,16 @@ from shared.messages import (
     batches,
     from_proto,
 )
+from shared.rpc.health_names import DRAFT_SERVICE, TARGET_SERVICE
+from shared.rpc.protocol import METADATA
 from shared.rpc.status import from_rpc_error
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
+# A worker says something every 0.5 s at least, whatever its engine does.
+SILENCE_S = 5.0
+_LOOK_INTERVAL_S = 0.5
 # Token ids per message; keeps a batch of long prompts below the message limit.
 _MAX_MESSAGE_TOKENS = 1_000_000
 
@@ -48,7 +54,7 @@ class Role:
 
 TARGET = Role(
     name="target",
-    service="coppice.v1.TargetService",
+    service=TARGET_SERVICE,
     make_stub=target_pb2_grpc.TargetServiceStub,
     info_request=target_pb2.TargetServiceGetInfoRequest,
     pack=batches.pack_target_request,
@@ -56,7 +62,7 @@ TARGET = Role(
 )
 DRAFT = Role(
     name="draft",
-    service="coppice.v1.DraftService",
+    service=DRAFT_SERVICE,
     make_stub=draft_pb2_grpc.DraftServiceStub,
     info_request=draft_pb2.DraftServiceGetInfoRequest,
     pack=batches.pack_draft_request,
@@ -82,11 +88,16 @@ class WorkerLost:
     is_clean: bool
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerDrains:
+    """The worker takes no new requests: who has something there may move it elsewhere now."""
+
+
 class Handler(Protocol):
     """What takes the replies of one worker about one request."""
 
     def receive(self, message: Any) -> None:
-        """Take a reply, Garbled or WorkerLost; must not block."""
+        """Take a reply, Garbled, WorkerLost or WorkerDrains; must not block."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -96,11 +107,16 @@ class WorkerSession:
     Args:
         address: HOST:PORT as dialled.
         info: From the handshake; fixed for the life of the session.
+        channel: To call the worker beside the session; None: there is none.
+        caller: What the worker is shown with each call.
+        problem: Why the worker must not be used; empty: nothing is wrong.
         load: As last reported.
         last_progress: Loop time of the last sign that the engine advances.
+        num_received: Messages of the worker, empty ones included.
         is_draining: The worker takes no more requests.
         is_vanished: The name service no longer gives this address.
         is_lost: The session has ended.
+        lost_by: Why: ended (in order), error or silent; "" before.
         opening: Requests whose open was sent and not admitted yet.
         suspects: Requests that the worker went down with and that have not run elsewhere since.
         on_trial: The request that is tried here because workers went down with it; "" if none.
@@ -108,11 +124,16 @@ class WorkerSession:
 
     address: str
     info: WorkerInfo
+    channel: grpc.aio.Channel | None = None
+    caller: Caller = NOBODY
+    problem: str = ""
     load: WorkerLoad = field(default_factory=WorkerLoad)
     last_progress: float = 0.0
+    num_received: int = 0
     is_draining: bool = False
     is_vanished: bool = False
     is_lost: bool = False
+    lost_by: str = ""
     opening: set[str] = field(default_factory=set)
     suspects: set[str] = field(default_factory=set)
     on_trial: str = ""
@@ -127,6 +148,11 @@ class WorkerSession:
 
     def __str__(self) -> str:
         return f"{self.info.kind} {self.address}"
+
+    @property
+    def host(self) -> str:
+        """Return the host of the address: a machine, a container, or a pod of several."""
+        return self.address.rpartition(":")[0]
 
     @property
     def is_available(self) -> bool:
@@ -183,6 +209,11 @@ class WorkerSession:
         """Suspect every request here: the worker hangs, and any of them may be why."""
         self.suspects.update(self._handlers)
 
+    def offer_moves(self) -> None:
+        """Let every request here move elsewhere, if it can: the worker drains."""
+        for handler in list(self._handlers.values()):
+            handler.receive(WorkerDrains())
+
     def send(self, message: Any) -> None:
         """Queue a message; whatever is queued when the stream is free leaves as one batch."""
         if not self.is_lost:
@@ -203,6 +234,7 @@ class WorkerSession:
 
     def receive(self, batch: batches.Batch[Any]) -> None:
         """Hand every message of a batch to its request."""
+        self.num_received += 1
         for message in batch.messages:
             if isinstance(message, TargetAdmitted):
                 self.opening.discard(message.request_id)
@@ -235,40 +267,68 @@ class WorkerSession:
             handler.receive(message)
 
 
-async def shake_hands(role: Role, channel: grpc.aio.Channel, address: str) -> WorkerSession:
+async def shake_hands(
+    role: Role, channel: grpc.aio.Channel, address: str, caller: Caller
+) -> WorkerSession:
     """Ask a worker who it is.
 
-    Raises: AioRpcError while it does not answer, InvalidArgumentError if its answer is malformed.
+    Raises: AioRpcError while it does not answer, UnauthenticatedError if it takes no calls from
+        here, InvalidArgumentError if its answer is malformed.
     """
+    metadata = (*METADATA, *caller.metadata(f"/{role.service}/GetInfo"))
     stub = role.make_stub(channel)
-    response = await stub.GetInfo(role.info_request(), timeout=HANDSHAKE_TIMEOUT_S)
+    try:
+        response = await stub.GetInfo(
+            role.info_request(), timeout=HANDSHAKE_TIMEOUT_S, metadata=metadata
+        )
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise from_rpc_error(error) from None
+        raise
     info = from_proto(response.info)
     now = asyncio.get_running_loop().time()
-    return WorkerSession(address=address, info=info, load=info.load, last_progress=now)
+    return WorkerSession(
+        address=address,
+        info=info,
+        channel=channel,
+        caller=caller,
+        load=info.load,
+        last_progress=now,
+    )
 
 
 async def run_session(
-    role: Role, channel: grpc.aio.Channel, worker: WorkerSession, on_open: Callable[[], None]
+    role: Role,
+    channel: grpc.aio.Channel,
+    worker: WorkerSession,
+    on_open: Callable[[], None],
 ) -> None:
     """Talk to a worker until its stream ends; then its requests hear WorkerLost.
 
     Args:
         on_open: Called when the stream is open and messages may be sent.
     """
-    call = role.make_stub(channel).Session()
+    metadata = (*METADATA, *worker.caller.metadata(f"/{role.service}/Session"))
+    call = role.make_stub(channel).Session(metadata=metadata)
     tasks: list[asyncio.Task[None]] = []
     is_clean = False
     try:
-        tasks = [
-            asyncio.create_task(_write(role, call, worker)),
-            asyncio.create_task(_watch_health(role, channel, worker)),
-        ]
-        on_open()
-        async for response in call:
-            worker.receive(role.unpack(response))
-        is_clean = True
+        async with asyncio.timeout(None) as patience:
+            tasks = [
+                asyncio.create_task(_write(role, call, worker)),
+                asyncio.create_task(_watch_health(role, channel, worker)),
+                asyncio.create_task(_watch_silence(worker, patience)),
+            ]
+            on_open()
+            async for response in call:
+                worker.receive(role.unpack(response))
+        is_clean, worker.lost_by = True, "ended"
         logger.info("%s ended the session", worker)
+    except TimeoutError:
+        worker.lost_by = "silent"
+        logger.warning("lost %s: it said nothing for %g s", worker, SILENCE_S)
     except grpc.aio.AioRpcError as error:
+        worker.lost_by = "error"
         cause = from_rpc_error(error)
         logger.warning("lost %s: %s %s", worker, error.code().name, cause.message)
     finally:
@@ -286,6 +346,19 @@ async def _write(role: Role, call: Any, worker: WorkerSession) -> None:
             await call.write(role.pack(batch))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reading side says why
+
+
+async def _watch_silence(worker: WorkerSession, patience: asyncio.Timeout) -> None:
+    """End the patience with a worker that says nothing.
+
+    Looks are counted, not seconds: time in which this process did not run does not count.
+    """
+    num_silent = 0
+    while num_silent * _LOOK_INTERVAL_S < SILENCE_S:
+        num_received = worker.num_received
+        await asyncio.sleep(_LOOK_INTERVAL_S)
+        num_silent = num_silent + 1 if worker.num_received == num_received else 0
+    patience.reschedule(asyncio.get_running_loop().time())
 
 
 async def _watch_health(role: Role, channel: grpc.aio.Channel, worker: WorkerSession) -> None:

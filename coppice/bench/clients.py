@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
 
 from coppice.bench.request import RequestResult, TimedClient
+from coppice.credentials import NO_CREDENTIALS, Credentials
 from shared.errors import CoppiceError, InternalError
 from shared.messages import RequestFailure
 from shared.rpc.status import failure_of
@@ -81,15 +81,23 @@ class ClientProcesses:
         address: HOST:PORT of the orchestrator.
         num_processes: How many.
         num_connections: Of each; a server of several processes gets a share of the connections.
+        credentials: What they show to the server.
     """
 
-    def __init__(self, address: str, num_processes: int, *, num_connections: int = 1) -> None:
+    def __init__(
+        self,
+        address: str,
+        num_processes: int,
+        *,
+        num_connections: int = 1,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
         self._connections: list[Connection] = []
         self._processes = []
         for index in range(num_processes):
             ours, theirs = context.Pipe()
-            arguments = (theirs, address, num_connections)
+            arguments = (theirs, address, num_connections, credentials)
             process = context.Process(
                 target=_serve, args=arguments, name=f"client-{index}", daemon=True
             )
@@ -131,33 +139,33 @@ class ClientProcesses:
     def __enter__(self) -> ClientProcesses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
             connection.close()
         for process in self._processes:
-            if error is not None:  # it may be in the middle of a run
+            if error_type is not None:  # it may be in the middle of a run
                 process.terminate()
             process.join()
 
 
-def _serve(connection: Connection, address: str, num_connections: int) -> None:
+def _serve(
+    connection: Connection, address: str, num_connections: int, credentials: Credentials
+) -> None:
     """Be a client process until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter hears it and ends us
     with contextlib.suppress(EOFError, ConnectionError):
-        asyncio.run(_take_orders(connection, address, num_connections))
+        asyncio.run(_take_orders(connection, address, num_connections, credentials))
 
 
-async def _take_orders(connection: Connection, address: str, num_connections: int) -> None:
+async def _take_orders(
+    connection: Connection, address: str, num_connections: int, credentials: Credentials
+) -> None:
     async with contextlib.AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(TimedClient(address)) for _ in range(num_connections)
+            await stack.enter_async_context(TimedClient(address, credentials=credentials))
+            for _ in range(num_connections)
         ]
         while (sends := await asyncio.to_thread(connection.recv)) is not None:
             connection.send(None)

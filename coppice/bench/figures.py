@@ -14,13 +14,14 @@ import itertools
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coppice.bench.clients import Outcome, Played
 from coppice.bench.request import RequestResult
 from shared.errors import ConfigError
+from shared.messages import SpeculationStats
 
 POINTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 GAP_POINTS = {**POINTS, "p99.9": 0.999}
@@ -82,11 +83,7 @@ def quantiles_ms(values_s: Sequence[float], points: Mapping[str, float]) -> dict
     if not values_s:
         return None
     ranked = sorted(values_s)
-    last = len(ranked) - 1
-    return {
-        name: round(1e3 * ranked[min(last, int(len(ranked) * fraction))], 3)
-        for name, fraction in points.items()
-    }
+    return {name: round(1e3 * quantile(ranked, point), 3) for name, point in points.items()}
 
 
 def served(outcomes: Sequence[Outcome]) -> list[RequestResult]:
@@ -109,34 +106,55 @@ def figures_of(
         elapsed_s: From its beginning to the end of its last request.
     """
     requests = served(outcomes)
-    stats = [request.finish.speculation for request in requests]
-    num_rounds = sum(stat.num_rounds for stat in stats)
-    num_accepted = sum(stat.num_accepted_drafts for stat in stats)
-    num_root_only = sum(stat.num_root_only_rounds for stat in stats)
-    num_tokens = sum(len(request.token_ids) for request in requests)
-    gaps_s = list(itertools.chain(*(request.gaps_s for request in requests)))
-    figures: dict[str, Any] = {
+    num_tokens = _num_tokens(requests)
+    figures = {
         "requests": len(outcomes),
         "failed": len(outcomes) - len(requests),
         "tokens": num_tokens,
         "elapsed_s": round(elapsed_s, 4),
         "tokens_per_second": round(num_tokens / elapsed_s, 1),
         "requests_per_second": round(len(requests) / elapsed_s, 3),
-        "first_token_ms": quantiles_ms([r.time_to_first_token_s for r in requests], POINTS),
-        "per_token_ms": quantiles_ms([r.time_per_output_token_s for r in requests], POINTS),
-        "gap_ms": quantiles_ms(gaps_s, GAP_POINTS),
-        "request_ms": quantiles_ms([r.time_to_last_token_s for r in requests], POINTS),
-        "accept_length": round(1 + num_accepted / num_rounds, 3) if num_rounds else None,
-        "root_only_share": round(num_root_only / num_rounds, 4) if num_rounds else None,
+        **_latencies_of(requests),
+        **_speculation_of(requests),
     }
     if goodput is not None:
         good = [request for request in requests if goodput.is_good(request)]
         figures["goodput"] = {
             "share": round(len(good) / len(outcomes), 4),
             "requests_per_second": round(len(good) / elapsed_s, 3),
-            "tokens_per_second": round(sum(len(r.token_ids) for r in good) / elapsed_s, 1),
+            "tokens_per_second": round(_num_tokens(good) / elapsed_s, 1),
         }
     return figures
+
+
+def _num_tokens(requests: Sequence[RequestResult]) -> int:
+    return sum(len(request.token_ids) for request in requests)
+
+
+def _latencies_of(requests: Sequence[RequestResult]) -> dict[str, Any]:
+    gaps_s = list(itertools.chain(*(request.gaps_s for request in requests)))
+    return {
+        "first_token_ms": quantiles_ms([r.time_to_first_token_s for r in requests], POINTS),
+        "per_token_ms": quantiles_ms([r.time_per_output_token_s for r in requests], POINTS),
+        "gap_ms": quantiles_ms(gaps_s, GAP_POINTS),
+        "request_ms": quantiles_ms([r.time_to_last_token_s for r in requests], POINTS),
+    }
+
+
+def _speculation_of(requests: Sequence[RequestResult]) -> dict[str, Any]:
+    """Return means over all rounds, None without rounds; and rounds by trees."""
+    stats = [request.finish.speculation for request in requests]
+    num_rounds = sum(stat.num_rounds for stat in stats)
+    if not num_rounds:
+        return {"accept_length": None, "root_only_share": None}
+    num_accepted = sum(stat.num_accepted_drafts for stat in stats)
+    num_root_only = sum(stat.num_root_only_rounds for stat in stats)
+    return {
+        "accept_length": round(1 + num_accepted / num_rounds, 3),
+        "root_only_share": round(num_root_only / num_rounds, 4),
+        "num_resting_rounds": sum(stat.num_resting_rounds for stat in stats),
+        "rounds_by_tree_size": _rounds_by_tree_size(stats),
+    }
 
 
 def overhead_of(runs: Sequence[Played]) -> dict[str, float]:
@@ -190,3 +208,11 @@ def _merge(repeats: Sequence[Any], merge: Callable[[list[float]], Any]) -> Any:
         names = dict.fromkeys(itertools.chain(*there))
         return {name: _merge([each.get(name) for each in there], merge) for name in names}
     return merge(there)
+
+
+def _rounds_by_tree_size(stats: Iterable[SpeculationStats]) -> dict[str, int]:
+    """Return how many rounds had trees of so many nodes, roots included; sizes as in JSON."""
+    rounds: Counter[int] = Counter()
+    for stat in stats:
+        rounds.update(dict(enumerate(stat.tree_size_histogram)))
+    return {str(size): count for size, count in sorted(rounds.items()) if count}

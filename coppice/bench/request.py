@@ -6,16 +6,16 @@ The clock is the monotonic one, which all processes of a machine share.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from coppice.request import build_request
+from coppice.credentials import NO_CREDENTIALS, Credentials
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InternalError
 from shared.messages import FinishInfo, PromptInfo
@@ -63,7 +63,7 @@ class RequestResult:
     def gaps_s(self) -> list[float]:
         """Return the times between one delta and the next."""
         times = [at for at, _ in self.arrivals]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(times)]
 
 
 class TimedClient:
@@ -73,8 +73,9 @@ class TimedClient:
         address: HOST:PORT of the orchestrator.
     """
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, address: str, *, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._channel = open_channel(address, tls=credentials.tls)
+        self._metadata = credentials.metadata
         self._generate: Any = self._channel.unary_stream(
             _GENERATE, response_deserializer=pb.GenerateResponse.FromString
         )
@@ -90,7 +91,7 @@ class TimedClient:
         arrivals: list[tuple[float, int]] = []
         others: list[pb.GenerateResponse] = []
         sent_s = time.monotonic()
-        call = self._generate(request)
+        call = self._generate(request, metadata=self._metadata)
         try:
             async for response in call:
                 now = time.monotonic()
@@ -120,26 +121,8 @@ class TimedClient:
     async def __aenter__(self) -> TimedClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
-
-
-async def run_request(
-    client: TimedClient, prompt: str | None, keywords: Mapping[str, Any]
-) -> RequestResult:
-    """Stream one request to its end.
-
-    Args:
-        keywords: Of `RequestOptions`.
-    Raises: CoppiceError.
-    """
-    request = build_request(prompt, {**keywords})  # type: ignore[typeddict-item]
-    return await client.run(request.SerializeToString())
 
 
 async def run_in_turn(

@@ -48,15 +48,12 @@ class Arrival:
         Args:
             keywords: Of `RequestOptions`, the same for all arrivals.
         """
-        is_text = isinstance(self.prompt, str)
-        options: Any = {
-            **keywords,
-            "max_new_tokens": self.max_new_tokens,
-            "seed": self.seed,
-            "token_ids": None if is_text else self.prompt,
-        }
-        text = self.prompt if isinstance(self.prompt, str) else None
-        return build_request(text, options).SerializeToString()
+        options: Any = {**keywords, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
+        if isinstance(self.prompt, str):
+            message = build_request(self.prompt, options)
+        else:
+            message = build_request(None, {**options, "token_ids": self.prompt})
+        return message.SerializeToString()
 
 
 def at_once(

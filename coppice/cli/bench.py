@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from coppice import __version__
 from coppice.cli import bench_options as options
-from coppice.cli.options import add_server_option, require_server
+from coppice.cli.options import add_server_option, credentials_of, require_server
 from coppice.stack.config import split_list
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from coppice.bench.measure import Bench
     from coppice.bench.outputs import OutputLog
+    from shared.access.caller import Caller
 
 SETTLE_S = 0.2
 """Until idle workers have said what they counted: they report every 50 ms."""
@@ -78,23 +79,32 @@ def run(arguments: argparse.Namespace) -> int:
     options.check_options(arguments)
     if arguments.timeline is not None:
         return _run_timeline(arguments)
+    return _run_measurements(arguments)
+
+
+def _run_measurements(arguments: argparse.Namespace) -> int:
     from coppice.bench.clients import ClientProcesses, default_num_processes
     from coppice.bench.figures import Goodput
     from coppice.bench.measure import Bench
     from coppice.bench.outputs import OutputLog
     from coppice.bench.plot import plot_runs
     from coppice.bench.workers import read_workers
-    from coppice.cli.bench_tables import print_runs
+    from coppice.cli.bench_tables import print_envelope, print_runs
 
     measurements = list(options.measurements_of(arguments))
     goodput = Goodput.parse(arguments.goodput) if arguments.goodput else None
     outputs = OutputLog(arguments.temperature, _reference(arguments.compare_outputs))
     num_processes = arguments.processes or default_num_processes()
-    require_server(arguments.server)
-    before = read_workers(split_list(arguments.workers))
     num_connections = arguments.connections or 1
+    credentials = credentials_of(arguments)
+    require_server(arguments.server, credentials)
+    caller = options.caller_of(arguments)
+    before = read_workers(split_list(arguments.workers), caller)
     with ClientProcesses(
-        arguments.server, num_processes, num_connections=num_connections
+        arguments.server,
+        num_processes,
+        num_connections=num_connections,
+        credentials=credentials,
     ) as clients:
         bench = Bench(
             clients,
@@ -105,12 +115,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
         runs = [_measure(measurement, bench) for measurement in measurements]
     print_runs(runs)
+    print_envelope(runs)
     _say_overhead(runs, num_processes)
-    if arguments.compare_outputs and all(each["identical_to_file"] is None for each in runs):
-        sys.stderr.write(
-            f"warning: --compare-outputs {arguments.compare_outputs} holds none of these requests\n"
-        )
-    counted = _count(before)
+    _warn_without_counterparts(arguments.compare_outputs, runs)
+    counted = _count(before, caller)
     if arguments.output:
         settings = {
             "processes": num_processes,
@@ -160,14 +168,19 @@ def _reference(path: str | None) -> Mapping[str, str] | None:
     raise ConfigError(f"--compare-outputs {path} holds no outputs")
 
 
-def _count(before: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _warn_without_counterparts(path: str | None, runs: Sequence[Mapping[str, Any]]) -> None:
+    if path is not None and all(each["identical_to_file"] is None for each in runs):
+        sys.stderr.write(f"warning: --compare-outputs {path} holds none of these requests\n")
+
+
+def _count(before: Mapping[str, Mapping[str, Any]], caller: Caller) -> dict[str, Any]:
     """Show by how much the workers' counters have grown; return it for the JSON."""
     from coppice.bench.workers import describe, differences, read_workers
 
     if not before:
         return {}
     time.sleep(SETTLE_S)
-    grown = differences(before, read_workers(list(before)))
+    grown = differences(before, read_workers(list(before), caller))
     for address, counters in grown.items():
         sys.stdout.write(describe(address, counters) + "\n")
     return {"workers": before, "counters": grown}
@@ -186,8 +199,9 @@ def _run_timeline(arguments: argparse.Namespace) -> int:
         "max_new_tokens": options.new_tokens(arguments),
         "seed": arguments.seed,
         "keywords": options.keywords_of(arguments),
+        "credentials": credentials_of(arguments),
     }
-    require_server(arguments.server)
+    require_server(arguments.server, what["credentials"])
     timelines = asyncio.run(measure_timelines(arguments.server, **what))
     for timeline in timelines:
         print_timeline(timeline)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coppice.stack.config import split_list
+from shared.config import SECRET_VARIABLE, read_secret_of
 from shared.config.check import parse_shape
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from coppice.bench.measure import Bench, Mode
     from coppice.bench.schedule import Arrival, Prompt
+    from shared.access.caller import Caller
     from shared.messages import TreeShape
 
 DEFAULT_CONCURRENCY = "1,4"
@@ -25,6 +28,11 @@ DEFAULT_SECONDS = 10.0
 DEFAULT_REQUESTS = 16
 DEFAULT_REPEAT = 3
 """Of a batch, whose time is short."""
+
+_NOT_TIMELINE = (
+    *("rate", "schedule", "repeat", "goodput", "processes", "connections", "workers"),
+    "compare_outputs",
+)
 
 Measurement = Callable[["Bench"], dict[str, Any]]
 
@@ -41,31 +49,32 @@ def check_options(arguments: argparse.Namespace) -> None:
 
     Raises: ConfigError that names the option.
     """
+    _check_numbers(arguments)
+    _check_files(arguments)
+    if arguments.seconds is not None and not arguments.rate:
+        raise ConfigError("--seconds means something with --rate only")
+    if arguments.requests is not None and arguments.timeline is None:
+        raise ConfigError("--requests means something with --timeline only")
+    if arguments.schedule:
+        _refuse(arguments, ("prompts", "new_tokens"), "with --schedule, whose files say it")
+    if arguments.timeline is not None:
+        _refuse(arguments, _NOT_TIMELINE, "with --timeline")
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("new_tokens", "repeat", "processes", "connections", "requests"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{_flag(name)} is {value}, expected at least 1")
     if arguments.seconds is not None and not 0 < arguments.seconds < math.inf:
         raise ConfigError(f"--seconds is {arguments.seconds:g}, expected more than 0")
-    needs = (
-        ("seconds", "rate", bool(arguments.rate)),
-        ("requests", "timeline", arguments.timeline is not None),
-    )
-    for name, other, is_there in needs:
-        if getattr(arguments, name) is not None and not is_there:
-            raise ConfigError(f"{_flag(name)} means something with {_flag(other)} only")
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
     for name in ("output", "plot", "timeline"):
         path = getattr(arguments, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{_flag(name)} {path}: there is no such folder to write to")
-    if arguments.schedule:
-        _refuse(arguments, ("prompts", "new_tokens"), "with --schedule, whose files say it")
-    if arguments.timeline is not None:
-        names = (
-            *("rate", "schedule", "repeat", "goodput", "processes", "connections", "workers"),
-            "compare_outputs",
-        )
-        _refuse(arguments, names, "with --timeline")
 
 
 def compared_files(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -88,6 +97,16 @@ def compared_files(arguments: argparse.Namespace) -> tuple[str, str]:
         f"{' '.join(arguments.compare)!r} is unexpected; expected options only, or "
         "compare A.json B.json"
     )
+
+
+def caller_of(arguments: argparse.Namespace) -> Caller:
+    """Return what --workers are shown.
+
+    Raises: ConfigError.
+    """
+    from shared.access.caller import Caller
+
+    return Caller(secret=read_secret_of(arguments.secret_file, os.environ))
 
 
 def is_open(arguments: argparse.Namespace) -> bool:
@@ -153,7 +172,8 @@ def modes_of(arguments: argparse.Namespace) -> list[Mode]:
         elif name == "auto":
             modes.append(Mode(name=name))
         elif "/" in name:
-            modes.append(Mode(name=name, keywords=dataclasses.asdict(_shape(name))))
+            shape = dataclasses.asdict(_shape(name))
+            modes.append(Mode(name=name, keywords={"speculation": True, **shape}))
         else:
             raise ConfigError(
                 f"--speculation is {text!r}, expected a list of off, auto and "
@@ -329,12 +349,21 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
         help="targets and drafts whose counters to show before and after",
     )
     measuring.add_argument(
+        "--secret-file",
+        default="",
+        metavar="FILE",
+        help=f"secret of the deployment, which --workers ask for; also {SECRET_VARIABLE}",
+    )
+    measuring.add_argument(
         "--compare-outputs", metavar="FILE", help="what --output wrote: are the outputs the same?"
     )
     measuring.add_argument("--output", metavar="FILE", help="write the figures as JSON")
     picture = measuring.add_mutually_exclusive_group()
     picture.add_argument(
-        "--plot", metavar="FILE", help="write the speed of batches, else the time per token, as SVG"
+        "--plot",
+        metavar="FILE",
+        help="write the speed of batches, with auto over the best of the others, else the time per "
+        "token, as SVG",
     )
     picture.add_argument(
         "--timeline",

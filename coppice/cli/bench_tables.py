@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coppice.bench.compare import arrivals_of
+from coppice.bench.envelope import AUTO, envelope_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +50,13 @@ def print_runs(runs: Sequence[Run]) -> None:
     for run in runs:
         table.add_row(*(text(run) for text in columns.values()))
     _print(table)
+
+
+def print_envelope(runs: Sequence[Run]) -> None:
+    """Print what AUTO reaches of the best of the others, if batches were measured with both."""
+    points = [f"{p.share:.2f} of {p.name} at {p.batch}" for p in envelope_of(runs)]
+    if points:
+        sys.stdout.write(f"{AUTO} reaches {', '.join(points)}\n")
 
 
 def print_pairs(pairs: Sequence[Pair], names: tuple[str, str]) -> None:

@@ -85,7 +85,7 @@ def _compare(client: Client, arguments: argparse.Namespace, started: float) -> d
     printer = TokenPrinter(sys.stdout, shows_tree=True)
     _headline("With speculation: " + printer.legend(sys.stdout))
     sys.stdout.write(arguments.prompt)
-    fast = show(client.stream(arguments.prompt, **keywords), printer)
+    fast = show(client.stream(arguments.prompt, speculation=True, **keywords), printer)
     _headline("Without")
     sys.stdout.write(arguments.prompt)
     plain_printer = TokenPrinter(sys.stdout, shows_tree=False)

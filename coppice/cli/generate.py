@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coppice.cli.options import add_server_option, require_server
+from coppice.cli.options import add_server_option, credentials_of, require_server
 from coppice.cli.render import TokenPrinter, print_stats, stats_rows
 from coppice.cli.request_options import add_request_options, request_keywords
 from shared.errors import CoppiceError
@@ -28,7 +28,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--show-tree",
         action="store_true",
-        help="colour accepted draft tokens and bonus tokens (brackets where there are no colours)",
+        help="colour accepted draft tokens and bonus tokens (brackets where there are no colours); "
+        "every round has a tree, also where none would pay, and there must be a draft",
     )
     parser.add_argument("--stats", action="store_true", help="say what it took, on stderr")
     add_request_options(parser)
@@ -40,13 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     from coppice.client import Client
 
     keywords = request_keywords(arguments)
-    require_server(arguments.server)
+    credentials = credentials_of(arguments)
+    require_server(arguments.server, credentials)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     printer = TokenPrinter(sys.stdout, shows_tree=arguments.show_tree)
     if arguments.show_tree:
+        keywords.setdefault("speculation", True)
         sys.stderr.write(printer.legend(sys.stderr) + "\n")
     try:
-        with Client(arguments.server) as client:
+        with Client(arguments.server, token=credentials.token, tls=credentials.tls) as client:
             shown = show(client.stream(prompt, timeout_s=arguments.timeout_s, **keywords), printer)
     except (CoppiceError, KeyboardInterrupt):
         printer.end_line()  # what went wrong is said on a line of its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from coppice.cli.options import add_tls_options, tls_of
 from coppice.health import health_probe
 
 
@@ -19,12 +20,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "empty = the process is alive (default)",
     )
     parser.add_argument("--timeout-s", type=float, default=3.0, help="seconds (default: 3)")
+    add_tls_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; 0 if SERVING, else 1."""
-    with health_probe(arguments.address) as probe:
+    with health_probe(arguments.address, tls=tls_of(arguments)) as probe:
         status = probe.status(arguments.service, timeout_s=arguments.timeout_s)
     sys.stdout.write(status + "\n")
     return 0 if status == "SERVING" else 1

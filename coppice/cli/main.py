@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 from coppice import __version__
 from shared.config.loader import suggestion
-from shared.errors import ConfigError, CoppiceError
+from shared.errors import EXIT_CONFIG, ConfigError, CoppiceError
 
 EXIT_FAILURE = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -25,10 +24,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"coppice {__version__}")
     # After main() has set what gRPC reads from the environment when it is imported.
-    from coppice.cli import bench, demo, generate, health, serve, up
+    from coppice.cli import admin, bench, demo, generate, health, serve, top, up
 
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (up, serve, generate, bench, demo, health):
+    for command in (up, serve, generate, bench, demo, health, admin, top):
         command.add_parser(commands)
     return parser
 
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except ConfigError as error:
         sys.stderr.write(f"coppice: {error}\n")
-        return EXIT_USAGE
+        return EXIT_CONFIG
     except CoppiceError as error:
         names = dict.fromkeys((error.code.name, error.reason))  # often the same
         where = f" ({error.field})" if error.field else ""

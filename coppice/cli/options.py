@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coppice.stack.config import UpConfig
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import SECRET_VARIABLE, DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import ENV_PREFIX, load_config, read_config_file, variables_of
-from shared.errors import UnavailableError
+from shared.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from coppice.credentials import Credentials
+    from shared.access.tls import Tls
 
 Config = TypeVar("Config")
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 SERVER_VARIABLE = ENV_PREFIX + "SERVER"
 DEFAULT_SERVER = "localhost:50051"
+TOKEN_VARIABLE = ENV_PREFIX + "TOKEN"
+ADMIN_TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
+ADMIN_VARIABLE = ENV_PREFIX + "ADMIN"
+DEFAULT_ADMIN = "localhost:51051"
 CONNECT_TIMEOUT_S = 5.0
+_TLS_HINT = "; or its TLS is not what --tls-... expect"
 SECTIONS = ("up", "orchestrator", "target", "draft")
 CONFIG_TYPES = (UpConfig, OrchestratorConfig, TargetConfig, DraftConfig)
 
@@ -32,7 +41,7 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--server HOST:PORT`."""
+    """Add `--server HOST:PORT`, and what it is shown."""
     default = os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
     parser.add_argument(
         "--server",
@@ -40,25 +49,131 @@ def add_server_option(parser: argparse.ArgumentParser) -> None:
         default=default,
         help=f"orchestrator to talk to; also {SERVER_VARIABLE} (default: {default})",
     )
+    parser.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help=f"file with the token that the server knows this client by; or {TOKEN_VARIABLE}",
+    )
+    add_tls_options(parser)
 
 
-def require_server(address: str) -> None:
+def add_admin_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--address HOST:PORT`."""
+    default = os.environ.get(ADMIN_VARIABLE) or DEFAULT_ADMIN
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        default=default,
+        help="--admin-host and --admin-port of the orchestrator; "
+        f"also {ADMIN_VARIABLE} (default: {default})",
+    )
+    parser.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help=f"file with the token of an operator; or {ADMIN_TOKEN_VARIABLE}",
+    )
+    add_tls_options(parser)
+
+
+def require_admin(address: str, credentials: Credentials) -> None:
+    """Raise unless something listens where operators are served.
+
+    Raises: UnavailableError that says where that may be.
+    """
+    from coppice.health import can_connect
+
+    if not can_connect(address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
+        raise UnavailableError(
+            f"nobody serves operators at {address}; name the --admin-port of an orchestrator of "
+            "this machine (1000 above its --port) with --address HOST:PORT"
+        )
+
+
+def add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Add how to talk to a server that has TLS."""
+    group = parser.add_argument_group("TLS")
+    group.add_argument(
+        "--tls",
+        action="store_true",
+        help="talk TLS to a server whose certificate comes from a well-known authority",
+    )
+    for name, text in (
+        ("ca", "talk TLS to a server whose certificate comes from these authorities (PEM)"),
+        ("cert", "certificate chain (PEM) to show to a server that asks for one"),
+        ("key", "private key (PEM) of --tls-cert-file"),
+    ):
+        group.add_argument(f"--tls-{name}-file", default="", metavar="FILE", help=text)
+    group.add_argument(
+        "--tls-server-name",
+        default="",
+        metavar="NAME",
+        help="name in the server's certificate (default: the host that is dialled)",
+    )
+
+
+def tls_of(arguments: argparse.Namespace) -> Tls | None:
+    """Return how to encrypt; None: not at all.
+
+    Raises: ConfigError if the options mean nothing together.
+    """
+    from shared.access.tls import Tls
+
+    if not (arguments.tls or arguments.tls_ca_file):
+        for name in ("cert_file", "key_file", "server_name"):
+            if getattr(arguments, f"tls_{name}"):
+                flag = f"--tls-{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} means something with --tls or --tls-ca-file only")
+        return None
+    return Tls(
+        ca_file=arguments.tls_ca_file,
+        cert_file=arguments.tls_cert_file,
+        key_file=arguments.tls_key_file,
+        server_name=arguments.tls_server_name,
+    )
+
+
+def credentials_of(arguments: argparse.Namespace, *, variable: str = TOKEN_VARIABLE) -> Credentials:
+    """Return what the server is shown.
+
+    Args:
+        variable: Of a token, in the place of `--token-file`.
+    Raises: ConfigError.
+    """
+    from coppice.credentials import Credentials
+    from shared.access.tokens import read_token
+
+    token = os.environ.get(variable, "")
+    if arguments.token_file:
+        token = read_token(arguments.token_file)
+    return Credentials(token=token, tls=tls_of(arguments))
+
+
+def require_server(address: str, credentials: Credentials) -> None:
     """Raise unless something listens at an address; said at once, where a request would retry.
 
     Raises: UnavailableError that says what to start.
     """
     from coppice.health import can_connect
 
-    if not can_connect(address, timeout_s=CONNECT_TIMEOUT_S):
+    if not can_connect(address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
         raise UnavailableError(
             f"no server listens at {address}; start one with `coppice up`, or name another one "
-            "with --server HOST:PORT"
+            f"with --server HOST:PORT{_TLS_HINT if credentials.tls else ''}"
         )
 
 
 def known_variables() -> set[str]:
     """Return every COPPICE_* variable that means something to some command."""
-    return variables_of(CONFIG_TYPES) | {CONFIG_VARIABLE, SERVER_VARIABLE}
+    return variables_of(CONFIG_TYPES) | {
+        ADMIN_VARIABLE,
+        CONFIG_VARIABLE,
+        SECRET_VARIABLE,
+        SERVER_VARIABLE,
+        TOKEN_VARIABLE,
+        ADMIN_TOKEN_VARIABLE,
+    }
 
 
 def read_sections(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

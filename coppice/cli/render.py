@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
-from shared.messages import FinishInfo, PromptInfo, TokenDelta
+from shared.messages import FinishInfo, PromptInfo, SpeculationStats, TokenDelta
 
 DRAFT_STYLE = "\x1b[32m"
 BONUS_STYLE = "\x1b[1;33m"
@@ -90,16 +90,20 @@ def stats_rows(
         ("finish reason", finish.reason.name + stop),
         ("time to first token", f"{timings.time_to_first_token_ms:.1f} ms"),
         ("tokens per second", f"{num_tokens / elapsed_s:.1f}" if elapsed_s > 0 else "-"),
-        ("rounds", f"{speculation.num_rounds} ({speculation.num_root_only_rounds} root only)"),
+        ("rounds", f"{speculation.num_rounds} ({_rounds_without_trees(speculation)})"),
     ]
     if speculation.num_rounds:
         histogram = " ".join(
             f"{accepted}:{count}"
             for accepted, count in enumerate(speculation.accept_length_histogram)
         )
+        sizes = " ".join(
+            f"{size}:{count}" for size, count in enumerate(speculation.tree_size_histogram) if count
+        )
         rows += [
             ("accept_length (mean, bonus included)", f"{speculation.accept_length:.2f}"),
             ("rounds by accepted drafts", histogram or "-"),
+            ("rounds by nodes of their trees", sizes or "-"),
             ("nodes verified, roots excluded", str(speculation.num_draft_tokens)),
             ("mean wait for the draft", f"{timings.mean_draft_wait_ms:.1f} ms"),
             ("mean verify", f"{timings.mean_verify_ms:.1f} ms"),
@@ -118,3 +122,9 @@ def print_stats(out: TextIO, rows: list[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console(file=out, highlight=False).print(table)
+
+
+def _rounds_without_trees(speculation: SpeculationStats) -> str:
+    text = f"{speculation.num_root_only_rounds} root only"
+    resting = speculation.num_resting_rounds
+    return f"{text}, {resting} of them because trees did not pay" if resting else text

@@ -15,10 +15,9 @@ from coppice.stack import ServiceFailedError, Stack, StackConfig
 from coppice.stack.config import UpConfig, stack_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import add_config_flags, explicit_values, load_config
+from shared.errors import EXIT_CONFIG
 
 Config = TypeVar("Config")
-
-EXIT_CONFIG = 2  # of a service, and of `up`: the configuration cannot work
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    progress = StackProgress(shows_log=True)
+    progress = StackProgress(shows_log=True, is_json=config.log_format == "json")
     stack = Stack(config, on_log=progress.on_log, on_state=progress.on_state)
     try:
         with progress:
@@ -61,13 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_CONFIG if error.exit_code == EXIT_CONFIG else 1
     starting.clear()
     speculation = "" if config.num_drafts else ", without speculation"
-    sys.stdout.write(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.\n")
-    sys.stdout.flush()
+    progress.say(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.")
+    for name, url in sorted(stack.metrics_urls.items()):
+        progress.say(f"Metrics of {name}: {url}")
     while not asked_to_stop.wait(1.0):
         pass
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.stderr.write("stopping; running requests may finish, Ctrl-C again ends them\n")
+    progress.note("stopping; running requests may finish, Ctrl-C again ends them")
     stack.stop()
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,11 +16,14 @@ from shared.config import (
     option,
 )
 from shared.config.check import check_config
+from shared.config.ports import LOOPBACK
 from shared.errors import ConfigError
-from shared.logs import LEVELS
+from shared.logs import FORMATS, LEVELS
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
-LOOPBACK = "127.0.0.1"
+CORES_PER_WORKER = 8
+MAX_AUTO_WORKERS = 4
+STOP_SLACK_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,9 @@ class StackConfig:
         target_gpus: GPU of each target in turn, index or uuid; empty = all visible ones.
         draft_gpus: GPU of each draft in turn; the same as a target's is allowed.
         start_timeout_s: Budget for everything to become ready.
-        stop_timeout_s: Budget for requests to end on `stop` before processes are killed.
         log_level: Least severity that the services log.
+        log_format: How they log: text or json.
+        metrics_port: Port of the first service's metrics, the others have the next ones; 0: none.
     """
 
     orchestrator: OrchestratorConfig = field(
@@ -49,8 +54,19 @@ class StackConfig:
     target_gpus: tuple[str, ...] = ()
     draft_gpus: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
-    stop_timeout_s: float = 30.0
     log_level: str = "info"
+    log_format: str = "text"
+    metrics_port: int = 0
+
+    @property
+    def stop_budget_s(self) -> float:
+        """Return how long `stop` waits for services to end before it kills them, seconds.
+
+        The orchestrator ends first, within its budget; then workers have nothing left but requests
+        of other orchestrators, if there are any.
+        """
+        parts = (self.orchestrator, self.target, self.draft)
+        return max(part.drain_timeout_s for part in parts) + STOP_SLACK_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +120,54 @@ class UpConfig:
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
     num_targets: int = option(1, "target processes", minimum=1)
     num_drafts: int = option(1, "draft processes; 0 = no speculation", minimum=0)
-    workers: int = option(1, "orchestrator processes that share the port", minimum=1)
+    workers: int = option(
+        0,
+        "orchestrator processes that share the port; 0 = auto (one per 8 cores, 4 at most)",
+        minimum=0,
+    )
+    drain_timeout_s: float = option(
+        20.0, "seconds that running requests may finish in after Ctrl-C or SIGTERM", minimum=0
+    )
     host: str = option(LOOPBACK, "address that the orchestrator listens on")
     port: int = option(
         50051, "port that the orchestrator listens on; 0 = any free port", minimum=0, maximum=65535
     )
+    token_file: str = option(
+        "",
+        "file with a line name:token[:until] for each token of clients, read again when it "
+        "changes; empty = none is asked for",
+    )
+    tls_cert_file: str = option(
+        "", "certificate chain (PEM) shown to clients; set = TLS; read again when it changes"
+    )
+    tls_key_file: str = option("", "private key (PEM) of --tls-cert-file")
+    tls_client_ca_file: str = option(
+        "", "authorities (PEM) that certificates of clients must come from; set = mutual TLS"
+    )
+    insecure: bool = option(default=False, help="listen beyond loopback even if anybody may call")
+    reflection: bool = option(default=True, help="tell callers the methods and their messages")
+    secret_file: str = option(
+        "",
+        "file with the secret that the services prove to each other; empty = the variable "
+        "COPPICE_SECRET, or one that is made up",
+    )
     log_level: str = option(
         "info", "least severity that is logged: debug, info, warning or error", choices=LEVELS
+    )
+    log_format: str = option("text", "text, or json: an object per line", choices=FORMATS)
+    metrics_port: int = option(
+        0,
+        "port of the orchestrator's metrics for Prometheus, at /metrics; its other processes, the "
+        "targets and the drafts have the next ports; 0 = none",
+        minimum=0,
+        maximum=65535,
+    )
+    otlp_endpoint: str = option(
+        "",
+        "OpenTelemetry collector that gets traces, http(s)://HOST:PORT of its gRPC; empty = none",
+    )
+    trace_sample_rate: float = option(
+        0.01, "share of the requests that are traced", minimum=0, maximum=1
     )
 
 
@@ -151,6 +208,7 @@ def stack_config(
             device="device",
             dtype="dtype",
             allow_inexact="allow_inexact",
+            drain_timeout_s="drain_timeout_s",
         ),
     )
     if num_drafts == 0:
@@ -164,6 +222,7 @@ def stack_config(
             page_size="page_size",
             device="device",
             dtype="draft_dtype",
+            drain_timeout_s="drain_timeout_s",
         ),
     )
     shape = pick(num_steps="num_steps", topk="topk", num_draft_tokens="num_draft_tokens")
@@ -175,7 +234,20 @@ def stack_config(
         host=up.host,
         port=up.port,
         **shape,
-        **pick(model="target_model", workers="workers"),
+        **pick(
+            model="target_model",
+            drain_timeout_s="drain_timeout_s",
+            token_file="token_file",
+            tls_cert_file="tls_cert_file",
+            tls_key_file="tls_key_file",
+            tls_client_ca_file="tls_client_ca_file",
+            insecure="insecure",
+            reflection="reflection",
+            secret_file="secret_file",
+            otlp_endpoint="otlp_endpoint",
+            trace_sample_rate="trace_sample_rate",
+        ),
+        workers=up.workers or (orchestrator and orchestrator.workers) or auto_workers(),
     )
     return StackConfig(
         orchestrator=orchestrator,
@@ -186,7 +258,15 @@ def stack_config(
         target_gpus=split_list(up.target_gpus),
         draft_gpus=split_list(up.draft_gpus),
         log_level=up.log_level,
+        log_format=up.log_format,
+        metrics_port=up.metrics_port,
     )
+
+
+def auto_workers() -> int:
+    """Return how many orchestrator processes this machine has cores for, beside its engines."""
+    num_cores = len(os.sched_getaffinity(0))
+    return max(1, min(MAX_AUTO_WORKERS, num_cores // CORES_PER_WORKER))
 
 
 def split_list(text: str) -> tuple[str, ...]:

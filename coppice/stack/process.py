@@ -27,6 +27,10 @@ MAX_BACKOFF_S = 10.0
 # A process that served this long starts again at the first backoff.
 STEADY_AFTER_S = 10.0
 POLL_INTERVAL_S = 0.02
+PROBE_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 1.5
+# A child that was ready and does not answer so many probes in a row is killed.
+MAX_MISSED_PROBES = 3
 
 
 class ServiceState(enum.Enum):
@@ -58,6 +62,8 @@ class ServiceProcess:
         name: Shown before each of its lines, e.g. "target-0".
         command: Program and arguments.
         address: HOST:PORT that it will listen on.
+        health_address: HOST:PORT that it will answer health checks on, in plain text; "" =
+            `address`.
         health_service: Full gRPC service name whose health means "ready".
         environ: Its whole environment.
         on_log: Called with (name, line) from a thread.
@@ -76,13 +82,15 @@ class ServiceProcess:
         on_log: Callable[[str, str], None],
         on_state: Callable[[str, ServiceState], None],
         is_restarted: bool,
+        health_address: str = "",
     ) -> None:
         self.name = name
         self.command = list(command)
         self.address = address
+        self.health_address = health_address or address
+        self.environ = dict(environ)
         self.num_restarts = 0
         self._health_service = health_service
-        self._environ = dict(environ)
         self._on_log = on_log
         self._on_state = on_state
         self._is_restarted = is_restarted
@@ -171,7 +179,7 @@ class ServiceProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._environ,
+            env=self.environ,
             start_new_session=True,
         ) as process:
             self._process = process
@@ -182,7 +190,9 @@ class ServiceProcess:
                 target=self._read_log, args=(process.stdout,), name=f"log-{self.name}", daemon=True
             )
             reader.start()
-            ready_at = self._wait_ready(process)
+            with health_probe(self.health_address) as probe:
+                ready_at = self._wait_ready(process, probe)
+                self._watch_health(process, probe)
             code = self.exit_code = process.wait()
             # What is left of the group, an engine whose front was killed, must not hold the GPU.
             _signal_group(process.pid, signal.SIGKILL)
@@ -191,16 +201,29 @@ class ServiceProcess:
                 self._log(f"process {process.pid} {_describe_exit(code)}")
         return ready_at
 
-    def _wait_ready(self, process: subprocess.Popen[bytes]) -> float | None:
-        with health_probe(self.address) as probe:
-            while process.poll() is None:
-                if _answers(probe, process.pid, self._health_service):
-                    self._has_been_ready = True
-                    self._set_state(ServiceState.READY)
-                    return time.monotonic()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_INTERVAL_S)
+    def _wait_ready(self, process: subprocess.Popen[bytes], probe: HealthProbe) -> float | None:
+        while process.poll() is None:
+            if _answers(probe, process.pid, self._health_service):
+                self._has_been_ready = True
+                self._set_state(ServiceState.READY)
+                return time.monotonic()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_INTERVAL_S)
         return None
+
+    def _watch_health(self, process: subprocess.Popen[bytes], probe: HealthProbe) -> None:
+        """Wait for the end of a child that is ready; kill one that hangs."""
+        num_missed = 0
+        while num_missed < MAX_MISSED_PROBES:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PROBE_INTERVAL_S)
+                return
+            is_answer = (
+                probe.status(process_name(process.pid), timeout_s=PROBE_TIMEOUT_S) == "SERVING"
+            )
+            num_missed = 0 if is_answer or self._stopping.is_set() else num_missed + 1
+        self._log(f"process {process.pid} does not answer, killing it")
+        _signal_group(process.pid, signal.SIGKILL)
 
     def _read_log(self, stream: IO[bytes]) -> None:
         for line in stream:

@@ -8,32 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from coppice.health import (
-    DRAFT_SERVICE,
-    ORCHESTRATOR_SERVICE,
-    SPECULATION_SERVICE,
-    TARGET_SERVICE,
-    health_probe,
-)
+from coppice.health import health_probe
 from coppice.stack.config import LOOPBACK, StackConfig
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
-from shared.config import DraftConfig, TargetConfig
+from shared.access.caller import Caller
+from shared.config import (
+    SECRET_VARIABLE,
+    DraftConfig,
+    OrchestratorConfig,
+    TargetConfig,
+    admin_port,
+    read_secret,
+)
 from shared.config.check import check_config
 from shared.config.loader import ENV_PREFIX, to_arguments
 from shared.errors import ConfigError
 from shared.gpu_lease import list_machine_gpus
+from shared.rpc.gate import front_gate
+from shared.rpc.health_names import (
+    DRAFT_SERVICE,
+    ORCHESTRATOR_SERVICE,
+    SPECULATION_SERVICE,
+    TARGET_SERVICE,
+)
 
 PAIRING_TIMEOUT_S = 20.0
+SECRET_BYTES = 32
+
+Config = TypeVar("Config", OrchestratorConfig, TargetConfig, DraftConfig)
 
 
 def _ignore(*_: Any) -> None:
@@ -62,16 +75,25 @@ class Stack:
     ) -> None:
         for part in (config.orchestrator, config.target, config.draft):
             check_config(part)
-        self.config = config
+        self.config = _with_one_secret(config)
+        self.secret = _secret_of(self.config)
         self._on_log = on_log
         self._on_state = on_state
         self._restarts_dead = restarts_dead
+        self._admin_port = -1
         self.services: dict[str, ServiceProcess] = {}
+        self._metrics_at: dict[str, tuple[str, int]] = {}
 
     @property
     def address(self) -> str:
         """Return HOST:PORT of the orchestrator."""
         return self.services["orchestrator"].address
+
+    @property
+    def admin_address(self) -> str:
+        """Return HOST:PORT where the orchestrator serves operators."""
+        assert self._admin_port > 0, "--admin-port is -1"
+        return f"{_dialled(self.config.orchestrator.admin_host)}:{self._admin_port}"
 
     @property
     def target_addresses(self) -> list[str]:
@@ -83,14 +105,24 @@ class Stack:
         """Return HOST:PORT of every draft."""
         return [s.address for name, s in self.services.items() if name.startswith("draft-")]
 
+    @property
+    def metrics_urls(self) -> dict[str, str]:
+        """Return where the metrics of every process are; empty: nowhere."""
+        return {
+            name: f"http://{_dialled(host)}:{port}/metrics"
+            for name, (host, port) in self._metrics_at.items()
+        }
+
     def start(self) -> Stack:
         """Launch everything at once and wait until every service is ready.
 
-        Raises: ConfigError if the orchestrator's port is taken; ServiceFailedError with the log of
+        Raises: ConfigError if the orchestrator's port is taken or open to everybody;
+            ServiceFailedError with the log of
             the service that ended or took too long. Nothing is left running then.
         """
         _require_free(self.config.orchestrator.host, self.config.orchestrator.port)
-        self._build()
+        front_gate(self.config.orchestrator)
+        self.build()
         try:
             for service in self.services.values():
                 service.start()
@@ -101,6 +133,52 @@ class Stack:
             self.stop(timeout_s=5.0)
             raise
         return self
+
+    def build(self) -> None:
+        """Choose ports and GPUs, and make every service; starts nothing."""
+        config = self.config
+        num_workers = config.num_targets + config.num_drafts
+        gpus = _gpus_of_workers(config)
+        front = config.orchestrator
+        with _free_ports(num_workers + 3) as ports:
+            target_ports = ports[: config.num_targets]
+            draft_ports = ports[config.num_targets : num_workers]
+            port = front.port or ports[-1]
+            # Who supervises need not have a certificate that the orchestrator takes.
+            health_port = front.health_port or (ports[-2] if front.tls_cert_file else 0)
+            self._admin_port = admin_port(front) or ports[-3]
+        num_processes = max(1, front.workers)
+        metrics_ports = itertools.count(config.metrics_port + num_processes)
+        for index, worker_port in enumerate(target_ports):
+            target = replace(config.target, host=LOOPBACK, port=worker_port, gpus=gpus[index])
+            target = self._with_metrics(f"target-{index}", target, metrics_ports)
+            self._add(f"target-{index}", "target", target, TARGET_SERVICE)
+        for index, worker_port in enumerate(draft_ports):
+            gpu = gpus[config.num_targets + index]
+            draft = replace(config.draft, host=LOOPBACK, port=worker_port, gpus=gpu)
+            draft = self._with_metrics(f"draft-{index}", draft, metrics_ports)
+            self._add(f"draft-{index}", "draft", draft, DRAFT_SERVICE)
+        orchestrator = replace(
+            front,
+            port=port,
+            health_port=health_port,
+            admin_port=self._admin_port,
+            targets=",".join(self.target_addresses),
+            drafts=",".join(self.draft_addresses),
+        )
+        ports_of_processes = itertools.count(config.metrics_port)
+        orchestrator = self._with_metrics("orchestrator", orchestrator, ports_of_processes)
+        for index in range(1, num_processes):  # they find their ports by themselves
+            self._with_metrics(f"orchestrator.{index}", orchestrator, ports_of_processes)
+        self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
+
+    def _with_metrics(self, name: str, config: Config, ports: Iterator[int]) -> Config:
+        """Return a configuration with the next of these ports for metrics, if there are any."""
+        if not self.config.metrics_port:
+            return config
+        port = next(ports)
+        self._metrics_at[name] = (config.metrics_host, port)
+        return replace(config, metrics_port=port)
 
     def wait_ready(self, *names: str, timeout_s: float) -> None:
         """Wait until the named services are ready.
@@ -134,7 +212,7 @@ class Stack:
     def stop_service(self, name: str, *, timeout_s: float | None = None) -> None:
         """End one service in order; it stays down until `start_service`."""
         self.services[name].request_stop()
-        self.services[name].join(self.config.stop_timeout_s if timeout_s is None else timeout_s)
+        self.services[name].join(self.config.stop_budget_s if timeout_s is None else timeout_s)
 
     def start_service(self, name: str) -> None:
         """Start a service that was stopped or has failed, and wait until it is ready."""
@@ -142,9 +220,13 @@ class Stack:
         self.wait_ready(name, timeout_s=self.config.start_timeout_s)
 
     def stop(self, *, timeout_s: float | None = None) -> None:
-        """End the orchestrator first, so that its requests may finish, then the workers."""
+        """End the orchestrator first, so that its requests may finish, then the workers.
+
+        Args:
+            timeout_s: Before processes are killed; None: what the services' own budgets need.
+        """
         deadline = time.monotonic() + (
-            self.config.stop_timeout_s if timeout_s is None else timeout_s
+            self.config.stop_budget_s if timeout_s is None else timeout_s
         )
         by_role = sorted(self.services.values(), key=lambda s: s.name != "orchestrator")
         try:
@@ -162,12 +244,7 @@ class Stack:
     def __enter__(self) -> Stack:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _wait_speculating(self) -> None:
@@ -176,7 +253,7 @@ class Stack:
         Raises: ServiceFailedError if none fits.
         """
         deadline = time.monotonic() + PAIRING_TIMEOUT_S
-        with health_probe(self.address) as probe:
+        with health_probe(self.services["orchestrator"].health_address) as probe:
             while probe.status(SPECULATION_SERVICE, timeout_s=1.0) != "SERVING":
                 if time.monotonic() > deadline:
                     raise ServiceFailedError(
@@ -185,49 +262,52 @@ class Stack:
                     )
                 time.sleep(POLL_INTERVAL_S)
 
-    def _build(self) -> None:
-        config = self.config
-        num_workers = config.num_targets + config.num_drafts
-        gpus = _gpus_of_workers(config)
-        with _free_ports(num_workers + 1) as ports:
-            target_ports = ports[: config.num_targets]
-            draft_ports = ports[config.num_targets : num_workers]
-            port = config.orchestrator.port or ports[-1]
-        for index, worker_port in enumerate(target_ports):
-            target = replace(config.target, host=LOOPBACK, port=worker_port, gpus=gpus[index])
-            self._add(f"target-{index}", "target", target, TARGET_SERVICE)
-        for index, worker_port in enumerate(draft_ports):
-            gpu = gpus[config.num_targets + index]
-            draft = replace(config.draft, host=LOOPBACK, port=worker_port, gpus=gpu)
-            self._add(f"draft-{index}", "draft", draft, DRAFT_SERVICE)
-        orchestrator = replace(
-            config.orchestrator,
-            port=port,
-            targets=",".join(self.target_addresses),
-            drafts=",".join(self.draft_addresses),
-        )
-        self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
+    @property
+    def environ(self) -> dict[str, str]:
+        """Return the environment of a service: it is configured by flags, but for the secret."""
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+        return {**environ, "PYTHONUNBUFFERED": "1", SECRET_VARIABLE: self.secret}
+
+    @property
+    def caller(self) -> Caller:
+        """Return what the workers are to be shown."""
+        return Caller(secret=read_secret(self.config.orchestrator, self.environ))
 
     def _add(self, name: str, role: str, config: Any, health_service: str) -> None:
         command = [sys.executable, "-m", "coppice", "serve", role, "--exit-with-parent"]
         command.append(f"--log-level={self.config.log_level}")
+        command.append(f"--log-format={self.config.log_format}")
         self.services[name] = ServiceProcess(
             name,
             command + to_arguments(config),
             address=f"{_dialled(config.host)}:{config.port}",
+            health_address=f"{_dialled(config.host)}:{config.health_port or config.port}",
             health_service=health_service,
-            environ=_child_environ(),
+            environ=self.environ,
             on_log=self._on_log,
             on_state=self._on_state,
             is_restarted=self._restarts_dead,
         )
 
 
-def _child_environ() -> dict[str, str]:
-    """Return this environment without COPPICE_*: a child is configured by its flags alone."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
-    environ["PYTHONUNBUFFERED"] = "1"
-    return environ
+def _with_one_secret(config: StackConfig) -> StackConfig:
+    """Give the file with the secret, if one service has it, to those that have none."""
+    parts = {name: getattr(config, name) for name in ("orchestrator", "target", "draft")}
+    path = next((part.secret_file for part in parts.values() if part.secret_file), "")
+    own = {name: part.secret_file or path for name, part in parts.items()}
+    return replace(
+        config, **{name: replace(part, secret_file=own[name]) for name, part in parts.items()}
+    )
+
+
+def _secret_of(config: StackConfig) -> str:
+    """Return the secret that services find in their environment; a file of theirs goes first.
+
+    Raises: ConfigError if what was given cannot be one.
+    """
+    given = os.environ.get(SECRET_VARIABLE, "")
+    read_secret(config.orchestrator, os.environ)
+    return given or secrets.token_hex(SECRET_BYTES)
 
 
 def _gpus_of_workers(config: StackConfig) -> list[str]:
@@ -236,27 +316,27 @@ def _gpus_of_workers(config: StackConfig) -> list[str]:
     Where nothing is said, workers take the machine's GPUs in turn, so that a draft does not share
     its target's GPU when there is another one.
     """
-    workers: list[TargetConfig | DraftConfig] = [config.target] * config.num_targets
-    workers += [config.draft] * config.num_drafts
-    asked = [config.target_gpus] * config.num_targets + [config.draft_gpus] * config.num_drafts
-    is_plain = [
-        w.device in ("auto", "cuda") and not w.gpu_lease_dir and not w.gpus for w in workers
-    ]
-    found = (
-        list_machine_gpus()
-        if any(p and not a for p, a in zip(is_plain, asked, strict=True))
-        else []
+    groups = (
+        (config.target, config.num_targets, config.target_gpus),
+        (config.draft, config.num_drafts, config.draft_gpus),
     )
-    gpus = []
-    for index, (worker, pool) in enumerate(zip(workers, asked, strict=True)):
-        turn = index if index < config.num_targets else index - config.num_targets
-        if pool:
-            gpus.append(pool[turn % len(pool)])
-        elif is_plain[index] and found:
-            gpus.append(found[index % len(found)])
-        else:
-            gpus.append(worker.gpus)
+    found: list[str] = []
+    if any(count and not asked and _takes_any_gpu(worker) for worker, count, asked in groups):
+        found = list_machine_gpus()
+    gpus: list[str] = []
+    for worker, count, asked in groups:
+        for turn in range(count):
+            if asked:
+                gpus.append(asked[turn % len(asked)])
+            elif found and _takes_any_gpu(worker):
+                gpus.append(found[len(gpus) % len(found)])
+            else:
+                gpus.append(worker.gpus)
     return gpus
+
+
+def _takes_any_gpu(worker: TargetConfig | DraftConfig) -> bool:
+    return worker.device in ("auto", "cuda") and not worker.gpu_lease_dir and not worker.gpus
 
 
 def _require_free(host: str, port: int) -> None:

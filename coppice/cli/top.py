@@ -1,0 +1,63 @@
+"""`coppice top`: a live view of workers, requests, acceptance, and where a round's time goes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from coppice.cli.options import (
+    ADMIN_TOKEN_VARIABLE,
+    add_admin_option,
+    credentials_of,
+    require_admin,
+)
+
+if TYPE_CHECKING:
+    from coppice.admin import AdminClient
+    from coppice.cli.admin_tables import Sample
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `top`."""
+    parser = commands.add_parser(
+        "top", help="watch workers, requests and rounds", allow_abbrev=False
+    )
+    add_admin_option(parser)
+    parser.add_argument(
+        "--interval-s", type=float, default=1.0, help="seconds between two looks (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show a view of the last interval, again and again until Ctrl-C."""
+    from rich.console import Group
+    from rich.live import Live
+
+    from coppice.admin import AdminClient
+    from coppice.cli.admin_tables import frame, print_table
+
+    credentials = credentials_of(arguments, variable=ADMIN_TOKEN_VARIABLE)
+    require_admin(arguments.address, credentials)
+    with AdminClient(arguments.address, credentials=credentials) as client:
+        before = sample(client)
+        time.sleep(arguments.interval_s)
+        now = sample(client)
+        if arguments.once:
+            print_table(*frame(before, now))
+            return 0
+        with Live(Group(*frame(before, now)), screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(arguments.interval_s)
+                before, now = now, sample(client)
+                live.update(Group(*frame(before, now)), refresh=True)
+
+
+def sample(client: AdminClient) -> Sample:
+    """Ask the orchestrator how things stand."""
+    from coppice.cli.admin_tables import Sample
+
+    workers = tuple(client.call("ListWorkers").workers)
+    return Sample(at_s=time.monotonic(), workers=workers, stats=client.call("Stats"))
