@@ -21,7 +21,7 @@ WORKDIR /opt/coppice
 
 # Dependencies first: they change less often than the code.
 COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['tracing'], sep='\n')" > requirements.txt \
     && PIP_EXTRA_INDEX_URL="$TORCH_INDEX" pip install --constraint constraints.txt --requirement requirements.txt
 
 COPY README.md LICENSE ./
@@ -32,9 +32,10 @@ COPY target_service target_service
 COPY shared shared
 RUN pip install --no-deps --constraint constraints.txt .
 
-# A named volume mounted at the lease folder takes over this owner.
+# A named volume mounted at one of these folders takes over its owner and mode.
 RUN useradd --create-home --uid 10001 coppice \
-    && install --directory --owner=coppice /var/lib/coppice/leases
+    && install --directory --owner=coppice /var/lib/coppice/leases \
+    && install --directory --owner=coppice --mode=0700 /var/lib/coppice/secret
 USER coppice
 WORKDIR /home/coppice
 

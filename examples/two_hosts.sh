@@ -5,6 +5,9 @@
 #   on the second host    examples/two_hosts.sh draft
 #   on either host        examples/two_hosts.sh orchestrator first:50052 second:50053
 #
+# Before, on every host: export COPPICE_SECRET_FILE=FILE, the same secret everywhere (openssl rand -hex 32).
+# The orchestrator takes clients of its own host; docs/security.md says how to let others in.
+#
 # More of a role: one more port, or one more host, in the comma-separated list of the orchestrator.
 # COPPICE_TARGET_MODEL, COPPICE_DRAFT_MODEL: checkpoints; the bundled ones if not set.
 set -eu
@@ -13,10 +16,10 @@ unset COPPICE_TARGET_MODEL COPPICE_DRAFT_MODEL # `coppice serve` reads variables
 
 case ${1:-} in
 target)
-  exec coppice serve target --port "${PORT:-50052}" --model "$target" --draft-model "$draft"
+  exec coppice serve target --host 0.0.0.0 --port "${PORT:-50052}" --model "$target" --draft-model "$draft"
   ;;
 draft)
-  exec coppice serve draft --port "${PORT:-50053}" --model "$draft" --target-model "$target"
+  exec coppice serve draft --host 0.0.0.0 --port "${PORT:-50053}" --model "$draft" --target-model "$target"
   ;;
 orchestrator)
   [ $# -eq 3 ] || { echo "usage: $0 orchestrator TARGETS DRAFTS" >&2; exit 2; }
