@@ -419,7 +419,7 @@ def _config(
         "hidden_act": "silu",
         "tie_word_embeddings": is_tied,
         "bos_token_id": None,
-        "eos_token_id": EOS_ID,
+        "eos_token_id": min(EOS_ID, shape.vocab_size - 1),
     }
     if old_names:
         is_default = rope["rope_type"] == "default"

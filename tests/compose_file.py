@@ -11,8 +11,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
-# ${NAME}, ${NAME:-value if unset or empty}, ${NAME-value if unset}
-VARIABLE = re.compile(r"\$\{(\w+)(?:(:?-)([^}]*))?\}")
+# ${NAME}, ${NAME:-value if unset or empty}, ${NAME-value if unset}, ${NAME:+value if set}, $$ = $
+VARIABLE = re.compile(r"\$\{(\w+)(?:(:?-|:\+)([^}]*))?\}|\$\$")
 
 # Compose service -> the service that `coppice serve` runs in it.
 ROLES = {
@@ -31,11 +31,11 @@ def load_compose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def services_of(document: dict[str, Any], profile: str) -> dict[str, dict[str, Any]]:
-    """Return the services that `docker compose --profile NAME up` starts."""
+    """Return the orchestrator and the workers that `docker compose --profile NAME up` starts."""
     return {
         name: service
         for name, service in document["services"].items()
-        if profile in service["profiles"]
+        if name in ROLES and profile in service["profiles"]
     }
 
 
@@ -49,7 +49,11 @@ def _interpolate(value: Any, environ: Mapping[str, str]) -> Any:
 
     def fill(match: re.Match[str]) -> str:
         name, operator, default = match.groups()
+        if name is None:
+            return "$"
         given = environ.get(name)
+        if operator == ":+":
+            return default if given else ""
         if given is None or (operator == ":-" and given == ""):
             return default or ""
         return given

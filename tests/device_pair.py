@@ -140,13 +140,14 @@ class DevicePair(PeerPair):
         source = self.target.source
         assert isinstance(source, TargetDeviceRounds)
 
-        def take_trees(trees: MailboxTrees, *rest: Any) -> Any:
+        def take_trees(trees: MailboxTrees, *rest: Any, **options: Any) -> Any:
             self.edit_trees(trees)
             by_slot = {held.req_idx: held for held in self.target.requests.values()}
             for slot in trees.slot.tolist():
                 held = by_slot[slot]
-                self.device_trees.append((held.request_id, held.round_idx + 1))
-            return TargetDeviceRounds.take_trees(source, trees, *rest)
+                round_idx = held.round_idx + held.num_in_flight + 1
+                self.device_trees.append((held.request_id, round_idx))
+            return TargetDeviceRounds.take_trees(source, trees, *rest, **options)
 
         source.take_trees = take_trees  # type: ignore[method-assign]
         if self.draft is None:
@@ -171,13 +172,9 @@ class DevicePair(PeerPair):
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
         self.pump()
-        if self.target.scheduler.overlaps_steps:
-            self.launch_deferred()
+        if self.target.scheduler.overlaps_steps:  # the draft's device has the path already
+            self.run_draft_device()
         self.step_target()
-        if (
-            self.target.pipeline.in_flight is not None
-        ):  # it waits for that before it looks for messages
-            self.step_target()
         self.hear_late()
         self.pump()
         self.step_draft()
@@ -185,15 +182,10 @@ class DevicePair(PeerPair):
         has_work = self.target.has_work or self.target.has_work_in_s is not None or self.late
         return bool(has_work) or self.draft_has_work
 
-    def launch_deferred(self) -> None:
-        """Let the target launch a step before its trees are here."""
-        for message in self.target.launch_deferred():
-            self.on_target(message)
-
     @property
-    def can_launch_early(self) -> bool:
+    def has_device_trees(self) -> bool:
         """Return whether the target could launch a step before its trees are here."""
-        return self.target.source.can_launch_early(self.target.scheduler)
+        return self.target.source.has_device_trees(self.target.scheduler)
 
     @property
     def num_device_trees(self) -> int:
@@ -234,7 +226,7 @@ class DevicePair(PeerPair):
         """Let the target's engine hear one message; of trees that its device takes, later."""
         if isinstance(message, PeerAttach):
             message = replace(message, has_mailbox=message.has_mailbox and self.has_mailbox)
-        if isinstance(message, TreeBatch) and self.can_launch_early:
+        if isinstance(message, TreeBatch) and self.has_device_trees:
             self.late.append((channel, message))
         else:
             super().tell_target(channel, message)

@@ -96,6 +96,7 @@ def make_target(pairing: Pairing, *, has_mailbox: bool = False, **options: Any) 
         "self_test": False,
         "feature_ring_mb": 0,
         "num_pages": -(-8192 // options.get("page_size", 16)),
+        "prefill_chunk_len": 256,  # by the clock otherwise
     } | options
     config = TargetConfig(
         model=str(pairing.target),
@@ -233,11 +234,6 @@ def row_blocks(
 def pool_of(engine: TargetEngine | DraftEngine) -> KVPool:
     """Return the engine's KV pool."""
     return engine.runner.pool
-
-
-def requests_of(engine: TargetEngine | DraftEngine) -> dict[str, Any]:
-    """Return the engine's requests by request_id."""
-    return engine.requests if isinstance(engine, TargetEngine) else engine.requests
 
 
 def keep_table_apart(pool: KVPool) -> None:

@@ -106,7 +106,7 @@ class LocalPair:
         credit_rounds: int = 0,
     ) -> None:
         self.target = target
-        self.target_socket = ""
+        self.target_socket = self.target_peer_address = ""
         self.draft = draft
         self.edit_tree = edit_tree
         self.edit_chunk = edit_chunk
@@ -152,6 +152,7 @@ class LocalPair:
                 draft_epoch=request.draft_epoch,
                 target_address="local",
                 target_socket=self.target_socket,
+                target_peer_address=self.target_peer_address,
                 token_ids=tuple(request.tokens),
                 sampling=request.sampling,
                 is_timed=request.is_timed,

@@ -13,6 +13,7 @@ from draft_service.engine import DraftEngine
 from shared.messages import (
     AcceptedPath,
     DraftDetached,
+    DraftRest,
     FeatureChunk,
     PathBatch,
     PeerTree,
@@ -32,6 +33,7 @@ class PeerPair(LocalPair):
     Args:
         credit_rounds: Rounds of a credit.
         margin: Rounds before the end of a credit at which the next one is given; 0: at its end.
+        adapts: The target may choose smaller trees, or none.
         edit_tree: As of LocalPair; also sees the trees that go over the channel (None: lost there).
     """
 
@@ -42,10 +44,12 @@ class PeerPair(LocalPair):
         *,
         credit_rounds: int = 8,
         margin: int = 3,
+        adapts: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(target, draft, **options)
         self.target_socket = target.info.peer_socket
+        self.target_peer_address = target.info.peer_address
         self.is_deaf = False
         """Whether answers wait in `unheard`."""
         self.unheard: list[AcceptedPath] = []
@@ -55,11 +59,14 @@ class PeerPair(LocalPair):
         """Those that came over the channel."""
         self.rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
         """Feature rows [start, stop) that came over the channel, by request and draft_epoch."""
+        self.rests: list[DraftRest] = []
+        """What the target said about trees that it wants or does not want."""
         self.detached: list[str] = []
         """Requests whose channel to their draft was lost, as the target said."""
         self._num_tokens: dict[str, int] = {}  # that the draft was opened with
         self._peer_credit_rounds = credit_rounds
         self._margin = margin
+        self._adapts = adapts
 
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
@@ -146,7 +153,9 @@ class PeerPair(LocalPair):
         if until is None:
             self.send_order(request, self._num_tokens[request.request_id])
         elif request.paths[-1].round_idx + self._margin >= until:
-            trees = PeerTrees(draft_epoch=request.draft_epoch, shape=request.shape)
+            trees = PeerTrees(
+                draft_epoch=request.draft_epoch, shape=request.shape, adapts=self._adapts
+            )
             self.peer_until[request.request_id] = self.give_credit(
                 request, self._peer_credit_rounds, trees
             )
@@ -154,6 +163,8 @@ class PeerPair(LocalPair):
     def on_target(self, message: Any) -> None:
         if isinstance(message, DraftDetached):
             self._on_detached(message)
+        elif isinstance(message, DraftRest):
+            self.rests.append(message)
         else:
             super().on_target(message)
 
@@ -164,7 +175,8 @@ class PeerPair(LocalPair):
             self.detached.append(message.request_id)
             # Else its end is in the same batch: on the wire paths come first.
             is_held = message.request_id in self.target.requests
-            if message.request_id in self.peer_until and is_held:
+            has_path = request.target_epoch in {path.target_epoch for path in request.paths}
+            if message.request_id in self.peer_until and is_held and has_path:
                 self.miss(request)
 
     def on_path(self, path: AcceptedPath) -> None:

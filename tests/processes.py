@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -9,11 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(
+    condition: Callable[[], bool],
+    timeout_s: float = 60.0,
+    describe: Callable[[], object] = lambda: "it never happened",
+) -> None:
     """Wait until a condition holds; it fails the test if that takes too long."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.01)
 
 
@@ -37,10 +42,26 @@ def is_alive(pid: int) -> bool:
     return _stat(pid)[0] not in "ZX"
 
 
+def is_spawned(pid: int) -> bool:
+    """Return whether a process is one that multiprocessing spawned, as engines are."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 def members_of(groups: set[int]) -> set[int]:
     """Return the running processes of these process groups."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return {pid for pid in pids if int(_stat(pid)[2]) in groups and is_alive(pid)}
+    return {pid for pid in all_processes() if int(_stat(pid)[2]) in groups and is_alive(pid)}
+
+
+def children() -> set[int]:
+    """Return the processes that this one has started and that still run."""
+    return {pid for pid in all_processes() if int(_stat(pid)[1]) == os.getpid() and is_alive(pid)}
+
+
+def all_processes() -> list[int]:
+    """Return every process of this machine."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def _stat(pid: int) -> list[str]:

@@ -149,14 +149,17 @@ def shapes(draw: st.DrawFn) -> types.TreeShape:
 
 
 @st.composite
-def ring_rows(draw: st.DrawFn, num_rows: int | None = None) -> types.RingRows:
+def path_rows(draw: st.DrawFn, num_rows: int | None = None) -> types.PathRows:
     shape = (num_rows or draw(st.integers(1, 8)), draw(st.integers(1, 8)))
-    data = types.RingSpan(
-        ring=draw(st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True)),
-        begin=draw(st.integers(0, 2**63 - 1)),
-        num_bytes=4 * shape[0] * shape[1],
+    num_bytes = 4 * shape[0] * shape[1]
+    span = st.builds(
+        types.RingSpan,
+        ring=st.from_regex(r"coppice-features-[0-9a-f]{32}", fullmatch=True),
+        begin=st.integers(0, 2**63 - 1),
+        num_bytes=st.just(num_bytes),
     )
-    return types.RingRows(shape=shape, dtype="float32", data=data)
+    data = draw(span | st.binary(min_size=num_bytes, max_size=num_bytes))
+    return types.PathRows(shape=shape, dtype="float32", data=data)
 
 
 @st.composite
@@ -173,11 +176,16 @@ def path_batches(draw: st.DrawFn) -> types.PathBatch:
         round_tag=counts,
     )
     parts = draw(st.lists(part, min_size=1, max_size=4).map(tuple))
-    rows = ring_rows(sum(len(part.token_ids) for part in parts))
-    return types.PathBatch(parts=parts, shape=draw(shapes()), rows=draw(st.none() | rows))
+    rows = path_rows(sum(len(part.token_ids) for part in parts))
+    return types.PathBatch(
+        parts=parts,
+        shape=draw(shapes()),
+        following=draw(st.none() | shapes()),
+        rows=draw(st.none() | rows),
+    )
 
 
-peer_trees = st.builds(types.PeerTrees, draft_epoch=epochs, shape=shapes())
+peer_trees = st.builds(types.PeerTrees, draft_epoch=epochs, shape=shapes(), adapts=st.booleans())
 credits_ = st.builds(
     types.Credit,
     until_round_idx=st.integers(1, 2**31 - 1),
@@ -220,6 +228,9 @@ loads = st.builds(
     kernel_launches=st.dictionaries(
         st.text(max_size=12), st.integers(0, 2**63 - 1), max_size=3
     ).map(lambda launches: tuple(sorted(launches.items()))),
+    counts=st.dictionaries(
+        st.text(max_size=12), st.floats(0, 2**53, allow_nan=False), max_size=3
+    ).map(lambda counts: tuple(sorted(counts.items()))),
 )
 feature_specs = st.builds(
     types.FeatureSpec,
@@ -246,6 +257,7 @@ infos = st.builds(
     draft_window=counts,
     feature_ring=st.text(max_size=20),
     peer_socket=st.text(max_size=20),
+    peer_address=st.text(max_size=20),
     device_model=st.text(max_size=20),
     versions=st.text(max_size=20),
     cpu_threads=counts,
@@ -289,6 +301,13 @@ peer_detaches, detached = (
     st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
     for kind in (types.PeerDetach, types.DraftDetached)
 )
+rests = st.builds(
+    types.DraftRest,
+    request_id=request_ids,
+    target_epoch=epochs,
+    draft_epoch=epochs,
+    is_resting=st.booleans(),
+)
 target_closes = st.builds(types.TargetClose, request_id=request_ids, target_epoch=epochs)
 admissions = st.builds(
     types.TargetAdmitted,
@@ -317,6 +336,7 @@ draft_opens = st.builds(
     sampling=sampling,
     is_timed=st.booleans(),
     target_socket=st.text(max_size=20),
+    target_peer_address=st.text(max_size=20),
 )
 draft_rounds = st.builds(
     types.DraftRound,
@@ -412,6 +432,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.FeatureUnsubscribe: unsubscribes,
     types.PathBatch: path_batches(),
     types.DraftDetached: detached,
+    types.DraftRest: rests,
     types.PeerAttach: peer_attaches,
     types.PeerDetach: peer_detaches,
     types.DraftOpen: draft_opens,
@@ -419,7 +440,7 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.DraftClose: draft_closes,
     types.RootOnly: st.just(types.RootOnly()),
     types.PeerTrees: peer_trees,
-    types.RingRows: ring_rows(),
+    types.PathRows: path_rows(),
     types.PromptInfo: prompt_infos,
     types.TokenDelta: deltas,
     types.FinishInfo: finishes,

@@ -134,3 +134,21 @@ async def test_get_info_says_what_the_draft_needs() -> None:
         info = from_proto(reply.info)
         assert (info.kind, info.incarnation) == ("eagle3", "fake-draft")
         assert info.features == draft.engine.info.features and info.features.width > 0
+
+
+async def test_a_target_that_the_draft_may_not_connect_to_is_refused_by_name() -> None:
+    """And requests of others on the same stream are served."""
+    engine = standalone()
+    async with (
+        fake_draft(engine, targets="127.0.0.1:7000,localhost:7001") as draft,
+        Peer(draft.address) as peer,
+    ):
+        session = peer.draft_session()
+        await session.send(draft_open(NOWHERE), draft_open("127.0.0.1:7000", request_id="b"))
+        refused = await failure(session)
+        assert (refused.request_id, refused.draft_epoch) == ("a", 1)
+        assert (refused.reason, refused.field) == ("TARGET_NOT_ALLOWED", "target_address")
+        assert NOWHERE in refused.message and "--targets" in refused.message
+        await session.send(first_round("b"))
+        assert (await session.next(TokenTree)).request_id == "b"
+        assert list(engine.requests) == ["b"]

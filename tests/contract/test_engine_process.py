@@ -19,11 +19,11 @@ import pytest
 from shared.config import TargetConfig
 from shared.errors import ConfigError
 from shared.messages import TargetOpen
-from shared.rpc.engine import EngineDiedError
+from shared.rpc.engine import EngineDiedError, EnginePing
 from shared.rpc.engine_process import EngineProcess
 from tests.contract.driver import target_open
 from tests.fakes.factories import factory
-from tests.processes import with_path
+from tests.processes import is_alive, with_path
 
 TORCH_FACTORY = "tests.fakes.torch_engine:create_engine"
 
@@ -56,15 +56,6 @@ async def collect(engine: EngineProcess, count: int) -> list[Any]:
             if len(outputs) >= count:
                 return outputs
     raise AssertionError("the engine ended")
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 async def wait_dead(pid: int) -> None:
@@ -219,6 +210,48 @@ async def test_death_of_the_engine_ends_the_outputs(order: str, code: int) -> No
                     pass
         assert caught.value.exit_code == code
         engine.send(["too late"])  # harmless
+
+
+async def test_a_failure_ends_the_engine_at_once() -> None:
+    """A CUDA error, for one: whatever still runs in the process is not waited for."""
+    async with engine_process() as engine:
+        await engine.start(no_progress)
+        engine.send(["hold"])
+        await collect(engine, 1)
+        began = time.monotonic()
+        engine.send(["raise"])
+        with pytest.raises(EngineDiedError) as caught:
+            async for _ in engine.outputs():
+                pass
+        assert caught.value.exit_code == 1
+        assert time.monotonic() - began < 4.0
+
+
+async def test_an_idle_engine_answers_a_ping() -> None:
+    async with engine_process() as engine:
+        await engine.start(no_progress)
+        reports = engine.outputs()
+        await anext(reports)  # idle
+        engine.send([EnginePing()])
+        assert engine.is_pending
+        report = await asyncio.wait_for(anext(reports), 10)
+        assert (report.outputs, report.num_received, report.has_work) == ([], 1, False)
+        assert not engine.is_pending
+
+
+async def test_a_long_step_is_reported_while_it_lasts() -> None:
+    async with engine_process() as engine:
+        await engine.start(no_progress)
+        engine.send(["plod 2.5", "compile 0.1"])
+        seen = []
+        async with asyncio.timeout(20):
+            async for report in engine.outputs():
+                seen.append((report.has_work, report.is_slow, len(report.outputs)))
+                if report.outputs:
+                    break
+        assert seen[-1] == (False, False, 2)
+        assert seen[-2] == (True, True, 0)
+        assert 2 <= seen.count((True, False, 0)) <= 6
 
 
 async def test_group_signals_do_not_end_the_engine_before_its_front() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc.aio
 import pytest
 
 from coppice.v1 import target_pb2
@@ -15,6 +16,7 @@ from shared.messages import (
     TargetAdmitted,
     TargetClose,
 )
+from shared.rpc.status import from_rpc_error
 from tests.contract.driver import (
     Peer,
     Stream,
@@ -235,3 +237,21 @@ async def test_large_chunks_travel_as_the_engine_cut_them_and_not_all_at_once() 
         ]
         assert sizes == [MAX_CHUNK_BYTES] * 3 + [8 * 4 * width]
         assert max(message.ByteSize() for message in features.raw) < 2.1 * MAX_CHUNK_BYTES
+
+
+async def test_a_draft_that_leaves_too_much_unread_subscribes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
+        session, features = peer.target_session(), draft.feature_stream()
+        await _open(session)
+        monkeypatch.setattr("target_service.feature_streams.MAX_UNREAD_BYTES", 1)
+        await features.send(subscribe())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await features.next(FeatureChunk)
+        assert from_rpc_error(caught.value).reason == "SLOW_READER"
+        monkeypatch.undo()
+        assert target.worker.servicer.features.num_subscriptions == 0
+        again = draft.feature_stream()
+        await again.send(subscribe(draft_epoch=1))
+        assert await read_rows(again, "a", 0, 40) == feature_rows(PROMPT, 0, 40)

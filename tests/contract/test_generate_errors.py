@@ -192,11 +192,16 @@ async def test_too_many_requests_are_refused_with_a_delay(model: Path) -> None:
             retry = details["RetryInfo"]
             assert isinstance(retry, error_details_pb2.RetryInfo)
             assert 0 < retry.retry_delay.ToSeconds() + retry.retry_delay.nanos <= 30e9
-            with pytest.raises(ResourceExhaustedError) as caught:
-                await client.generate(token_ids=PROMPT)
+            async with AsyncClient(server.address, max_retries=0) as impatient:
+                with pytest.raises(ResourceExhaustedError) as caught:
+                    await impatient.generate(token_ids=PROMPT)
             assert caught.value.retry_after_s > 0
+            with pytest.raises(ResourceExhaustedError):  # there is no time to come again
+                await client.generate(token_ids=PROMPT, timeout_s=0.05)
+            patient = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
+            await asyncio.sleep(0.05)
             target.handle.resume()
-            for done in await asyncio.gather(*running):
+            for done in await asyncio.gather(*running, patient):
                 assert list(done.token_ids) == generate(PROMPT, 4)
 
 
@@ -333,7 +338,7 @@ async def test_cancelling_frees_both_workers(model: Path) -> None:
         await check_serves(server)
 
 
-async def test_a_request_that_kills_two_targets_is_refused(model: Path) -> None:
+async def test_a_request_that_kills_targets_is_refused(model: Path) -> None:
     """INTERNAL, not UNAVAILABLE: a client must not send it again."""
 
     @dataclass(eq=False)
@@ -351,7 +356,7 @@ async def test_a_request_that_kills_two_targets_is_refused(model: Path) -> None:
 
     async with contextlib.AsyncExitStack() as stack:
         targets = []
-        for index in range(3):
+        for index in range(4):
             engine = Mortal(incarnation=f"t{index}")
             targets.append(await stack.enter_async_context(fake_target(engine, step_s=0.005)))
             engine.die = targets[index].handle.kill

@@ -11,12 +11,15 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice import AsyncClient
+from coppice.v1 import admin_pb2, admin_pb2_grpc
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.messages import TokenDelta
@@ -24,7 +27,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.health_names import process_name
 from tests.contract.serving import freed, write_model
 from tests.fakes import FakeWorker, fake_target, generate
-from tests.processes import is_alive
+from tests.processes import is_alive, is_spawned
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -53,7 +56,7 @@ class Shared:
         """Return the processes that serve, or start to."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         children = [int(pid) for pid in path.read_text().split()]
-        return [pid for pid in children if is_alive(pid) and _is_spawned(pid)]
+        return [pid for pid in children if is_alive(pid) and is_spawned(pid)]
 
     @contextlib.asynccontextmanager
     async def channel_to(self, pid: int) -> AsyncIterator[grpc.aio.Channel]:
@@ -65,12 +68,6 @@ class Shared:
                         yield channel
                         return
                 await asyncio.sleep(0.02)
-
-
-def _is_spawned(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 async def _is_served_by(channel: grpc.aio.Channel, pid: int) -> bool:
@@ -85,19 +82,22 @@ async def _is_served_by(channel: grpc.aio.Channel, pid: int) -> bool:
     return True
 
 
-def _command(model: Path, target: str, port: int) -> list[str]:
-    flags = {"workers": NUM_WORKERS, "port": port, "targets": target, "model": model}
-    options = [f"--{name}={value}" for name, value in flags.items()]
-    return [sys.executable, "-m", "coppice", "serve", "orchestrator", "--host=127.0.0.1", *options]
+def _command(model: Path, target: str, port: int, **options: Any) -> list[str]:
+    flags = {"workers": NUM_WORKERS, "port": port, "targets": target, "model": model, **options}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    command = [sys.executable, "-m", "coppice", "serve", "orchestrator", "--host=127.0.0.1"]
+    return [*command, *arguments]
 
 
 @contextlib.asynccontextmanager
-async def sharing(model: Path, target: FakeWorker) -> AsyncIterator[Shared]:
+async def sharing(model: Path, target: FakeWorker, **options: Any) -> AsyncIterator[Shared]:
     """Serve with this target until the block ends."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-    process = await asyncio.create_subprocess_exec(*_command(model, target.address, port))
+    process = await asyncio.create_subprocess_exec(
+        *_command(model, target.address, port, **options)
+    )
     shared = Shared(process=process, port=port)
     try:
         async with asyncio.timeout(60):
@@ -111,8 +111,11 @@ async def sharing(model: Path, target: FakeWorker) -> AsyncIterator[Shared]:
         await process.wait()
 
 
-async def _complete(channel: grpc.aio.Channel, num_tokens: int) -> list[int]:
+async def _complete(
+    channel: grpc.aio.Channel, num_tokens: int, *, request_id: str = ""
+) -> list[int]:
     request = pb.GenerateRequest(
+        request_id=request_id,
         token_ids=pb.TokenIds(ids=PROMPT),
         stopping=pb.StoppingCriteria(max_new_tokens=num_tokens),
     )
@@ -161,6 +164,83 @@ async def test_a_process_that_dies_is_started_again_and_its_streams_go_on_exactl
             async with shared.channel_to(pid) as channel:
                 assert await _complete(channel, 10) == generate(PROMPT, 10)
         assert len(shared.pids) == NUM_WORKERS
+        await freed(target)
+
+
+async def test_all_processes_together_admit_as_many_requests_as_they_may(model: Path) -> None:
+    """One request at each is all; the place of a process that dies becomes free."""
+    async with (
+        fake_target(step_s=0.01) as target,
+        sharing(model, target, max_num_requests=NUM_WORKERS) as shared,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        pids = shared.pids
+        channels = [await stack.enter_async_context(shared.channel_to(pid)) for pid in pids]
+        running = [asyncio.create_task(_complete(channel, 3000)) for channel in channels]
+        while target.worker.servicer.sessions.num_requests < NUM_WORKERS:
+            await asyncio.sleep(0.01)
+        for channel in channels:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await _complete(channel, 1)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        os.kill(pids[0], signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    assert await _complete(channels[1], 4) == generate(PROMPT, 4)
+                    break
+                await asyncio.sleep(0.05)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await freed(target)
+
+
+async def test_operators_reach_the_requests_of_all_processes(model: Path) -> None:
+    """Whichever process they are connected to, and whichever was started again meanwhile."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        admin_port = reserved.getsockname()[1]
+    async with contextlib.AsyncExitStack() as stack:
+        target = await stack.enter_async_context(fake_target(step_s=0.01))
+        shared = await stack.enter_async_context(sharing(model, target, admin_port=admin_port))
+        pids = shared.pids
+        channels = [await stack.enter_async_context(shared.channel_to(pid)) for pid in pids]
+        running = [
+            asyncio.create_task(_complete(channel, 3000, request_id=f"r{index}"))
+            for index, channel in enumerate(channels)
+        ]
+        while target.worker.servicer.sessions.num_requests < NUM_WORKERS:
+            await asyncio.sleep(0.01)
+
+        async def ask(method: str, **fields: str) -> Any:
+            async with open_channel(f"127.0.0.1:{admin_port}") as channel:
+                call = getattr(admin_pb2_grpc.AdminServiceStub(channel), method)
+                return await call(getattr(admin_pb2, f"{method}Request")(**fields))
+
+        for _ in range(4):  # each over a connection of its own, which the kernel deals out
+            stats = await ask("Stats")
+            assert stats.num_processes == NUM_WORKERS
+            assert stats.num_prefilling + stats.num_decoding == NUM_WORKERS
+        for index, task in enumerate(running):
+            await ask("Abort", request_id=f"r{index}")
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await task
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+        stats = await ask("Stats")
+        assert dict(stats.num_ended) == {"ABORTED": NUM_WORKERS}
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask("Abort", request_id="r0")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        os.kill(pids[0], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    stats = await ask("Stats")
+                    if stats.num_processes == NUM_WORKERS and not set(pids) <= set(shared.pids):
+                        break
+                await asyncio.sleep(0.05)
+        assert dict(stats.num_ended) == {"ABORTED": NUM_WORKERS - 1}
         await freed(target)
 
 

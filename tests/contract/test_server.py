@@ -17,6 +17,7 @@ from shared.config import TargetConfig
 from shared.errors import ConfigError
 from shared.messages import AcceptedPath
 from shared.rpc.channel import channel_options, open_channel, server_options
+from shared.rpc.engine import EngineDiedError
 from shared.rpc.server import RpcServer
 from target_service.server import create_worker
 from tests.contract.driver import Peer, target_open
@@ -76,24 +77,27 @@ async def test_unknown_service_is_not_found() -> None:
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_stalled_engine_makes_the_worker_not_ready_until_it_steps_again() -> None:
-    async with (
-        fake_target(stall_timeout_s=0.3) as target,
-        Peer(target.address) as peer,
-        watch(peer.channel, TARGET) as seen,
-    ):
+async def test_a_worker_whose_engine_hangs_ends() -> None:
+    async with fake_target(stall_timeout_s=0.3) as target, Peer(target.address) as peer:
         session = peer.target_session()
         await session.send(target_open("a"))
         await session.next(AcceptedPath)
         await asyncio.sleep(0.6)
-        assert seen == [SERVING], "idle is not stalled"
+        assert not target.running.done(), "idle is not hung"
         target.handle.pause()
         await session.send(target_open("b"))
-        await eventually(lambda: seen == [SERVING, NOT_SERVING])
-        assert await check(peer.channel, "") == SERVING
-        target.handle.resume()
-        await session.next(AcceptedPath, "b")
-        await eventually(lambda: seen == [SERVING, NOT_SERVING, SERVING])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await session.next(AcceptedPath, "b")
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(EngineDiedError, match=r"no progress for \d\.\d s"):
+            await target.running
+
+
+async def test_an_idle_engine_that_hangs_is_found() -> None:
+    async with fake_target(stall_timeout_s=0.3) as target:
+        target.handle.pause()
+        with pytest.raises(EngineDiedError, match=r"no progress for \d\.\d s"):
+            await asyncio.wait_for(target.running, 5)
 
 
 async def test_draining_worker_is_not_ready() -> None:

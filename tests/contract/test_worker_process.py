@@ -22,9 +22,10 @@ from coppice.v1 import draft_pb2, target_pb2
 from shared.messages import AcceptedPath, TargetClose, WorkerInfo, from_proto
 from shared.rpc.startup_lines import Loading, Ready, parse_line
 from tests.contract.driver import Peer, target_open, verify_after
-from tests.contract.test_engine_process import is_alive, wait_dead
+from tests.contract.test_engine_process import wait_dead
 from tests.fakes import generate
 from tests.fakes.factories import factory
+from tests.processes import is_alive
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -177,6 +178,28 @@ async def test_failing_engine_ends_the_worker_and_its_log_says_why() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await session.next(AcceptedPath)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_slow_engine_is_not_taken_for_hung() -> None:
+    """Its steps take longer than an engine may be silent by default."""
+    async with start(engine="create_plodding") as worker, Peer(await worker.ready()) as peer:
+        session = peer.target_session()
+        await session.send(target_open("slow"))
+        assert (await session.next(AcceptedPath)).request_id == "slow"
+        assert worker.process.returncode is None
+
+
+@pytest.mark.parametrize("signalled", ["front", "engine"])
+async def test_a_worker_that_is_stopped_ends_by_itself(signalled: str) -> None:
+    """With nobody who supervises it, as in a container; the engine is idle."""
+    async with start() as worker, Peer(await worker.ready()) as peer:
+        engine = engine_pid(await target_info(peer))
+        os.kill(engine if signalled == "engine" else worker.pid, signal.SIGSTOP)
+        code, _, errors = await worker.end()
+        assert code == (1 if signalled == "engine" else -9)
+        assert ("the engine made no progress for 5." in errors) == (signalled == "engine")
+        assert (f"process {worker.pid} hangs, killing it" in errors) == (signalled == "front")
+        await wait_dead(engine)
 
 
 @pytest.mark.parametrize(

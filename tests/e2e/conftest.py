@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e import serving
 from tests.e2e.serving import PlainOutputs, Server, running, stack_config
+from tests.processes import children, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +23,9 @@ def _nothing_held() -> Iterator[None]:
 @pytest.fixture(scope="package", autouse=True)
 def _no_process_left() -> Iterator[None]:
     """After the last test nothing that it started still runs."""
-    before = serving.children()
+    before = children()
     yield
-    serving.eventually(
-        lambda: serving.children() <= before, 10.0, lambda: serving.children() - before
-    )
+    wait_for(lambda: children() <= before, 10.0, lambda: children() - before)
 
 
 @pytest.fixture(scope="package")
@@ -38,9 +37,17 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def pair() -> Iterator[Server]:
     """Return a target and its EAGLE-3 draft, the bundled ones, for tests that leave them intact."""
-    patient = {"stall_timeout_s": 300.0}
-    config = stack_config(target=patient, draft=patient, orchestrator={"draft_timeout_ms": 1500.0})
+    config = stack_config(orchestrator={"draft_timeout_ms": 1500.0})
     with running(config) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def quartet() -> Iterator[Server]:
+    """Return two targets and two drafts, all in use, for tests that leave them intact."""
+    with running(stack_config(num_targets=2, num_drafts=2)) as server:
+        for address in (*server.target_addresses, *server.draft_addresses):
+            wait_for(lambda address=address: server.logged(f"{address} serves") > 0)
         yield server
 
 

@@ -37,7 +37,8 @@ class SpoilingProxy(grpc.GenericRpcHandler):
         forward = self._channel.stream_stream(method)
 
         def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            call = forward(map(_alone, requests) if method == SESSION else requests)
+            shown = [pair for pair in context.invocation_metadata() if pair[0] == "authorization"]
+            call = forward(map(_alone, requests) if method == SESSION else requests, metadata=shown)
             context.add_callback(call.cancel)
             with contextlib.suppress(grpc.RpcError):  # the orchestrator has gone
                 for reply in call:
@@ -71,7 +72,7 @@ def _alone(data: bytes) -> bytes:
     """Let the draft know of no peer channel: trees would go to the target by another way."""
     request = draft_pb2.DraftServiceSessionRequest.FromString(data)
     for message in request.opens:
-        message.target_socket = ""
+        message.target_socket = message.target_peer_address = ""
     return request.SerializeToString()
 
 

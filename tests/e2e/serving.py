@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +17,20 @@ from typing import Any
 import grpc
 
 from coppice import Client, Completion
-from coppice.health import SPECULATION_SERVICE, health_probe
+from coppice.health import health_probe
 from coppice.stack import ServiceState, Stack, StackConfig
 from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import to_arguments
 from shared.peer.ring import RING_DIR
+from shared.rpc.health_names import DRAFT_SERVICE, SPECULATION_SERVICE, TARGET_SERVICE
+from tests.processes import is_alive, is_spawned, members_of, wait_for
 
 READY_TIMEOUT_S = 180.0
 # What a worker still holds a moment after its last request has ended is a leak.
 FREE_TIMEOUT_S = 30.0
+LOG_TIMEOUT_S = 20.0
 STARTED: list[Server] = []
 """Every server that runs now; the fixtures check them after each test."""
 
@@ -43,15 +46,23 @@ class Server(Stack):
         """Return how many lines of a service (default: of any) hold this text."""
         return sum(text in line and line.startswith(service) for line in list(self.log))
 
+    def wait_logged(self, text: str, *, service: str = "") -> None:
+        """Wait until a line of a service holds this text: what is logged comes through a pipe."""
+        wait_for(lambda: self.logged(text, service=service) > 0, LOG_TIMEOUT_S, lambda: text)
+
     def info(self, name: str) -> tree_pb2.WorkerInfo:
         """Ask a worker who it is and how busy."""
         address = self.services[name].address
         with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             if name.startswith("target"):
                 target = target_pb2_grpc.TargetServiceStub(channel)
-                return target.GetInfo(target_pb2.TargetServiceGetInfoRequest(), timeout=20).info
+                shown = self.caller.metadata(f"/{TARGET_SERVICE}/GetInfo")
+                asked = target_pb2.TargetServiceGetInfoRequest()
+                return target.GetInfo(asked, timeout=20, metadata=shown).info
             draft = draft_pb2_grpc.DraftServiceStub(channel)
-            return draft.GetInfo(draft_pb2.DraftServiceGetInfoRequest(), timeout=20).info
+            shown = self.caller.metadata(f"/{DRAFT_SERVICE}/GetInfo")
+            asked_draft = draft_pb2.DraftServiceGetInfoRequest()
+            return draft.GetInfo(asked_draft, timeout=20, metadata=shown).info
 
     @property
     def workers(self) -> list[str]:
@@ -68,7 +79,7 @@ class Server(Stack):
         self.wait_ready(*names, timeout_s=READY_TIMEOUT_S)
         if self.config.num_drafts:
             with health_probe(self.address) as probe:
-                eventually(lambda: probe.status(SPECULATION_SERVICE) == "SERVING", READY_TIMEOUT_S)
+                wait_for(lambda: probe.status(SPECULATION_SERVICE) == "SERVING", READY_TIMEOUT_S)
 
     def check_idle(self) -> None:
         """Check that no worker holds a page or a request, once the last ones have left."""
@@ -80,7 +91,7 @@ class Server(Stack):
                 is_empty = load.num_running == load.num_waiting == 0
                 return is_empty and load.num_free_pages == load.num_pages > 0
 
-            eventually(is_free, FREE_TIMEOUT_S, lambda name=name: f"{name}: {self.info(name)}")
+            wait_for(is_free, FREE_TIMEOUT_S, lambda name=name: f"{name}: {self.info(name)}")
 
     def shared_files(self) -> set[Path]:
         """Return the files in shared memory that its targets have now."""
@@ -97,28 +108,38 @@ class Server(Stack):
 
     def processes(self) -> set[int]:
         """Return every process of the services, engines included."""
-        groups = {service.pid for service in self.services.values()} - {None}
-        return {pid for pid in all_processes() if process_group(pid) in groups}
+        return members_of({service.pid for service in self.services.values() if service.pid})
 
     def engine(self, name: str) -> int:
         """Return the process that runs the model of a worker."""
         front = self.services[name].pid
-        (engine,) = [
-            pid
-            for pid in all_processes()
-            if process_group(pid) == front and pid != front and is_engine(pid)
-        ]
+        assert front is not None
+        (engine,) = filter(is_spawned, members_of({front}) - {front})
         return engine
 
     @contextlib.contextmanager
-    def frozen(self, name: str) -> Iterator[None]:
-        """Stop the engine of a worker for the length of the block; its front goes on answering."""
+    def slowed(self, name: str) -> Iterator[None]:
+        """Let the engine of a worker run for 20 ms in each half second, as long as the block takes.
+
+        It goes on, so that nobody takes it for hung.
+        """
         engine = self.engine(name)
-        os.kill(engine, signal.SIGSTOP)
+        is_over = threading.Event()
+
+        def slow_down() -> None:
+            while not is_over.is_set():
+                os.kill(engine, signal.SIGSTOP)
+                is_over.wait(0.5)
+                os.kill(engine, signal.SIGCONT)
+                is_over.wait(0.02)
+
+        thread = threading.Thread(target=slow_down)
+        thread.start()
         try:
             yield
         finally:
-            os.kill(engine, signal.SIGCONT)
+            is_over.set()
+            thread.join()
 
 
 @contextlib.contextmanager
@@ -133,7 +154,7 @@ def running(config: StackConfig) -> Iterator[Server]:
         finally:
             STARTED.remove(server)
             processes = server.processes()
-    eventually(lambda: not any(is_alive(pid) for pid in processes), 10.0)
+    wait_for(lambda: not any(is_alive(pid) for pid in processes), 10.0)
     assert not any(file.exists() for file in files), files
 
 
@@ -149,14 +170,14 @@ def orchestrator_process(server: Server, **fields: Any) -> Iterator[ServiceProce
         [sys.executable, "-m", "coppice", "serve", "orchestrator", *to_arguments(config)],
         address=f"127.0.0.1:{port}",
         health_service=SPECULATION_SERVICE,
-        environ=os.environ,
+        environ=server.environ,
         on_log=lambda name, line: server.log.append(f"{name}: {line}"),
         on_state=lambda *_: None,
         is_restarted=False,
     )
     process.start()
     try:
-        eventually(lambda: process.state is ServiceState.READY, READY_TIMEOUT_S, process.log_tail)
+        wait_for(lambda: process.state is ServiceState.READY, READY_TIMEOUT_S, process.log_tail)
         yield process
     finally:
         process.request_stop()
@@ -243,58 +264,6 @@ class PlainOutputs:
     def _key(self, server: Server, request: dict[str, Any]) -> tuple[str, ...]:
         """Name model, prompt, sampling and stops; not the tree, which must not matter."""
         target = server.config.target
-        tree = {"num_steps", "topk", "num_draft_tokens", "round_times"}
+        tree = {"speculation", "num_steps", "topk", "num_draft_tokens", "round_times"}
         asked = sorted((name, repr(value)) for name, value in request.items() if name not in tree)
         return (target.model, target.dtype, *(f"{name}={value}" for name, value in asked))
-
-
-def eventually(
-    condition: Callable[[], bool],
-    timeout_s: float = 60.0,
-    describe: Callable[[], object] = lambda: "it never happened",
-) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.02)
-
-
-# --- processes -----------------------------------------------------------------------------------
-
-
-def all_processes() -> list[int]:
-    """Return the id of every process of this machine."""
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return state, parent and process group; those of nobody if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ["X", "0", "0"]
-    return stat.rpartition(") ")[2].split(maxsplit=3)[:3]
-
-
-def process_group(pid: int) -> int:
-    """Return the process group, 0 if there is no such process."""
-    return int(_stat(pid)[2])
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie has ended."""
-    return _stat(pid)[0] not in "ZX"
-
-
-def is_engine(pid: int) -> bool:
-    """Return whether a process is one that multiprocessing spawned to run an engine."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"spawn_main" in command
-    return False
-
-
-def children() -> set[int]:
-    """Return the processes that this one has started and that still run."""
-    return {pid for pid in all_processes() if int(_stat(pid)[1]) == os.getpid() and is_alive(pid)}

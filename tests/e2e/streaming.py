@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from coppice import Client, FinishInfo, TokenDelta
-from tests.e2e.serving import PlainOutputs, Server, eventually
+from tests.e2e.serving import PlainOutputs, Server
+from tests.processes import wait_for
 
 TOKENS_TIMEOUT_S = 120.0
 
@@ -36,7 +37,7 @@ class Stream:
 
     def reaches(self, num_tokens: int) -> None:
         """Wait until so many tokens have come."""
-        eventually(
+        wait_for(
             lambda: len(self.token_ids) >= num_tokens or not self._thread.is_alive(),
             TOKENS_TIMEOUT_S,
             lambda: f"only {len(self.token_ids)} tokens came",

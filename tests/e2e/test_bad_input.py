@@ -13,6 +13,7 @@ import pytest
 from coppice import Client, Completion, CoppiceError
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import target_pb2, target_pb2_grpc, tree_pb2
+from shared.access.caller import NOBODY, Caller
 from shared.messages import AcceptedPath, RequestFailure, batches
 from shared.rpc.status import from_rpc_error
 from tests.e2e.proxy import Spoil, spoiling_proxy
@@ -119,7 +120,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def served(pair: Server) -> Completion:
     """Return what a good request gives, before anything bad has happened."""
     with Client(pair.address) as client:
-        return client.generate(token_ids=PROMPT, max_new_tokens=24, ignore_eos=True)
+        return client.generate(
+            token_ids=PROMPT, max_new_tokens=24, ignore_eos=True, speculation=True
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -129,16 +132,23 @@ def _still_serves(pair: Server, served: Completion) -> Iterator[None]:
     yield
     assert [pair.info(name).incarnation for name in pair.workers] == incarnations
     with Client(pair.address) as client:
-        again = client.generate(token_ids=PROMPT, max_new_tokens=24, ignore_eos=True)
+        again = client.generate(
+            token_ids=PROMPT, max_new_tokens=24, ignore_eos=True, speculation=True
+        )
     assert again.token_ids == served.token_ids
     assert again.speculation.accept_length > 1
 
 
-def send(address: str, method: str, messages: Sequence[bytes]) -> CoppiceError:
+def send(
+    address: str, method: str, messages: Sequence[bytes], caller: Caller = NOBODY
+) -> CoppiceError:
     """Send raw bytes to a method; return the error that it ends with."""
     options = [("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
     with grpc.insecure_channel(address, options=options) as channel:
-        call = channel.stream_stream(f"/coppice.v1.{method}")(iter(messages), timeout=60)
+        path = f"/coppice.v1.{method}"
+        call = channel.stream_stream(path)(
+            iter(messages), timeout=60, metadata=caller.metadata(path)
+        )
         with pytest.raises(grpc.RpcError) as caught:
             for _ in call:
                 pass
@@ -181,7 +191,7 @@ def test_unknown_enum_values_and_bytes_that_are_no_message(pair: Server) -> None
         (target, "TargetService/GetInfo"),
         (draft, "DraftService/Session"),
     ):
-        error = send(address, method, [b"\xff\xff\xff\xff"])
+        error = send(address, method, [b"\xff\xff\xff\xff"], pair.caller)
         assert (error.code, error.reason) == (3, "MALFORMED_MESSAGE"), method
 
 
@@ -194,7 +204,7 @@ def test_a_message_of_100_mb(pair: Server) -> None:
         (pair.target_addresses[0], "TargetService/Session"),
         (pair.draft_addresses[0], "DraftService/Session"),
     ):
-        error = send(address, method, [message])
+        error = send(address, method, [message], pair.caller)
         assert (error.code, error.reason) == (8, "MESSAGE_TOO_LARGE"), method
 
 
@@ -202,7 +212,10 @@ def test_malformed_trees_sent_to_a_target(pair: Server) -> None:
     """Refused by name, and the request's state is as before: a root-only round may follow."""
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpc.insecure_channel(pair.target_addresses[0]) as channel:
-        session = target_pb2_grpc.TargetServiceStub(channel).Session(iter(outgoing.get, None))
+        session = target_pb2_grpc.TargetServiceStub(channel).Session(
+            iter(outgoing.get, None),
+            metadata=pair.caller.metadata("/coppice.v1.TargetService/Session"),
+        )
 
         def reply(kind: type[Reply]) -> Reply:
             answers = (m for r in session for m in batches.unpack_target_response(r).messages)
@@ -299,7 +312,14 @@ def spoils() -> list[Spoil]:
 def test_malformed_trees_from_a_draft(pair: Server) -> None:
     """Each costs a root-only round and a re-opened draft; the last ones are good again."""
     requests = [
-        {"token_ids": PROMPT, "max_new_tokens": 240, "ignore_eos": True, "seed": 7, **sampling}
+        {
+            "token_ids": PROMPT,
+            "max_new_tokens": 240,
+            "ignore_eos": True,
+            "speculation": True,
+            "seed": 7,
+            **sampling,
+        }
         for sampling in ({}, {"temperature": 0.5}, {"temperature": 0.8})
     ]
     plain = generate_plain(pair.address, requests)

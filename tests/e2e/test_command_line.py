@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
 COPPICE = command("coppice")
+SECRET = "0123456789abcdef-of-a-test"
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith("COPPICE_")}
 
 
@@ -48,7 +49,7 @@ def server(log: Path) -> Iterator[str]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [*COPPICE, "up", "--port=0", "--device=cpu", "--num-drafts=2"],
-            env={**ENVIRON, "COPPICE_CPU_THREADS": "1"},
+            env={**ENVIRON, "COPPICE_CPU_THREADS": "1", "COPPICE_SECRET": SECRET},
             stdout=stream,
             stderr=stream,
         )
@@ -78,6 +79,7 @@ def check_log(said: str) -> None:
             rf"({names}) +\| \d{{4}}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) [\w.]+: .+", line
         ), line
     assert {line.partition(" ")[0] for line in stamped} == set(names.split("|"))
+    assert SECRET not in said
     assert "mailbox" not in said and "\x1b" not in said
 
 
@@ -203,6 +205,7 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
     result = coppice(
         *("bench", "--server", server, "--schedule", str(schedule), "--speculation=off,3/1/4"),
         *("--processes=2", f"--workers={workers}", f"--output={output}"),
+        COPPICE_SECRET=SECRET,
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(output.read_text())

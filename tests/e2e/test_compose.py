@@ -47,6 +47,7 @@ class Container:
             **{k: v for k, v in os.environ.items() if not k.startswith("COPPICE_")},
             **service["environment"],
             "COPPICE_HOST": host,
+            "COPPICE_METRICS_HOST": host,
             "OMP_NUM_THREADS": "1",
             "COPPICE_CPU_THREADS": "1",
             **changes,
@@ -103,8 +104,13 @@ def addresses(profile: str) -> Iterator[str]:
 @contextlib.contextmanager
 def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Container]]]:
     """Start a profile with replicas of each worker; yields role -> containers."""
-    services = services_of(load_compose(), profile)
+    document = load_compose()
+    services = services_of(document, profile)
     hosts = addresses(profile)
+    secret = {"COPPICE_SECRET_FILE": str(tmp_path / "secret")}
+    subprocess.run(
+        document["services"]["secret"]["command"], env={**os.environ, **secret}, check=True
+    )
     containers: dict[str, list[Container]] = {"target": [], "draft": [], "orchestrator": []}
     names: dict[str, list[str]] = {}  # DNS name -> addresses
     with contextlib.ExitStack() as stack:
@@ -120,14 +126,14 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
                     names.setdefault(alias, []).append(host)
                 log = tmp_path / f"{name}-{index}.log"
                 # No GPU here: the command is the same, the device is not.
-                changes = {"COPPICE_DEVICE": "cpu"}
+                changes = {"COPPICE_DEVICE": "cpu", **secret}
                 container = Container(f"{name}-{index}", service, host, changes, log)
                 stack.callback(container.close)
                 containers[role].append(container)
         for container in containers["target"] + containers["draft"]:
             container.wait_healthy()
         front = services["orchestrator"]
-        changes = {}
+        changes = dict(secret)
         for key in ("COPPICE_TARGETS", "COPPICE_DRAFTS"):
             host, _, port = front["environment"][key].partition(":")
             changes[key] = ",".join(f"{address}:{port}" for address in names[host])

@@ -139,6 +139,7 @@ def make_requests() -> list[dict[str, Any]]:
                 "max_new_tokens": CATCH_UP_TOKENS + round(NUM_ROUNDS * accept_length),
                 "ignore_eos": True,
                 "seed": 1000 + index,
+                "speculation": True,
                 "num_steps": shape.num_steps,
                 "topk": shape.topk,
                 "num_draft_tokens": shape.num_draft_tokens,

@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from coppice import Client, Completion, DeadlineExceededError, FinishInfo, TokenLogprob
-from tests.e2e.serving import PlainOutputs, Server, eventually, running, stack_config
+from tests.e2e.serving import PlainOutputs, Server
 from tests.e2e.streaming import Stream, streams
+from tests.processes import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 240
 REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "def read_config(path):\n", "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+    {
+        "prompt": "def read_config(path):\n",
+        "max_new_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "speculation": True,
+    },
     {
         "prompt": "class Queue:\n",
         "max_new_tokens": NUM_TOKENS,
         "ignore_eos": True,
+        "speculation": True,
         "temperature": 0.8,
         "top_p": 0.95,
         "presence_penalty": 0.1,
@@ -80,8 +86,8 @@ def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
         pair.kill("draft-0")
         for stream in running:
             stream.goes_on(10)
-        with pair.frozen("target-0"):  # so that the outputs do not end before the draft is back
-            eventually(lambda: pair.services["draft-0"].num_restarts > 0)
+        with pair.slowed("target-0"):  # so that the outputs do not end before the draft is back
+            wait_for(lambda: pair.services["draft-0"].num_restarts > 0)
             pair.wait_paired()
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
@@ -116,7 +122,7 @@ def test_a_draft_that_comes_late_catches_up(
     with streams(pair.address, REQUESTS) as running:
         for stream in running:
             stream.reaches(30)
-        with pair.frozen("target-0"):
+        with pair.slowed("target-0"):
             pair.start_service("draft-0")
             pair.wait_paired()
         finishes = check_outputs(running, plain)
@@ -162,7 +168,7 @@ def test_a_cancelled_request_frees_both_workers(pair: Server) -> None:
                 for _ in range(5):
                     next(stream)
             for name in pair.workers:
-                eventually(lambda name=name: pair.info(name).load.num_running == len(REQUESTS))
+                wait_for(lambda name=name: pair.info(name).load.num_running == len(REQUESTS))
             if not hangs_up:
                 for stream in events:
                     stream.close()
@@ -178,14 +184,6 @@ def test_a_deadline_frees_both_workers(pair: Server) -> None:
             client.generate("import os\n", max_new_tokens=1800, ignore_eos=True, timeout_s=0.7)
         assert time.monotonic() - started < 10
     pair.check_idle()
-
-
-@pytest.fixture(scope="module")
-def quartet() -> Iterator[Server]:
-    with running(stack_config(num_targets=2, num_drafts=2)) as server:
-        for address in (*server.target_addresses, *server.draft_addresses):
-            eventually(lambda address=address: server.logged(f"{address} serves") > 0)
-        yield server
 
 
 def test_one_of_two_targets_and_one_of_two_drafts_die(

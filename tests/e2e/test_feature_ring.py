@@ -14,21 +14,27 @@ from shared.peer.ring import RING_DIR
 from tests.e2e.serving import (
     PlainOutputs,
     Server,
-    eventually,
     generate_all,
     running,
     stack_config,
 )
 from tests.e2e.streaming import share_of_peer_rounds, streams
+from tests.processes import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "def merge(left, right):\n", "max_new_tokens": 80, "ignore_eos": True},
+    {
+        "prompt": "def merge(left, right):\n",
+        "max_new_tokens": 80,
+        "ignore_eos": True,
+        "speculation": True,
+    },
     {
         "prompt": "import asyncio\n\n\nasync def main",
         "max_new_tokens": 80,
         "ignore_eos": True,
+        "speculation": True,
         "temperature": 0.8,
         "seed": 3,
     },
@@ -123,7 +129,7 @@ def test_a_worker_that_is_killed_comes_back_to_the_ring(
         for stream, token_ids in zip(running_streams, expected, strict=True):
             stream.result()
             assert stream.token_ids == token_ids
-    eventually(lambda: pair.services[name].num_restarts == num_restarts + 1)
+    wait_for(lambda: pair.services[name].num_restarts == num_restarts + 1)
     pair.wait_paired()
     again = alone(pair)
     assert [c.token_ids for c in again] == expected

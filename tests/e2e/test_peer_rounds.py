@@ -9,17 +9,24 @@ from typing import Any
 import pytest
 
 from shared.peer.ring import RING_DIR
-from tests.e2e.serving import PlainOutputs, Server, eventually
+from tests.e2e.serving import PlainOutputs, Server, generate_all
 from tests.e2e.streaming import share_of_peer_rounds
+from tests.processes import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "def merge(left, right):\n", "max_new_tokens": 90, "ignore_eos": True},
+    {
+        "prompt": "def merge(left, right):\n",
+        "max_new_tokens": 90,
+        "ignore_eos": True,
+        "speculation": True,
+    },
     {
         "prompt": "import asyncio\n\n\nasync def main",
         "max_new_tokens": 90,
         "ignore_eos": True,
+        "speculation": True,
         "temperature": 0.8,
         "seed": 3,
     },
@@ -35,9 +42,27 @@ def test_rounds_are_the_peers_on_one_host_also_after_the_target_was_killed(
     assert (RING_DIR / first).is_socket()
     assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8
     os.kill(pair.engine("target-0"), signal.SIGKILL)
-    eventually(lambda: pair.services["target-0"].num_restarts == num_restarts + 1)
+    wait_for(lambda: pair.services["target-0"].num_restarts == num_restarts + 1)
     pair.wait_paired()
     second = pair.info("target-0").peer_socket
     assert second != first and (RING_DIR / second).is_socket()
     assert not (RING_DIR / first).exists()
     assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8
+
+
+def test_whatever_trees_a_server_chooses_its_output_is_the_plain_one(
+    pair: Server, plain_outputs: PlainOutputs
+) -> None:
+    """In mode AUTO, with more and more requests at once."""
+    pair.wait_paired()
+    auto = [{**request, "speculation": None} for request in REQUESTS]
+    for count in (1, 8):
+        requests = (auto * count)[:count]
+        plain = plain_outputs.of(pair, requests)
+        completions = generate_all(pair.address, requests)
+        assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
+        for completion in completions:
+            stats = completion.speculation
+            assert sum(stats.tree_size_histogram) == stats.num_rounds
+            assert stats.tree_size_histogram[1] == stats.num_root_only_rounds
+            assert stats.num_resting_rounds <= stats.num_root_only_rounds

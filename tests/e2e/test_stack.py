@@ -14,6 +14,7 @@ from coppice import Client, PromptInfo, TokenDelta
 from coppice.stack import ServiceFailedError, ServiceState, Stack, StackConfig
 from shared.config import OrchestratorConfig, TargetConfig
 from tests.e2e.serving import PlainOutputs, Server
+from tests.e2e.streaming import streams
 from tests.processes import is_alive, members_of, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -77,18 +78,26 @@ def test_a_stopped_draft_leaves_plain_decoding(pair: Server, expected: tuple[int
 
     def speculates() -> bool:
         with Client(pair.address) as client:
-            stats = client.generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True).speculation
+            stats = client.generate(
+                PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True, speculation=True
+            ).speculation
         return stats.accept_length > 1.5
 
     wait_for(speculates)
 
 
-def test_stop_leaves_no_process() -> None:
+def test_stop_lets_streams_finish_and_leaves_no_process(expected: tuple[int, ...]) -> None:
+    """The workers go on until the orchestrator has nothing left."""
     stack = Stack(plain_config()).start()
     assert stack.draft_addresses == []
     running = processes_of(stack)
     assert len(running) >= 3  # orchestrator, front and engine of the target
-    stack.stop()
+    request = {"prompt": PROMPT, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    with streams(stack.address, [request]) as (stream,):
+        stream.reaches(5)
+        stack.stop()
+        stream.result()
+        assert stream.token_ids == expected
     wait_for(lambda: not any(is_alive(pid) for pid in running), 5.0)
     assert {s.state for s in stack.services.values()} == {ServiceState.STOPPED}
 

@@ -19,15 +19,15 @@ class BareEngine:
     has_work_in_s: float | None = None
 
     @property
+    def counts(self) -> dict[str, float]:
+        return {"coppice_retractions_total": 0.0}
+
+    @property
     def channels(self) -> PeerChannels:
         return PeerChannels()
 
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         raise AssertionError(f"{message} over a channel that does not exist")
-
-    def launch_deferred(self) -> list[Any]:
-        """Do nothing."""
-        return []
 
     def check_integrity(self) -> None:
         """There is nothing to leak."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from shared.config import TargetConfig, WorkerConfig
 from shared.errors import CheckpointError
 from shared.messages import WorkerInfo, WorkerLoad
+from shared.progress import note_progress
 from shared.rpc.engine import ProgressCallback
 from tests.fakes.draft import FakeDraft
 from tests.fakes.engine import BareEngine
@@ -63,11 +65,27 @@ def create_fragile(config: WorkerConfig, progress: ProgressCallback) -> Fragile:
     return Fragile()
 
 
+class Plodding(FakeTarget):
+    """A target whose steps take 7 s each, and say that they go on, as the layers of a model do."""
+
+    def step(self) -> list[Any]:
+        for _ in range(70):
+            note_progress()
+            time.sleep(0.1)
+        return super().step()
+
+
+def create_plodding(config: WorkerConfig, progress: ProgressCallback) -> Plodding:
+    return Plodding()
+
+
 @dataclass(eq=False)
 class Echo(BareEngine):
     """An engine that answers every message with itself; strings are orders.
 
-    "sleep <s>": step for so long. "raise": fail in a step. "exit": end the process.
+    "sleep <s>": step for so long. "plod <s>": likewise, and say so as the layers of a model do.
+    "compile <s>": say that it may take long, then step for so long. "raise": fail in a step.
+    "hold": start a thread that never ends, as a broken device may. "exit": end the process.
     "env <name>": answer with the variable. "modules": answer with what is imported.
     "break": let check_integrity raise. "ignore": no answer, no work.
     """
@@ -97,6 +115,15 @@ class Echo(BareEngine):
         match message.split() if isinstance(message, str) else ():
             case ["sleep", seconds]:
                 time.sleep(float(seconds))
+            case ["plod", seconds]:
+                for _ in range(round(float(seconds) / 0.01)):
+                    note_progress()
+                    time.sleep(0.01)
+            case ["compile", seconds]:
+                note_progress(is_slow=True)
+                time.sleep(float(seconds))
+            case ["hold"]:
+                threading.Thread(target=time.sleep, args=(600,)).start()
             case ["raise"]:
                 raise RuntimeError("device-side assert")
             case ["exit"]:

@@ -39,6 +39,7 @@ class HeldRequest:
     ready_at: float = 0.0  # when the next round by credit may begin
     draft_epoch: int = 0  # of the draft that is attached; 0: none
     is_caught_up: bool = False
+    is_resting: bool = False  # no trees of it are wanted
     asked_round: int | None = None  # whose tree was ordered of a draft that is behind
     num_tokens_sent: int = 0
     ordered_round: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 from draft_service.server import create_worker as create_draft_worker
 from shared.config import DraftConfig, TargetConfig
 from shared.messages import WorkerInfo
-from shared.rpc.engine import Engine, EngineDiedError, EngineReport, ProgressCallback
+from shared.rpc.engine import Engine, EngineDiedError, EngineOrder, EngineReport, ProgressCallback
 from shared.rpc.worker import WorkerServer
 from target_service.server import create_worker as create_target_worker
 from tests.fakes.draft import FakeDraft
@@ -37,6 +37,8 @@ class LocalEngine:
         self._wake = asyncio.Event()
         self._is_paused = self._is_dead = self._is_closed = False
 
+    pid: int | None = None
+
     @property
     def is_pending(self) -> bool:
         return self.engine.has_work or self._num_received < self._num_sent
@@ -60,7 +62,8 @@ class LocalEngine:
                 self._check_alive()
                 messages, self._inbox = self._inbox, []
                 for message in messages:
-                    self.engine.submit(message)
+                    if not isinstance(message, EngineOrder):
+                        self.engine.submit(message)
                 self._num_received += len(messages)
                 outputs = self.engine.step() if self.engine.has_work else []
                 await asyncio.sleep(self.step_s)
@@ -69,6 +72,7 @@ class LocalEngine:
                     load=self.engine.load,
                     num_received=self._num_received,
                     has_work=self.engine.has_work,
+                    counts=self.engine.counts,
                 )
 
     def _check_alive(self) -> None:

@@ -14,6 +14,7 @@ from shared.messages import (
     Credit,
     CreditUpdate,
     DraftDetached,
+    DraftRest,
     DraftRound,
     FeatureAck,
     FeatureFailure,
@@ -131,6 +132,8 @@ class FakeTarget(FakeFeatures):
                 self._ask_again(request)
             case PeerDetach() if request.draft_epoch == message.draft_epoch:
                 self.lose_channel(message.request_id)
+            case TokenTree() if request.is_resting:
+                pass
             case TokenTree() if message.draft_epoch == request.draft_epoch:
                 request.is_caught_up = True
                 if request.peer_trees is None:
@@ -174,7 +177,7 @@ class FakeTarget(FakeFeatures):
     def _order_tree(self, request: HeldRequest) -> None:
         """Order the tree of the next round over the peer channel, if there is credit for it."""
         trees, round_idx = request.peer_trees, request.round_idx + 1
-        if trees is None or request.round_idx < 0:
+        if trees is None or request.round_idx < 0 or request.is_resting:
             return
         if not request.ordered_round < round_idx <= request.credit_until:
             return
@@ -263,6 +266,21 @@ class FakeTarget(FakeFeatures):
             )
         )
         request.draft_epoch = 0
+
+    def rest(self, request_id: str, *, is_resting: bool) -> None:
+        """Want no trees of a request for a while, or want them again."""
+        request = self.requests[request_id]
+        request.is_resting, request.is_caught_up = is_resting, False
+        self.outbox.append(
+            DraftRest(
+                request_id=request_id,
+                target_epoch=request.open.target_epoch,
+                draft_epoch=request.draft_epoch,
+                is_resting=is_resting,
+            )
+        )
+        if not is_resting:
+            self._ask_again(request)
 
     def _open(self, message: TargetOpen) -> None:
         known = self.requests.get(message.request_id)
@@ -370,7 +388,8 @@ class FakeTarget(FakeFeatures):
         request.round_idx += 1
         request.ready_at = self.clock() + self.round_s
         self._num_moved += path != list(range(len(path)))
-        logprobs = tuple(TokenLogprob(token_id=token, logprob=-1.0) for token in emitted)
+        top = tuple((token, -1.0) for token in range(request.open.top_logprobs))
+        logprobs = tuple(TokenLogprob(token_id=token, logprob=-1.0, top=top) for token in emitted)
         request.last_reply = AcceptedPath(
             request_id=request.open.request_id,
             target_epoch=request.open.target_epoch,

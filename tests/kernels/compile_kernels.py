@@ -167,8 +167,9 @@ def kernels(dtype: str):
             + ["*i32"]
             + ["*i64"] * 2
             + ["*i32"]
-            + ["*i64"] * 4
+            + ["*i64"] * 3
             + ["*i32"] * 2
+            + ["*i64"] * 2
             + ["i32"] * 3,
             {"PAGE_SIZE": 16, "NODES": 64},
             {"num_warps": 1},
@@ -216,8 +217,9 @@ def mailbox_kernels(values: str):
     )
     yield (
         mailbox_trees._take_trees_kernel,
-        [ids, *[counts] * 4, ids, ids, counts, counts, *[ids] * 3, *["i32"] * 4],
-        {"NODES": 64, "WAITS": True},
+        [ids, *[counts] * 5, ids, *[counts] * 4, ids, ids, counts, counts, *[ids] * 4]
+        + ["i32"] * 5,
+        {"PAGE_SIZE": 16, "NODES": 64, "WAITS": True},
         {"num_warps": 2},
     )
     yield (

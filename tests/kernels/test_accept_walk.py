@@ -67,7 +67,7 @@ def walk_trees(
     expected = roots.clone()
     for row, tree in zip(req_idx, batch, strict=True):
         expected[row] = tree[2][naive_walk(*tree)[-1]]
-    roots = roots.to(device)
+    roots, newest_slot = roots.to(device), torch.full_like(roots, -5).to(device)
     walk = accept_walk(
         padded([tree[0] for tree in batch], 0),
         padded([tree[1] for tree in batch], -2),
@@ -77,10 +77,14 @@ def walk_trees(
         torch.tensor(req_idx).to(device),
         table.to(device),
         roots,
+        newest_slot,
         page_size=page_size,
         max_depth=max_depth,
     )
     assert torch.equal(roots.cpu(), expected)
+    ends = torch.full_like(expected, -5)
+    ends[req_idx] = torch.tensor(seq_len) + walk.accept_length.cpu()
+    assert torch.equal(newest_slot.cpu(), ends)
     return walk, slots, first
 
 
@@ -172,6 +176,7 @@ def test_padding_trees_change_a_spare_root_only(device: torch.device) -> None:
     parents[0, :3] = torch.tensor([-1, 0, 0])
     rows[0, :3] = torch.arange(3)
     roots = torch.full((3,), -5).to(device)
+    newest_slot = roots.clone()
     walk = accept_walk(
         tokens.to(device),
         parents.to(device),
@@ -181,6 +186,7 @@ def test_padding_trees_change_a_spare_root_only(device: torch.device) -> None:
         torch.tensor([1, 2, 2]).to(device),
         torch.arange(1, 41, dtype=torch.int32).view(2, 20).to(device),
         roots,
+        newest_slot,
         page_size=4,
         max_depth=MAX_TREE_NODES - 1,
     )

@@ -19,8 +19,8 @@ POISON = -99
 WAIT_US = 2_000_000
 
 
-def word(seq: int, length: int, token: int) -> int:
-    return seq << 40 | length << 32 | token
+def word(round_tag: int, length: int, token: int) -> int:
+    return round_tag << 40 | length << 32 | token
 
 
 def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -49,9 +49,9 @@ def launches_of(name: str, device: torch.device) -> bool:
     return launch_counts().get(name, 0) == int(use_triton(torch.empty(0, device=device)))
 
 
-def posted(seq: int, tokens: list[int]) -> list[int]:
+def posted(round_tag: int, tokens: list[int]) -> list[int]:
     padded = tokens + [0] * (MAX_PATH - len(tokens))
-    return [word(seq, len(tokens), token) for token in padded]
+    return [word(round_tag, len(tokens), token) for token in padded]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -61,8 +61,8 @@ def test_posting_writes_paths_and_their_rows_alone(
 ) -> None:
     rng = random.Random(num_steps)
     num_slots, slot = 7, [5, 0, -1, 6]
-    seq = [rng.randrange(2**TAG_BITS) for _ in slot]
-    seq[1] = seq[0] ^ 1  # both halves
+    round_tag = [rng.randrange(2**TAG_BITS) for _ in slot]
+    round_tag[1] = round_tag[0] ^ 1  # both halves
     length = [num_steps, 1, 1, rng.randint(1, num_steps)]
     path_rows = [[rng.randrange(30) for _ in range(num_steps)] for _ in slot]
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(30)]
@@ -71,7 +71,7 @@ def test_posting_writes_paths_and_their_rows_alone(
     paths = memory[1:]
     rows = on_host(torch.full((2, num_slots, MAX_PATH, width), POISON, dtype=dtype), device)
     expected, expected_rows = paths.tolist(), rows.clone()
-    for b, (row, number) in enumerate(zip(slot, seq, strict=True)):
+    for b, (row, number) in enumerate(zip(slot, round_tag, strict=True)):
         if row >= 0:
             kept = path_rows[b][: length[b]]
             # Of a path that is too long the first tokens, with its length: nobody takes it.
@@ -80,7 +80,7 @@ def test_posting_writes_paths_and_their_rows_alone(
             expected_rows[number & 1, row, : len(kept)] = features[kept]
     given = [
         int32s(slot, device),
-        int32s(seq, device),
+        int32s(round_tag, device),
         torch.tensor(length).to(device),
         torch.tensor(path_rows).to(device),
         int32s(tokens, device),
@@ -101,7 +101,7 @@ def test_posting_writes_paths_and_their_rows_alone(
 def take(
     paths: torch.Tensor,
     slot: list[int],
-    seq: list[int],
+    round_tag: list[int],
     width: int,
     device: torch.device,
     *,
@@ -121,7 +121,7 @@ def take(
         [paths],
         int32s([0] * len(slot), device),
         int32s(slot, device)[None],
-        int32s([*seq, 0], device),
+        int32s([*round_tag, 0], device),
         never(device) if stop is None else stop,
         torch.zeros(1, dtype=torch.int64, device=device),
         *changed,
@@ -135,20 +135,20 @@ def take(
     return taken, changed
 
 
-def naive_path(words: list[int], seq: int, width: int) -> list[int]:
+def naive_path(words: list[int], round_tag: int, width: int) -> list[int]:
     length = words[0] >> 32 & 0xFF
     tokens = [value & 0xFFFFFFFF for value in words[:length]]
-    is_path = all(value >> 40 == seq for value in words) and length <= width
+    is_path = all(value >> 40 == round_tag for value in words) and length <= width
     return tokens if is_path and all(token < VOCAB_SIZE for token in tokens) else []
 
 
 def check_taken(
-    paths: torch.Tensor, slot: list[int], seq: list[int], width: int, device: torch.device
+    paths: torch.Tensor, slot: list[int], round_tag: list[int], width: int, device: torch.device
 ) -> list[list[int]]:
-    taken, changed = take(paths, slot, seq, width, device)
+    taken, changed = take(paths, slot, round_tag, width, device)
     found = [
         [] if row < 0 else naive_path(paths[row].tolist(), number % 2**TAG_BITS, width)
-        for row, number in zip(slot, seq, strict=True)
+        for row, number in zip(slot, round_tag, strict=True)
     ]
     assert taken.dtype == torch.int32 and taken.shape == (len(slot), 1 + MAX_PATH)
     assert taken.tolist() == [[len(p), *p, *[0] * (MAX_PATH - len(p))] for p in found]
@@ -170,15 +170,15 @@ def check_taken(
 @pytest.mark.parametrize("width", [1, 4, 8])
 def test_paths_are_taken_whole_or_not_at_all(device: torch.device, width: int) -> None:
     rng = random.Random(width)
-    seq = 2**TAG_BITS - 5
+    round_tag = 2**TAG_BITS - 5
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(width)]
-    good = posted(seq, tokens)
-    stale = [good[:at] + posted(seq - 1, tokens)[at:] for at in (0, 1, 7)]
+    good = posted(round_tag, tokens)
+    stale = [good[:at] + posted(round_tag - 1, tokens)[at:] for at in (0, 1, 7)]
     late = [good[:at] + [-1] + good[at + 1 :] for at in (0, 4, 7)]
-    outside = good[: width - 1] + [word(seq, width, VOCAB_SIZE)] + good[width:]
-    huge = [word(seq, width, 2**32 - 1), *good[1:]]
-    past = good[:width] + [word(seq, width, 2**31)] * (8 - width)  # nobody reads those tokens
-    none, too_long, longest = ([word(seq, size, 1)] * 8 for size in (0, width + 1, 255))
+    outside = good[: width - 1] + [word(round_tag, width, VOCAB_SIZE)] + good[width:]
+    huge = [word(round_tag, width, 2**32 - 1), *good[1:]]
+    past = good[:width] + [word(round_tag, width, 2**31)] * (8 - width)  # nobody reads those tokens
+    none, too_long, longest = ([word(round_tag, size, 1)] * 8 for size in (0, width + 1, 255))
     below_zero = [good[0] - 2**63, *good[1:]]
     cases = [good, *stale, *late, outside, huge, past, none, too_long, longest, below_zero, [0] * 8]
     cases += [[rng.getrandbits(64) - 2**63 for _ in range(8)] for _ in range(3)]
@@ -188,7 +188,7 @@ def test_paths_are_taken_whole_or_not_at_all(device: torch.device, width: int) -
     for row, words in enumerate(cases):
         paths[row] = torch.tensor(words)
     slot = rng.sample(range(len(cases)), len(cases)) + [-1, 0]
-    numbers = [seq] * len(cases) + [seq, seq + 2**TAG_BITS]
+    numbers = [round_tag] * len(cases) + [round_tag, round_tag + 2**TAG_BITS]
     found = check_taken(paths, slot, numbers, width, device)
     assert found[slot.index(0)] == found[-1] == tokens
     assert sum(map(bool, found)) == 3
@@ -255,7 +255,7 @@ def test_rows_of_the_path_are_taken(
     device: torch.device, path_width: int, width: int, dtype: torch.dtype
 ) -> None:
     rng = random.Random(path_width)
-    num_slots, slot, seq = 5, [3, -1, 0, 4], [6, 1, 2**TAG_BITS - 1, 4]
+    num_slots, slot, round_tag = 5, [3, -1, 0, 4], [6, 1, 2**TAG_BITS - 1, 4]
     length = [path_width, 0, 1, 0]
     rows = on_host(torch.randn(2, num_slots, MAX_PATH, width).to(dtype), device)
     taken = torch.full((4, 1 + MAX_PATH), POISON, dtype=torch.int32)
@@ -266,13 +266,13 @@ def test_rows_of_the_path_are_taken(
     expected[:total] = 0
     expected[path_width : 2 * path_width] = torch.nan  # another mailbox's
     for b in (0, 2, 3):
-        mine = rows[seq[b] & 1, slot[b], : length[b]]
+        mine = rows[round_tag[b] & 1, slot[b], : length[b]]
         expected[b * path_width : b * path_width + length[b]] = mine
     rows[rng.randrange(2), 1] = torch.nan  # nobody's
     take_rows(
         rows,
         int32s(slot, device),
-        int32s(seq, device),
+        int32s(round_tag, device),
         taken.to(device),
         features,
         path_width=path_width,
@@ -311,21 +311,28 @@ def test_taking_waits_for_what_another_stream_posts(device: torch.device) -> Non
     slots, stop = int32s(slot, device), never(device)
     lengths, path_rows = torch.tensor(length).to(device), torch.arange(24).view(4, 6).to(device)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    for seq in range(1, 6):  # the first time compiles, for longer than the other might wait
+    for round_tag in range(1, 6):  # the first time compiles, for longer than the other might wait
         tokens = torch.randint(VOCAB_SIZE, (24,), dtype=torch.int32)
         features = torch.randn(24, width).to(device, torch.bfloat16)
         taken_features = torch.empty(24, width, dtype=torch.bfloat16, device=device)
-        given = [slots, int32s([seq] * 4, device), lengths, path_rows, tokens.to(device), features]
+        given = [
+            slots,
+            int32s([round_tag] * 4, device),
+            lengths,
+            path_rows,
+            tokens.to(device),
+            features,
+        ]
         torch.cuda.synchronize()
-        if seq == 1:
+        if round_tag == 1:
             post_paths(paths, rows, *given)
             torch.cuda.synchronize()
         with torch.cuda.stream(streams[0]):
             taken, _ = take(
-                paths, slot, [seq] * 4, num_steps, device, stop=stop, timeout_us=WAIT_US
+                paths, slot, [round_tag] * 4, num_steps, device, stop=stop, timeout_us=WAIT_US
             )
             take_rows(rows, slots, given[1], taken, taken_features, path_width=num_steps)
-        if seq > 1:
+        if round_tag > 1:
             time.sleep(0.02)
             assert not streams[0].query()
             begin = time.monotonic()

@@ -12,15 +12,17 @@ import torch
 from shared.kernels.dispatch import launch_counts, use_triton
 from shared.kernels.mailbox_trees import TakenTrees, post_trees, take_trees
 from shared.kernels.mailbox_words import NO_NODE, NODES, TAG_BITS
+from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.tree import lay_out_tree, paths_of
 
 VOCAB_SIZE = 50
 POISON = -99
+PAGE_SIZE, MOST_PAGES = 16, 80
 WAIT_US = 2_000_000
 
 
-def word(seq: int, parent: int, token: int) -> int:
-    return seq << 40 | parent << 32 | token
+def word(round_tag: int, parent: int, token: int) -> int:
+    return round_tag << 40 | parent << 32 | token
 
 
 def mailbox(num_slots: int, device: torch.device) -> torch.Tensor:
@@ -37,12 +39,10 @@ def int32s(values: list[int], device: torch.device) -> torch.Tensor:
 class Rows:
     """The rows of a forward whose first blocks are trees, before they are taken."""
 
-    row_indptr: torch.Tensor
-    prefix_len: torch.Tensor
     token_ids: torch.Tensor
     position_ids: torch.Tensor
-    path_len: torch.Tensor
-    path_offset: torch.Tensor
+    slot_mapping: torch.Tensor
+    attention: TreeAttentionMetadata
 
     @classmethod
     def of(
@@ -56,37 +56,58 @@ class Rows:
         for first, size, root in zip(indptr, sizes, roots, strict=False):
             if size:
                 token_ids[first] = root
-        return cls(
-            row_indptr=int32s([*indptr, indptr[-1]], device),
+        count = len(sizes) + 1
+        pages = torch.randperm(count * MOST_PAGES, generator=torch.Generator().manual_seed(1))
+        attention = TreeAttentionMetadata(
+            page_table=pages.view(count, MOST_PAGES).int().to(device),
+            req_idx=int32s(list(range(len(sizes), 0, -1)) + [0], device),
             prefix_len=int32s([*prefix_len, POISON], device),
-            token_ids=token_ids.to(device),
-            position_ids=torch.full((total,), POISON, device=device),
+            row_indptr=int32s([*indptr, indptr[-1]], device),
             path_len=int32s([POISON] * total, device),
             path_offset=torch.full((total, NODES), POISON, dtype=torch.int32, device=device),
+            is_chain=torch.zeros(count, dtype=torch.bool, device=device),
+            page_size=PAGE_SIZE,
+        )
+        return cls(
+            token_ids=token_ids.to(device),
+            position_ids=torch.full((total,), POISON, device=device),
+            slot_mapping=int32s([POISON] * total, device),
+            attention=attention,
         )
 
 
 def take(
     trees: torch.Tensor,
     slot: list[int],
-    seq: list[int],
+    round_tag: list[int],
     rows: Rows,
     sizes: list[int],
     *,
     max_depth: int,
     timeout_us: int = 0,
+    given_up: torch.Tensor | None = None,
+    newest_slot: dict[int, int] | None = None,
 ) -> TakenTrees:
+    """Take trees.
+
+    Args:
+        newest_slot: Of the trees whose roots only the device knows.
+    """
     device = rows.token_ids.device
+    ends = torch.full((len(sizes) + 2,), POISON)
+    for tree, end in (newest_slot or {}).items():
+        ends[rows.attention.req_idx[tree]] = end
     return take_trees(
         trees,
         int32s(slot, device),
-        int32s(seq, device),
-        rows.row_indptr,
-        rows.prefix_len,
+        int32s(round_tag, device),
+        given_up if given_up is not None else int32s([0] * len(trees), device),
+        int32s([int(tree in (newest_slot or {})) for tree in range(len(sizes))], device),
+        ends.to(device),
         rows.token_ids,
         rows.position_ids,
-        rows.path_len,
-        rows.path_offset,
+        rows.slot_mapping,
+        rows.attention,
         num_trees=len(sizes),
         num_nodes=max(sizes, default=1),
         num_rows=sum(sizes),
@@ -96,12 +117,16 @@ def take(
     )
 
 
-def good_nodes(words: list[int], seq: int, max_depth: int) -> dict[int, tuple[int, int]]:
+def good_nodes(words: list[int], round_tag: int, max_depth: int) -> dict[int, tuple[int, int]]:
     """Return (parent, token) of every node, by number, that the words of a slot give."""
     depth, nodes = {0: 0}, {}
     for node, value in enumerate(words[1:], start=1):
         parent, token = value >> 32 & 0xFF, value & 0xFFFFFFFF
-        if value >> 40 == seq and token < VOCAB_SIZE and depth.get(parent, max_depth) < max_depth:
+        if (
+            value >> 40 == round_tag
+            and token < VOCAB_SIZE
+            and depth.get(parent, max_depth) < max_depth
+        ):
             depth[node] = depth[parent] + 1
             nodes[node] = (parent, token)
     return nodes
@@ -110,7 +135,7 @@ def good_nodes(words: list[int], seq: int, max_depth: int) -> dict[int, tuple[in
 def check_taken(
     trees: torch.Tensor,
     slot: list[int],
-    seq: list[int],
+    round_tag: list[int],
     sizes: list[int],
     device: torch.device,
     *,
@@ -122,8 +147,20 @@ def check_taken(
     roots = [rng.randrange(VOCAB_SIZE) for _ in sizes]
     rows = Rows.of(sizes, prefix_len, roots, device)
     before = trees.clone()
-    taken = take(trees, slot, seq, rows, sizes, max_depth=max_depth)
+    # Of every other tree the host knows less than the device.
+    newest_slot = {tree: prefix_len[tree] + rng.randrange(9) for tree in range(0, len(sizes), 2)}
+    taken = take(trees, slot, round_tag, rows, sizes, max_depth=max_depth, newest_slot=newest_slot)
     assert torch.equal(trees, before)
+    prefix_len = [newest_slot.get(tree, known) for tree, known in enumerate(prefix_len)]
+    assert taken.seq_len.tolist() == prefix_len
+    seen = rows.attention
+    assert seen.prefix_len.tolist() == [*prefix_len, POISON]
+    slots = [
+        int(seen.page_table[seen.req_idx[tree], at // PAGE_SIZE]) * PAGE_SIZE + at % PAGE_SIZE
+        for tree, size in enumerate(sizes)
+        for at in range(prefix_len[tree], prefix_len[tree] + size)
+    ]
+    assert rows.slot_mapping.tolist() == slots + [POISON] * 3
 
     tokens, parents = taken.token_ids.tolist(), taken.parent_index.tolist()
     width = max(sizes, default=1)
@@ -131,7 +168,7 @@ def check_taken(
     token_ids, position_ids, path_len, path_offset = [], [], [], []
     for tree, size in enumerate(sizes):
         words = trees[slot[tree], :size].tolist() if slot[tree] >= 0 else [-1] * size
-        nodes = good_nodes(words, seq[tree] % 2**TAG_BITS, max_depth)
+        nodes = good_nodes(words, round_tag[tree] % 2**TAG_BITS, max_depth)
         there = [0, *nodes] if size else []
         assert parents[tree] == [
             -1 if node == 0 and size else nodes.get(node, (-2,))[0] for node in range(width)
@@ -157,25 +194,25 @@ def check_taken(
     poison = [POISON] * 3
     assert rows.token_ids.tolist() == token_ids + poison
     assert rows.position_ids.tolist() == position_ids + poison
-    assert rows.path_len.tolist() == path_len + poison
-    assert rows.path_offset.tolist() == path_offset + [[POISON] * NODES] * 3
+    assert seen.path_len.tolist() == path_len + poison
+    assert seen.path_offset.tolist() == path_offset + [[POISON] * NODES] * 3
 
 
-def random_words(rng: random.Random, seq: int) -> list[int]:
+def random_words(rng: random.Random, round_tag: int) -> list[int]:
     """Return 64 words of a tree, some of them wrong in every way that a word can be."""
     reach = rng.choice([1, 2, 6, NODES])
     wrong = rng.choice([0, 3, 10, 40])
     words = [rng.getrandbits(63)]
     for node in range(1, NODES):
         parent, token = rng.randrange(max(0, node - reach), node), rng.randrange(VOCAB_SIZE)
-        good = word(seq, parent, token)
+        good = word(round_tag, parent, token)
         garbage = [
-            word(seq, NO_NODE, 0),
-            word(seq, node, token),
-            word(seq, rng.randrange(node, 256), token),
-            word(seq, parent, VOCAB_SIZE),
-            word(seq, parent, rng.randrange(2**31, 2**32)),
-            word((seq + 1) % 2**TAG_BITS, parent, token),
+            word(round_tag, NO_NODE, 0),
+            word(round_tag, node, token),
+            word(round_tag, rng.randrange(node, 256), token),
+            word(round_tag, parent, VOCAB_SIZE),
+            word(round_tag, parent, rng.randrange(2**31, 2**32)),
+            word((round_tag + 1) % 2**TAG_BITS, parent, token),
             good - 2**63,
             rng.getrandbits(64) - 2**63,
             0,
@@ -193,11 +230,11 @@ def test_any_words_give_trees(device: torch.device, seed: int, max_depth: int) -
     trees = memory[1:]
     slot = rng.sample(range(9), 6)
     slot[3] = -1  # its words lie before the mailbox
-    seq = [rng.randrange(1, 2**TAG_BITS) for _ in slot]
-    for row, number in zip(slot, seq, strict=True):
+    round_tag = [rng.randrange(1, 2**TAG_BITS) for _ in slot]
+    for row, number in zip(slot, round_tag, strict=True):
         memory[1 + row] = torch.tensor(random_words(rng, number))
     sizes = [rng.choice([1, 2, 9, rng.randint(1, NODES), NODES]) for _ in slot[:-1]] + [0]
-    check_taken(trees, slot, seq, sizes, device, max_depth=max_depth)
+    check_taken(trees, slot, round_tag, sizes, device, max_depth=max_depth)
     assert launch_counts().get("take_trees", 0) == int(use_triton(torch.empty(0, device=device)))
 
 
@@ -229,8 +266,8 @@ def test_a_wrong_word_takes_its_descendants_along(device: torch.device, wrong: i
     taken = take(trees, [0], [4], rows, [7], max_depth=3)
     assert taken.parent_index.tolist() == [[-1, 0, -2, -2, 1, -2, 0]]
     assert taken.token_ids.tolist() == [[9, 11, 0, 0, 14, 0, 16]]
-    assert rows.path_len.tolist()[:7] == [1, 2, 1, 1, 3, 1, 2]
-    own = rows.path_offset[:7, :3].tolist()
+    assert rows.attention.path_len.tolist()[:7] == [1, 2, 1, 1, 3, 1, 2]
+    own = rows.attention.path_offset[:7, :3].tolist()
     assert own == [[0, 0, 0], [0, 1, 0], [2, 0, 0], [3, 0, 0], [0, 1, 4], [5, 0, 0], [0, 6, 0]]
     assert taken.position.tolist() == [101, 102, 101, 101, 103, 101, 102]
 
@@ -249,9 +286,9 @@ def test_the_longest_chain_and_the_widest_star(device: torch.device) -> None:
     for node in range(1, NODES):
         trees[0, node] = word(2**TAG_BITS - 1, node - 1, node % VOCAB_SIZE)
         trees[1, node] = word(1, 0, node % VOCAB_SIZE)
-    slot, seq, sizes = [1, 0], [1, 2**TAG_BITS - 1], [NODES, NODES]
+    slot, round_tag, sizes = [1, 0], [1, 2**TAG_BITS - 1], [NODES, NODES]
     for max_depth in (63, 62):
-        check_taken(trees, slot, seq, sizes, device, max_depth=max_depth)
+        check_taken(trees, slot, round_tag, sizes, device, max_depth=max_depth)
 
 
 def test_no_trees(device: torch.device) -> None:
@@ -283,13 +320,13 @@ def test_posting_writes_the_words_of_its_slots_alone(device: torch.device, most:
     forest = random_forest(rng, 5, most)
     memory = mailbox(9, device)
     trees, expected = memory[1:], memory[1:].tolist()
-    slot, seq = [4, 0, -1, 7, 2], [rng.randrange(2**TAG_BITS) for _ in range(5)]
-    for row, number, nodes in zip(slot, seq, forest, strict=True):
+    slot, round_tag = [4, 0, -1, 7, 2], [rng.randrange(2**TAG_BITS) for _ in range(5)]
+    for row, number, nodes in zip(slot, round_tag, forest, strict=True):
         if row >= 0 and nodes:  # of nothing nothing is posted
             rest = [(NO_NODE, 0)] * (most - len(nodes))
             expected[row][1 : 1 + most] = [word(number, *node) for node in nodes + rest]
     packed = packed_trees(forest, most).to(device)
-    post_trees(trees, packed, int32s(slot, device), int32s(seq, device))
+    post_trees(trees, packed, int32s(slot, device), int32s(round_tag, device))
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert trees.tolist() == expected
@@ -312,14 +349,14 @@ def test_what_is_posted_is_taken(device: torch.device) -> None:
     rng = random.Random(0)
     forest = random_forest(rng, 6, 20)
     trees = mailbox(6, device)
-    slot, seq = rng.sample(range(6), 6), list(range(1, 7))
+    slot, round_tag = rng.sample(range(6), 6), list(range(1, 7))
     packed = packed_trees(forest, 20).to(device)
-    post_trees(trees, packed, int32s(slot, device), int32s(seq, device))
+    post_trees(trees, packed, int32s(slot, device), int32s(round_tag, device))
     if device.type == "cuda":
         torch.cuda.synchronize()
-    check_taken(trees, slot, seq, [21] * 6, device, max_depth=20)
+    check_taken(trees, slot, round_tag, [21] * 6, device, max_depth=20)
     taken = take(
-        trees, slot, seq, Rows.of([21] * 6, [0] * 6, [1] * 6, device), [21] * 6, max_depth=20
+        trees, slot, round_tag, Rows.of([21] * 6, [0] * 6, [1] * 6, device), [21] * 6, max_depth=20
     )
     expected = [[-1, *[p for p, _ in nodes], *[-2] * (20 - len(nodes))] for nodes in forest]
     assert taken.parent_index.tolist() == expected
@@ -334,16 +371,18 @@ def test_taking_waits_for_what_another_stream_posts(device: torch.device) -> Non
     slot, sizes = [2, 0, 3, 1], [16] * 4
     packed = packed_trees(forest, 15).to(device)
     slots, streams = int32s(slot, device), [torch.cuda.Stream() for _ in range(2)]
-    for seq in (1, 2, 3):  # the first time may compile for longer than the other waits
+    for round_tag in (1, 2, 3):  # the first time may compile for longer than the other waits
         rows = Rows.of(sizes, [0] * 4, [1] * 4, device)
-        seqs = int32s([seq] * 4, device)
+        seqs = int32s([round_tag] * 4, device)
         torch.cuda.synchronize()
-        if seq == 1:
+        if round_tag == 1:
             post_trees(trees, packed, slots, seqs)
             torch.cuda.synchronize()
         with torch.cuda.stream(streams[0]):
-            taken = take(trees, slot, [seq] * 4, rows, sizes, max_depth=15, timeout_us=WAIT_US)
-        if seq > 1:
+            taken = take(
+                trees, slot, [round_tag] * 4, rows, sizes, max_depth=15, timeout_us=WAIT_US
+            )
+        if round_tag > 1:
             time.sleep(0.02)
             assert not streams[0].query()
             begin = time.monotonic()
@@ -371,3 +410,26 @@ def test_taking_gives_up(device: torch.device) -> None:
         torch.cuda.synchronize()
     assert 20 <= begin.elapsed_time(end) < 40
     assert taken.parent_index.tolist() == [[-1, 0, -2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_the_host_ends_a_wait(device: torch.device) -> None:
+    """Of the round that it names, and of no other."""
+    trees = mailbox(2, device)
+    given_up = torch.zeros(2, dtype=torch.int32).pin_memory()
+    for round_tag in (2, 3, 4):  # the first time compiles
+        rows = Rows.of([3, 1], [0, 0], [1, 1], device)
+        torch.cuda.synchronize()
+        options = {"max_depth": 2, "timeout_us": WAIT_US, "given_up": given_up}
+        begin = time.monotonic()
+        if round_tag == 2:
+            given_up[1] = 2
+        taken = take(trees, [1, 0], [round_tag, round_tag], rows, [3, 1], **options)  # type: ignore[arg-type]
+        if round_tag > 2:
+            time.sleep(0.02)
+            assert not torch.cuda.current_stream().query()
+            given_up[1] = round_tag
+        torch.cuda.synchronize()
+        assert round_tag == 2 or time.monotonic() - begin < 0.5
+        assert taken.parent_index[0].tolist() == [-1, -2, -2]

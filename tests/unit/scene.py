@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from orchestrator.pool import WorkerPool
+from orchestrator.request_log import RequestLog, logged_end
 from orchestrator.rounds import Generation
 from orchestrator.validation import GenerationRequest
 from shared.config import OrchestratorConfig
@@ -93,7 +94,9 @@ class Scene:
         self.drafts.append(draft)
         return draft
 
-    def generation(self, request_id: str = "r", **fields: Any) -> Generation:
+    def generation(
+        self, request_id: str = "r", log: RequestLog | None = None, **fields: Any
+    ) -> Generation:
         """Return a request, ready to run."""
         fields = {"prompt_ids": PROMPT, "max_new_tokens": 40, "shape": SHAPE, **fields}
         model = self.pool.model
@@ -104,12 +107,14 @@ class Scene:
             pool=self.pool,
             config=self.config,
             tokenizer=None,
+            log=log,
         )
 
     async def serve(self, request_id: str = "r", **fields: Any) -> list[GenerateEvent]:
         """Run a request to its end, with a client that reads; return its events."""
-        generation = self.generation(request_id, **fields)
-        events, _ = await asyncio.gather(read(generation), generation.run())
+        with logged_end(request_id, lambda: None) as log:
+            generation = self.generation(request_id, log, **fields)
+            events, _ = await asyncio.gather(read(generation), generation.run())
         return events
 
     async def check_free(self) -> None:
@@ -179,10 +184,6 @@ def scripted(script: Iterator[Fault], *, only: type[Any]) -> Fault:
 
 def delayed(seconds: float) -> Fault:
     return lambda message: [(seconds, message)]
-
-
-def replaced(**fields: Any) -> Fault:
-    return lambda message: [(0.0, dataclasses.replace(message, **fields))]
 
 
 def failed(code: StatusCode, reason: str = "TEST") -> Fault:

@@ -11,6 +11,7 @@ import pytest
 
 from coppice.bench.clients import Played
 from coppice.bench.compare import compare, identical_outputs, read_result
+from coppice.bench.envelope import envelope_of
 from coppice.bench.figures import (
     Goodput,
     failures_of,
@@ -314,6 +315,33 @@ def test_the_plot_is_svg_with_a_line_per_way_to_speculate() -> None:
     assert 0 < second < first < height  # more tokens per second are further up
     texts = [text.text for text in root.findall(f"{NAME}text")]
     assert {"requests at once", "a < b", "5/8/32", "2", "8", "100"} <= set(texts)
+
+
+def test_the_plot_shows_auto_over_the_best_of_all_others() -> None:
+    speeds = {"off": [10.0, 80.0], "3/1/4": [25.0, 60.0], "auto": [24.0, 80.0]}
+    runs = [
+        {"batch": batch, "speculation": name, "decode_tokens_per_second": speed}
+        for name, line in speeds.items()
+        for batch, speed in zip([1, 16], line, strict=True)
+    ]
+    assert [(p.batch, p.name, p.share) for p in envelope_of(runs)] == [
+        (1, "3/1/4", 0.96),
+        (16, "off", 1.0),
+    ]
+    assert not list(envelope_of(runs[:4])), "nothing was measured with auto"
+    root = ElementTree.fromstring(plot_runs(runs))
+    texts = [text.text for text in root.findall(f"{NAME}text")]
+    assert {"auto / best", "0.96", "1.00"} <= set(texts)
+    area = root.find(f"{NAME}polygon")
+    assert area is not None
+    corners = [tuple(map(float, point.split(","))) for point in area.get("points", "").split()]
+    lines = [
+        [tuple(map(float, point.split(","))) for point in line.get("points", "").split()]
+        for line in root.findall(f"{NAME}polyline")
+    ]
+    assert corners[1:-1] == [lines[1][0], lines[0][1]]
+    height = float(root.get("height", "0"))
+    assert all(0 < y < height for line in lines for _, y in line)
 
 
 def test_the_plot_of_arrivals_shows_the_time_per_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def test_arrivals_that_fail_are_counted(address: str, server: FakeGeneration) ->
 
 def test_a_process_that_dies_ends_the_measurement(address: str) -> None:
     with ClientProcesses(address, 2) as clients, pytest.raises(InternalError, match="process"):
-        for process in clients._processes:
+        for process in multiprocessing.active_children():
             process.kill()
         clients.play([Send(at_s=0.0, request=b"")])
 

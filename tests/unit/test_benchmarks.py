@@ -12,7 +12,18 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import decode, draft, fidelity, forward, kernels, orchestrator, speculation, steps
+from benchmarks import (
+    decode,
+    draft,
+    fidelity,
+    forward,
+    kernels,
+    orchestrator,
+    pauses,
+    peer_channel,
+    speculation,
+    steps,
+)
 from benchmarks.rows import tree_of
 from benchmarks.speculation import decode_rate
 from benchmarks.steps import chart, gaps_us, summarize
@@ -49,6 +60,10 @@ KERNELS = [
             "--prompt-len 24",
             2,
         ),
+        pytest.param(
+            *(pauses, "--targets 1 --events nothing,target+killed --repeat 1", 2),
+            marks=pytest.mark.exhaustive,  # tests/e2e/test_faults.py proves the same
+        ),
     ],
 )
 def test_a_command_writes_its_result(
@@ -60,7 +75,8 @@ def test_a_command_writes_its_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = tmp_path / "result.json"
-    argv = [module.__file__ or "", *flags.split(), "--device", "cpu", "--output", str(output)]
+    flags_given = [flag.replace("+", " ") for flag in flags.split()]
+    argv = [module.__file__ or "", *flags_given, "--device", "cpu", "--output", str(output)]
     if module is steps:
         argv += ["--svg", str(tmp_path / "picture")]
     monkeypatch.setattr(sys, "argv", argv)
@@ -91,6 +107,21 @@ def test_the_orchestrator_alone_is_measured(
     assert (plain["mode"], peer["mode"]) == ("plain", "peer")
     assert plain["tokens_per_s"] > 30 and peer["tokens_per_s"] > 30
     assert "| " in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_messages_of_a_round_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every way; rows that are not those that were sent would raise."""
+    output = tmp_path / "result.json"
+    flags = "--requests 2 --rounds 30 --repeat 1 --width 64 --delay-ms 5"
+    argv = [peer_channel.__file__ or "", *flags.split(), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", argv)
+    peer_channel.main()
+    rows = {row["way"]: row for row in json.loads(output.read_text())["rows"]}
+    assert list(rows) == ["socket", "tcp", "proxy", "delay"]
+    assert rows["delay"]["p50_ms"] >= 10.0, "in each direction"
 
 
 def test_speed_counts_only_while_all_requests_decode() -> None:

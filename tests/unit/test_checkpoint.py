@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -295,6 +297,18 @@ def test_shard_with_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> Non
         load(directory)
 
 
+@pytest.mark.parametrize(
+    "index",
+    [[], {}, "x", {"weight_map": []}, {"weight_map": {"a": 3}}, {"weight_map": {"a": "../b"}}],
+    ids=str,
+)
+def test_index_that_is_none(tmp_path: Path, index: Any) -> None:
+    directory = checkpoints.write_llama(tmp_path, num_shards=2)
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map must be an object"):
+        load(directory)
+
+
 def test_absent_shard_is_named(tmp_path: Path) -> None:
     directory = checkpoints.write_llama(tmp_path, num_shards=3)
     (directory / "model-00002-of-00003.safetensors").unlink()
@@ -422,6 +436,18 @@ def test_a_cache_that_cannot_be_used_is_no_obstacle(tmp_path: Path, content: str
         (entry,) = (tmp_path / "cache").rglob("*.json")
         entry.write_text(content, encoding="latin-1")
     assert model_hash(directory, cache) == expected
+
+
+def test_a_digest_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    directory = checkpoints.write_llama(tmp_path / "model")
+    cache = HashCache(tmp_path / "cache", settle_s=0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        model_hash(directory, cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
 def test_the_cache_lies_in_the_users_cache_directory(

@@ -55,6 +55,9 @@ def up_config(*argv: str) -> StackConfig:
 # --- mistakes ---
 
 
+FRONT = ["serve", "orchestrator", "--targets=127.0.0.1:1"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -111,6 +114,23 @@ def test_unknown_arguments_are_refused(
         (["bench", "compare", "a"], "'compare a' is unexpected; expected options only, or"),
         (["bench", "--prompts", "/none"], "cannot read --prompts /none"),
         (["serve", "target", "--config", "/none.toml"], "cannot read the configuration file"),
+        (["serve", "target", "--host", "0.0.0.0"], "give --secret-file (or COPPICE_SECRET)"),
+        (["serve", "draft", "--host", "::"], "give --secret-file (or COPPICE_SECRET)"),
+        (["serve", "draft", "--secret-file", "/none"], "cannot read --secret-file /none"),
+        (["serve", "draft", "--tls-server-name", "a"], "means something with --tls-ca-file only"),
+        (["serve", "draft", "--tls-ca-file", "/none"], "/none holds no certificates (PEM)"),
+        (["serve", "draft", "--targets", "a:b"], "--targets holds 'a:b', expected HOST"),
+        ([*FRONT, "--host", "0.0.0.0"], "give --token-file with the tokens of clients"),
+        ([*FRONT, "--token-file", "/none"], "cannot read --token-file /none"),
+        ([*FRONT, "--tls-cert-file", "/none"], "--tls-cert-file needs --tls-key-file"),
+        (["up", "--port=0", "--host", "0.0.0.0"], "give --token-file with the tokens of clients"),
+        (["up", "--port=0", "--token-file", "/none"], "cannot read --token-file /none"),
+        (["up", "--port=0", "--secret-file", "/none"], "cannot read --secret-file /none"),
+        (["generate", "hi", "--token-file", "/none"], "cannot read --token-file /none"),
+        (["generate", "hi", "--tls-key-file", "a"], "with --tls or --tls-ca-file only"),
+        (["generate", "hi", "--tls", "--tls-cert-file", "a"], "needs both its file and that of"),
+        (["bench", "--tls-ca-file", "/none"], "/none holds no certificates (PEM)"),
+        (["health", "a:1", "--tls-server-name", "b"], "with --tls or --tls-ca-file only"),
     ],
 )
 def test_impossible_options_exit_with_2_and_the_fix(
@@ -149,7 +169,9 @@ def test_up_without_options_runs_the_bundled_models() -> None:
     assert (config.num_targets, config.num_drafts) == (1, 1)
     assert config.target == TargetConfig()
     assert config.draft == DraftConfig()
-    assert config.orchestrator == OrchestratorConfig(host="127.0.0.1", port=50051)
+    assert config.orchestrator == OrchestratorConfig(
+        host="127.0.0.1", port=50051, workers=config.orchestrator.workers
+    )
 
 
 def test_up_spreads_its_options_over_the_services() -> None:
@@ -158,6 +180,7 @@ def test_up_spreads_its_options_over_the_services() -> None:
         *("--num-steps", "3", "--topk", "2", "--num-draft-tokens", "6", "--page-size", "4"),
         *("--dtype", "float16", "--draft-dtype", "bfloat16", "--device", "cpu", "--port", "7"),
         *("--target-gpus", "0,1", "--draft-gpus", "1", "--num-targets", "2", "--num-drafts", "3"),
+        *("--workers", "6"),
     )
     assert config.target == TargetConfig(
         model="/t",
@@ -177,10 +200,26 @@ def test_up_spreads_its_options_over_the_services() -> None:
         warm_up_trees=f"3/2/6,{DraftConfig().warm_up_trees}",
     )
     shape = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
-    assert config.orchestrator == OrchestratorConfig(host="127.0.0.1", port=7, model="/t", **shape)
+    assert config.orchestrator == OrchestratorConfig(
+        host="127.0.0.1", port=7, model="/t", workers=6, **shape
+    )
     assert (config.target_gpus, config.draft_gpus) == (("0", "1"), ("1",))
     assert (config.log_level, up_config("--log-level", "debug").log_level) == ("info", "debug")
     assert (config.num_targets, config.num_drafts) == (2, 3)
+
+
+@pytest.mark.parametrize(("num_cores", "workers"), [(1, 1), (15, 1), (16, 2), (24, 3), (200, 4)])
+def test_up_starts_orchestrators_by_the_cores_of_the_machine(
+    num_cores: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a flag, or the orchestrator's table, says how many."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(num_cores)))
+    assert up_config().orchestrator.workers == workers
+    assert up_config("--workers", "1").orchestrator.workers == 1
+    path = tmp_path / "coppice.toml"
+    path.write_text("[orchestrator]\nworkers = 5\n")
+    assert up_config("--config", str(path)).orchestrator.workers == 5
+    assert up_config("--config", str(path), "--workers", "2").orchestrator.workers == 2
 
 
 def test_a_command_line_of_sglang_ports_as_it_is() -> None:

@@ -16,7 +16,7 @@ from shared.messages import (
     FinishReason,
     PathBatch,
     PathEntry,
-    RingRows,
+    PathRows,
     RingSpan,
     StageTime,
     TreeBatch,
@@ -30,7 +30,7 @@ from shared.messages.fields import Count, RequestId
 
 value = dataclass(frozen=True, slots=True, kw_only=True)
 SPAN = RingSpan(ring="coppice-features-" + "0" * 32, begin=5, num_bytes=8)
-ROWS = RingRows(shape=(1, 2), dtype="float32", data=SPAN)
+ROWS = PathRows(shape=(1, 2), dtype="float32", data=SPAN)
 TIMES = AnswerTimes(clock_id=1, begin_ns=2, stages=(StageTime(name="grow", end_ns=3),))
 # Of the messages that are converted by hand, values that set every field.
 BY_HAND = [
@@ -49,6 +49,7 @@ BY_HAND = [
     PathBatch(
         parts=(PathEntry("a", 1, 1, 1, 1, (7,), 1, 1),),
         shape=TreeShape(num_steps=1, topk=1, num_draft_tokens=2),
+        following=TreeShape(num_steps=2, topk=1, num_draft_tokens=3),
         rows=ROWS,
     ),
     FeatureChunk(request_id="a", target_epoch=1, start=1, shape=(1, 2), dtype="float32", data=SPAN),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import json
+import os
+import re
+import runpy
+import subprocess
 import tomllib
+from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,11 +20,13 @@ import pytest
 import yaml
 
 from coppice.cli.serve import ROLES as SERVE_ROLES
-from coppice.health import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape, parse_shapes
 from shared.config.loader import load_config
+from shared.errors import ConfigError
 from shared.peer.ring import RING_DIR
+from shared.rpc.gate import front_gate
+from shared.rpc.health_names import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
 from tests.compose_file import COMPOSE_FILE, ROLES, ROOT, load_compose, services_of
 
 HEALTH_SERVICES = {
@@ -59,17 +68,21 @@ def test_the_file_fits_the_compose_specification() -> None:
     ],
 )
 def test_a_profile_starts_one_of_each(profile: str, names: set[str]) -> None:
-    assert set(services_of(load_compose(), profile)) == names
+    document = load_compose()
+    assert set(services_of(document, profile)) == names
+    assert profile in document["services"]["secret"]["profiles"]
 
 
 @pytest.mark.parametrize("name", list(ROLES))
 def test_every_service_runs_supervised_and_checked(name: str) -> None:
     service, role = load_compose()["services"][name], ROLES[name]
-    assert service["command"] == ["coppice", "serve", role]
+    insecure = ["--insecure"] if role == "orchestrator" else []
+    assert service["command"] == ["coppice", "serve", role, *insecure]
     assert service["init"] is True
     assert service["restart"] == "unless-stopped"
     assert service["stop_grace_period"] == f"{GRACE_S}s"
-    port = service["environment"]["COPPICE_PORT"]
+    environment = service["environment"]
+    port = environment.get("COPPICE_HEALTH_PORT", environment["COPPICE_PORT"])
     assert service["healthcheck"]["test"] == [
         "CMD",
         *("coppice", "health", f"localhost:{port}", "--service", HEALTH_SERVICES[role]),
@@ -88,7 +101,7 @@ def test_the_environment_is_understood(name: str) -> None:
 def test_only_the_orchestrator_is_published() -> None:
     document = load_compose({"PORT": "7000"})
     ports = {name: s["ports"] for name, s in document["services"].items() if "ports" in s}
-    assert ports == {"orchestrator": ["7000:50051"]}
+    assert ports == {"orchestrator": ["127.0.0.1:7000:50051"]}
     workers = [document["services"][name] for name, role in ROLES.items() if role != "orchestrator"]
     assert all(list(worker["networks"]) == ["workers"] for worker in workers)
     assert document["networks"]["workers"] == {"internal": True}
@@ -96,9 +109,65 @@ def test_only_the_orchestrator_is_published() -> None:
 
 def test_the_orchestrator_starts_after_healthy_workers() -> None:
     orchestrator = load_compose()["services"]["orchestrator"]
-    assert set(orchestrator["depends_on"]) == set(ROLES) - {"orchestrator"}
-    for condition in orchestrator["depends_on"].values():
+    awaited = dict(orchestrator["depends_on"])
+    del awaited["secret"]
+    assert set(awaited) == set(ROLES) - {"orchestrator"}
+    for condition in awaited.values():
         assert condition == {"condition": "service_healthy", "required": False}
+
+
+@pytest.mark.parametrize("name", [*ROLES, "secret"])
+def test_every_container_can_do_little(name: str) -> None:
+    service = load_compose()["services"][name]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["read_only"] is True
+    assert service["pids_limit"] > 0 and service["mem_limit"] == "64g"
+    assert load_compose({"MEM_LIMIT": "8g"})["services"][name]["mem_limit"] == "8g"
+    folders = dict(mount.split(":") for mount in service["tmpfs"])
+    assert set(folders) == {"/tmp", "/home/coppice"}
+    assert "exec" in folders["/home/coppice"].split(","), "Triton loads what it has compiled"
+
+
+@pytest.mark.parametrize("name", list(ROLES))
+def test_every_service_has_the_secret_and_waits_for_it(name: str) -> None:
+    document = load_compose()
+    service, maker = document["services"][name], document["services"]["secret"]
+    path = maker["environment"]["COPPICE_SECRET_FILE"]
+    assert config_of(service, ROLES[name]).secret_file == path
+    folder = path.rpartition("/")[0]
+    assert f"secret:{folder}:ro" in service["volumes"] and f"secret:{folder}" in maker["volumes"]
+    assert service["depends_on"]["secret"] == {"condition": "service_completed_successfully"}
+    assert f"--mode=0700 {folder}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_a_secret_is_made_up_once(tmp_path: Path) -> None:
+    """By the very command of the file."""
+    maker = load_compose()["services"]["secret"]
+    assert maker["restart"] == "no" and maker["network_mode"] == "none"
+    path = tmp_path / "secret"
+    environ = {**os.environ, "COPPICE_SECRET_FILE": str(path)}
+    made = []
+    for _ in range(2):
+        subprocess.run(maker["command"], env=environ, check=True)
+        made.append(path.read_text())
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert re.fullmatch("[0-9a-f]{64}", made[0]) and made[0] == made[1]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_beyond_this_host_clients_must_say_who_they_are() -> None:
+    """Else the orchestrator does not start."""
+    environ = {"PUBLISH_HOST": "0.0.0.0", "PORT": "443"}
+    environ |= {"TOKEN_FILE": "/access/tokens", "TLS_CERT_FILE": "/access/chain.pem"}
+    service = load_compose(environ)["services"]["orchestrator"]
+    assert service["ports"] == ["0.0.0.0:443:50051"]
+    assert service["command"][-1] == "--no-insecure"
+    assert "./access:/access:ro" in service["volumes"]
+    config = config_of(service, "orchestrator")
+    assert (config.token_file, config.tls_cert_file) == ("/access/tokens", "/access/chain.pem")
+    with pytest.raises(ConfigError, match="--token-file"):
+        front_gate(replace(config, token_file=""))
 
 
 @pytest.mark.parametrize("profile", ["gpu", "cpu"])
@@ -140,9 +209,15 @@ def test_cpu_workers_ask_for_no_gpu(name: str) -> None:
 
 def test_workers_share_their_shared_memory_and_nobody_else_has_it() -> None:
     document = load_compose()
+    shared_memory = {
+        "type": "volume",
+        "source": "shared_memory",
+        "target": str(RING_DIR),
+        "volume": {"nocopy": True},  # else its mode is that of the image's folder
+    }
     for name, role in ROLES.items():
-        is_mounted = f"shared_memory:{RING_DIR}" in document["services"][name]["volumes"]
-        assert is_mounted == (role != "orchestrator")
+        mounted = [v for v in document["services"][name]["volumes"] if isinstance(v, dict)]
+        assert mounted == ([shared_memory] if role != "orchestrator" else [])
     options = document["volumes"]["shared_memory"]["driver_opts"]
     assert options["type"] == options["device"] == "tmpfs"
     size, mode, *rest = options["o"].split(",")
@@ -184,6 +259,21 @@ def test_a_draft_gets_ready_for_the_trees_that_are_ordered(
     draft = config_of(load_compose(shape)["services"][name], "draft")
     expected = [*map(parse_shape, own), *parse_shapes(DraftConfig().warm_up_trees)]
     assert parse_shapes(draft.warm_up_trees) == expected
+
+
+def test_the_trial_in_containers_changes_only_what_it_says() -> None:
+    """scripts/compose_containers.py must go on understanding the file."""
+    script = runpy.run_path(str(ROOT / "scripts" / "compose_containers.py"))
+    document = yaml.safe_load(COMPOSE_FILE.read_text())
+    adapted = script["adapted"](copy.deepcopy(document))
+    assert set(adapted["services"]) == {"secret", *services_of(load_compose(), "cpu")}
+    for name, service in adapted["services"].items():
+        original = document["services"][name]
+        changed = {key for key in original if service.get(key) != original[key]}
+        assert changed <= {"build", "depends_on", "profiles", "healthcheck", "tmpfs", "volumes"}
+        assert service.get("healthcheck", {}).items() <= original.get("healthcheck", {}).items()
+        assert len(service["tmpfs"]) == len(original["tmpfs"])
+        assert len(service.get("volumes", [])) == len(original.get("volumes", []))
 
 
 def test_what_the_image_copies_is_there_and_not_ignored() -> None:

@@ -1,13 +1,16 @@
-"""Files and functions that documents name exist; the words of module names are explained."""
+"""What documents name exists, and their commands are understood; module names are explained."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from coppice.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("coppice", "orchestrator", "draft_service", "target_service", "shared")
@@ -18,17 +21,18 @@ DOCUMENTS = sorted(
 # Words of module names that mean what they mean elsewhere.
 PLAIN_WORDS = frozenset(
     """
-    allocator answers bench check checkpoint children client compile config costs decoder demo
-    embedding endpoints errors factory failures field files filters generate generation graphs
-    growth health head input interceptors kernels launch linear lines llama loader loading log main
-    math memory messages models names nodes norm options output packing params penalties phases plot
-    process progress render request runner sampler sampling scheduler select serve server service
-    shape shared sizing stack startup state status stop store test times timer tokenizer up
-    validation vector walk warm watch worker
+    access allocator allowed answers auth bench check checkpoint children client compile config
+    costs decoder demo embedding endpoints errors factory failures field files filters generate
+    generation graphs growth head health input interceptors kernels launch linear lines llama loader
+    loading log main math memory messages models names nodes norm option options output packing
+    params penalties phases plot process progress render request runner sampler sampling scheduler
+    select serve server service shape shared sizing stack startup state status stop store test timer
+    times tokenizer up validation vector walk warm watch watched worker
     """.split()
 )
 _REFERENCE = re.compile(r"`([\w./*-]+\.(?:py|md|proto|sh|yml|toml|json))(?::([\w.]+))?`")
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_COMMAND = re.compile(r"^(?:\w+\$ +)?(coppice [a-z].*)", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -85,6 +89,16 @@ def test_links_of_a_document_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in _LINK.findall(_FENCED.sub("", path.read_text())):
         assert (path.parent / target).exists(), f"{document} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_of_a_document_are_understood(document: str) -> None:
+    """Those in blocks of code: their options exist and take such values."""
+    blocks = "".join(_FENCED.findall((ROOT / document).read_text())).replace("\\\n", " ")
+    for command in _COMMAND.findall(blocks):
+        _, *arguments = shlex.split(command, comments=True)
+        _, unknown = build_parser().parse_known_args(arguments)
+        assert not unknown, f"{document}: {command}"
 
 
 def test_architecture_is_short_enough_to_be_read() -> None:

@@ -173,10 +173,10 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     for cache in (*pool.k, *pool.v):
         cache[~committed] = torch.nan
     before = [cache.clone() for cache in (*pool.k, *pool.v)]
-    hidden = runner._last_hidden.clone()
+    hidden = runner.last_hidden.clone()
     trees = grown(engine, growing)
     assert [len(tree.token_ids) for tree in trees] == [s.num_draft_tokens for s in shapes]
-    assert torch.equal(runner._last_hidden, hidden)
+    assert torch.equal(runner.last_hidden, hidden)
     for cache, old in zip((*pool.k, *pool.v), before, strict=True):
         assert torch.equal(cache[keeps].view(torch.int32), old[keeps].view(torch.int32))
         written = ~keeps
@@ -206,7 +206,7 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         runner.extend(works, UNTIMED)
         caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
         assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
-        hiddens.append(runner._last_hidden[:4].clone())
+        hiddens.append(runner.last_hidden[:4].clone())
     for alone, *padded in zip(*caches, strict=True):
         assert all(torch.equal(alone, cache) for cache in padded)
     assert all(torch.equal(hiddens[0], hidden) for hidden in hiddens[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,22 +20,14 @@ from tests.device_pair import (
     Make,
     PoisonedDevicePair,
     check,
-    device_engines,
     num_rounds,
     requests_of,
 )
-from tests.engines import SHAPES, Models, fresh, plain_of, random_tokens
+from tests.engines import SHAPES, fresh, plain_of, random_tokens
 from tests.local_pair import LocalRequest
 from tests.marks import first_fast
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def make(models: Models) -> Iterator[Make]:
-    """Return what makes a target with a mailbox and a draft."""
-    with device_engines(models) as make:
-        yield make
 
 
 def launched_together(draft: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> list[set[TreeShape]]:
@@ -217,3 +208,66 @@ def test_neighbours_of_all_kinds_that_come_and_go_in_every_round_change_nothing(
     pair.finish()
     check([*streams, *[one for one, _ in came]], [*expected, *[one for _, one in came]])
     assert len(came) > 8 and pair.num_overlapped > of_streams // 2
+
+
+@pytest.mark.parametrize("kind", first_fast(["eagle", "standalone"]))
+def test_every_step_has_a_round_of_every_request(make: Make, kind: str) -> None:
+    """A step is launched while the one before is in flight, for whose paths nobody waits."""
+    target, draft, _ = make(kind)
+    target.scheduler.overlaps_steps = True
+    requests = [replace(request, max_new_tokens=70) for request in requests_of(3, 0)]
+    expected = plain_of(target, requests)
+    pair = PoisonedDevicePair(target, draft)
+    for request in requests:
+        pair.open(request)
+    for _ in range(200):
+        before = pair.num_device_trees
+        pair.step()
+        if pair.num_device_trees == before + 3:
+            break
+    num_steps = target.load.num_steps
+    for count in range(1, 6):
+        pair.step()
+        assert target.pipeline.in_flight is not None
+        assert target.load.num_steps == num_steps + count
+        assert pair.num_device_trees == before + 3 + 3 * count
+    assert not any(request.finish_reason for request in requests)
+    pair.finish()
+    check(requests, expected)
+
+
+def test_a_request_that_has_ended_does_not_end_the_wait_for_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last path stays in the mailbox until its draft is closed."""
+    target, draft, _ = make("eagle")
+    requests = [
+        LocalRequest(prompt=[3, 1, 4 + i], max_new_tokens=count, shape=BUSHY)
+        for i, count in enumerate((24, 120))
+    ]
+    pair = DevicePair(target, draft)
+    launches: list[set[str]] = []
+    overlap = pair.draft_device.overlap
+    launch = overlap.launch
+
+    def note(ahead: Any, *rest: Any) -> None:
+        launches.append({request.open.request_id for request in ahead})
+        launch(ahead, *rest)
+
+    monkeypatch.setattr(overlap, "launch", note)
+    for request in requests:
+        pair.open(request)
+    ended, stays = requests
+    to_close: list[LocalRequest] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(pair, "close_draft", to_close.append)
+        while not to_close:
+            pair.step()
+        del launches[:]
+        for _ in range(6):
+            pair.step()
+        assert len(draft.requests) == 2 and not stays.finish_reason
+    assert len(launches) > 4 and launches == [{stays.request_id}] * len(launches)
+    pair.close_draft(ended)
+    pair.finish()
+    check(requests, plain_of(target, requests))

@@ -27,7 +27,6 @@ from tests.device_pair import (
     Make,
     PoisonedDevicePair,
     check,
-    device_engines,
     num_rounds,
     requests_of,
 )
@@ -43,13 +42,6 @@ DEEPEST = TreeShape(num_steps=7, topk=4, num_draft_tokens=24)
 TOO_DEEP = TreeShape(num_steps=8, topk=2, num_draft_tokens=16)
 
 
-@pytest.fixture
-def make(models: Models) -> Iterator[Make]:
-    """Return what makes a target with a mailbox and a draft."""
-    with device_engines(models) as make:
-        yield make
-
-
 # --- words ---------------------------------------------------------------------------------------
 
 Nodes = dict[int, tuple[int, int]]
@@ -58,21 +50,21 @@ Nodes = dict[int, tuple[int, int]]
 
 def words_of(trees: MailboxTrees) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield of each tree its words, [63], and its round_tag."""
-    for slot, seq in zip(trees.slot.tolist(), trees.round_tag.tolist(), strict=True):
-        yield trees.words[slot, 1:], seq
+    for slot, tag in zip(trees.slot.tolist(), trees.round_tag.tolist(), strict=True):
+        yield trees.words[slot, 1:], tag
 
 
-def word(seq: int, small: int, token_id: int) -> int:
-    return seq << 40 | small << 32 | token_id
+def word(tag: int, small: int, token_id: int) -> int:
+    return tag << 40 | small << 32 | token_id
 
 
-def nodes_in(words: torch.Tensor, seq: int) -> Nodes:
+def nodes_in(words: torch.Tensor, tag: int) -> Nodes:
     """Return the nodes that words hold of a round."""
     found = enumerate(words.tolist(), start=1)
     return {
         node: (number & 0xFFFFFFFF, number >> 32 & 0xFF)
         for node, number in found
-        if number >> 40 == seq and number >> 32 & 0xFF != 255
+        if number >> 40 == tag and number >> 32 & 0xFF != 255
     }
 
 
@@ -83,8 +75,8 @@ def graft_mailbox(
 
     def edit(trees: MailboxTrees) -> None:
         by_slot = {held.req_idx: held for held in pair.target.requests.values()}
-        for slot, (words, seq) in zip(trees.slot.tolist(), words_of(trees), strict=True):
-            held, nodes = by_slot[slot], nodes_in(words, seq)
+        for slot, (words, tag) in zip(trees.slot.tolist(), words_of(trees), strict=True):
+            held, nodes = by_slot[slot], nodes_in(words, tag)
             plain = expected[list(pair.requests).index(held.request_id)]
             tokens = [held.tokens[-1], *[token for token, _ in nodes.values()]]
             parents = [-1, *[parent for _, parent in nodes.values()]]
@@ -92,7 +84,7 @@ def graft_mailbox(
             rest = plain.output[held.num_output_tokens :]
             grafted = graft(tree, rest, rng, doubt=doubt).token_ids
             for node in nodes:
-                words[node - 1] = word(seq, nodes[node][1], grafted[node])
+                words[node - 1] = word(tag, nodes[node][1], grafted[node])
 
     pair.edit_trees = edit
 
@@ -243,65 +235,65 @@ def test_device_rounds_go_on_beside_a_request_without_them(
 EditWords = Callable[[torch.Tensor, int, random.Random], None]
 
 
-def noise(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def noise(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     for i in range(len(words)):
         words[i] = rng.getrandbits(64) - (1 << 63)
 
 
-def noise_of_the_round(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def noise_of_the_round(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     for i in range(len(words)):
-        words[i] = word(seq, rng.getrandbits(8), rng.getrandbits(32))
+        words[i] = word(tag, rng.getrandbits(8), rng.getrandbits(32))
 
 
-def any_tree(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def any_tree(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     for i in range(len(words)):
-        words[i] = word(seq, rng.randrange(i + 1), rng.randrange(VOCAB_SIZE))
+        words[i] = word(tag, rng.randrange(i + 1), rng.randrange(VOCAB_SIZE))
 
 
-def tokens_past_the_vocabulary(words: torch.Tensor, seq: int, rng: random.Random) -> None:
-    for node, (_, parent) in nodes_in(words, seq).items():
+def tokens_past_the_vocabulary(words: torch.Tensor, tag: int, rng: random.Random) -> None:
+    for node, (_, parent) in nodes_in(words, tag).items():
         if rng.random() < 0.5:
-            words[node - 1] = word(seq, parent, rng.choice([VOCAB_SIZE, 1 << 31, (1 << 32) - 1]))
+            words[node - 1] = word(tag, parent, rng.choice([VOCAB_SIZE, 1 << 31, (1 << 32) - 1]))
 
 
-def parents_out_of_order(words: torch.Tensor, seq: int, rng: random.Random) -> None:
-    for node, (token_id, _) in nodes_in(words, seq).items():
-        words[node - 1] = word(seq, rng.choice([node, node + 1, 63, 64, 254]), token_id)
+def parents_out_of_order(words: torch.Tensor, tag: int, rng: random.Random) -> None:
+    for node, (token_id, _) in nodes_in(words, tag).items():
+        words[node - 1] = word(tag, rng.choice([node, node + 1, 63, 64, 254]), token_id)
 
 
-def siblings_alike(words: torch.Tensor, seq: int, rng: random.Random) -> None:
-    for node, (_, parent) in nodes_in(words, seq).items():
-        words[node - 1] = word(seq, parent, 7)
+def siblings_alike(words: torch.Tensor, tag: int, rng: random.Random) -> None:
+    for node, (_, parent) in nodes_in(words, tag).items():
+        words[node - 1] = word(tag, parent, 7)
 
 
-def a_chain_that_is_too_long(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def a_chain_that_is_too_long(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     for i in range(len(words)):
-        words[i] = word(seq, i, rng.randrange(VOCAB_SIZE))
+        words[i] = word(tag, i, rng.randrange(VOCAB_SIZE))
 
 
-def nothing(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def nothing(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     words.zero_()
 
 
-def some_missing(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def some_missing(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     for i in range(len(words)):
         if rng.random() < 0.4:
             words[i] = 0
 
 
-def no_nodes(words: torch.Tensor, seq: int, rng: random.Random) -> None:
-    words.fill_(word(seq, 255, 0))
+def no_nodes(words: torch.Tensor, tag: int, rng: random.Random) -> None:
+    words.fill_(word(tag, 255, 0))
 
 
-def stale(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def stale(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     words -= 1 << 40
 
 
-def stale_in_part(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def stale_in_part(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     words[::2] -= 1 << 40
 
 
-def sign_bit(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def sign_bit(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     """A number in bits that no word has: it is not the round's."""
     words |= -(1 << 63)
 
@@ -322,9 +314,9 @@ def test_wrong_trees_in_the_mailbox_cost_no_token(make: Make, spoil: EditWords) 
     expected = plain_of(target, requests)
 
     def edit(trees: MailboxTrees) -> None:
-        for words, seq in words_of(trees):
+        for words, tag in words_of(trees):
             before = words.clone()
-            spoil(words, seq, rng)
+            spoil(words, tag, rng)
             num_spoiled[0] += not torch.equal(before, words)
 
     num_spoiled = [0]
@@ -415,37 +407,37 @@ def test_a_draft_that_was_late_once_in_a_while_is_waited_for_again(make: Make) -
 EditPath = Callable[[torch.Tensor, int, random.Random], None]
 
 
-def no_change(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def no_change(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     pass
 
 
-def another_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def another_path(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     length = rng.randint(1, 4)
     tokens = [VOCAB_SIZE - 1 - rng.randrange(3) for _ in range(length)]
     words.copy_(
-        torch.tensor([word(seq, length, token) for token in (tokens + [0] * 8)[: len(words)]])
+        torch.tensor([word(tag, length, token) for token in (tokens + [0] * 8)[: len(words)]])
     )
 
 
-def now_and_then_another_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def now_and_then_another_path(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     if rng.random() < 0.5:
-        another_path(words, seq, rng)
+        another_path(words, tag, rng)
 
 
-def a_long_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
-    words.copy_(torch.tensor([word(seq, rng.choice([9, 64, 255]), 1)] * len(words)))
+def a_long_path(words: torch.Tensor, tag: int, rng: random.Random) -> None:
+    words.copy_(torch.tensor([word(tag, rng.choice([9, 64, 255]), 1)] * len(words)))
 
 
-def an_empty_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
-    words.fill_(word(seq, 0, 0))
+def an_empty_path(words: torch.Tensor, tag: int, rng: random.Random) -> None:
+    words.fill_(word(tag, 0, 0))
 
 
-def a_shorter_path(words: torch.Tensor, seq: int, rng: random.Random) -> None:
+def a_shorter_path(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     """Or one token more: what its first word says."""
     length = int(words[0]) >> 32 & 0xFF
     tokens = [number & 0xFFFFFFFF for number in words.tolist()]
     length = length - 1 or 2
-    words.copy_(torch.tensor([word(seq, length, token) for token in tokens]))
+    words.copy_(torch.tensor([word(tag, length, token) for token in tokens]))
 
 
 WRONG_PATHS: list[EditPath] = [
@@ -458,8 +450,8 @@ def spoiled(spoil: EditPath) -> EditPaths:
     rng = random.Random(1)
 
     def edit(paths: MailboxPaths) -> None:
-        for slot, seq in zip(paths.slot[0].tolist(), paths.round_tag.tolist(), strict=True):
-            spoil(paths.mailboxes[0].paths[slot], seq, rng)
+        for slot, tag in zip(paths.slot[0].tolist(), paths.round_tag.tolist(), strict=True):
+            spoil(paths.mailboxes[0].paths[slot], tag, rng)
 
     return edit
 
@@ -524,14 +516,14 @@ def test_wrong_feature_rows_in_the_mailbox_cost_no_token(make: Make, value: floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("slot", "seq"),
+    ("slot", "tag"),
     [
         (10_000, None), ((1 << 31) - 1, None), (-1, None), (-(1 << 31), None), (None, 0),
         (None, 1), (None, -1), (None, 1 << 23), (None, (1 << 31) - 1), (1, 7), (0, (1 << 23) - 1),
     ],
 )  # fmt: skip
 def test_an_order_for_another_place_costs_no_token(
-    make: Make, slot: int | None, seq: int | None
+    make: Make, slot: int | None, tag: int | None
 ) -> None:
     target, draft, mailbox = make("eagle")
     requests = requests_of(2, 0)
@@ -545,14 +537,14 @@ def test_an_order_for_another_place_costs_no_token(
             parts = tuple(
                 part._replace(
                     mailbox_slot=part.mailbox_slot if slot is None else slot,
-                    round_tag=part.round_tag if seq is None else seq,
+                    round_tag=part.round_tag if tag is None else tag,
                 )
                 for part in message.parts
             )
             message = replace(message, parts=parts)
             num_orders += len(parts)
         tell(channel, message)
-        if seq is not None and not is_tag(seq):
+        if tag is not None and not is_tag(tag):
             assert not any(request.device_tree for request in draft.requests.values())
 
     pair.tell_draft = tell_draft  # type: ignore[method-assign]

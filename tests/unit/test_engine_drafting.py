@@ -24,6 +24,7 @@ from tests.engines import (
     run_plain,
 )
 from tests.local_pair import LocalRequest
+from tests.marks import first_fast
 from tests.reference.causal_lm import ReferenceLM
 from tests.reference.drafts import (
     ReferenceDraft,
@@ -84,7 +85,7 @@ def serve(
     """Serve the requests with everything poisoned; heads that never agree are helped."""
     target = make_target(pairing, page_size=4, prefill_chunk_len=11)
     plain = run_plain(target, requests)
-    draft = make_draft(pairing, page_size=2, **draft_options)
+    draft = make_draft(pairing, **{"page_size": 2, **draft_options})
     pair = PoisonedPair(target, draft)
     rng = random.Random(0)
 
@@ -97,11 +98,11 @@ def serve(
     pair.run(requests)
 
 
-KINDS_ONE_FAST = ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
-
-
-@pytest.mark.parametrize("kind", KINDS_ONE_FAST)
-def test_trees_equal_the_reference(models: Models, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "page_size"),
+    first_fast([*((kind, 2) for kind in KINDS), *((kind, 16) for kind in KINDS)], num_fast=4),
+)
+def test_trees_equal_the_reference(models: Models, kind: str, page_size: int) -> None:
     pairing = models.pairing(kind)
     rng = random.Random(5)
     requests = [
@@ -114,7 +115,9 @@ def test_trees_equal_the_reference(models: Models, kind: str) -> None:
         for i, shape in enumerate(SHAPES)
         for temperature in (0.0, 0.7)
     ]
-    serve(models, pairing, requests)
+    serve(models, pairing, requests, page_size=page_size)
+    longest = max(path.num_accepted_drafts for request in requests for path in request.paths)
+    assert longest >= 2, "no round extended several rows"
     target = ReferenceLM(pairing.target)
     draft = reference_of(pairing, target)
     num_compared = num_trees = 0
@@ -132,6 +135,7 @@ def test_trees_equal_the_reference(models: Models, kind: str) -> None:
     "kind",
     [
         "eagle3-defaults", "eagle3-odd", "eagle-2-layers", "eagle-no-bias", "eagle3-own-width",
+        "eagle3-full-vocabulary",
     ],
 )  # fmt: skip
 def test_variants_of_heads_equal_the_reference(models: Models, kind: str) -> None:
@@ -148,6 +152,9 @@ def test_variants_of_heads_equal_the_reference(models: Models, kind: str) -> Non
         ),
         "eagle3-own-width": lambda d: checkpoints.write_eagle3(
             d, deep, layer_ids=(7, 7), hidden_size=64, has_embedding=True
+        ),
+        "eagle3-full-vocabulary": lambda d: checkpoints.write_eagle3(
+            d, deep, draft_vocab_size=None
         ),
         "eagle-2-layers": lambda d: checkpoints.write_eagle(d, deep, num_layers=2),
         "eagle-no-bias": lambda d: checkpoints.write_eagle(d, deep, has_fc_bias=False),

@@ -98,14 +98,14 @@ def test_an_overflow_without_a_broken_tensor_is_told_apart(tmp_path: Path) -> No
         info_of(directory)
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "-1e-5", '"1e-5"', "true"])
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "-1e-5", "0", '"1e-5"', "true"])
 def test_an_impossible_epsilon_is_refused_by_name(tmp_path: Path, text: str) -> None:
     directory = checkpoints.write_llama(tmp_path)
     path = directory / "config.json"
     fields = json.loads(path.read_text())
     fields["rms_norm_eps"] = json.loads(text)
     path.write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match="rms_norm_eps must be a finite number >= 0"):
+    with pytest.raises(CheckpointError, match="rms_norm_eps must be a finite number > 0"):
         info_of(directory)
 
 

@@ -50,9 +50,6 @@ class Scripted(BareEngine):
         if message == "go":
             self._steps = self._todo
 
-    def launch_deferred(self) -> list[Any]:
-        return []
-
     def step(self) -> list[Any]:
         self._clock.now += self._step_s
         return self._steps.pop(0)
@@ -139,8 +136,10 @@ def test_steps_without_an_answer_are_not_reported_one_by_one(
     assert [report.has_work for report in reports] == [True, True, False]
 
 
-class Eager(Scripted):
-    """Takes note of what comes when."""
+class Attached(Scripted):
+    """A draft says something in every step, and its front something that follows from it."""
+
+    said: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -149,43 +148,6 @@ class Eager(Scripted):
     def submit(self, message: Any) -> None:
         self.seen.append(message)
         super().submit(message)
-
-    def launch_deferred(self) -> list[Any]:
-        self.seen.append("launch early")
-        return ["early"]
-
-
-def test_what_is_launched_early_comes_after_new_messages_and_before_the_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(engine_main.time, "monotonic", clock.monotonic)
-    engine = Eager(clock, [["a"]])
-    pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
-    receive, send = pipe.receive, pipe.send
-    answered: list[Any] = []
-
-    def receive_more() -> list[list[Any]]:
-        is_between = engine.seen[-1:] == ["go"]
-        return [["new"]] if is_between else receive()
-
-    def note_and_send(message: Any) -> None:
-        engine.seen.append("report")
-        answered.extend(message.outputs)
-        send(message)
-
-    monkeypatch.setattr(pipe, "receive", receive_more)
-    monkeypatch.setattr(pipe, "send", note_and_send)
-    with pytest.raises(EOFError):
-        run_engine(engine, pipe)  # type: ignore[arg-type]
-    assert engine.seen[1:5] == ["go", "new", "launch early", "report"]
-    assert answered == ["a", "early"]
-
-
-class Attached(Eager):
-    """A draft says something in every step, and its front something that follows from it."""
-
-    said: tuple[str, ...] = ()
 
     @property
     def channels(self) -> Any:
@@ -208,18 +170,14 @@ class Attached(Eager):
         return super().step()
 
 
-def test_what_a_channel_says_comes_before_what_follows_from_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_channel_says_comes_before_what_follows_from_it() -> None:
     """A target forgets leave to order trees of a draft that it has not heard of."""
     clock = Clock()
     engine = Attached(clock, [["a"]])
-    pipe = ScriptedPipe(clock, [["go"]], [], poll_s=0.0)
-    receive = pipe.receive
-    monkeypatch.setattr(pipe, "receive", lambda: [["credit"]] if engine.said else receive())
+    pipe = ScriptedPipe(clock, [["go"], ["credit"]], [], poll_s=0.0)
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
-    assert engine.seen[:4] == ["go", "open", "credit", "launch early"]
+    assert engine.seen == ["go", "open", "credit"]
 
 
 class Unchanging(Scripted):

@@ -34,6 +34,7 @@ from shared.messages import (
     VerifyRound,
 )
 from shared.peer.channel import PeerChannel, connect
+from shared.rpc.protocol import PROTOCOL_VERSION
 from target_service.engine import TargetEngine
 from target_service.peer_rounds import ASK_ROUNDS
 from target_service.scheduler import StepPlan
@@ -716,6 +717,37 @@ def test_a_draft_that_was_asleep_takes_nothing_from_a_newer_one(make: Make) -> N
     assert request.output == plain_of(target, [request])[0].output
     assert peer_rounds(pair, request) == len(request.paths) - 2
     check_rows(pair)
+
+
+def test_a_draft_of_another_protocol_is_refused_by_name(make: Make) -> None:
+    """Over its own channel, so that it drops the request; the draft that is attached stays."""
+    target, draft = make("eagle")
+    pair = PeerPair(target, draft)
+    request = opened(pair)
+    (held,) = target.requests.values()
+    before = held.draft
+    other = connect(target.info.peer_socket)
+    other.put(
+        PeerAttach(
+            request_id=request.request_id,
+            target_epoch=1,
+            draft_epoch=request.draft_epoch + 1,
+            protocol_version=PROTOCOL_VERSION + 2,
+        )
+    )
+    other.flush()
+    for _ in range(2):
+        for channel, message in target.channels.receive():
+            target.submit_peer(channel, message)
+    assert held.draft is before is not None
+    target.channels.flush()
+    (failure,) = other.receive()
+    assert failure.reason == "PROTOCOL_MISMATCH"
+    assert f"protocol version {PROTOCOL_VERSION + 2}" in failure.message
+    assert failure.draft_epoch == request.draft_epoch + 1
+    other.close()
+    pair.finish()
+    assert request.output == plain_of(target, [request])[0].output
 
 
 # --- features ------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def test_retracted_requests_go_on_exactly(models: Models, kind: str, page_size: 
     pair = PoisonedPair(target, make_draft(pairing))
     pair.run(requests)
     assert pair.num_retracted >= 2, "the pool was large enough for everyone"
+    assert target.counts["coppice_retractions_total"] == pair.num_retracted
     for got, want in zip(requests, plain, strict=True):
         assert got.output == want.output
         assert got.finish_reason == want.finish_reason

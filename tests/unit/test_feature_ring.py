@@ -211,6 +211,18 @@ def start_writer(directory: Path) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
+def test_a_ring_that_is_gone_is_told_of_once(
+    ring: FeatureRing, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each round of each request asks for it."""
+    span = ring.write(np.zeros((1, 64), np.uint8))
+    assert span is not None
+    ring.close()
+    reader = RingReader(folder)
+    assert [reader.read(span) for _ in range(3)] == [None] * 3
+    assert caplog.text.count("cannot be read") == 1
+
+
 def test_a_writer_that_ends_takes_it_along_and_a_killed_ones_is_swept(folder: Path) -> None:
     ended, name = start_writer(folder)
     assert (folder / name).exists()

@@ -121,7 +121,8 @@ def test_acknowledging_drops_whole_blocks_below_the_position(position: int) -> N
         log.append(start, rows_at(start, stop - start))
     log.acknowledge(position)
     assert log.start == max(edge for edge in (0, 3, 5, 6, 10) if edge <= position)
-    assert sum(map(len, log._blocks)) == 10 - log.start
+    log.subscribe(log.start)
+    assert sum(len(rows) for _, rows in log.take_unsent()) == 10 - log.start
 
 
 def open_request(target: TargetEngine, *, prompt_len: int = 60) -> tuple[LocalPair, LocalRequest]:

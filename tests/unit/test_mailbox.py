@@ -387,23 +387,23 @@ def test_a_gpu_reads_and_writes_it(folder: Path, monkeypatch: pytest.MonkeyPatch
     torch.ones(1, device=GPU)  # the error is over
 
 
-# --- seqs ----------------------------------------------------------------------------------------
+# --- tags ----------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, NUM_TAGS - 1), st.integers(0, 1 << 24))
-def test_the_seq_of_a_round_leads_to_that_of_the_next(base: int, round_idx: int) -> None:
-    seq = tag_of(base, round_idx)
-    assert is_tag(seq) and 0 < seq < 1 << 23
-    assert next_tag(seq) == tag_of(base, round_idx + 1)
+def test_the_tag_of_a_round_leads_to_that_of_the_next(base: int, round_idx: int) -> None:
+    tag = tag_of(base, round_idx)
+    assert is_tag(tag) and 0 < tag < 1 << 23
+    assert next_tag(tag) == tag_of(base, round_idx + 1)
 
 
 @given(st.integers(0, (1 << 23) - 1), st.integers(0, 1 << 24))
-def test_seqs_of_rounds_next_to_each_other_differ_in_parity(base: int, round_idx: int) -> None:
+def test_tags_of_rounds_next_to_each_other_differ_in_parity(base: int, round_idx: int) -> None:
     """So a round's rows never take the place of those of the round before."""
     assert (tag_of(base, round_idx) + tag_of(base, round_idx + 1)) % 2 == 1
 
 
-def test_seqs_go_round_without_0_and_without_a_pause_in_parity() -> None:
+def test_tags_go_round_without_0_and_without_a_pause_in_parity() -> None:
     turn = (1 << 23) - 2
     assert [tag_of(turn - 2, round_idx) for round_idx in range(4)] == [turn, turn + 1, 2, 3]
     assert tag_of(5, turn) == tag_of(5, 0)

@@ -160,6 +160,12 @@ UNSUPPORTED = [
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
     ({"eos_token_id": "x"}, "eos_token_id"),
+    ({"eos_token_id": [3, True]}, "eos_token_id"),
+    ({"eos_token_id": 1 << 20}, "eos_token_id"),
+    ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+    ({"max_position_embeddings": 1e12}, "max_position_embeddings"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps"),
+    ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
@@ -204,6 +210,19 @@ def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
     assert read(directory).eos_token_ids == (EOS_ID,)
     edit_checkpoint(directory, config=lambda c: c.update({"eos_token_id": None}))
     assert read(directory).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("eos", [-1, "vocab_size", [3, "vocab_size"]])
+def test_an_end_of_text_outside_the_vocabulary_is_refused(tmp_path: Path, eos: Any) -> None:
+    """Every request would fail with a field that its client never set."""
+    directory = checkpoints.write_llama(tmp_path)
+    size = read(directory).vocab_size
+    ids = [size if i == "vocab_size" else i for i in (eos if isinstance(eos, list) else [eos])]
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: eos_.*{size - 1}"):
+        read(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": size - 1}))
+    assert read(directory).eos_token_ids == (size - 1,)
 
 
 def test_plain_rope_table_by_hand(tmp_path: Path) -> None:

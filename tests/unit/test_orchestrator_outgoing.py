@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.outgoing import MAX_MERGED, MAX_UNREAD, WRITES_PER_PASS, Outgoing, WriteTurns
+from orchestrator.outgoing import (
+    MAX_ALLOWANCE,
+    MAX_MERGED,
+    MAX_UNREAD,
+    MAX_UNREAD_BYTES,
+    WRITES_PER_PASS,
+    WRITES_PER_S,
+    Outgoing,
+    WriteTurns,
+)
 from orchestrator.target_handle import CREDIT_ROUNDS
 from shared.messages import (
     AcceptedPath,
@@ -18,6 +27,7 @@ from shared.messages import (
     GenerateEvent,
     PromptInfo,
     TokenDelta,
+    TokenLogprob,
 )
 from tests.fakes import generate
 from tests.fakes.in_memory import pass_on, run_virtual
@@ -27,7 +37,8 @@ pytestmark = pytest.mark.timeout(60)
 
 INFO = PromptInfo(request_id="r", model="m", num_prompt_tokens=1, num_cached_tokens=0, seed=0)
 FINISH = FinishInfo(reason=FinishReason.LENGTH)
-STEP_S = 0.01
+UNLIMITED = 1e12
+"""Writes per second that nothing reaches, for tests in which no time passes."""
 
 
 def delta(index: int) -> TokenDelta:
@@ -64,13 +75,18 @@ async def ticking(clock: list[int], until: Sequence[asyncio.Task[Any]]) -> None:
 
 
 async def stream_all(
-    num_streams: int, num_rounds: int, *, passes_per_step: int
+    num_streams: int,
+    num_rounds: int,
+    *,
+    passes_per_step: int = 1,
+    step_s: float = 0.0,
+    per_s: float = UNLIMITED,
 ) -> tuple[list[Client], int]:
     """Give every stream a round per step; return the streams, and passes until all have ended."""
-    turns, clock = WriteTurns(), [0]
+    turns, clock = WriteTurns(per_s=per_s), [0]
     clients = [Client(turns, clock) for _ in range(num_streams)]
     tasks = [asyncio.create_task(client.run()) for client in clients]
-    ticker = asyncio.create_task(ticking(clock, tasks))
+    ticker = asyncio.create_task(asyncio.sleep(0) if step_s else ticking(clock, tasks))
     for client in clients:
         client.outgoing.put(INFO)
     for index in range(num_rounds):
@@ -78,6 +94,8 @@ async def stream_all(
             client.outgoing.put(delta(index))
         for _ in range(passes_per_step):
             await asyncio.sleep(0)
+        if step_s:
+            await asyncio.sleep(step_s)
     for client in clients:
         client.outgoing.put(FINISH)
         client.outgoing.put(None)
@@ -107,11 +125,34 @@ def test_a_process_that_lags_sends_rounds_together_and_loses_nothing() -> None:
     assert max(counts) - min(counts) <= 2
 
 
+@pytest.mark.parametrize(("num_streams", "step_s"), [(1, 0.0002), (64, 0.0085), (128, 0.017)])
+def test_rounds_leave_by_themselves_as_long_as_the_allowance_lasts(
+    num_streams: int, step_s: float
+) -> None:
+    """However many streams have a round at the same time."""
+    clients, _ = run_virtual(stream_all(num_streams, 300, step_s=step_s, per_s=WRITES_PER_S))
+    for client in clients:
+        assert client.messages == [[INFO], *([delta(i)] for i in range(300)), [FINISH]]
+
+
+def test_writes_of_many_streams_come_out_of_one_allowance() -> None:
+    """Six times as many rounds as may leave by themselves, for a second and more."""
+    num_streams, num_rounds, step_s = 256, 250, 0.005
+    clients, _ = run_virtual(stream_all(num_streams, num_rounds, step_s=step_s, per_s=WRITES_PER_S))
+    for client in clients:
+        assert client.events == [INFO, *map(delta, range(num_rounds)), FINISH]
+    # Information, first deltas and ends are free; the last delta leaves with its end at the latest.
+    counts = [len(client.messages) - 4 for client in clients]
+    took_s = num_rounds * step_s
+    assert 0.8 * WRITES_PER_S * took_s < sum(counts) < WRITES_PER_S * took_s + MAX_ALLOWANCE
+    assert max(counts) < 1.3 * min(counts), "turns go round"
+
+
 def test_what_begins_or_ends_an_output_waits_for_no_turn() -> None:
     """However many streams wait."""
 
     async def main() -> None:
-        turns, clock = WriteTurns(), [0]
+        turns, clock = WriteTurns(per_s=UNLIMITED), [0]
         crowd = [Client(turns, clock, write_passes=0) for _ in range(20 * WRITES_PER_PASS)]
         tasks = [asyncio.create_task(client.run()) for client in crowd]
         for client in crowd:
@@ -140,7 +181,7 @@ def test_what_begins_or_ends_an_output_waits_for_no_turn() -> None:
 
 def test_a_stream_that_is_cancelled_gives_its_turn_to_others() -> None:
     async def main() -> None:
-        turns, clock = WriteTurns(), [0]
+        turns, clock = WriteTurns(per_s=UNLIMITED), [0]
         clients = [Client(turns, clock, write_passes=0) for _ in range(5 * WRITES_PER_PASS)]
         tasks = [asyncio.create_task(client.run()) for client in clients]
         for index in range(2):
@@ -214,5 +255,31 @@ def test_a_client_that_does_not_read_holds_only_its_own_request_up(
             if isinstance(message, CreditUpdate) and message.request_id == "test.slow"
         ]
         assert credits_of_slow == sorted(credits_of_slow)
+
+    run_virtual(main())
+
+
+def test_bytes_that_are_not_read_are_counted_until_they_are_taken_or_dropped() -> None:
+    """Log-probabilities take a stream's bytes long before it has too many events."""
+
+    async def main() -> None:
+        turns = WriteTurns(per_s=UNLIMITED)
+        top = tuple((i, -1.0) for i in range(20))
+        logprobs = tuple(TokenLogprob(token_id=i, logprob=-1.0, top=top) for i in range(8))
+        heavy = TokenDelta(token_offset=0, token_ids=tuple(range(8)), logprobs=logprobs)
+        first, second = Outgoing(turns), Outgoing(turns)
+        num_events = 0
+        while first.has_room:
+            first.put(heavy)
+            num_events += 1
+        assert 8 < num_events < MAX_UNREAD
+        assert first.num_bytes >= MAX_UNREAD_BYTES
+        second.put(delta(0))
+        assert turns.num_unread_bytes == first.num_bytes + second.num_bytes
+        while not first.has_room:
+            assert await first.take()
+        first.discard()
+        second.discard()
+        assert first.empty() and first.num_bytes == turns.num_unread_bytes == 0
 
     run_virtual(main())

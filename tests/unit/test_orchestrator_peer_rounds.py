@@ -211,7 +211,8 @@ def test_rounds_of_a_draft_whose_trees_never_come_are_relayed() -> None:
         assert finish.retries == 1
         silence_s = CONFIG.draft_open_timeout_ms / 1e3
         reopened_after_s = 0.1
-        num_alone = (silence_s + reopened_after_s) / ROUND_S
+        on_the_way_s = 0.01  # the next open, its first order and its first tree
+        num_alone = (silence_s + reopened_after_s + on_the_way_s) / ROUND_S
         assert finish.speculation.num_root_only_rounds <= num_alone
         orders = [m for m in received(draft, DraftRound) if m.draft_epoch == 2]
         assert orders and not any(order.unless_attached for order in orders)
@@ -419,6 +420,35 @@ def test_a_lost_channel_of_another_epoch_changes_nothing(stale: dict[str, int]) 
         target.step()
         assert (await serving).speculation.num_root_only_rounds <= CATCH_UP_ROUNDS
         assert missed(target) == []
+
+    run_virtual(main())
+
+
+def test_a_draft_whose_request_rests_is_left_alone() -> None:
+    """For much longer than a draft may be silent; then its trees are waited for again."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=True)
+        target, draft = scene.add_target(), scene.add_draft()
+        serving = asyncio.create_task(serve(scene, 2000))
+        await asyncio.sleep(0.0123)
+        assert isinstance(target.engine, FakeTarget)
+        target.engine.rest("test.r", is_resting=True)
+        target.step()
+        await asyncio.sleep(0.01)
+        before = len(received(draft, DraftRound))
+        await asyncio.sleep(1.5 * CONFIG.draft_open_timeout_ms / 1e3)
+        assert len(received(draft, DraftRound)) == before
+        target.engine.rest("test.r", is_resting=False)
+        target.step()
+        finish = await serving
+        assert finish.retries == 0 and missed(target) == []
+        assert len(received(draft, DraftOpen)) == 1
+        stats = finish.speculation
+        assert stats.num_resting_rounds > 250
+        assert stats.num_root_only_rounds - stats.num_resting_rounds <= CATCH_UP_ROUNDS + 8
+        assert sum(stats.tree_size_histogram) == stats.num_rounds
+        assert sum(stats.tree_size_histogram[2:]) > 100, "trees again"
 
     run_virtual(main())
 

@@ -323,6 +323,23 @@ def test_drafts_are_picked_by_load_and_full_ones_left_alone() -> None:
     assert pool.pick_draft(a_target, frozenset({"idle"})) is busy
 
 
+def test_a_draft_beside_its_target_goes_before_an_idle_one_elsewhere() -> None:
+    """They share memory; but one that failed the request, or that has no room, is left alone."""
+    pool = WorkerPool()
+    here, there = target("10.0.0.1:50052"), target("10.0.0.2:50052")
+    beside = draft("10.0.0.1:50053", load=WorkerLoad(num_running=5))
+    elsewhere = draft("10.0.0.2:50053")
+    for a_target in (here, there):
+        pool.open_target(a_target)
+    for a_draft in (elsewhere, beside):
+        pool.open_draft(a_draft)
+    assert pool.pick_draft(here) is beside
+    assert pool.pick_draft(there) is elsewhere
+    assert pool.pick_draft(here, frozenset({beside.address})) is elsewhere
+    beside.load = WorkerLoad(num_waiting=1)
+    assert pool.pick_draft(here) is elsewhere
+
+
 def test_messages_leave_in_batches_and_reach_their_request_only() -> None:
     """Whatever is queued when the stream is free is one message, within a bound."""
 

@@ -24,6 +24,7 @@ from shared.messages import (
     TokenDelta,
     TokenTree,
     TreeShape,
+    VerifyRound,
 )
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual
@@ -133,8 +134,8 @@ def test_a_silent_target_is_given_up() -> None:
     run_virtual(main())
 
 
-def test_a_request_that_kills_two_workers_is_refused() -> None:
-    """A third worker must not see it."""
+def test_a_request_that_kills_workers_is_refused() -> None:
+    """Three, as they die within a moment; a fourth worker must not see it."""
 
     async def main() -> None:
         scene = Scene()
@@ -149,13 +150,13 @@ def test_a_request_that_kills_two_workers_is_refused() -> None:
 
             return fault
 
-        scene.add_target(on_request=kill(0))
-        scene.add_target(on_request=kill(1))
-        third = scene.add_target()
+        for index in range(3):
+            scene.add_target(on_request=kill(index))
+        fourth = scene.add_target()
         with pytest.raises(InternalError) as caught:
             await scene.serve()
         assert caught.value.reason == "REQUEST_KILLED_WORKERS"
-        assert third.engine.received == []
+        assert fourth.engine.received == []
         await asyncio.sleep(1.0)
         assert scene.drafts[0].engine.requests == {}
 
@@ -186,6 +187,31 @@ def test_logits_that_are_no_numbers_end_the_request(
     run_virtual(main())
 
 
+@pytest.mark.parametrize("has_peer", [False, True])
+def test_a_draft_that_is_lost_during_the_prefill_costs_nothing(*, has_peer: bool) -> None:
+    """It has been opened, and reads along."""
+
+    async def main() -> None:
+        scene = Scene(has_peer=has_peer)
+
+        def slow_prefill(message: Any) -> list[tuple[float, Any]]:
+            is_prefill = isinstance(message, AcceptedPath) and message.round_idx == 0
+            return [(0.4, message)] if is_prefill else pass_on(message)
+
+        target = scene.add_target(on_reply=slow_prefill)
+        draft = scene.add_draft()
+        serving = asyncio.create_task(scene.serve())
+        await asyncio.sleep(0.2)
+        assert draft.engine.requests
+        draft.lose()
+        check_stream(await serving, generate(PROMPT, 40))
+        orders = [m for m in target.engine.received if isinstance(m, VerifyRound)]
+        assert all(order.round_idx for order in orders), "a prefill is no round to order"
+        await scene.check_free()
+
+    run_virtual(main())
+
+
 def test_a_prompt_that_kills_in_its_first_step_is_refused_too() -> None:
     """The engine never got to say that it had admitted the request."""
 
@@ -199,12 +225,12 @@ def test_a_prompt_that_kills_in_its_first_step_is_refused_too() -> None:
                 return []
             return pass_on(message)
 
-        for _ in range(3):
+        for _ in range(4):
             scene.add_target(on_request=kill)
         with pytest.raises(InternalError) as caught:
             await scene.serve()
         assert caught.value.reason == "REQUEST_KILLED_WORKERS"
-        assert sum(target.worker.is_lost for target in scene.targets) == 2
+        assert sum(target.worker.is_lost for target in scene.targets) == 3
 
     run_virtual(main())
 

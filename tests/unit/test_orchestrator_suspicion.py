@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from tests.unit.scene import PROMPT, Scene, check_stream, delayed
 
 pytestmark = pytest.mark.timeout(60)
 
+minutes = itertools.count(0.0, 60.0)
+"""Moments so far apart that deaths have nothing but requests in common."""
+
 
 def dead(incarnation: str, *suspects: str) -> WorkerSession:
     worker = WorkerSession(
@@ -29,18 +33,28 @@ def dead(incarnation: str, *suspects: str) -> WorkerSession:
 def test_one_incarnation_dies_once() -> None:
     suspicion = Suspicion("r")
     for _ in range(5):
-        suspicion.note_death(dead("a"))
+        suspicion.note_death(dead("a"), now_s=next(minutes))
     assert (suspicion.num_kills, suspicion.is_guilty) == (1, False)
-    suspicion.note_death(dead("b"))
+    suspicion.note_death(dead("b"), now_s=next(minutes))
     assert suspicion.is_guilty
 
 
 def test_two_deaths_with_another_request_in_common_prove_nothing() -> None:
     suspicion = Suspicion("r")
-    suspicion.note_death(dead("a", "r", "other", "third"))
-    suspicion.note_death(dead("b", "r", "other"))
+    suspicion.note_death(dead("a", "r", "other", "third"), now_s=next(minutes))
+    suspicion.note_death(dead("b", "r", "other"), now_s=next(minutes))
     assert suspicion.needs_trial and not suspicion.is_guilty
-    suspicion.note_death(dead("c", "r"))
+    suspicion.note_death(dead("c", "r"), now_s=next(minutes))
+    assert suspicion.is_guilty
+
+
+def test_deaths_within_a_moment_prove_nothing() -> None:
+    """Both hosts lost power, and one request had moved between them by then."""
+    suspicion, now_s = Suspicion("r"), next(minutes)
+    suspicion.note_death(dead("a", "r"), now_s=now_s)
+    suspicion.note_death(dead("b", "r"), now_s=now_s + 0.07)
+    assert suspicion.needs_trial and not suspicion.is_guilty
+    suspicion.note_death(dead("c", "r"), now_s=now_s + 0.14)
     assert suspicion.is_guilty
 
 
@@ -48,8 +62,8 @@ def test_who_ran_elsewhere_is_acquitted_and_leaves_the_other_alone() -> None:
     mine, others = Suspicion("r"), Suspicion("other")
     first, second = dead("a", "r", "other"), dead("b", "r", "other")
     for suspicion in (mine, others):
-        suspicion.note_death(first)
-        suspicion.note_death(second)
+        suspicion.note_death(first, now_s=next(minutes))
+        suspicion.note_death(second, now_s=next(minutes))
     assert not mine.is_guilty and not others.is_guilty
     others.acquit(dead("c"))
     assert mine.is_guilty

@@ -128,9 +128,9 @@ def test_the_next_tree_is_ordered_before_tokens_are_sent_on(
         events.append("order")
         return order(self, **fields)
 
-    def emitted(self: Reply, path: AcceptedPath) -> None:
+    def emitted(self: Reply, path: AcceptedPath, **fields: Any) -> None:
         events.append("emit")
-        emit(self, path)
+        emit(self, path, **fields)
 
     monkeypatch.setattr(DraftHandle, "order", ordered)
     monkeypatch.setattr(Reply, "emit", emitted)

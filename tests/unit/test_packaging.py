@@ -28,8 +28,11 @@ def project() -> dict[str, Any]:
 
 
 def requirements(project: dict[str, Any]) -> list[Requirement]:
-    texts = project["dependencies"] + project["optional-dependencies"]["dev"]
-    return [Requirement(text) for text in texts]
+    extras = project["optional-dependencies"]
+    found = [Requirement(text) for text in project["dependencies"] + extras["dev"]]
+    own = [requirement for requirement in found if requirement.name == project["name"]]
+    texts = [text for requirement in own for extra in requirement.extras for text in extras[extra]]
+    return [one for one in found if one not in own] + [Requirement(text) for text in texts]
 
 
 def pins() -> dict[str, str]:

@@ -14,6 +14,7 @@ from shared.step.buckets import BATCH_BUCKETS, ROW_BUCKETS, bucket_of, buckets_u
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
+from target_service.start_up import capture_forwards
 from tests.engines import (
     SHAPES,
     Models,
@@ -127,7 +128,7 @@ def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
 
 def test_a_step_of_nothing_but_padding_touches_the_sink_only(trees: Trees) -> None:
     kv = trees.kv().clone()
-    trees.runner.capture(window=0, progress=lambda *_: None)
+    capture_forwards(trees.runner, progress=lambda *_: None)
     assert torch.equal(trees.kv(), kv)
     trees.pool.check_integrity()
 

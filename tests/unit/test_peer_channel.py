@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
 import select
 import socket
@@ -29,6 +30,7 @@ from shared.peer.channel import (
     is_socket_name,
     remove_socket,
     remove_stale_sockets,
+    target_end,
 )
 from shared.peer.ring import RING_DIR
 
@@ -259,6 +261,24 @@ def test_a_cut_channel_costs_no_other_one(ends: Ends, place: Path) -> None:
     assert ends.target.receive() == [(far, PeerLost())]
 
 
+def test_no_damage_to_a_frame_does_more_than_break_the_channel() -> None:
+    whole = pack_to_target([trees(1), PeerDetach(request_id="r", target_epoch=1, draft_epoch=1)])
+    data, rng = whole.SerializeToString(), random.Random(3)
+    num_broken = 0
+    for _ in range(400):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        ours, theirs = socket.socketpair()
+        channel = target_end(ours)
+        with theirs:
+            theirs.send(frame(bytes(damaged[: rng.choice([len(damaged), rng.randrange(99)])])))
+            channel.receive()
+        num_broken += not channel.is_open
+        channel.close()
+    assert 50 < num_broken < 400
+
+
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
     """Let this process open no file."""
@@ -318,7 +338,7 @@ def test_the_socket_is_for_its_owner_and_goes_with_the_listener(place: Path) -> 
     (path,) = place.iterdir()
     assert path.name == listener.name and is_socket_name(listener.name)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert PeerChannels(listener).name == listener.name and PeerChannels().name == ""
+    assert PeerChannels(listener).has_sources and not PeerChannels().has_sources
     listener.close()
     assert list(place.iterdir()) == []
     with pytest.raises(FileNotFoundError):

@@ -20,6 +20,7 @@ from shared.kernels.tree_attention_cpu import tree_attention_cpu
 from shared.messages import SamplingParams, TreeShape
 from shared.step.staging import Staging
 from target_service.engine import TargetEngine
+from target_service.start_up import capture_verifies
 from tests.emulated_graphs import EmulatedGraphs
 from tests.engines import (
     KINDS,
@@ -102,7 +103,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
     if isinstance(engine, TargetEngine):
         runner._verifier._graphs = graphs
         # As at the start: a capture computes twice, and a path can be moved but once.
-        runner.capture_verifies(engine.source, progress=lambda *_: None)
+        capture_verifies(runner, engine.source, progress=lambda *_: None)
         engine.scheduler.overlaps_steps = True
     return graphs
 

@@ -343,17 +343,17 @@ def test_what_a_round_takes_beside_its_forward_leaves_room_for_prompts() -> None
     assert budget.num_rows(2, 999, now) == 128 - 2
     for _ in range(100):
         now += COSTS.of(2) + 3.0
-        budget.note_step(2, has_prompts=False)
+        budget.note_step(2)
     seen = budget.num_rows(64, 999, now)
     assert seen == 128 - 64  # 2 * (5 + 3) - 3 = 13 < 14
     for _ in range(100):
         now += COSTS.of(64) + 4.5
-        budget.note_step(64, has_prompts=False)
+        budget.note_step(64)
     assert budget.num_rows(64, 999, now) >= 256 - 64  # 2 * (5 + 4.5) - 4.5 = 14.5
     now += 100.0  # nobody was there
-    budget.note_step(64, has_prompts=False)
+    budget.note_step(64)
     now += 30.0
-    budget.note_step(256, has_prompts=True)
+    budget.note_step(256, num_chain_rows=254)
     assert 256 - 64 <= budget.num_rows(64, 999, now) < 256
 
 

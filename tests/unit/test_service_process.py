@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from coppice.health import health_probe
+from coppice.stack import process as process_module
 from coppice.stack.process import ServiceProcess, ServiceState
 from coppice.stack.stack import _free_ports
 from tests.processes import is_alive, wait_for
@@ -113,6 +114,35 @@ def test_a_killed_service_starts_again(make_service: MakeService) -> None:
     wait_for(lambda: service.num_restarts == 1 and service.state is ServiceState.READY)
     assert service.pid not in (None, pid)
     assert "was ended by SIGKILL" in service.log_tail()
+
+
+def test_a_service_that_does_not_answer_is_killed_and_starts_again(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "PROBE_INTERVAL_S", 0.2)
+    service = make_service("normal")
+    service.start()
+    wait_for(lambda: service.state is ServiceState.READY)
+    pid, child = service.pid, child_pid(service)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: service.num_restarts == 1 and service.state is ServiceState.READY)
+    assert f"process {pid} does not answer, killing it" in service.log_tail()
+    assert not is_alive(child)
+
+
+def test_a_service_that_answers_late_for_a_while_is_left_alone(make_service: MakeService) -> None:
+    service = make_service("normal")
+    service.start()
+    wait_for(lambda: service.state is ServiceState.READY)
+    pid = service.pid
+    assert pid is not None
+    for _ in range(3):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(1.2)
+    assert (service.pid, service.num_restarts) == (pid, 0)
 
 
 def test_an_engine_whose_front_was_killed_does_not_survive(make_service: MakeService) -> None:

@@ -12,11 +12,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from coppice.cli.main import build_parser
 from coppice.cli.options import load_service_config
 from coppice.cli.serve import ROLES
-from coppice.health import ORCHESTRATOR_SERVICE
 from coppice.stack import Stack, StackConfig
 from coppice.stack import stack as stack_module
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.errors import ConfigError
+from shared.rpc.health_names import ORCHESTRATOR_SERVICE
 
 GPUS = ["GPU-a", "GPU-b", "GPU-c"]
 
@@ -24,7 +24,7 @@ GPUS = ["GPU-a", "GPU-b", "GPU-c"]
 def built(config: StackConfig) -> Stack:
     """Return a stack whose commands are made but not started."""
     stack = Stack(config)
-    stack._build()
+    stack.build()
     return stack
 
 
@@ -75,9 +75,9 @@ def test_every_process_has_a_name_a_port_and_its_configuration() -> None:
 def test_children_ignore_variables_meant_for_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COPPICE_PAGE_SIZE", "3")
     monkeypatch.setenv("OTHER", "x")
-    environ = built(StackConfig()).services["target-0"]._environ
+    environ = built(StackConfig()).services["target-0"].environ
     assert environ["OTHER"] == "x"
-    assert [name for name in environ if name.startswith("COPPICE_")] == []
+    assert [name for name in environ if name.startswith("COPPICE_")] == ["COPPICE_SECRET"]
 
 
 def test_workers_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +136,24 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_services_log_from_the_level_that_the_stack_is_given() -> None:
     stack = built(StackConfig(log_level="warning", orchestrator=OrchestratorConfig(port=0)))
     assert all("--log-level=warning" in each.command for each in stack.services.values())
+
+
+def test_every_process_has_the_next_port_for_its_metrics() -> None:
+    """Those of several orchestrator processes come first: each has one of its own."""
+    orchestrator = OrchestratorConfig(port=0, workers=2)
+    config = StackConfig(
+        orchestrator=orchestrator, num_targets=2, metrics_port=9400, log_format="json"
+    )
+    stack = built(config)
+    names = ["orchestrator", "orchestrator.1", "target-0", "target-1", "draft-0"]
+    urls = {name: f"http://127.0.0.1:{9400 + i}/metrics" for i, name in enumerate(names)}
+    assert stack.metrics_urls == urls
+    for name, service in stack.services.items():
+        assert f"--metrics-port={9400 + names.index(name)}" in service.command
+        assert "--log-format=json" in service.command
+
+
+def test_without_a_port_nothing_has_metrics() -> None:
+    stack = built(StackConfig(orchestrator=OrchestratorConfig(port=0)))
+    assert stack.metrics_urls == {}
+    assert not any("--metrics-port" in part for s in stack.services.values() for part in s.command)

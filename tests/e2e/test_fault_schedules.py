@@ -1,0 +1,101 @@
+"""Faults in random order while clients stream: no token is lost, repeated or changed.
+
+Schedule N alone: `pytest -s 'tests/e2e/test_fault_schedules.py::test_no_schedule_costs_a_token[N]'`
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from coppice import Completion
+from shared.config import OrchestratorConfig
+from tests.e2e.callers import Caller, calling
+from tests.e2e.fault_schedules import FAULTS, make_schedule, play
+from tests.e2e.harm import HarmedStack, harmed_stack
+from tests.e2e.serving import READY_TIMEOUT_S, generate_plain, stack_config
+from tests.marks import exhaustive
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_CALLERS = 4
+NUM_FAST = 10
+NUM_SEEDS = 210
+TIMEOUTS = ("draft_timeout_ms", "draft_open_timeout_ms", "step_timeout_s")
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "def read_config(path):\n", "max_new_tokens": 64, "ignore_eos": True},
+    {
+        "prompt": "class Queue:\n",
+        "max_new_tokens": 48,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "presence_penalty": 0.1,
+        "seed": 11,
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+    {"prompt": "import asyncio\n" * 20, "max_new_tokens": 40, "temperature": 0.7, "seed": 5},
+    {
+        "prompt": "def merge(left, right):\n",
+        "max_new_tokens": 90,
+        "ignore_eos": True,
+        "num_steps": 6,
+        "topk": 4,
+        "num_draft_tokens": 32,
+    },
+    {"prompt": "for i in range(", "max_new_tokens": 24, "stop_strings": ["\n\n"], "priority": 1},
+    {"prompt": "x = ", "max_new_tokens": 60, "ignore_eos": True, "speculation": False},
+]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[HarmedStack]:
+    """Return two targets and two drafts with the default timeouts."""
+    defaults = OrchestratorConfig()
+    config = stack_config(
+        num_targets=2,
+        num_drafts=2,
+        orchestrator={name: getattr(defaults, name) for name in TIMEOUTS},
+    )
+    with harmed_stack(config) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def plain(stack: HarmedStack) -> list[Completion]:
+    """Return the outputs without speculation, before anything has happened."""
+    return generate_plain(stack.address, REQUESTS)
+
+
+@pytest.mark.parametrize("seed", [*range(NUM_FAST), *exhaustive(range(NUM_FAST, NUM_SEEDS))])
+def test_no_schedule_costs_a_token(stack: HarmedStack, plain: list[Completion], seed: int) -> None:
+    schedule = make_schedule(seed, num_faults=2 if seed < NUM_FAST else 5)
+    print(f"schedule {seed}:", *schedule, sep="\n  ")  # noqa: T201
+    first_line = len(stack.log)
+    callers = [
+        Caller(
+            stack.front_address,
+            REQUESTS,
+            plain,
+            random.Random(f"{seed} {i}"),
+        )
+        for i in range(NUM_CALLERS)
+    ]
+    with stack.log_shown_if_it_fails(), calling(callers):
+        play(stack, callers, schedule, seed)
+    stack.wait_ready(*stack.services, timeout_s=READY_TIMEOUT_S)
+    stack.check_idle()
+    stack.check_nothing_left()
+    assert not [line for line in stack.log[first_line:] if "Traceback" in line]
+    assert all(caller.num_outputs for caller in callers)
+
+
+def test_the_first_schedules_have_nearly_all_kinds_of_faults() -> None:
+    """Those that every run of the tests plays."""
+    schedules = [make_schedule(seed, num_faults=2) for seed in range(NUM_FAST)]
+    assert len({strike.name for schedule in schedules for strike in schedule}) == 2 * NUM_FAST
+    assert len(FAULTS) <= 2 * NUM_FAST + 2

@@ -1,0 +1,118 @@
+"""Processes that hang, with the default timeouts: they are killed and started again in seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from coppice import Completion
+from shared.config import OrchestratorConfig
+from tests.e2e.serving import PlainOutputs, Server, running, stack_config
+from tests.e2e.streaming import Stream, streams
+from tests.processes import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "def read_config(path):\n", "max_new_tokens": 240, "ignore_eos": True},
+    {
+        "prompt": "class Queue:\n",
+        "max_new_tokens": 240,
+        "ignore_eos": True,
+        "temperature": 0.8,
+        "seed": 11,
+    },
+]
+RESTART_TIMEOUT_S = 60.0
+TIMEOUTS = ("draft_timeout_ms", "draft_open_timeout_ms", "step_timeout_s")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    defaults = OrchestratorConfig()
+    with running(stack_config(orchestrator={n: getattr(defaults, n) for n in TIMEOUTS})) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(server: Server, plain_outputs: PlainOutputs) -> list[Completion]:
+    """Return the outputs without speculation."""
+    return plain_outputs.of(server, REQUESTS)
+
+
+def stop(server: Server, name: str, part: str) -> None:
+    """Stop the engine of a service, its front, or all of its processes."""
+    front = server.services[name].pid
+    assert front is not None
+    if part == "all":
+        server.kill(name, signal.SIGSTOP)
+    else:
+        os.kill(server.engine(name) if part == "engine" else front, signal.SIGSTOP)
+
+
+def longest_pause_s(stream: Stream, until: float) -> float:
+    """Wait for the end, looking at the tokens; return the longest time without a new one."""
+    longest_s, count, since = 0.0, -1, time.monotonic()
+    while stream.finish is None:
+        assert time.monotonic() < until, f"stuck after {count} tokens"
+        if len(stream.deltas) != count:
+            count, since = len(stream.deltas), time.monotonic()
+        longest_s = max(longest_s, time.monotonic() - since)
+        time.sleep(0.02)
+    stream.result()
+    return longest_s
+
+
+@pytest.mark.parametrize("part", ["engine", "front", "all"])
+@pytest.mark.parametrize("name", ["target-0", "draft-0"])
+def test_a_worker_that_is_stopped_is_replaced(
+    server: Server, plain: list[Completion], name: str, part: str
+) -> None:
+    """No token is lost, repeated or changed; a stopped target costs a pause of seconds."""
+    num_restarts = server.services[name].num_restarts
+    with streams(server.address, REQUESTS) as running:
+        for stream in running:
+            stream.reaches(20)
+        stop(server, name, part)
+        pause_s = longest_pause_s(running[0], time.monotonic() + RESTART_TIMEOUT_S)
+        for stream, alone in zip(running, plain, strict=True):
+            finish = stream.result()
+            assert stream.token_ids == alone.token_ids
+            assert finish.retries >= (name == "target-0")
+    wait_for(lambda: server.services[name].num_restarts == num_restarts + 1, RESTART_TIMEOUT_S)
+    server.wait_paired()
+    print(f"{name} {part}: longest pause {pause_s:.1f} s")  # noqa: T201
+
+
+@pytest.mark.parametrize("name", ["target-0", "draft-0"])
+def test_an_idle_engine_that_is_stopped_is_replaced(
+    server: Server, plain: list[Completion], name: str
+) -> None:
+    num_restarts = server.services[name].num_restarts
+    stop(server, name, "engine")
+    wait_for(lambda: server.services[name].num_restarts == num_restarts + 1, RESTART_TIMEOUT_S)
+    server.wait_paired()
+    with streams(server.address, REQUESTS) as running:
+        for stream, alone in zip(running, plain, strict=True):
+            stream.result()
+            assert stream.token_ids == alone.token_ids
+    server.wait_logged("the engine made no progress for", service=name)
+
+
+def test_an_orchestrator_that_is_stopped_is_replaced(
+    server: Server, plain: list[Completion]
+) -> None:
+    """The clients resume."""
+    with streams(server.address, REQUESTS, max_retries=100) as running:
+        for stream in running:
+            stream.reaches(20)
+        server.kill("orchestrator", signal.SIGSTOP)
+        for stream, alone in zip(running, plain, strict=True):
+            stream.result()
+            assert stream.token_ids == alone.token_ids
+    server.wait_paired()

@@ -1,0 +1,67 @@
+"""Read what processes tell Prometheus."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class Scrape:
+    """The samples of one moment.
+
+    Args:
+        text: As /metrics says it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self.samples: list[tuple[str, Mapping[str, str], float]] = [
+            (sample.name, sample.labels, sample.value)
+            for family in self.families.values()
+            for sample in family.samples
+        ]
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the sum of the samples of this name that have these labels; 0 without any."""
+        return sum(
+            value
+            for other, its_labels, value in self.samples
+            if other == name and labels.items() <= its_labels.items()
+        )
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of all samples."""
+        return {name for name, _, _ in self.samples}
+
+
+def scrape(url: str) -> Scrape:
+    """Read /metrics of a process."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=20) as response:
+        return Scrape(response.read().decode())
+
+
+def free_ports(count: int) -> int:
+    """Return the first of so many ports that follow each other and were free a moment ago."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            if port + count < 65536 and all(map(_is_free, range(port + 1, port + count))):
+                return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

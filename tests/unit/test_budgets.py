@@ -1,0 +1,194 @@
+"""What a budget decides, by its own model of tokens and costs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from shared.config import DraftConfig
+from shared.config.check import parse_shapes
+from shared.ladder import LADDER, num_rungs_within
+from shared.messages import TreeShape, check_shape
+from target_service.budgets.acceptance import NUM_CLASSES, Acceptance
+from target_service.budgets.budget import TreeBudget
+from target_service.budgets.costs import RoundCosts, RoundKind
+from target_service.budgets.deal import Dealer, FixedRounds
+from tests.unit.test_budgets_simulated import CPU_FORWARD, FORWARD
+
+NUM_RUNGS = 1 + len(LADDER)
+GAINS = Acceptance(LADDER, 1).gains()
+
+Ints = NDArray[np.int64]
+
+
+@st.composite
+def all_costs(draw: st.DrawFn) -> RoundCosts:
+    """Return costs of an H200 or of a CPU, after some rounds of any length."""
+    is_gpu = draw(st.booleans())
+    costs = RoundCosts(FORWARD if is_gpu else CPU_FORWARD, LADDER, is_padded=is_gpu, most_rows=512)
+    for i in range(draw(st.integers(0, 4))):
+        count = draw(st.integers(1, 300))
+        kind = RoundKind(
+            num_requests=count,
+            num_rows=draw(st.integers(1, 600)),
+            rung=draw(st.integers(0, len(LADDER))),
+            num_trees=draw(st.integers(1, count)),
+        )
+        took_s = draw(st.floats(0, 0.2))
+        for _ in range(draw(st.integers(1, 3))):
+            costs.note_round(kind, took_s, now_s=10.0 * i)
+    return costs
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Ints, Ints, Ints]:
+    """Return classes, caps and what each request holds."""
+    count = draw(st.integers(1, 40))
+
+    def numbers(most: int) -> Ints:
+        one = st.integers(0, most)
+        alike = draw(st.booleans())
+        some = [draw(one)] * count if alike else draw(st.lists(one, min_size=count, max_size=count))
+        return np.array(some)
+
+    return numbers(NUM_CLASSES - 1), numbers(len(LADDER)), numbers(len(LADDER))
+
+
+fixed_rounds = st.builds(
+    FixedRounds,
+    num_requests=st.integers(0, 20),
+    num_rows=st.integers(0, 100),
+    num_tokens=st.floats(0, 100),
+    rung=st.integers(0, len(LADDER)),
+    num_trees=st.integers(0, 20),
+    seconds=st.floats(0, 0.05),
+)
+
+
+def test_the_ladder_only_climbs() -> None:
+    for lower, higher in zip(LADDER, LADDER[1:], strict=False):
+        assert lower.num_steps <= higher.num_steps
+        assert lower.topk <= higher.topk
+        assert lower.num_draft_tokens < higher.num_draft_tokens
+    for i, shape in enumerate(LADDER):
+        check_shape(shape)
+        assert num_rungs_within(shape) == i + 1
+    assert num_rungs_within(TreeShape(num_steps=16, topk=1, num_draft_tokens=17)) == 3
+
+
+def test_a_gpu_gets_ready_for_the_ladder() -> None:
+    assert set(parse_shapes(DraftConfig().warm_up_trees)) == set(LADDER)
+
+
+@given(batches(), all_costs(), fixed_rounds)
+def test_nobody_gets_more_than_may_be_and_the_same_again(
+    batch: tuple[Ints, Ints, Ints], costs: RoundCosts, fixed: FixedRounds
+) -> None:
+    classes, caps, held = batch
+    dealer = Dealer(GAINS, costs)
+    deal = dealer.deal(classes, caps, held, fixed, favour=0.02)
+    assert (deal.rungs >= 0).all() and (deal.rungs <= caps).all()
+    assert deal.limit == deal.rungs.max()
+    again = dealer.deal(classes, caps, held, fixed, favour=0.02)
+    assert (again.rungs == deal.rungs).all()
+
+
+@given(batches(), all_costs(), fixed_rounds, st.floats(0, 0.1))
+def test_no_shape_for_all_would_bring_more(
+    batch: tuple[Ints, Ints, Ints],
+    costs: RoundCosts,
+    fixed: FixedRounds,
+    favour: float,
+) -> None:
+    """By the model that it is dealt by; a shape that does not fit into a step is none."""
+    classes, caps, held = batch
+    dealer = Dealer(GAINS, costs)
+    deal = dealer.deal(classes, caps, held, fixed, favour=favour)
+    rate = dealer.tokens_per_s(classes, deal.rungs, fixed)
+    assert rate == pytest.approx(deal.tokens_per_s)
+    for rung in range(NUM_RUNGS):
+        alike = np.minimum(caps, rung)
+        if costs.rows[alike].sum() + fixed.num_rows <= 512 or rung == 0:
+            assert rate * (1 + favour) >= dealer.tokens_per_s(classes, alike, fixed) * (1 - 1e-9)
+
+
+@given(batches(), all_costs(), st.data())
+def test_more_leave_and_easier_texts_bring_no_less(
+    batch: tuple[Ints, Ints, Ints], costs: RoundCosts, data: st.DataObject
+) -> None:
+    """But for what does not divide: a step of the ladder that only partly fits into a size."""
+    classes, caps, held = batch
+    dealer = Dealer(GAINS, costs)
+    one = data.draw(st.integers(0, len(classes) - 1))
+    rate = dealer.deal(classes, caps, held).tokens_per_s
+    easier = classes.copy()
+    easier[one] = data.draw(st.integers(int(classes[one]), NUM_CLASSES - 1))
+    assert dealer.deal(easier, caps, held).tokens_per_s >= 0.97 * rate
+    more = caps.copy()
+    more[one] = data.draw(st.integers(int(caps[one]), len(LADDER)))
+    assert dealer.deal(classes, more, held).tokens_per_s >= 0.97 * rate
+
+
+@given(st.integers(1, 256), st.integers(0, NUM_CLASSES - 1), st.floats(0, 20e-3))
+def test_a_dearer_draft_brings_no_more(count: int, easiness: int, dearer_s: float) -> None:
+    rates = []
+    for extra_s in (0.0, dearer_s):
+        costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+        for rung in range(1, NUM_RUNGS):
+            for _ in range(9):
+                took_s = costs.forward_s(count) + 1e-3 + extra_s
+                costs.note_round(RoundKind(count, count, rung, count), took_s, now_s=1.0)
+        classes = np.full(count, easiness)
+        caps = np.full(count, len(LADDER))
+        rates.append(Dealer(GAINS, costs).deal(classes, caps, caps).tokens_per_s)
+    assert rates[1] <= rates[0] * (1 + 1e-6)
+
+
+def test_rows_go_where_they_bring_most() -> None:
+    """Of requests that may have trees, half are easy: those have larger ones."""
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    classes = np.resize([NUM_CLASSES - 5, 8], 32)
+    caps = np.full(32, len(LADDER))
+    rungs = Dealer(GAINS, costs).deal(classes, caps, np.zeros(32, dtype=np.int64)).rungs
+    assert rungs[::2].min() > rungs[1::2].max()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 30))
+@settings(max_examples=20)
+def test_what_is_learned_is_near_the_truth(seed: int, count: int) -> None:
+    """Of a request whose trees are chains of three: how long its paths are on average."""
+    rng = np.random.default_rng(seed)
+    acceptance = Acceptance(LADDER, count)
+    chance = rng.uniform(0.1, 0.95, count)
+    slots, rungs = np.arange(count), np.full(count, 3)
+    for _ in range(300):
+        drawn = rng.random((count, 3)) < chance[:, None]
+        acceptance.note_rounds(slots, rungs, np.cumprod(drawn, axis=1).sum(axis=1))
+    expected = 1 + chance + chance**2 + chance**3
+    gains = acceptance.gains()[acceptance.classes(slots), 3]
+    assert np.abs(gains - expected).mean() < 0.35
+    assert np.abs(gains - expected).max() < 1.1
+
+
+def test_gains_climb_with_rungs_and_classes() -> None:
+    assert (np.diff(GAINS, axis=0) > 0)[:, 1:].all()
+    assert (np.diff(GAINS, axis=1) >= 0).all()
+    assert (GAINS[:, 0] == 1).all()
+
+
+def test_a_decision_takes_little_time() -> None:
+    """0.2 ms on a server's core for 256 requests; here other tests may run beside it."""
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    budget = TreeBudget(costs, LADDER, 256, clock=lambda: 0.0)
+    slots, caps = np.arange(256), np.full(256, len(LADDER))
+    took_s = []
+    for _ in range(50):
+        began_s = time.thread_time()
+        budget.decide(slots, caps)
+        took_s.append(time.thread_time() - began_s)
+    assert min(took_s) < 2e-3

@@ -1,0 +1,263 @@
+"""Budgets in virtual time: an 8B on an H200 with its draft on another, and what they cost there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shared.ladder import LADDER
+from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.budgets.costs import RoundCosts
+from target_service.step_costs import StepCosts
+
+FORWARD = StepCosts(
+    [1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 2048],
+    [
+        *[4.2e-3] * 7,
+        *[4.3e-3, 4.4e-3, 4.9e-3, 8.1e-3, 10.8e-3, 12.4e-3],
+        *[14.6e-3, 16.8e-3, 19e-3, 21.2e-3, 42e-3],
+    ],
+)
+CPU_FORWARD = StepCosts([1, 8, 16, 32, 64, 128], [14e-3, 20e-3, 33e-3, 60e-3, 115e-3, 230e-3])
+EASY, HARD = 0.9, 0.3
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+NUM_RUNGS = 1 + len(LADDER)
+_CAUGHT_UP_AFTER = 2
+_LATE_ROUNDS = 2
+_STEPS = np.array([0, *(shape.num_steps for shape in LADDER)])
+_DEPTHS = np.arange(1, 1 + max(_STEPS))
+# How much more often than a chain a tree of a rung tries: not quite what is believed at first.
+_TRIES = np.array([1.0, 1.0, 1.0, 1.0, 1.3, 1.4, 1.7])
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class World:
+    """Requests that run forever, and a clock.
+
+    Args:
+        ease: [B], the chance of each that a draft of a chain is accepted.
+        draft_factor: How much slower the draft is than an EAGLE head on an H200.
+        late_s: What rounds take longer whose trees are larger than those before them.
+        prompts_s: What every round takes longer because prompts are read.
+    """
+
+    ease: NDArray[np.float64]
+    draft_factor: float = 1.0
+    late_s: float = 0.0
+    prompts_s: float = 0.0
+    now_s: float = 1.0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    def __post_init__(self) -> None:
+        self.rows = np.array([1, *(shape.num_draft_tokens for shape in LADDER)])
+        chance = 1 - (1 - self.ease[:, None, None]) ** _TRIES[:, None]
+        chance = np.where(_DEPTHS <= _STEPS[:, None], chance, 0.0)
+        self.reached = np.cumprod(chance, axis=2)  # [B, R, D]
+        self._costs = self.costs()
+
+    @property
+    def count(self) -> int:
+        return len(self.ease)
+
+    def costs(self) -> RoundCosts:
+        return RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+
+    def round_s(self, rungs: Ints) -> float:
+        """Return what a round takes."""
+        count, largest = len(rungs), int(rungs.max())
+        took_s = (
+            self.prompts_s
+            + self._costs.forward_s(int(self.rows[rungs].sum()))
+            + 0.2e-3
+            + 15e-6 * count
+        )
+        if largest:
+            per_step = 0.2e-3 + 1e-6 * count * LADDER[largest - 1].topk
+            draft_s = 0.25e-3 + per_step * LADDER[largest - 1].num_steps
+            took_s += self.draft_factor * draft_s + 10e-6 * count
+        return float(took_s)
+
+    def tokens(self, rungs: Ints) -> float:
+        """Return what a round brings on average."""
+        return float(len(rungs) + self.reached[np.arange(len(rungs)), rungs].sum())
+
+    def accepted(self, rungs: Ints) -> Ints:
+        """Return how many drafts of each are accepted in a round."""
+        chance = self.rng.random(len(rungs))[:, None]
+        return (chance < self.reached[np.arange(len(rungs)), rungs]).sum(axis=1)
+
+
+def fixed_rate(world: World, rung: int) -> float:
+    """Return the tokens per second of one shape for all."""
+    rungs = np.full(world.count, rung)
+    return world.tokens(rungs) / world.round_s(rungs)
+
+
+def budget_of(world: World) -> TreeBudget:
+    return TreeBudget(world.costs(), LADDER, world.count, clock=lambda: world.now_s)
+
+
+def adaptive_rate(
+    world: World,
+    *,
+    num_rounds: int = 600,
+    budget: TreeBudget | None = None,
+    is_new: bool = True,
+    count: int | None = None,
+) -> float:
+    """Return the tokens per second of what a budget decides, what it learns first included.
+
+    Args:
+        budget: None: one that knows nothing yet.
+        is_new: The requests begin; else they go on.
+        count: Requests that run, the first ones; None: all.
+    """
+    if budget is None:
+        budget = budget_of(world)
+    slots = np.arange(count or world.count)
+    if is_new:
+        for slot in slots.tolist():
+            budget.begin(slot)
+    caps = np.full(len(slots), len(LADDER))
+    num_ordered = np.full(len(slots), 0 if is_new else _CAUGHT_UP_AFTER)
+    began_s, tokens = world.now_s, 0.0
+    largest, num_late = 0, 0
+    for _ in range(num_rounds):
+        if budget.is_due:
+            budget.decide(slots, caps)
+        wanted = budget.rungs[slots]
+        num_ordered = np.where(wanted > 0, num_ordered + 1, 0)
+        rungs = np.where(num_ordered > _CAUGHT_UP_AFTER, wanted, 0)
+        num_late = _LATE_ROUNDS if rungs.max() > largest else max(num_late - 1, 0)
+        largest = int(rungs.max())
+        world.now_s += world.round_s(rungs) + (world.late_s if num_late else 0.0)
+        tokens += world.tokens(rungs)
+        times = StepTimes(
+            num_rows=int(world.rows[rungs].sum()),
+            num_requests=len(slots),
+            waited_rungs=rungs,
+            is_clean=not world.prompts_s,
+        )
+        budget.note_step(slots, world.rows[rungs], world.accepted(rungs), times)
+    return tokens / (world.now_s - began_s)
+
+
+def texts(kind: str, count: int) -> NDArray[np.float64]:
+    ease = {"easy": [EASY], "hard": [HARD], "mixed": [EASY, HARD]}[kind]
+    return np.resize(np.array(ease), count)
+
+
+def best_fixed(world: World) -> float:
+    return max(fixed_rate(world, rung) for rung in range(NUM_RUNGS))
+
+
+@pytest.mark.parametrize("kind", ["easy", "hard", "mixed"])
+@pytest.mark.parametrize("count", BATCHES)
+def test_a_budget_is_near_the_best_shape_or_better(kind: str, count: int) -> None:
+    """One request of a mixed batch is an easy one."""
+    world = World(texts(kind, count))
+    assert adaptive_rate(world) >= 0.97 * best_fixed(world)
+
+
+@pytest.mark.parametrize("count", [1, 8, 64, 256])
+def test_first_rounds_that_are_late_say_nothing_of_a_shape(count: int) -> None:
+    """A draft that has just caught up may still be busy."""
+    world = World(texts("easy", count), late_s=8e-3)
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=100, budget=budget)
+    assert adaptive_rate(world, num_rounds=200, budget=budget) >= 0.93 * best_fixed(world)
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_trees_are_larger_beside_prompts(count: int) -> None:
+    """A round that takes long anyhow should bring many tokens."""
+    world = World(texts("easy", count))
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=100, budget=budget)
+    before = int(budget.rungs.sum())
+    world.prompts_s = 15e-3
+    rate = adaptive_rate(world, num_rounds=300, budget=budget, is_new=False)
+    assert int(budget.rungs.sum()) > before
+    assert rate >= 0.95 * best_fixed(world)
+
+
+class CpuWorld(World):
+    """Rows cost from the first one on, and draft and target share the cores."""
+
+    def costs(self) -> RoundCosts:
+        return RoundCosts(CPU_FORWARD, LADDER, is_padded=False, most_rows=192)
+
+    def round_s(self, rungs: Ints) -> float:
+        num_rows, largest = int(self.rows[rungs].sum()), int(rungs.max())
+        took_s = self._costs.forward_s(num_rows) + 1e-3 + 0.3e-3 * num_rows
+        if largest:
+            shape, num_trees = LADDER[largest - 1], np.count_nonzero(rungs)
+            took_s += 1e-3 + shape.num_steps * (1.2e-3 + 0.12e-3 * num_trees * shape.topk)
+        return float(took_s * np.exp(0.15 * self.rng.standard_normal()))
+
+
+@pytest.mark.parametrize("ease", [0.8, 0.02])
+@pytest.mark.parametrize("count", [1, 4, 32])
+def test_on_a_cpu_a_budget_is_not_slower_than_none(count: int, ease: float) -> None:
+    """But for what scatters."""
+    world = CpuWorld(np.full(count, ease))
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=200, budget=budget)
+    rates = [fixed_rate(world, rung) for rung in range(4) for _ in range(20)]
+    best = max(np.reshape(rates, (4, 20)).mean(axis=1))
+    assert adaptive_rate(world, num_rounds=300, budget=budget) >= 0.93 * best
+
+
+@pytest.mark.parametrize("count", [64, 128, 256])
+def test_a_budget_beats_every_shape_where_texts_differ(count: int) -> None:
+    """Half of the requests are easily guessed and half are not."""
+    world = World(texts("mixed", count))
+    assert adaptive_rate(world) >= 1.03 * best_fixed(world)
+
+
+@pytest.mark.parametrize("count", BATCHES)
+@pytest.mark.parametrize("case", ["useless draft", "slow draft"])
+def test_a_draft_that_does_not_pay_costs_little(case: str, count: int) -> None:
+    """What is lost is what learning takes, once, and a rare try."""
+    is_slow = case == "slow draft"
+    world = World(np.full(count, HARD if is_slow else 0.02), draft_factor=5 if is_slow else 1)
+    budget = budget_of(world)
+    adaptive_rate(world, budget=budget)
+    assert adaptive_rate(world, num_rounds=1000, budget=budget) >= 0.985 * fixed_rate(world, 0)
+
+
+def test_texts_that_become_easy_get_trees_again() -> None:
+    world = World(np.full(32, 0.02))
+    budget = budget_of(world)
+    adaptive_rate(world, budget=budget)
+    assert not budget.rungs.any()
+    world.reached = World(texts("easy", 32)).reached
+    adaptive_rate(world, num_rounds=1000, budget=budget, is_new=False)
+    rate = adaptive_rate(world, num_rounds=100, budget=budget, is_new=False)
+    assert rate >= 0.95 * best_fixed(world)
+
+
+def test_a_draft_that_was_slow_for_a_while_is_used_again() -> None:
+    world = World(texts("easy", 16), draft_factor=20)
+    budget = budget_of(world)
+    adaptive_rate(world, budget=budget)
+    assert not budget.rungs.any()
+    world.draft_factor = 1
+    adaptive_rate(world, num_rounds=2000, budget=budget, is_new=False)
+    rate = adaptive_rate(world, num_rounds=100, budget=budget, is_new=False)
+    assert rate >= 0.95 * best_fixed(world)
+
+
+def test_trees_grow_as_a_batch_shrinks() -> None:
+    world = World(texts("easy", 64))
+    budget = budget_of(world)
+    rungs = []
+    for count in (64, 16, 4, 1):
+        adaptive_rate(world, num_rounds=100, budget=budget, is_new=False, count=count)
+        rungs.append(int(budget.rungs[0]))
+    assert rungs == sorted(rungs) and rungs[-1] > rungs[0] + 2

@@ -1,0 +1,245 @@
+"""Whatever trees a target chooses, or none, its output is the plain one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from shared.ladder import LADDER
+from shared.messages import PeerTrees, SamplingParams, TreeShape
+from target_service.budgets.shapes import TreeShapes
+from target_service.engine import TargetEngine
+from target_service.peer_rounds import PeerRounds
+from target_service.request import TargetRequest
+from tests.device_pair import (
+    DevicePair,
+    Make,
+    PoisonedDevicePair,
+    check,
+    device_engines,
+    num_rounds,
+    requests_of,
+)
+from tests.engines import Models, fresh, make_draft, make_target, plain_of
+from tests.local_pair import LocalRequest
+from tests.marks import EXHAUSTIVE
+from tests.peer_pair import PeerPair, PoisonedPeerPair, close_channels
+from tests.unit.test_engine_device_rounds import graft_mailbox
+from tests.unit.test_engine_peer_rounds import Chaos
+
+pytestmark = pytest.mark.timeout(120)
+
+LARGEST = TreeShape(num_steps=7, topk=8, num_draft_tokens=40)
+
+
+@pytest.fixture
+def make(models: Models) -> Iterator[Make]:
+    """Return what makes a target with a mailbox and a draft."""
+    with device_engines(models) as make:
+        yield make
+
+
+class HostileShapes(TreeShapes):
+    """Wants another tree, or none, whenever it is asked."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
+        if not credit.adapts:
+            return credit.shape
+        return self._rng.choice([None, None, *LADDER, credit.shape])
+
+
+class ScriptedShapes(TreeShapes):
+    """Wants for all requests what it is told to want."""
+
+    def __init__(self) -> None:
+        self.wanted: TreeShape | None = LARGEST
+
+    def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
+        return self.wanted
+
+
+def choose(target: TargetEngine, shapes: TreeShapes) -> None:
+    """Let a target take the shapes of trees from here."""
+    assert isinstance(target.source, PeerRounds)
+    target.source.shapes = shapes
+
+
+def tree_sizes(requests: Sequence[LocalRequest]) -> set[int]:
+    return {path.num_draft_tokens for request in requests for path in request.paths}
+
+
+KINDS_AND_PACES = [
+    ("eagle3", True),
+    ("standalone", False),
+    pytest.param("eagle3", False, marks=EXHAUSTIVE),
+    pytest.param("standalone", True, marks=EXHAUSTIVE),
+]
+"""Draft kind, and whether the target overlaps its steps."""
+
+
+@pytest.mark.parametrize(("kind", "overlaps"), KINDS_AND_PACES)
+def test_no_choice_changes_the_output_of_device_rounds(
+    make: Make, kind: str, *, overlaps: bool
+) -> None:
+    target, draft, _ = make(kind, (4, 16))
+    target.scheduler.overlaps_steps = overlaps
+    sizes = set()
+    for seed in range(3):
+        requests = [replace(r, max_new_tokens=40) for r in requests_of(4, seed, LARGEST)]
+        expected = plain_of(target, requests)
+        choose(target, HostileShapes(seed))
+        pair = PoisonedDevicePair(target, draft, adapts=True)
+        if seed:  # paths of all lengths
+            graft_mailbox(pair, expected, random.Random(seed))
+        pair.run(requests)
+        check(requests, expected)
+        pair.check_idle()
+        sizes |= tree_sizes(requests)
+        assert pair.num_device_trees > 5
+        assert {rest.is_resting for rest in pair.rests} == {False, True}
+    assert sizes >= {1, 2, 3, 4, 8, 16, 32, 40}
+
+
+@pytest.mark.parametrize(("kind", "overlaps"), KINDS_AND_PACES)
+def test_no_choice_changes_the_output_of_peer_rounds(
+    models: Models, kind: str, *, overlaps: bool
+) -> None:
+    pairing = models.pairing(kind)
+    target, draft = make_target(pairing, feature_ring_mb=1), make_draft(pairing)
+    target.scheduler.overlaps_steps = overlaps
+    requests = [replace(r, max_new_tokens=40) for r in requests_of(5, 3, LARGEST)]
+    requests.append(
+        LocalRequest(
+            prompt=[3, 1, 4],
+            max_new_tokens=30,
+            shape=LARGEST,
+            sampling=SamplingParams(temperature=1.0, repetition_penalty=1.2, seed=5),
+        )
+    )
+    expected = plain_of(target, requests)
+    choose(target, HostileShapes(1))
+    # What a step in flight has written is not to be poisoned.
+    pair = (PeerPair if overlaps else PoisonedPeerPair)(target, draft, adapts=True)
+    pair.run(requests)
+    check(requests, expected)
+    assert len(tree_sizes(requests)) > 4
+    close_channels(target, draft)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "overlaps"), KINDS_AND_PACES)
+def test_no_choice_and_no_mix_of_faults_changes_the_output(
+    make: Make, kind: str, *, overlaps: bool
+) -> None:
+    target, draft, _ = make(kind, (4, 4), num_pages=1 + 90)
+    target.scheduler.overlaps_steps = overlaps
+    for seed in range(3):
+        requests = requests_of(3, seed, LARGEST)
+        expected = plain_of(target, requests)
+        choose(target, HostileShapes(seed))
+        pair = DevicePair(target, draft, credit_rounds=5, margin=seed % 3, adapts=True)
+        for request in requests:
+            pair.open(request)
+        Chaos(pair, random.Random(seed)).run()
+        for request, plain in zip(requests, expected, strict=True):
+            assert request.output == plain.output
+            assert request.finish_reason == plain.finish_reason
+
+
+def test_another_shape_costs_no_round_its_tree(make: Make) -> None:
+    """The draft's device knows the next shape a round ahead."""
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = True
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=60, shape=LARGEST)
+    expected = plain_of(target, [request])
+    shapes = ScriptedShapes()
+    choose(target, shapes)
+    pair = DevicePair(target, draft, adapts=True)
+    served = fresh(request)
+    pair.open(served)
+    while not pair.num_overlapped:
+        pair.step()
+    overlapped, rounds = pair.num_overlapped, len(served.paths)
+    wanted = [LADDER[2], LADDER[5], LADDER[0], LADDER[4], LADDER[3]]
+    for shape in wanted:
+        shapes.wanted = shape
+        before = len(served.paths)
+        while len(served.paths) < before + 2:
+            pair.step()
+    num_new = len(served.paths) - rounds
+    assert pair.num_overlapped - overlapped >= num_new - 2, "the device went on by itself"
+    sizes = [path.num_draft_tokens for path in served.paths]
+    assert {shape.num_draft_tokens for shape in wanted[:-1]} < set(sizes)
+    assert 1 not in sizes[rounds:]
+    pair.finish()
+    check([served], expected)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_request_rests_and_comes_back(make: Make, *, overlaps: bool) -> None:
+    """Its draft hears nothing meanwhile; and no round waits for the first tree afterwards."""
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = overlaps
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=200, shape=LARGEST)
+    expected = plain_of(target, [request])
+    shapes = ScriptedShapes()
+    choose(target, shapes)
+    pair = DevicePair(target, draft, adapts=True)
+    served = fresh(request)
+    pair.open(served)
+    while not pair.num_overlapped:
+        pair.step()
+    shapes.wanted = None
+    while not pair.rests:
+        pair.step()
+    assert pair.rests[-1].is_resting
+    rounds = len(served.paths)
+    lengths = set()
+    while len(served.paths) < rounds + 100:
+        pair.step()
+        lengths.add(draft.requests[served.request_id].kv_len)
+    assert all(path.num_draft_tokens == 1 for path in served.paths[rounds:])
+    assert len(pair.rests) == 1
+    assert len(lengths) == 1, "its draft reads nothing"
+    shapes.wanted = LADDER[3]
+    rounds, overlapped = len(served.paths), pair.num_overlapped
+    while pair.num_overlapped < overlapped + 3:
+        pair.step()
+    assert not pair.rests[-1].is_resting and len(pair.rests) == 2
+    sizes = [path.num_draft_tokens for path in served.paths[rounds:]]
+    assert sizes[-2:] == [8, 8]
+    pair.finish()
+    check([served], expected)
+
+
+def test_a_budget_decides_in_an_engine(make: Make) -> None:
+    """Drafts of random weights are of no use: after some rounds there are no trees."""
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = True
+    requests = [replace(r, max_new_tokens=150) for r in requests_of(3, 0, LARGEST)]
+    expected = plain_of(target, requests)
+    pair = DevicePair(target, draft, adapts=True)
+    pair.run(requests)
+    check(requests, expected)
+    sizes = [path.num_draft_tokens for request in requests for path in request.paths]
+    assert sizes.count(1) > num_rounds(requests) // 2
+    assert len(set(sizes)) > 1, "it has tried"
+
+
+def test_a_shape_that_is_asked_for_is_kept(make: Make) -> None:
+    """A credit that does not adapt is not the budget's."""
+    target, draft, _ = make("eagle")
+    shape = TreeShape(num_steps=3, topk=2, num_draft_tokens=7)
+    requests = requests_of(3, 0, shape)
+    expected = plain_of(target, requests)
+    pair = PeerPair(target, draft)
+    pair.run(requests)
+    check(requests, expected)
+    assert not pair.rests
+    assert tree_sizes(requests) <= {1, *range(2, 8)} and 7 in tree_sizes(requests)

@@ -1,0 +1,159 @@
+"""Requests that rest: nothing is sent to their drafts, and nothing is lost when they come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.ladder import LADDER
+from shared.messages import PeerTrees, TreeShape
+from target_service.budgets.shapes import TreeShapes
+from target_service.peer_rounds import PeerRounds
+from target_service.request import TargetRequest
+from target_service.resting_rows import RestedPath, RestedRows
+from tests.device_pair import DevicePair, Make, check, device_engines, requests_of
+from tests.engines import Models, fresh, make_draft, make_target, plain_of, random_tokens
+from tests.marks import EXHAUSTIVE
+from tests.peer_pair import PeerPair, close_channels
+
+pytestmark = pytest.mark.timeout(120)
+
+LARGEST = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
+ROW_BYTES = 8
+_FIRST_REST = 6
+
+
+class RestsAtTimes(TreeShapes):
+    """Wants trees of each request, or none, for some rounds on end.
+
+    Args:
+        rests_first: Requests begin with a rest, and their prompts are held back.
+    """
+
+    def __init__(self, seed: int, *, rests_first: bool = False) -> None:
+        self._rng = random.Random(seed)
+        self._rests_first = rests_first
+        self._wanted: dict[str, tuple[int, TreeShape | None]] = {}
+
+    def begin(self, request: TargetRequest) -> bool:
+        return self._rests_first
+
+    def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
+        first = (_FIRST_REST if self._rests_first else 0, None)
+        until, wanted = self._wanted.get(request.request_id, first)
+        if request.round_idx >= until:
+            until = request.round_idx + self._rng.randint(3, 12)
+            wanted = LADDER[3] if wanted is None else None
+            self._wanted[request.request_id] = until, wanted
+        return wanted
+
+
+@pytest.fixture
+def make(models: Models) -> Iterator[Make]:
+    """Return what makes a target with a mailbox and a draft."""
+    with device_engines(models) as make:
+        yield make
+
+
+@given(st.data())
+def test_rows_of_a_request_come_back_in_order(data: st.DataObject) -> None:
+    """As far as they are not dropped: of a request that has come back, or for want of room."""
+    num_slots = 4
+    max_rows = data.draw(st.sampled_from([3, 20, 1000]))
+    rested = RestedRows(max_bytes=max_rows * ROW_BYTES)
+    ends = [0] * num_slots
+    since: dict[int, tuple[int, int]] = {}  # step and position
+    for _ in range(data.draw(st.integers(1, 30))):
+        for slot in data.draw(st.sets(st.integers(0, num_slots - 1))):
+            if slot not in since:
+                since[slot] = rested.end, ends[slot]
+            else:
+                first = since.pop(slot)[0]
+                _check_rows(slot, list(rested.of(slot, first)), ends[slot], max_rows)
+        width = data.draw(st.integers(1, 3))
+        paths, features = [], np.zeros((num_slots, width, ROW_BYTES), dtype=np.uint8)
+        for slot in range(num_slots):
+            count = data.draw(st.integers(1, width))
+            for i in range(count):
+                features[slot, i] = _row(slot, ends[slot] + i)
+            if slot in since:
+                paths.append(RestedPath(slot, slot, ends[slot], count))
+            ends[slot] += count
+        if paths:
+            rested.append(paths, features)
+        features.fill(255)  # the step's buffer is used again
+        rested.drop_before(min((first for first, _ in since.values()), default=rested.end))
+
+
+def _check_rows(slot: int, blocks: list[tuple[int, np.ndarray]], end: int, max_rows: int) -> None:
+    expected = blocks[0][0] if blocks else end
+    for position, rows in blocks:
+        assert position == expected
+        for row in rows:
+            assert (row == _row(slot, expected)).all()
+            expected += 1
+    assert expected == end or not blocks
+    assert sum(len(rows) for _, rows in blocks) <= max_rows
+
+
+def _row(slot: int, position: int) -> np.ndarray:
+    return np.array([slot, position % 251, 0, 1, 2, 3, 4, 5], dtype=np.uint8)
+
+
+@pytest.mark.parametrize("max_rows", [pytest.param(0, marks=EXHAUSTIVE), 12, 10_000])
+def test_whatever_is_kept_the_draft_reads_the_true_rows(models: Models, max_rows: int) -> None:
+    """What was dropped is replayed; trees are the ones of a draft that has read everything."""
+    pairing = models.pairing("eagle3")
+    target, draft = make_target(pairing, feature_ring_mb=1), make_draft(pairing)
+    width = target.info.features.width * 4
+    target.features.rested = RestedRows(max_bytes=max_rows * width)
+    requests = [replace(r, max_new_tokens=60) for r in requests_of(3, 1, LADDER[3])]
+    expected = plain_of(target, requests)
+    pair = PeerPair(target, draft)
+    pair.run(list(map(fresh, requests)))
+    true_trees = _trees_of(pair)
+    assert isinstance(target.source, PeerRounds)
+    target.source.shapes = RestsAtTimes(1)
+    pair = PeerPair(target, draft, adapts=True)
+    pair.run(requests)
+    check(requests, expected)
+    assert {rest.is_resting for rest in pair.rests} == {False, True}
+    trees = _trees_of(pair)
+    shared = trees.keys() & true_trees.keys()
+    assert len(shared) > 10
+    assert all(trees[key] == true_trees[key] for key in shared)
+    close_channels(target, draft)
+
+
+def _trees_of(pair: PeerPair) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Return the tokens of trees by their request and where their root is."""
+    return {(tree.request_id, tree.seq_len): tree.token_ids for tree in pair.trees}
+
+
+def test_prompts_are_held_back_where_all_rest(make: Make) -> None:
+    """A request that never gets a tree costs its draft nothing; one that does gets all its rows."""
+    target, draft, _ = make("eagle3", prefill_chunk_len=16)
+    requests = [
+        replace(r, prompt=random_tokens(random.Random(i), 50), max_new_tokens=30)
+        for i, r in enumerate(requests_of(3, 2, LARGEST))
+    ]
+    expected = plain_of(target, requests)
+    assert isinstance(target.source, PeerRounds)
+    target.source.shapes = RestsAtTimes(2, rests_first=True)
+    pair = DevicePair(target, draft, adapts=True)
+    for request in requests:
+        pair.open(request)
+    while not any(len(request.paths) > _FIRST_REST for request in requests):
+        assert not any(held.kv_len for held in draft.requests.values())
+        pair.step()
+    assert draft.requests
+    pair.finish()
+    check(requests, expected)
+    assert any(path.num_draft_tokens > 1 for request in requests for path in request.paths)
+    pair.check_idle()
