@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.rows import Rows, build_rows, new_pool
-from shared.kernels.rms_norm import rms_norm
 from shared.models.config import feature_spec
 from shared.models.eagle3 import Eagle3Draft
 from shared.models.llama import CausalLM
@@ -78,7 +77,7 @@ def _final_hidden_rows(target_dir: Path, head_dir: Path, num_prompts: int) -> Hi
         )
         target_rows.append(output.hidden)
         draft_rows.append(hidden)
-    return HiddenRows(target=torch.cat(target_rows), draft=_normed(head, torch.cat(draft_rows)))
+    return HiddenRows(target=torch.cat(target_rows), draft=head.normed(torch.cat(draft_rows)))
 
 
 def _chain(shape: Any, num_layers: int, token_ids: list[int]) -> Rows:
@@ -93,8 +92,3 @@ def _chain(shape: Any, num_layers: int, token_ids: list[int]) -> Rows:
         device=_CPU,
     )
     return build_rows(pool, req_idx, np.array([token_ids]))
-
-
-def _normed(head: Eagle3Draft, hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the head's output layer reads."""
-    return hidden if head._feeds_back_norm else rms_norm(hidden, head._norm, head._eps)

@@ -61,6 +61,27 @@ class Line:
 
 def main() -> None:
     """Measure what the flags ask for."""
+    args = _parse()
+    lines = []
+    with open_pair(args.model, args.draft_model) as pair:
+        engine = pair.draft_engine(
+            args,
+            max_num_requests=max(args.requests),
+            max_context_len=args.context + _NUM_ROUNDS * args.rows + MAX_TREE_NODES,
+        )
+        for text in args.shapes.split(","):
+            _, alone = _run(engine, parse_shape(text), 1, args)
+            for count in args.requests:
+                line = _measure(engine, text, count, args, alone)
+                progress(str(line))
+                lines.append(line)
+    report(lines, args, extra={"model": args.model})
+    if not all(line.is_exact for line in lines):
+        sys.exit("a tree depends on the batch: that is a bug")
+
+
+def _parse() -> argparse.Namespace:
+    """Return the flags, with the device's defaults."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_model_flags(parser)
     parser.add_argument("--shapes", help="num_steps/topk/num_draft_tokens, ...")
@@ -70,50 +91,45 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     add_output_flag(parser)
     args = parser.parse_args()
-    device = resolve_flags(args)
-    is_gpu = device.type == "cuda"
-    shapes = args.shapes or ("5/4/16,5/8/32,6/10/60" if is_gpu else "4/2/8")
-    counts = args.requests or ([1, 8, 32] if is_gpu else [1, 2])
-    context = args.context or (1024 if is_gpu else 64)
-    with open_pair(args.model, args.draft_model) as pair:
-        engine = pair.draft_engine(
-            args,
-            max_num_requests=max(counts),
-            max_context_len=context + _NUM_ROUNDS * args.rows + MAX_TREE_NODES,
-        )
-        lines = []
-        for text in shapes.split(","):
-            shape = parse_shape(text)
-            shallow = TreeShape(num_steps=1, topk=shape.topk, num_draft_tokens=1 + shape.topk)
-            _, alone = _run(engine, shape, 1, context, args)
-            for count in counts:
-                round_ms, trees = _run(engine, shape, count, context, args)
-                depth_ms = None
-                if shape.num_steps > 1:
-                    shallow_ms, _ = _run(engine, shallow, count, context, args)
-                    depth_ms = (round_ms - shallow_ms) / (shape.num_steps - 1)
-                line = Line(
-                    shape=text,
-                    requests=count,
-                    context=context,
-                    rows=args.rows,
-                    round_ms=round_ms,
-                    depth_ms=depth_ms,
-                    is_exact=trees == alone,
-                )
-                progress(str(line))
-                lines.append(line)
-    report(lines, args, extra={"model": args.model})
-    if not all(line.is_exact for line in lines):
-        sys.exit("a tree depends on the batch: that is a bug")
+    is_gpu = resolve_flags(args).type == "cuda"
+    args.shapes = args.shapes or ("5/4/16,5/8/32,6/10/60" if is_gpu else "4/2/8")
+    args.requests = args.requests or ([1, 8, 32] if is_gpu else [1, 2])
+    args.context = args.context or (1024 if is_gpu else 64)
+    return args
+
+
+def _measure(
+    engine: DraftEngine, text: str, count: int, args: argparse.Namespace, alone: list[object]
+) -> Line:
+    """Measure rounds of a shape.
+
+    Args:
+        alone: The first request's trees when it is alone.
+    """
+    shape = parse_shape(text)
+    round_ms, trees = _run(engine, shape, count, args)
+    depth_ms = None
+    if shape.num_steps > 1:
+        shallow = TreeShape(num_steps=1, topk=shape.topk, num_draft_tokens=1 + shape.topk)
+        shallow_ms, _ = _run(engine, shallow, count, args)
+        depth_ms = (round_ms - shallow_ms) / (shape.num_steps - 1)
+    return Line(
+        shape=text,
+        requests=count,
+        context=args.context,
+        rows=args.rows,
+        round_ms=round_ms,
+        depth_ms=depth_ms,
+        is_exact=trees == alone,
+    )
 
 
 def _run(
-    engine: DraftEngine, shape: TreeShape, count: int, context: int, args: argparse.Namespace
+    engine: DraftEngine, shape: TreeShape, count: int, args: argparse.Namespace
 ) -> tuple[float, list[object]]:
     """Return the median time of a round, milliseconds, and the first request's trees."""
     requests = [
-        MadeUpRequest(engine, i, context, args.rows, args.temperature) for i in range(count)
+        MadeUpRequest(engine, i, args.context, args.rows, args.temperature) for i in range(count)
     ]
     trees: list[object] = []
     seconds = []

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.calibration import read_prompts
+from benchmarks.decode import mean_accept_length
 from benchmarks.models import Pair, add_model_flags, open_pair, resolve_flags
 from benchmarks.rows import acquire, build_rows
 from benchmarks.timing import add_output_flag, report
@@ -129,16 +130,11 @@ def _compare(
     return Line(
         temperature=temperature,
         requests=len(small),
-        accept_length=_accept_length(large),
-        small_accept_length=_accept_length(small),
+        accept_length=mean_accept_length(large),
+        small_accept_length=mean_accept_length(small),
         identical_outputs=sum(same_outputs) / len(same_outputs),
         identical_trees=sum(same_trees) / len(same_trees),
     )
-
-
-def _accept_length(requests: Sequence[LocalRequest]) -> float:
-    paths = [path for request in requests for path in request.paths[1:]]
-    return sum(path.num_accepted_drafts + 1 for path in paths) / len(paths)
 
 
 if __name__ == "__main__":

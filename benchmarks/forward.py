@@ -26,6 +26,7 @@ from benchmarks.rows import Rows, acquire, build_rows, fill_noise, tree_of
 from benchmarks.target_steps import StretchedRequests
 from benchmarks.timing import (
     add_output_flag,
+    blocks,
     copy_bandwidth,
     integers,
     progress,
@@ -64,10 +65,33 @@ class Line:
 
 def main() -> None:
     """Measure what the flags ask for."""
+    args, device = _parse()
+    shapes = [*((count, 1) for count in args.rows), *args.trees]
+    with torch.inference_mode(), open_pair(args.model, args.draft_model) as pair:
+        engine = pair.target_engine(
+            args,
+            max_num_requests=max(count for count, _ in shapes),
+            max_context_len=max(*args.contexts, args.prefill_len) + 4 * MAX_TREE_NODES,
+        )
+        fill_noise(engine.runner.pool)
+        bandwidth = copy_bandwidth(device)
+        lines = [
+            _measure(engine, *shape, context, bandwidth, not args.no_graph)
+            for context in args.contexts
+            for shape in shapes
+        ]
+        prefill = _prefill(engine, args.prefill_len)
+    report(lines, args, extra={"model": args.model, "copy_bytes_per_s": bandwidth, **prefill})
+    if not prefill["prefill_is_exact"] or any(line.is_exact is False for line in lines):
+        sys.exit("logits depend on the other rows: that is a bug")
+
+
+def _parse() -> tuple[argparse.Namespace, torch.device]:
+    """Return the flags, with the device's defaults."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_model_flags(parser)
     parser.add_argument("--rows", type=integers, help="plain rows, comma-separated")
-    parser.add_argument("--trees", help="requests x nodes, comma-separated")
+    parser.add_argument("--trees", type=blocks, help="requests x nodes, comma-separated")
     parser.add_argument("--contexts", type=integers, help="tokens, comma-separated")
     parser.add_argument("--prefill-len", type=int, help="tokens of the prompt to prefill")
     parser.add_argument("--no-graph", action="store_true", help="launch kernel by kernel")
@@ -75,32 +99,11 @@ def main() -> None:
     args = parser.parse_args()
     device = resolve_flags(args)
     is_gpu = device.type == "cuda"
-    rows = args.rows or ([1, 8, 16, 32, 64, 128, 256] if is_gpu else [1, 8])
-    trees = args.trees or ("1x64,8x16,32x4" if is_gpu else "1x16")
-    contexts = args.contexts or ([256, 1024, 4096, 16384] if is_gpu else [64, 200])
-    prefill_len = args.prefill_len or (2048 if is_gpu else 128)
-    shapes = [(count, 1) for count in rows]
-    for tree in trees.split(","):
-        num_requests, num_nodes = map(int, tree.split("x"))
-        shapes.append((num_requests, num_nodes))
-    with torch.inference_mode(), open_pair(args.model, args.draft_model) as pair:
-        engine = pair.target_engine(
-            args,
-            max_num_requests=max(count for count, _ in shapes),
-            max_context_len=max(*contexts, prefill_len) + 4 * MAX_TREE_NODES,
-        )
-        fill_noise(engine.runner.pool)
-        bandwidth = copy_bandwidth(device)
-        lines = []
-        for context in contexts:
-            for num_requests, num_nodes in shapes:
-                lines.append(
-                    _measure(engine, num_requests, num_nodes, context, bandwidth, not args.no_graph)
-                )
-        prefill = _prefill(engine, prefill_len)
-    report(lines, args, extra={"model": args.model, "copy_bytes_per_s": bandwidth, **prefill})
-    if not prefill["prefill_is_exact"] or any(line.is_exact is False for line in lines):
-        sys.exit("logits depend on the other rows: that is a bug")
+    args.rows = args.rows or ([1, 8, 16, 32, 64, 128, 256] if is_gpu else [1, 8])
+    args.trees = args.trees or ([(1, 64), (8, 16), (32, 4)] if is_gpu else [(1, 16)])
+    args.contexts = args.contexts or ([256, 1024, 4096, 16384] if is_gpu else [64, 200])
+    args.prefill_len = args.prefill_len or (2048 if is_gpu else 128)
+    return args, device
 
 
 def _measure(

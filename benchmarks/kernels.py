@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from benchmarks.inflation import SHAPES, Shape
 from benchmarks.rows import build_rows, fill_noise, new_pool, tree_of
 from benchmarks.timing import (
     add_output_flag,
+    blocks,
     copy_bandwidth,
     integers,
     progress,
@@ -85,46 +86,57 @@ class Case:
 
 def main() -> None:
     """Measure what the flags ask for."""
+    args, device = _parse()
+    dtype = resolve_dtype(args.dtype, checkpoint_dtype="bfloat16", device=device)
+    bench = _Bench(shape=SHAPES[args.shape], dtype=dtype, device=device)
+    lines = []
+    with torch.inference_mode():
+        bandwidth = copy_bandwidth(device)
+        for case in _cases(bench, args):
+            line = _measure(case, bandwidth, device)
+            progress(str(line))
+            lines.append(line)
+    dtype_name = next(name for name, value in DTYPES.items() if value is dtype)
+    report(lines, args, extra={"dtype": dtype_name, "copy_bytes_per_s": bandwidth})
+    if not all(line.is_right for line in lines):
+        sys.exit("a kernel is wrong, or a row depends on the others")
+
+
+def _parse() -> tuple[argparse.Namespace, torch.device]:
+    """Return the flags, with the device's defaults."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, help="default: the 8B on a GPU, else small")
     parser.add_argument("--ops", default="linear,attention,norm,rope,sampling")
     parser.add_argument("--rows", type=integers, help="comma-separated")
-    parser.add_argument("--trees", help="requests x nodes, comma-separated")
+    parser.add_argument("--trees", type=blocks, help="requests x nodes, comma-separated")
     parser.add_argument("--context", type=int, help="tokens before the rows, for attention")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16 on a GPU, else float32")
     add_output_flag(parser)
     args = parser.parse_args()
     device = resolve_device(args.device)
-    dtype = resolve_dtype(args.dtype, checkpoint_dtype="bfloat16", device=device)
     is_gpu = device.type == "cuda"
-    shape = SHAPES[args.shape or ("llama-3.1-8b" if is_gpu else "small")]
-    rows = args.rows or ([1, 8, 16, 32, 64, 128, 256] if is_gpu else [1, 8])
-    context = args.context or (1024 if is_gpu else 100)
-    blocks = [(count, 1) for count in rows]
-    for tree in (args.trees or ("1x64,8x16,32x4" if is_gpu else "1x16")).split(","):
-        num_requests, num_nodes = map(int, tree.split("x"))
-        blocks.append((num_requests, num_nodes))
-    bench = _Bench(shape=shape, dtype=dtype, device=device)
-    cases = {
-        "linear": lambda: bench.linears(rows + ([2048] if is_gpu and not args.rows else [])),
-        "attention": lambda: bench.attentions(blocks, context),
+    args.prompt_rows = [2048] if is_gpu and not args.rows else []  # of products only
+    args.shape = args.shape or ("llama-3.1-8b" if is_gpu else "small")
+    args.rows = args.rows or ([1, 8, 16, 32, 64, 128, 256] if is_gpu else [1, 8])
+    args.trees = args.trees or ([(1, 64), (8, 16), (32, 4)] if is_gpu else [(1, 16)])
+    args.context = args.context or (1024 if is_gpu else 100)
+    return args, device
+
+
+def _cases(bench: _Bench, args: argparse.Namespace) -> Iterator[Case]:
+    """Yield what the flags ask for."""
+    rows: list[int] = args.rows
+    requests = [*((count, 1) for count in rows), *args.trees]
+    cases: dict[str, Callable[[], Iterable[Case]]] = {
+        "linear": lambda: bench.linears(rows + args.prompt_rows),
+        "attention": lambda: (bench.attention(*block, args.context) for block in requests),
         "norm": lambda: map(bench.norm, rows),
         "rope": lambda: map(bench.rope, rows),
         "sampling": lambda: (bench.sampling(n, heat) for heat in (0.0, 1.0) for n in rows),
     }
-    lines = []
-    with torch.inference_mode():
-        bandwidth = copy_bandwidth(device)
-        for op in args.ops.split(","):
-            for case in cases[op]():
-                line = _measure(case, bandwidth, device)
-                progress(str(line))
-                lines.append(line)
-    dtype_name = next(name for name, value in DTYPES.items() if value is dtype)
-    report(lines, args, extra={"dtype": dtype_name, "copy_bytes_per_s": bandwidth})
-    if not all(line.is_right for line in lines):
-        sys.exit("a kernel is wrong, or a row depends on the others")
+    for op in args.ops.split(","):
+        yield from cases[op]()
 
 
 def _measure(case: Case, bandwidth: float, device: torch.device) -> Line:
@@ -208,12 +220,8 @@ class _Bench:
             check=check,
         )
 
-    def attentions(self, blocks: Sequence[tuple[int, int]], context: int) -> Iterator[Case]:
-        """Return attention of plain rows and of trees."""
-        for num_requests, num_nodes in blocks:
-            yield self._attention(num_requests, num_nodes, context)
-
-    def _attention(self, num_requests: int, num_nodes: int, context: int) -> Case:
+    def attention(self, num_requests: int, num_nodes: int, context: int) -> Case:
+        """Return attention of plain rows or, of several nodes, of trees."""
         num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         num_tokens, scale = context + num_nodes, HEAD_DIM**-0.5
         # What torch reads: the same bytes, one request after the other, no pages.

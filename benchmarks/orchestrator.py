@@ -19,7 +19,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import c_int64
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,9 +32,9 @@ from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.config import OrchestratorConfig
 from shared.rpc.channel import open_channel
+from shared.rpc.health_names import ORCHESTRATOR_SERVICE
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_SERVICE = "coppice.v1.GenerationService"
 _START_TIMEOUT_S = 60.0
 _TOKENS, _DELTAS, _STREAMS, _WRONG = range(4)
 
@@ -108,7 +108,8 @@ def run_client(address: str, num_streams: int, with_text: bool, counts: Any) -> 
 def measure(load: Load, *, warm_up_s: float, duration_s: float) -> Cost:
     """Run one load in processes of its own."""
     has_drafts = load.mode == "peer"
-    with _free_ports(3) as ports, contextlib.ExitStack() as stack:
+    ports = _free_ports(3)
+    with contextlib.ExitStack() as stack:
         config = OrchestratorConfig(
             host="127.0.0.1",
             port=ports[0],
@@ -169,7 +170,7 @@ def _spawn(stack: contextlib.ExitStack, function: Any, *arguments: Any) -> int:
 def _wait_ready(address: str) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     with health_probe(address) as probe:
-        while probe.status(_SERVICE) != "SERVING":
+        while probe.status(ORCHESTRATOR_SERVICE) != "SERVING":
             if time.monotonic() > deadline:
                 raise TimeoutError("the orchestrator does not become ready")
             time.sleep(0.1)
@@ -195,14 +196,12 @@ def _cpu_s(pid: int) -> float:
     return own + sum(_cpu_s(int(child)) for child in children.read_text().split())
 
 
-@contextlib.contextmanager
-def _free_ports(count: int) -> Iterator[list[int]]:
+def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for reserved in sockets:
             reserved.bind(("127.0.0.1", 0))
-        ports = [reserved.getsockname()[1] for reserved in sockets]
-    yield ports
+        return [reserved.getsockname()[1] for reserved in sockets]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,21 +26,20 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.machine import describe_machine
-from coppice.bench.request import RequestResult, TimedClient, run_request
+from coppice.bench.request import RequestResult, TimedClient
+from coppice.bench.schedule import Arrival, Prompt
 from coppice.stack import Stack
 from coppice.stack.config import stack_config
 from shared.config import OrchestratorConfig
+from shared.messages import SpeculationStats
 from shared.models.checkpoint import resolve_model
 
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
+SEED = 1234
 SHAPES = "3/1/4,5/1/6,3/2/6,4/2/8,5/4/16,5/8/32,6/8/64"
-
-
 # Tokens of a warm-up: of the first request, and how many more each further one has. So a batch of
 # every size is seen, for which kernels are compiled and graphs captured.
 WARM_UP_TOKENS, WARM_UP_SPREAD = 32, 2
-
-Prompt = str | list[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ def _prompts(args: argparse.Namespace, count: int) -> list[Prompt]:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokens = [token for text in texts for token in tokenizer.encode(text).ids]
     starts = [i * args.prompt_len % (len(tokens) - args.prompt_len) for i in range(count)]
-    return [tokens[start : start + args.prompt_len] for start in starts]
+    return [tuple(tokens[start : start + args.prompt_len]) for start in starts]
 
 
 async def _measure(
@@ -235,7 +234,6 @@ def _keywords(shape: str, temperature: float) -> dict[str, Any]:
     keywords: dict[str, Any] = {
         "ignore_eos": True,
         "temperature": temperature,
-        "seed": 1234,
         "speculation": False,
     }
     if shape != "plain":
@@ -258,10 +256,8 @@ async def _wave(
     """Send a request for each of `lengths` at once, of the prompts in turn."""
 
     def one(prompt: Prompt, length: int) -> Any:
-        options = {**keywords, "max_new_tokens": length}
-        if isinstance(prompt, str):
-            return run_request(client, prompt, options)
-        return run_request(client, None, {**options, "token_ids": prompt})
+        arrival = Arrival(at_s=0.0, prompt=prompt, max_new_tokens=length, seed=SEED)
+        return client.run(arrival.request(keywords))
 
     pairs = zip(itertools.cycle(prompts), lengths, strict=False)
     return list(await asyncio.gather(*(one(*pair) for pair in pairs)))
@@ -275,11 +271,10 @@ def _row(
     num_same: int,
 ) -> Row:
     requests = [request for wave in waves for request in wave]
-    finishes = [request.finish for request in requests]
-    stats = [finish.speculation for finish in finishes]
-    num_rounds = sum(stat.num_rounds for stat in stats)
-    accepted = sum(stat.num_accepted_drafts for stat in stats)
+    stats = [request.finish.speculation for request in requests]
+    timings = [request.finish.timings for request in requests]
     is_plain = cell.shape == "plain"
+    num_root_only = 0 if is_plain else sum(stat.num_root_only_rounds for stat in stats)
     return Row(
         draft="none" if is_plain else draft,
         shape=cell.shape,
@@ -289,13 +284,18 @@ def _row(
         tokens_per_second=round(sum(len(r.token_ids) for r in requests) / seconds, 1),
         decode_tokens_per_second=decode_rate(waves),
         first_token_ms=_mean([1e3 * request.time_to_first_token_s for request in requests]),
-        round_ms=_mean([_decode_ms(r) / max(1, r.finish.speculation.num_rounds) for r in requests]),
-        accept_length=round(1 + accepted / num_rounds, 3),
+        round_ms=_mean([_round_ms(request) for request in requests]),
+        accept_length=_accept_length(stats),
         identical=num_same / len(requests),
-        root_only_rounds=0 if is_plain else sum(stat.num_root_only_rounds for stat in stats),
-        draft_wait_ms=_mean([finish.timings.mean_draft_wait_ms for finish in finishes]),
-        verify_ms=_mean([finish.timings.mean_verify_ms for finish in finishes]),
+        root_only_rounds=num_root_only,
+        draft_wait_ms=_mean([each.mean_draft_wait_ms for each in timings]),
+        verify_ms=_mean([each.mean_verify_ms for each in timings]),
     )
+
+
+def _accept_length(stats: Sequence[SpeculationStats]) -> float:
+    num_accepted = sum(stat.num_accepted_drafts for stat in stats)
+    return round(1 + num_accepted / sum(stat.num_rounds for stat in stats), 3)
 
 
 def decode_rate(waves: Sequence[Sequence[RequestResult]]) -> float:
@@ -314,8 +314,9 @@ def decode_rate(waves: Sequence[Sequence[RequestResult]]) -> float:
     return round(num_tokens / seconds, 1) if seconds else 0.0
 
 
-def _decode_ms(request: RequestResult) -> float:
-    return 1e3 * (request.arrivals[-1][0] - request.arrivals[0][0])
+def _round_ms(request: RequestResult) -> float:
+    decoding_s = request.time_to_last_token_s - request.time_to_first_token_s
+    return 1e3 * decoding_s / max(1, request.finish.speculation.num_rounds)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -139,6 +139,12 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def blocks(text: str) -> list[tuple[int, int]]:
+    """Parse "1x64,8x16": requests x nodes."""
+    pairs = (part.split("x") for part in text.split(","))
+    return [(int(num_requests), int(num_nodes)) for num_requests, num_nodes in pairs]
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "-"
