@@ -250,15 +250,20 @@ def collect(*, max_repeated: float, max_leaked: float) -> tuple[list, list, list
         }  # fmt: skip
         logger.info("%s: %d training files", label, kept)
     heldout = [f for f in heldout if repeated_share(long_lines(f.text), seen) <= max_leaked]
-    for split, files in (("train", train), ("heldout", heldout)):
-        num_files = collections.Counter(f.source for f in files)
-        num_bytes: collections.Counter[str] = collections.Counter()
-        for file in files:
-            num_bytes[file.source] += len(file.text.encode())
-        for label, record in records.items():
-            record[f"{split}_files"] = num_files[label]
-            record[f"{split}_bytes"] = num_bytes[label]
+    _count(records, "train", train)
+    _count(records, "heldout", heldout)
     return train, heldout, [r for r in records.values() if r["train_files"]]
+
+
+def _count(records: dict[str, dict[str, str | int]], split: str, files: list[SourceFile]) -> None:
+    """Add to every source's record what it has in a split."""
+    num_files = collections.Counter(file.source for file in files)
+    num_bytes: collections.Counter[str] = collections.Counter()
+    for file in files:
+        num_bytes[file.source] += len(file.text.encode())
+    for label, record in records.items():
+        record[f"{split}_files"] = num_files[label]
+        record[f"{split}_bytes"] = num_bytes[label]
 
 
 def main() -> None:

@@ -137,6 +137,22 @@ def log_samples(target: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
         logger.info("--- sample\n%s\n---", text)
 
 
+def log_losses(models: dict[str, LlamaForCausalLM], data_dir: Path, device: torch.device) -> None:
+    """Show the loss of every model on the encoded held-out text."""
+    for split in ("heldout", "heldout_cpython"):
+        tokens = load_tokens(data_dir / f"{split}.bin", device)
+        for name, model in models.items():
+            logger.info("%s loss on %s: %.4f", name, split, heldout_loss(model, tokens))
+
+
+def log_table(columns: dict[str, list[float]]) -> None:
+    """Show a column per draft and temperature, a line per shape."""
+    logger.info("| num_steps/topk/num_draft_tokens | %s |", " | ".join(columns))
+    logger.info("|---|%s", "---|" * len(columns))
+    for shape, *values in zip(SHAPES, *columns.values(), strict=True):
+        logger.info("| %s | %s |", shape, " | ".join(f"{value:.2f}" for value in values))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=Path("coppice/bundled"))
@@ -153,10 +169,7 @@ def main() -> None:
     for name, module in (("target", target), ("standalone", standalone), ("eagle3", head)):
         logger.info("%s: %d parameters", name, count_parameters(module))
     if args.data_dir:
-        for split in ("heldout", "heldout_cpython"):
-            tokens = load_tokens(args.data_dir / f"{split}.bin", device)
-            for name, model in (("target", target), ("standalone", standalone)):
-                logger.info("%s loss on %s: %.4f", name, split, heldout_loss(model, tokens))
+        log_losses({"target": target, "standalone": standalone}, args.data_dir, device)
     tokenizer = Tokenizer.from_file(str(args.models / "target" / "tokenizer.json"))
     log_samples(target, tokenizer)
     records = [json.loads(line) for line in args.prompts.read_text().splitlines()]
@@ -181,10 +194,7 @@ def main() -> None:
             columns[f"{name}, T = {temperature:g}"] = [
                 measure_draft(draft, texts, features, prompt_lengths, shape) for shape in SHAPES
             ]
-    logger.info("| num_steps/topk/num_draft_tokens | %s |", " | ".join(columns))
-    logger.info("|---|%s", "---|" * len(columns))
-    for shape, *values in zip(SHAPES, *columns.values(), strict=True):
-        logger.info("| %s | %s |", shape, " | ".join(f"{value:.2f}" for value in values))
+    log_table(columns)
 
 
 if __name__ == "__main__":
