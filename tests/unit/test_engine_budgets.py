@@ -10,8 +10,11 @@ import pytest
 
 from shared.ladder import LADDER
 from shared.messages import PeerTrees, SamplingParams, TreeShape
-from target_service.budgets.shapes import TreeShapes
+from target_service.budgets.budget import TreeBudget
+from target_service.budgets.costs import RoundCosts
+from target_service.budgets.shapes import BudgetedShapes, TreeShapes
 from target_service.engine import TargetEngine
+from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.peer_rounds import PeerRounds
 from target_service.request import TargetRequest
 from tests.device_pair import (
@@ -23,10 +26,11 @@ from tests.device_pair import (
     num_rounds,
     requests_of,
 )
-from tests.engines import Models, fresh, make_draft, make_target, plain_of
+from tests.engines import Models, fresh, make_draft, make_target, plain_of, pool_of
 from tests.local_pair import LocalRequest
 from tests.marks import EXHAUSTIVE
 from tests.peer_pair import PeerPair, PoisonedPeerPair, close_channels
+from tests.unit.test_budgets_simulated import FORWARD
 from tests.unit.test_engine_device_rounds import graft_mailbox
 from tests.unit.test_engine_peer_rounds import Chaos
 
@@ -218,18 +222,45 @@ def test_a_request_rests_and_comes_back(make: Make, *, overlaps: bool) -> None:
     check([served], expected)
 
 
-def test_a_budget_decides_in_an_engine(make: Make) -> None:
-    """Drafts of random weights are of no use: after some rounds there are no trees."""
+class TimedShapes(BudgetedShapes):
+    """What a budget decides where a round takes what is said here, whatever the machine does."""
+
+    def __init__(self, target: TargetEngine, *, tree_s: float) -> None:
+        self._now_s, self._tree_s = 0.0, tree_s
+        costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+        self._forward_s = costs.forward_s
+        num_slots = pool_of(target).max_num_requests
+        budget = TreeBudget(costs, LADDER, num_slots, clock=lambda: self._now_s)
+        super().__init__(target.requests, budget)
+
+    def note_step(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+    ) -> None:
+        self._now_s += self._forward_s(sum(trees.num_nodes))
+        self._now_s += self._tree_s * (max(trees.num_nodes) > 1)
+        super().note_step(trees, nodes, is_clean=is_clean)
+
+
+@pytest.mark.parametrize(("tree_s", "has_trees"), [(1.0, False), (0.0, True)])
+def test_a_budget_decides_in_an_engine(make: Make, tree_s: float, *, has_trees: bool) -> None:
+    """No tree is worth what these take, however good; or every one is, whose nodes are true."""
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = True
     requests = [replace(r, max_new_tokens=150) for r in requests_of(3, 0, LARGEST)]
     expected = plain_of(target, requests)
+    choose(target, TimedShapes(target, tree_s=tree_s))
     pair = DevicePair(target, draft, adapts=True)
+    if has_trees:
+        graft_mailbox(pair, expected, random.Random(0), doubt=0.0)
     pair.run(requests)
     check(requests, expected)
     sizes = [path.num_draft_tokens for request in requests for path in request.paths]
-    assert sizes.count(1) > num_rounds(requests) // 2
     assert len(set(sizes)) > 1, "it has tried"
+    num_trees = sum(size > 1 for size in sizes)
+    if has_trees:
+        assert num_trees > num_rounds(requests) // 2
+    else:
+        assert num_trees < num_rounds(requests) // 2
 
 
 def test_a_shape_that_is_asked_for_is_kept(make: Make) -> None:
