@@ -11,6 +11,8 @@ KV ownership of a request, in logical slots:
 
 from __future__ import annotations
 
+import math
+import mmap
 from array import array
 from collections.abc import Sequence
 
@@ -49,8 +51,8 @@ class KVPool:
         self.page_size = page_size
         self.device = device
         shape = (num_pages * page_size, num_kv_heads, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         # Where `caches` lie, for `move_paths`: they never move.
         self.cache_addresses = cache_addresses(self.caches)
         self._allocator = PageAllocator(num_pages)
@@ -223,3 +225,12 @@ class KVPool:
             slots = np.array(self._slots.get(req_idx, ()), np.int32)
             expected = np.array(pages, np.int32)[:, None] * self.page_size + in_page
             assert np.array_equal(slots, expected.ravel()), f"row {req_idx}: slots"
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On a CPU no memory is taken before it is written: to fill a pool takes long."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
