@@ -184,9 +184,9 @@ def _wait_whole(server: Server) -> None:
     """Wait until a worker that was harmed has been replaced, and holds nothing."""
     engines = [name for name in server.workers if _is_stopped(server, name)]
     for name in engines:
-        before = server.services[name].num_restarts
+        before = server.num_engines_lost(name)
         wait_for(
-            lambda name=name, before=before: server.services[name].num_restarts > before,
+            lambda name=name, before=before: server.num_engines_lost(name) > before,
             RECOVER_TIMEOUT_S,
         )
     time.sleep(1.0)  # who was killed just now still counts as ready

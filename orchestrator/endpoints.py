@@ -23,7 +23,7 @@ from shared.rpc.channel import open_channel
 
 logger = logging.getLogger(__name__)
 
-_RECONNECT_WAIT = wait_exponential_jitter(multiplier=0.1, max=0.5, jitter=0.1)
+_RECONNECT_WAIT = wait_exponential_jitter(multiplier=0.1, max=0.25, jitter=0.1)
 _RETRIED = (grpc.aio.AioRpcError, CoppiceError, OSError, ConfigError)  # the last: of certificates
 # A session that ended sooner counts as a failed attempt to connect.
 _MIN_SESSION_S = 1.0

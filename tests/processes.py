@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -49,6 +49,11 @@ def is_spawned(pid: int) -> bool:
     return False
 
 
+def oldest(pids: Iterable[int]) -> int:
+    """Return the process that started first. Raises: ValueError if there is none."""
+    return min(pids, key=lambda pid: int(_stat(pid)[-1]))
+
+
 def members_of(groups: set[int]) -> set[int]:
     """Return the running processes of these process groups."""
     return {pid for pid in all_processes() if int(_stat(pid)[2]) in groups and is_alive(pid)}
@@ -65,9 +70,12 @@ def all_processes() -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return state, parent and process group; those of nobody if there is no such process."""
+    """Return state, parent, process group and when it started, in ticks; those of nobody if there
+    is no such process.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return ["X", "0", "0"]
-    return stat.rpartition(") ")[2].split(maxsplit=3)[:3]
+        return ["X", "0", "0", "0"]
+    fields = stat.rpartition(") ")[2].split()
+    return [*fields[:3], fields[19]]

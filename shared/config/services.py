@@ -70,6 +70,12 @@ class WorkerConfig(PortConfig):
         "it is 20 times its longest step of late, at least 5",
         minimum=0.1,
     )
+    spare_after_s: float = option(
+        5.0,
+        "seconds after which a worker that is ready keeps a second engine process, without a "
+        "model, that takes over faster when the engine dies; 0: none",
+        minimum=0,
+    )
     profile_dir: str = option(
         "", "folder for profiles of the engine; empty = coppice-profiles in the temporary folder"
     )

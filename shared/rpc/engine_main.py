@@ -49,6 +49,11 @@ MIN_SPINNING_CORES = 8
 _PR_SET_PDEATHSIG = 1
 
 
+@dataclass(frozen=True, slots=True)
+class BuildEngine:
+    """The front's first message: the engine is wanted. Until then its process only imports."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProgress:
     """What the factory is doing."""
@@ -324,7 +329,11 @@ def _build(factory: str, config: Any, pipe: BlockingPipe) -> Engine:
         module, _, function = factory.partition(":")
         create: EngineFactory = getattr(importlib.import_module(module), function)
         set_thread_count(config.cpu_threads)
+        while not pipe.receive():  # BuildEngine, or the end
+            pipe.poll(None, {})
         return create(config, progress)
+    except EOFError:
+        raise
     except ConfigError as error:
         pipe.send(EngineRefused(message=str(error), is_config_error=True))
         sys.exit(1)

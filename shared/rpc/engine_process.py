@@ -23,7 +23,13 @@ from shared.errors import ConfigError
 from shared.logs import log_settings
 from shared.messages import WorkerInfo
 from shared.rpc.engine import EngineDiedError, EngineReport, ProgressCallback
-from shared.rpc.engine_main import EngineProgress, EngineReady, EngineRefused, engine_main
+from shared.rpc.engine_main import (
+    BuildEngine,
+    EngineProgress,
+    EngineReady,
+    EngineRefused,
+    engine_main,
+)
 from shared.rpc.pipe import AsyncPipe
 
 logger = logging.getLogger(__name__)
@@ -44,6 +50,7 @@ class EngineProcess:
         self._factory = factory
         self._config = config
         self._kept_fds = tuple(kept_fds)
+        self._socket: socket.socket | None = None
         self._pipe: AsyncPipe | None = None
         self._process: multiprocessing.process.BaseProcess | None = None
         self._num_sent = 0
@@ -62,16 +69,23 @@ class EngineProcess:
         """Return whether the engine owes a report: it has work or messages it has not taken."""
         return self._has_work or self._num_received < self._num_sent
 
+    def prepare(self) -> None:
+        """Spawn the process: it imports what it needs and waits until `start` asks for more."""
+        if self._process is None:
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                # Spawned from this thread: the parent-death signal is tied to it.
+                self._process = self._spawn(theirs)
+
     async def start(self, on_progress: ProgressCallback) -> WorkerInfo:
-        """Spawn the engine process and wait until it is ready.
+        """Spawn the engine process, unless it is prepared, and wait until it is ready.
 
         Raises: ConfigError if the engine refuses its configuration, EngineDiedError if it dies.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # Spawned from this thread: the parent-death signal is tied to it.
-            self._process = self._spawn(theirs)
-        self._pipe = await AsyncPipe.connect(ours)
+        self.prepare()
+        assert self._socket is not None
+        self._pipe = await AsyncPipe.connect(self._socket)
+        self._pipe.send(BuildEngine())
         while True:
             try:
                 message = await self._pipe.receive()
@@ -125,6 +139,8 @@ class EngineProcess:
         self._is_closed = True
         if self._pipe is not None:
             self._pipe.close()
+        elif self._socket is not None:
+            self._socket.close()
         if self._process is not None:
             if not self._is_ready:
                 self._process.kill()  # it looks at the pipe only once the model is loaded

@@ -104,6 +104,11 @@ class RpcServer:
         return f"{host}:{self._port}"
 
     @property
+    def is_stopping(self) -> bool:
+        """Return whether the end was asked for."""
+        return self._stop_requested.is_set()
+
+    @property
     def samples(self) -> Samples:
         """Return the named values of the server itself."""
         refused = Counter(dict.fromkeys(REFUSAL_REASONS, 0))

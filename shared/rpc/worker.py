@@ -1,7 +1,10 @@
 """A worker's life: lease a GPU, listen, load the model in the engine process, serve, drain, end.
 
 start -> NOT_SERVING, engine loading -> SERVING -> draining -> end
-the engine dies, or hangs and is killed: the server stops at once and the process exits with code 1
+the engine dies, or hangs and is killed: the server stops at once, and begins anew with the spare
+engine; where there is none yet, the process exits with code 1
+
+A spare engine is a process that has imported everything and waits: it has no model and no GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from shared.config import WorkerConfig
@@ -271,13 +275,14 @@ def run_worker(
         cannot work.
     """
 
-    async def serve(engine: EngineHandle) -> None:
-        await create_worker(config, engine).serve()
-
     try:
         lease = lease_gpu(config, role=role)
-        engine = EngineProcess(factory, config, kept_fds=[lease.fd] if lease else [])
-        asyncio.run(watched(serve(engine)))
+        fds = [lease.fd] if lease else []
+
+        def make_engine() -> EngineProcess:
+            return EngineProcess(factory, config, kept_fds=fds)
+
+        asyncio.run(watched(_serve(config, role, make_engine, create_worker)))
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_CONFIG
@@ -285,3 +290,41 @@ def run_worker(
         sys.stderr.write(f"{role}: {error}; its log is above\n")
         return EXIT_ENGINE_DIED
     return 0
+
+
+async def _serve(
+    config: WorkerConfig,
+    role: str,
+    make_engine: Callable[[], EngineProcess],
+    create_worker: Callable[[Any, EngineHandle], WorkerServer],
+) -> None:
+    """Serve until the end; where an engine dies that had a spare one, that one takes over.
+
+    Raises: ConfigError, or EngineDiedError if there is no spare one.
+    """
+    engine, spare = make_engine(), make_engine()
+    try:
+        while True:
+            worker = create_worker(config, engine)
+            preparing = asyncio.create_task(_prepare(spare, worker.server, config.spare_after_s))
+            try:
+                return await worker.serve()
+            except EngineDiedError as error:
+                if spare.pid is None or worker.server.is_stopping:
+                    raise
+                sys.stderr.write(f"{role}: {error}; its log is above; a spare one takes over\n")
+            finally:
+                preparing.cancel()
+            config = replace(config, port=worker.server.port)
+            engine, spare = spare, make_engine()
+    finally:
+        await spare.close()
+
+
+async def _prepare(spare: EngineProcess, server: RpcServer, after_s: float) -> None:
+    """Prepare a spare engine once a server has been ready for so long; 0: there is none."""
+    while after_s and not server.is_ready:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+    await asyncio.sleep(after_s)
+    if after_s:
+        spare.prepare()

@@ -37,14 +37,19 @@ WORKER = textwrap.dedent(
     from shared.config import DraftConfig, TargetConfig
     from shared.rpc.worker import run_worker
 
-    role, factory, port, lease_dir = sys.argv[1:5]
+    role, factory, port, lease_dir, spare_after_s = sys.argv[1:6]
     if role == "target":
         from target_service.server import create_worker
         config_type = TargetConfig
     else:
         from draft_service.server import create_worker
         config_type = DraftConfig
-    config = config_type(host="127.0.0.1", port=int(port), gpu_lease_dir=lease_dir)
+    config = config_type(
+        host="127.0.0.1",
+        port=int(port),
+        gpu_lease_dir=lease_dir,
+        spare_after_s=float(spare_after_s),
+    )
     code = run_worker(config, role=role, factory=factory, create_worker=create_worker)
     heavy = sorted({"torch", "transformers", "triton"} & set(sys.modules))
     sys.stdout.write(f"end heavy={heavy}\\n")
@@ -96,9 +101,11 @@ async def start(
     *,
     port: int = 0,
     lease_dir: str = "",
+    spare_after_s: float = 0.0,
 ) -> AsyncIterator[Process]:
+    more = (str(port), lease_dir, str(spare_after_s))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", WORKER, role, factory(engine), str(port), lease_dir),
+        *(sys.executable, "-c", WORKER, role, factory(engine), *more),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -200,6 +207,52 @@ async def test_a_worker_that_is_stopped_ends_by_itself(signalled: str) -> None:
         assert ("the engine made no progress for 5." in errors) == (signalled == "engine")
         assert (f"process {worker.pid} hangs, killing it" in errors) == (signalled == "front")
         await wait_dead(engine)
+
+
+async def spare_pid(worker: Process, engine: int) -> int:
+    """Wait for the process that would take over from an engine."""
+    listing = Path(f"/proc/{worker.pid}/task/{worker.pid}/children")
+    while True:
+        for pid in map(int, listing.read_text().split()):
+            with contextlib.suppress(FileNotFoundError):
+                if pid != engine and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_spare_engine_takes_over_at_the_same_address(number: signal.Signals) -> None:
+    async with start(spare_after_s=0.1) as worker:
+        address = await worker.ready()
+        async with Peer(address) as peer:
+            engine = engine_pid(await target_info(peer))
+        for _ in range(2):
+            spare = await spare_pid(worker, engine)
+            os.kill(engine, number)
+            assert await worker.ready() == address
+            await wait_dead(engine)
+            async with Peer(address) as peer:
+                engine = engine_pid(await target_info(peer))
+                assert engine == spare
+                session = peer.target_session()
+                await session.send(target_open("after"))
+                assert (await session.next(AcceptedPath)).request_id == "after"
+                await session.send(TargetClose(request_id="after", target_epoch=1))
+        spare = await spare_pid(worker, engine)
+        worker.process.send_signal(signal.SIGTERM)
+        code, output, errors = await worker.end()
+        assert code == 0 and "end heavy=[]" in output
+        assert errors.count("a spare one takes over") == 2
+        await wait_dead(engine)
+        await wait_dead(spare)
+
+
+async def test_an_engine_that_dies_before_it_has_a_spare_ends_the_worker() -> None:
+    async with start(spare_after_s=60.0) as worker, Peer(await worker.ready()) as peer:
+        os.kill(engine_pid(await target_info(peer)), signal.SIGKILL)
+        code, _, errors = await worker.end()
+        assert code == 1 and "spare" not in errors
 
 
 @pytest.mark.parametrize(

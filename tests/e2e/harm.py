@@ -15,7 +15,7 @@ from tests.e2e.garbling import Garbler, garbler
 from tests.e2e.private_host import PrivateHost, private_host
 from tests.e2e.serving import STARTED, Server
 from tests.e2e.tcp_links import Link, Links, tcp_links
-from tests.processes import is_alive, is_spawned, members_of, wait_for, with_path
+from tests.processes import is_alive, is_spawned, members_of, oldest, wait_for, with_path
 
 LIAR = "draft-0"
 """The draft that may be made to send garbage."""
@@ -70,9 +70,10 @@ class HarmedStack(Server):
         if front is None:
             return set()
         group = members_of({front})
+        spawned = set(filter(is_spawned, group - {front}))
         match part:
             case "engine":
-                return set(filter(is_spawned, group - {front}))
+                return {oldest(spawned)} if spawned else set()
             case "front":
                 return {front}
         return group

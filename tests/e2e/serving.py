@@ -25,7 +25,7 @@ from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import to_arguments
 from shared.peer.ring import RING_DIR
 from shared.rpc.health_names import DRAFT_SERVICE, SPECULATION_SERVICE, TARGET_SERVICE
-from tests.processes import is_alive, is_spawned, members_of, wait_for
+from tests.processes import is_alive, is_spawned, members_of, oldest, wait_for
 
 READY_TIMEOUT_S = 180.0
 # What a worker still holds a moment after its last request has ended is a leak.
@@ -114,8 +114,12 @@ class Server(Stack):
         """Return the process that runs the model of a worker."""
         front = self.services[name].pid
         assert front is not None
-        (engine,) = filter(is_spawned, members_of({front}) - {front})
-        return engine
+        return oldest(filter(is_spawned, members_of({front}) - {front}))
+
+    def num_engines_lost(self, name: str) -> int:
+        """Return how often the engine of a worker was replaced, with its front or without."""
+        taken_over = self.logged("a spare one takes over", service=name)
+        return self.services[name].num_restarts + taken_over
 
     @contextlib.contextmanager
     def slowed(self, name: str) -> Iterator[None]:
@@ -191,8 +195,11 @@ def stack_config(
     orchestrator: dict[str, Any] | None = None,
     **stack: Any,
 ) -> StackConfig:
-    """Return a configuration for one core: bundled models, and a draft that is never late."""
-    common = {"device": "cpu", "cpu_threads": 1}
+    """Return a configuration for one core: bundled models, and a draft that is never late.
+
+    An engine that dies has no successor that waits: its worker starts again.
+    """
+    common = {"device": "cpu", "cpu_threads": 1, "spare_after_s": 0.0}
     config = StackConfig(
         orchestrator=OrchestratorConfig(
             **{

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coppice import Completion
-from shared.config import OrchestratorConfig
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from tests.e2e.callers import Caller, calling
 from tests.e2e.fault_schedules import FAULTS, make_schedule, play
 from tests.e2e.harm import HarmedStack, harmed_stack
@@ -59,6 +59,8 @@ def stack() -> Iterator[HarmedStack]:
     config = stack_config(
         num_targets=2,
         num_drafts=2,
+        target={"spare_after_s": TargetConfig().spare_after_s},
+        draft={"spare_after_s": DraftConfig().spare_after_s},
         orchestrator={name: getattr(defaults, name) for name in TIMEOUTS},
     )
     with harmed_stack(config) as stack:
