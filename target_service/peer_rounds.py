@@ -224,9 +224,14 @@ class PeerRounds(TreeSource):
                 self.window.ordered(request.request_id, shape.num_draft_tokens)
 
     def note_step(
-        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+        self,
+        trees: SampledTrees,
+        nodes: Sequence[AcceptedNodes],
+        *,
+        is_clean: bool,
+        computed_s: float,
     ) -> None:
-        self.shapes.note_step(trees, nodes, is_clean=is_clean)
+        self.shapes.note_step(trees, nodes, is_clean=is_clean, computed_s=computed_s)
 
     def take(
         self, channel: PeerChannel, batch: TreeBatch

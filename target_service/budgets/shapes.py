@@ -36,12 +36,18 @@ class TreeShapes:
         return credit.shape
 
     def note_step(
-        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+        self,
+        trees: SampledTrees,
+        nodes: Sequence[AcceptedNodes],
+        *,
+        is_clean: bool,
+        computed_s: float,
     ) -> None:
         """Learn from a step that was read; its rounds are not committed yet.
 
         Args:
             is_clean: It had no rows but those of the trees.
+            computed_s: What the device took for it.
         """
 
 
@@ -76,7 +82,12 @@ class BudgetedShapes(TreeShapes):
         return shape
 
     def note_step(
-        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
+        self,
+        trees: SampledTrees,
+        nodes: Sequence[AcceptedNodes],
+        *,
+        is_clean: bool,
+        computed_s: float,
     ) -> None:
         count = sum([request.phase is Phase.RUNNING for request in trees.requests])
         paths = nodes[:count]  # prompts that end come last
@@ -91,6 +102,7 @@ class BudgetedShapes(TreeShapes):
             StepTimes(
                 num_rows=sum(trees.num_nodes[:count]),
                 num_requests=num_requests,
+                computed_s=computed_s,
                 waited_rungs=np.array(
                     list(map(self._waited_rung, trees.requests[:count])), dtype=np.int64
                 ),
