@@ -121,7 +121,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             generation = Generation(
                 ready,
                 worker_request_id=worker_request_id(
-                    self._incarnation, next(self._serial), parsed.request_id
+                    *(self._incarnation, next(self._serial), parsed.request_id),
+                    trace_id=trace.trace_id,
                 ),
                 model=model,
                 pool=self._pool,
