@@ -146,8 +146,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 reason="NO_DRAFT",
                 field="speculation.mode",
             )
-        if request.requires_draft and self._pool.pair_problems and not self._pool.can_speculate:
-            problem = next(iter(self._pool.pair_problems.values()))
+        if request.requires_draft and self._pool.pairs.problems and not self._pool.can_speculate:
+            problem = next(iter(self._pool.pairs.problems.values()))
             raise UnavailableError(
                 f"speculation.mode is ON, but no draft fits: {problem}",
                 reason="NO_DRAFT",
