@@ -1,9 +1,11 @@
 # One image for all three services; docker-compose.yml says which one a container runs.
-# On Linux pip takes the CUDA build of torch. For a much smaller image without GPU support:
-#   docker compose build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
-FROM python:3.11-slim-bookworm
+#   TORCH        cuda, or cpu for a much smaller image without GPU support
+#   BASE_IMAGE   pin it by digest, NAME@sha256:...: docs/security.md
+# For example: docker compose build --build-arg TORCH=cpu
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+FROM ${BASE_IMAGE}
 
-ARG TORCH_INDEX=""
+ARG TORCH=cuda
 
 # Triton compiles its launchers with the C compiler at run time.
 RUN apt-get update \
@@ -19,18 +21,19 @@ ENV PYTHONUNBUFFERED=1 \
 
 WORKDIR /opt/coppice
 
-# Dependencies first: they change less often than the code.
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['tracing'], sep='\n')" > requirements.txt \
-    && PIP_EXTRA_INDEX_URL="$TORCH_INDEX" pip install --constraint constraints.txt --requirement requirements.txt
+# Dependencies first: they change less often than the code. What is not listed, with its hash, is not installed.
+COPY requirements requirements
+RUN pip install --require-hashes --no-deps --only-binary :all: --requirement requirements/image.txt \
+    && pip install --require-hashes --no-deps --only-binary :all: --requirement requirements/torch-$TORCH.txt
 
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY coppice coppice
 COPY orchestrator orchestrator
 COPY draft_service draft_service
 COPY target_service target_service
 COPY shared shared
-RUN pip install --no-deps --constraint constraints.txt .
+# The build tool is one of the dependencies: nothing is fetched.
+RUN pip install --no-deps --no-index --no-build-isolation . && pip check
 
 # A named volume mounted at one of these folders takes over its owner and mode.
 RUN useradd --create-home --uid 10001 coppice \

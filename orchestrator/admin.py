@@ -74,7 +74,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
         """Return all workers, by role and address."""
-        known = [_status_of(worker) for worker in self._sessions]
+        unpaired = self._pool.pairs.unpaired
+        used = (*self._pool.targets, *self._pool.refused)
+        known = [
+            *(_status_of(worker, "") for worker in used),
+            *(_status_of(draft, unpaired.get(draft.address, "")) for draft in self._pool.drafts),
+        ]
         addresses = {status.address for status in known}
         missing = [
             pb.WorkerStatus(
@@ -247,11 +252,18 @@ def _add(stats: pb.StatsResponse, other: pb.StatsResponse) -> None:
             mine.update(Counter(mine) + Counter(theirs))
 
 
-def _status_of(worker: WorkerSession) -> pb.WorkerStatus:
+def _status_of(worker: WorkerSession, misfit: str) -> pb.WorkerStatus:
+    """Return what is known of a worker.
+
+    Args:
+        misfit: Why no target can use this draft; empty: one can, or it is a target.
+    """
     info, load = worker.info, worker.load
     state = pb.WORKER_STATE_READY
     if worker.problem:
         state = pb.WORKER_STATE_REFUSED
+    elif misfit:
+        state = pb.WORKER_STATE_UNPAIRED
     elif not worker.is_available:
         state = pb.WORKER_STATE_DRAINING
     is_target = info.kind == "target"
@@ -266,7 +278,7 @@ def _status_of(worker: WorkerSession) -> pb.WorkerStatus:
         versions=info.versions,
         protocol_version=info.protocol_version,
         device=info.device,
-        problem=worker.problem,
+        problem=worker.problem or misfit,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_free_pages=load.num_free_pages,

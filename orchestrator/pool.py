@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from orchestrator.moves import Moves
 from orchestrator.pairing import ModelIdentity, draft_problem, pair_problem, target_problem
+from orchestrator.pairs import Pairs
 from orchestrator.tenants import FAIR_S
 from orchestrator.workers import WorkerSession
 from shared.errors import UnavailableError
@@ -28,7 +29,10 @@ _MAX_OPENING = 16
 _MAX_SESSIONS = 65536
 _RECHECK_S = 0.2
 _ROLES = ("target", "draft")
-_WORKER_STATES = ("available", "draining", "refused")
+_WORKER_STATES = (
+    *((role, state) for role in _ROLES for state in ("available", "draining", "refused")),
+    ("draft", "unpaired"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +114,7 @@ class WorkerPool:
         self.moves = Moves(self)
         self.can_speculate = False
         """Whether some draft fits some target."""
-        self.pair_problems: dict[tuple[str, str], str] = {}
-        """(target address, draft address) -> why they cannot work together."""
+        self.pairs = Pairs()
 
     def open_target(self, worker: WorkerSession) -> str:
         """Take a target into use; return why it must not be, or ""."""
@@ -151,10 +154,12 @@ class WorkerPool:
 
     @property
     def worker_states(self) -> Counter[tuple[str, str]]:
-        """Return how many workers of each role are available, draining, or refused."""
-        states = Counter({(role, state): 0 for role in _ROLES for state in _WORKER_STATES})
+        """Return how many workers of each role are available, draining, unpaired, or refused."""
+        states = Counter(dict.fromkeys(_WORKER_STATES, 0))
         for worker in (*self._targets, *self._drafts):
             state = "available" if worker.is_available else "draining"
+            if _role_of(worker) == "draft" and worker.address in self.pairs.unpaired:
+                state = "unpaired"
             states[_role_of(worker), state] += 1
         for worker in self._refused:
             states[_role_of(worker), "refused"] += 1
@@ -257,22 +262,8 @@ class WorkerPool:
         return problem
 
     def _workers_changed(self) -> None:
-        pairs = {
-            (target.address, draft.address): problem
-            for target in self._targets
-            for draft in self._drafts
-            if (problem := pair_problem(target.info, draft.info))
-        }
-        for (target_address, draft_address), problem in pairs.items():
-            if (target_address, draft_address) not in self.pair_problems:
-                logger.error(
-                    "draft %s cannot draft for target %s: %s",
-                    draft_address,
-                    target_address,
-                    problem,
-                )
-        self.pair_problems = pairs
-        self.can_speculate = len(pairs) < len(self._targets) * len(self._drafts)
+        self.pairs.update(self._targets, self._drafts)
+        self.can_speculate = len(self.pairs.problems) < len(self._targets) * len(self._drafts)
         self._load_changed()
         self._on_change()
 

@@ -24,7 +24,7 @@ _OUR_FAULT = (StatusCode.INTERNAL, StatusCode.UNAVAILABLE)
 
 
 class RequestLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger that says which request, whose, and which round it speaks of.
+    """A logger that says which request, whose, which round and which trace it speaks of.
 
     Args:
         request_id: As the client knows it.
@@ -44,20 +44,21 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
         """Whether the client was sent that: it need not wait for the end of the call."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Put both in front of the message, and into the record.
+        """Put all of that in front of the message, and into the record.
 
         Args:
             kwargs: `fields`, a mapping, goes into the record as well.
         """
         fields: Mapping[str, object] = kwargs.pop("fields", {})
         whose = f" of {self.tenant}" if self.tenant else ""
+        trace = f" trace {self.trace_id}" if self.trace_id else ""
         log_request(
             self.logger,
             level,
             self.request_id,
             msg,
             *args,
-            prefix=f"[{self.request_id}{whose} round {self.round_idx}] ",
+            prefix=f"[{self.request_id}{whose} round {self.round_idx}{trace}] ",
             round_idx=self.round_idx,
             trace_id=self.trace_id,
             tenant=self.tenant,
@@ -89,6 +90,65 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
         )
 
 
+class _End:
+    """The end of a request: one line in its log, and what is counted of it.
+
+    Args:
+        time_remaining: Returns the seconds to the deadline; None: there is no deadline.
+        on_end: Takes how the request ended.
+    """
+
+    def __init__(
+        self,
+        log: RequestLog,
+        time_remaining: Callable[[], float | None],
+        on_end: Callable[[RequestEnd], None],
+    ) -> None:
+        self._log = log
+        self._time_remaining = time_remaining
+        self._on_end = on_end
+        self._began = time.monotonic()
+
+    def finish(self) -> None:
+        """Log the end of a request that has finished, if it has."""
+        if self._log.finish is not None:
+            self._log.log_finish(self._log.finish)
+            self._on_end(_finished(self._log.finish))
+
+    def cancel(self) -> None:
+        """Log that the client is gone, or was told that it waited too long."""
+        left_s = self._time_remaining()
+        is_late = left_s is not None and left_s < DEADLINE_SLACK_S
+        what = "its deadline passed" if is_late else "cancelled"
+        code = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
+        self._log_end(logging.INFO, code, "%s after %.1f s", what, time.monotonic() - self._began)
+
+    def refuse(self, error: CoppiceError) -> None:
+        """Log an error that the client is told."""
+        level = logging.WARNING if error.code in _OUR_FAULT else logging.INFO
+        where = f" ({error.field})" if error.field else ""
+        message = " ".join(error.message.split())
+        self._log_end(
+            *(level, error.code.name, "ended by %s%s: %s", error.reason, where, message),
+            reason=error.reason,
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Log a bug; its traceback is logged where it becomes INTERNAL."""
+        name = type(error).__name__
+        self._log_end(logging.ERROR, "INTERNAL", "failed: %s", name, reason="INTERNAL")
+
+    def _log_end(
+        self, level: int, code: str, message: str, *args: object, reason: str = ""
+    ) -> None:
+        took_s = time.monotonic() - self._began
+        fields = {"event": "request_end", "code": code, "total_ms": round(took_s * 1e3, 1)}
+        if reason:
+            fields["reason"] = reason
+        self._log.log(level, message, *args, fields=fields)
+        self._on_end(RequestEnd(code=code, refused_by="" if self._log.is_admitted else reason))
+
+
 @contextlib.contextmanager
 def logged_end(
     request_id: str,
@@ -107,50 +167,23 @@ def logged_end(
     """
     name = request_id if request_id.isprintable() else repr(request_id)
     log = RequestLog(logger, name[:128] or "no request_id")
-    began = time.monotonic()
-
-    def end(level: int, code: str, message: str, *args: object, reason: str = "") -> None:
-        took_s = time.monotonic() - began
-        fields = {"event": "request_end", "code": code, "total_ms": round(took_s * 1e3, 1)}
-        if reason:
-            fields["reason"] = reason
-        log.log(level, message, *args, fields=fields)
-        on_end(RequestEnd(code=code, refused_by="" if log.is_admitted else reason))
-
-    def end_cancelled() -> None:
-        left_s = time_remaining()
-        is_late = left_s is not None and left_s < DEADLINE_SLACK_S
-        what = "its deadline passed" if is_late else "cancelled"
-        code = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
-        end(logging.INFO, code, "%s after %.1f s", what, time.monotonic() - began)
-
-    def end_finished() -> None:
-        if log.finish is not None:
-            log.log_finish(log.finish)
-            on_end(_finished(log.finish))
-
+    end = _End(log, time_remaining, on_end)
     try:
         yield log
     except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter: of a write to nobody
         if log.is_told:
-            end_finished()
+            end.finish()
         else:
-            end_cancelled()
+            end.cancel()
         raise
     except CoppiceError as error:
-        level = logging.WARNING if error.code in _OUR_FAULT else logging.INFO
-        where = f" ({error.field})" if error.field else ""
-        message = " ".join(error.message.split())
-        end(
-            *(level, error.code.name, "ended by %s%s: %s", error.reason, where, message),
-            reason=error.reason,
-        )
+        end.refuse(error)
         raise
-    except Exception as error:  # a bug: its traceback is logged where it becomes INTERNAL
-        end(logging.ERROR, "INTERNAL", "failed: %s", type(error).__name__, reason="INTERNAL")
+    except Exception as error:
+        end.fail(error)
         raise
     else:
-        end_finished()
+        end.finish()
 
 
 def _finished(finish: FinishInfo) -> RequestEnd:

@@ -121,7 +121,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             generation = Generation(
                 ready,
                 worker_request_id=worker_request_id(
-                    self._incarnation, next(self._serial), parsed.request_id
+                    *(self._incarnation, next(self._serial), parsed.request_id),
+                    trace_id=trace.trace_id,
                 ),
                 model=model,
                 pool=self._pool,
@@ -145,8 +146,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 reason="NO_DRAFT",
                 field="speculation.mode",
             )
-        if request.requires_draft and self._pool.pair_problems and not self._pool.can_speculate:
-            problem = next(iter(self._pool.pair_problems.values()))
+        if request.requires_draft and self._pool.pairs.problems and not self._pool.can_speculate:
+            problem = next(iter(self._pool.pairs.problems.values()))
             raise UnavailableError(
                 f"speculation.mode is ON, but no draft fits: {problem}",
                 reason="NO_DRAFT",

@@ -130,15 +130,17 @@ class Tracing:
             for key, value in metadata or ()
             if key in ("traceparent", "tracestate") and isinstance(value, str)
         }
+        clients = _trace_id_of(carrier.get("traceparent", ""))
         if self._provider is None:
-            return Untraced(_trace_id_of(carrier.get("traceparent", "")))
+            return Untraced(clients)
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         context = TraceContextTextMapPropagator().extract(carrier)
         span = self._tracer.start_span("coppice.generate", context=context, kind=SpanKind.SERVER)
-        trace_id = f"{span.get_span_context().trace_id:032x}"
-        return _Traced(self._tracer, span, trace_id) if span.is_recording() else Untraced(trace_id)
+        if not span.is_recording():
+            return Untraced(clients)
+        return _Traced(self._tracer, span, f"{span.get_span_context().trace_id:032x}")
 
     def close(self) -> None:
         """Send what is left; takes as long as the collector does, up to some seconds."""

@@ -6,8 +6,8 @@
 Needs podman (as root where there is no rootless setup), podman-compose and an environment in which
 this package is installed; no Docker and no systemd. Where no registry can be reached:
 
-    --base-image IMAGE   in the place of the Dockerfile's FROM: a Debian with Python 3.11, pip and
-                         `python`, where pip may install (no EXTERNALLY-MANAGED)
+    --base-image IMAGE   the Dockerfile's BASE_IMAGE: a Debian with Python 3.11, pip and `python`,
+                         where pip may install (no EXTERNALLY-MANAGED)
     --build-args '...'   more arguments of `podman build`, such as `--volume` of a configuration of
                          pip and of what it names
     STORAGE_DRIVER=vfs   where there is no overlay; each layer is a full copy, so there is one
@@ -319,7 +319,7 @@ def build(base_image: str, arguments: str) -> None:
     """Build the Dockerfile."""
     command = ["build", "--isolation", "chroot", "--layers=false", "--tag", IMAGE]
     if base_image:
-        command += ["--from", base_image]
+        command += ["--build-arg", f"BASE_IMAGE={base_image}"]
     podman(*command, *shlex.split(arguments), str(ROOT))
 
 
@@ -342,7 +342,7 @@ def main() -> int:
     """Run the trials; 0 if all hold, 1 if one does not, 2 if something is not installed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("trials", nargs="*", help="some of the trials (default: all)")
-    parser.add_argument("--base-image", default="", help="in the place of the Dockerfile's FROM")
+    parser.add_argument("--base-image", default="", help="the Dockerfile's BASE_IMAGE")
     parser.add_argument("--build-args", default="", help="more arguments of `podman build`")
     parser.add_argument("--no-build", action="store_true", help=f"use {IMAGE} as it is")
     parser.add_argument("--keep", action="store_true", help="leave the containers running")

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from shared.request_ids import client_request_id
+from shared.request_ids import parse_worker_id
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -141,8 +141,10 @@ def log_worker_request(
     logger: logging.Logger, level: int, worker_id: str, message: object, *args: object
 ) -> None:
     """Log a record about a request, given its id on the workers, which may be anything."""
-    name = client_request_id(worker_id)
-    log_request(logger, level, (name if name.isprintable() else repr(name))[:128], message, *args)
+    request_id, trace_id = parse_worker_id(worker_id)
+    name = (request_id if request_id.isprintable() else repr(request_id))[:128]
+    prefix = f"[{name} trace {trace_id}] " if trace_id else ""
+    log_request(logger, level, name, message, *args, prefix=prefix, trace_id=trace_id)
 
 
 def note_worker_id(incarnation: str) -> None:

@@ -105,11 +105,7 @@ def create_engine(
     ring = open_ring(config, features.width * dtype.itemsize * max_batch_rows(config, device))
     listener, tcp_listener = open_listener(config), open_tcp_listener(config, secret)
     channels = PeerChannels(*[one for one in (listener, tcp_listener) if one is not None])
-    costs = None
-    if runner.pads_rows:  # on a CPU cost grows evenly: waiting saves nothing
-        progress("timing forwards", 0.92)
-        costs = measure_costs(runner)
-        logger.info("ms of a forward by its rows: %s", costs)
+    costs = time_padded_forwards(runner, progress)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
@@ -123,8 +119,8 @@ def create_engine(
         features=features,
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
-        feature_ring=ring.name if ring is not None else "",
-        peer_socket=listener.name if listener is not None else "",
+        feature_ring=_name_of(ring),
+        peer_socket=_name_of(listener),
         peer_address=tcp_listener.address if tcp_listener is not None else "",
         device_model=fingerprint.device_model,
         versions=fingerprint.versions,
@@ -186,6 +182,16 @@ def prove_exactness(
             f"{result.max_kv_difference:g}), so speculation could change the output; pass "
             "--allow-inexact to serve all the same"
         )
+
+
+def time_padded_forwards(runner: TargetRunner, progress: ProgressCallback) -> StepCosts | None:
+    """Return what forwards cost; None on a CPU, where cost grows evenly: waiting saves nothing."""
+    if not runner.pads_rows:
+        return None
+    progress("timing forwards", 0.92)
+    costs = measure_costs(runner)
+    logger.info("ms of a forward by its rows: %s", costs)
+    return costs
 
 
 def make_prompt_budget(
@@ -319,6 +325,10 @@ def require_secret(config: TargetConfig) -> Secret:
             "--secret-file, or bind it to 127.0.0.1"
         )
     return secret
+
+
+def _name_of(shared: FeatureRing | PeerListener | None) -> str:
+    return shared.name if shared is not None else ""
 
 
 def _has_peers(config: TargetConfig) -> bool:

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 WIDTH = 160
 """Columns at most of output that goes to no terminal."""
-_STYLES = {"READY": "green", "DRAINING": "yellow", "REFUSED": "red", "CONNECTING": "dim"}
+_STYLES = {
+    "READY": "green",
+    "DRAINING": "yellow",
+    "REFUSED": "red",
+    "UNPAIRED": "red",
+    "CONNECTING": "dim",
+}
 _SOURCES = {
     "peer": "tree from the draft's engine",
     "relayed": "tree through the orchestrator",

@@ -11,8 +11,8 @@ from typing import Any
 
 from coppice.cli.options import add_config_option, load_service_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config.loader import ENV_PREFIX, add_config_flags
-from shared.logs import FORMATS, LEVELS, LogSettings, configure_logging
+from shared.config.loader import add_config_flags
+from shared.logs import LogSettings, configure_logging
 
 # role -> (configuration, module whose main(config) serves until SIGTERM)
 ROLES: dict[str, tuple[type, str]] = {
@@ -30,18 +30,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         service = roles.add_parser(role, help=f"run the {role}", allow_abbrev=False)
         add_config_option(service)
         service.add_argument(
-            "--log-level",
-            default="info",
-            choices=LEVELS,
-            help="least severity that is logged (default: info)",
-        )
-        service.add_argument(
-            "--log-format",
-            default=os.environ.get(ENV_PREFIX + "LOG_FORMAT") or "text",
-            choices=FORMATS,
-            help="text, or json: an object per line (default: text)",
-        )
-        service.add_argument(
             "--exit-with-parent",
             action="store_true",
             help="end when standard input closes, which is when the process that opened it dies",
@@ -55,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     config_type, module_name = ROLES[arguments.role]
     config: Any = load_service_config(arguments, config_type, section=arguments.role)
     configure_logging(
-        LogSettings(level=arguments.log_level, format=arguments.log_format, role=arguments.role)
+        LogSettings(level=config.log_level, format=config.log_format, role=arguments.role)
     )
     if arguments.exit_with_parent:
         threading.Thread(target=_end_with_stdin, name="parent-watch", daemon=True).start()

@@ -14,10 +14,28 @@ from coppice.cli.options import add_config_option, known_variables, read_section
 from coppice.stack import ServiceFailedError, Stack, StackConfig
 from coppice.stack.config import UpConfig, stack_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from shared.config.loader import add_config_flags, explicit_values, load_config
-from shared.errors import EXIT_CONFIG
+from shared.config.loader import (
+    add_config_flags,
+    explicit_values,
+    load_config,
+    variable_name,
+    variables_of,
+)
+from shared.errors import EXIT_CONFIG, ConfigError
 
 Config = TypeVar("Config")
+
+NOT_HERE = {
+    "model": "it means another model to each service; set COPPICE_TARGET_MODEL and "
+    "COPPICE_DRAFT_MODEL",
+    "targets": "it starts the targets itself, COPPICE_NUM_TARGETS of them; run `coppice serve "
+    "orchestrator` for others",
+    "drafts": "it starts the drafts itself, COPPICE_NUM_DRAFTS of them; run `coppice serve "
+    "orchestrator` for others",
+    "health_port": "only one service can have the port; write health_port into its table of the "
+    "--config file",
+}
+"""Options whose variables cannot mean every service of a stack, and what to do instead."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    progress = StackProgress(shows_log=True, is_json=config.log_format == "json")
+    progress = StackProgress(shows_log=True, is_json=config.orchestrator.log_format == "json")
     stack = Stack(config, on_log=progress.on_log, on_state=progress.on_state)
     try:
         with progress:
@@ -85,9 +103,16 @@ def config_of(arguments: argparse.Namespace) -> StackConfig:
         known_variables=known,
     )
 
+    environ = _environ_of_services()
+
     def table(config_type: type[Config], section: str) -> Config:
         return load_config(
-            config_type, section=section, flags={}, environ={}, file=file, known_variables=()
+            config_type,
+            section=section,
+            flags={},
+            environ=environ,
+            file=file,
+            known_variables=known,
         )
 
     return stack_config(
@@ -96,3 +121,15 @@ def config_of(arguments: argparse.Namespace) -> StackConfig:
         draft=table(DraftConfig, "draft"),
         orchestrator=table(OrchestratorConfig, "orchestrator"),
     )
+
+
+def _environ_of_services() -> dict[str, str]:
+    """Return the variables that are options of services, and none of `up` itself.
+
+    Raises: ConfigError if one cannot mean every service.
+    """
+    for name, problem in NOT_HERE.items():
+        if os.environ.get(variable_name(name)):
+            raise ConfigError(f"`coppice up` cannot take {variable_name(name)}: {problem}")
+    own = variables_of([UpConfig])
+    return {name: value for name, value in os.environ.items() if name not in own}

@@ -39,8 +39,6 @@ class StackConfig:
         target_gpus: GPU of each target in turn, index or uuid; empty = all visible ones.
         draft_gpus: GPU of each draft in turn; the same as a target's is allowed.
         start_timeout_s: Budget for everything to become ready.
-        log_level: Least severity that the services log.
-        log_format: How they log: text or json.
         metrics_port: Port of the first service's metrics, the others have the next ones; 0: none.
     """
 
@@ -54,8 +52,6 @@ class StackConfig:
     target_gpus: tuple[str, ...] = ()
     draft_gpus: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
-    log_level: str = "info"
-    log_format: str = "text"
     metrics_port: int = 0
 
     @property
@@ -128,6 +124,9 @@ class UpConfig:
     drain_timeout_s: float = option(
         20.0, "seconds that running requests may finish in after Ctrl-C or SIGTERM", minimum=0
     )
+    start_timeout_s: float = option(
+        600.0, "seconds that all services together may take to become ready", minimum=1
+    )
     host: str = option(LOOPBACK, "address that the orchestrator listens on")
     port: int = option(
         50051, "port that the orchestrator listens on; 0 = any free port", minimum=0, maximum=65535
@@ -171,6 +170,38 @@ class UpConfig:
     )
 
 
+_OF_WORKERS = {
+    name: name for name in ("page_size", "device", "drain_timeout_s", "log_level", "log_format")
+}
+_OF_TARGET = {
+    **_OF_WORKERS,
+    "target_model": "model",
+    "draft_model": "draft_model",
+    "algorithm": "algorithm",
+    "dtype": "dtype",
+    "allow_inexact": "allow_inexact",
+}
+_OF_DRAFT = {
+    **_OF_WORKERS,
+    "draft_model": "model",
+    "target_model": "target_model",
+    "algorithm": "algorithm",
+    "draft_dtype": "dtype",
+}
+_OF_ORCHESTRATOR = {
+    "target_model": "model",
+    **{
+        name: name
+        for name in (
+            *("num_steps", "topk", "num_draft_tokens", "drain_timeout_s"),
+            *("token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+            *("insecure", "reflection", "secret_file", "log_level", "log_format"),
+            *("otlp_endpoint", "trace_sample_rate"),
+        )
+    },
+}
+
+
 def stack_config(
     given: Mapping[str, Any],
     *,
@@ -189,78 +220,46 @@ def stack_config(
     """
     up = UpConfig(**given)
     check_config(up)
-
-    def pick(**names: str) -> dict[str, Any]:
-        return {to: given[name] for to, name in names.items() if name in given}
-
-    num_drafts = up.num_drafts
-    if "none" in (up.draft_model, up.algorithm):
-        if given.get("num_drafts"):
-            raise ConfigError("--num-drafts needs a draft: leave out --draft-model none")
-        num_drafts = 0
-    target = replace(
-        target or TargetConfig(),
-        **pick(
-            model="target_model",
-            draft_model="draft_model",
-            algorithm="algorithm",
-            page_size="page_size",
-            device="device",
-            dtype="dtype",
-            allow_inexact="allow_inexact",
-            drain_timeout_s="drain_timeout_s",
-        ),
-    )
+    num_drafts = _num_drafts(up, given)
+    target = replace(target or TargetConfig(), **_picked(given, _OF_TARGET))
     if num_drafts == 0:
         target = replace(target, draft_model="none", algorithm="none")
-    names = {"model": "draft_model", "algorithm": "algorithm"} if num_drafts else {}
-    draft = replace(
-        draft or DraftConfig(),
-        **pick(
-            **names,
-            target_model="target_model",
-            page_size="page_size",
-            device="device",
-            dtype="draft_dtype",
-            drain_timeout_s="drain_timeout_s",
-        ),
-    )
-    shape = pick(num_steps="num_steps", topk="topk", num_draft_tokens="num_draft_tokens")
+        given = {k: v for k, v in given.items() if k not in ("draft_model", "algorithm")}
+    draft = replace(draft or DraftConfig(), **_picked(given, _OF_DRAFT))
     if up.num_steps and up.topk and up.num_draft_tokens:
         own = f"{up.num_steps}/{up.topk}/{up.num_draft_tokens}"
         draft = replace(draft, warm_up_trees=f"{own},{draft.warm_up_trees}")
-    orchestrator = replace(
-        orchestrator or OrchestratorConfig(),
-        host=up.host,
-        port=up.port,
-        **shape,
-        **pick(
-            model="target_model",
-            drain_timeout_s="drain_timeout_s",
-            token_file="token_file",
-            tls_cert_file="tls_cert_file",
-            tls_key_file="tls_key_file",
-            tls_client_ca_file="tls_client_ca_file",
-            insecure="insecure",
-            reflection="reflection",
-            secret_file="secret_file",
-            otlp_endpoint="otlp_endpoint",
-            trace_sample_rate="trace_sample_rate",
-        ),
-        workers=up.workers or (orchestrator and orchestrator.workers) or auto_workers(),
-    )
+    orchestrator = orchestrator or OrchestratorConfig()
     return StackConfig(
-        orchestrator=orchestrator,
+        orchestrator=replace(
+            orchestrator,
+            host=up.host,
+            port=up.port,
+            workers=up.workers or orchestrator.workers or auto_workers(),
+            **_picked(given, _OF_ORCHESTRATOR),
+        ),
         target=target,
         draft=draft,
         num_targets=up.num_targets,
         num_drafts=num_drafts,
         target_gpus=split_list(up.target_gpus),
         draft_gpus=split_list(up.draft_gpus),
-        log_level=up.log_level,
-        log_format=up.log_format,
+        start_timeout_s=up.start_timeout_s,
         metrics_port=up.metrics_port,
     )
+
+
+def _num_drafts(up: UpConfig, given: Mapping[str, Any]) -> int:
+    if "none" not in (up.draft_model, up.algorithm):
+        return up.num_drafts
+    if given.get("num_drafts"):
+        raise ConfigError("--num-drafts needs a draft: leave out --draft-model none")
+    return 0
+
+
+def _picked(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a service, by their names there, that `given` sets."""
+    return {names[name]: value for name, value in given.items() if name in names}
 
 
 def auto_workers() -> int:

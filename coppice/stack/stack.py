@@ -275,8 +275,6 @@ class Stack:
 
     def _add(self, name: str, role: str, config: Any, health_service: str) -> None:
         command = [sys.executable, "-m", "coppice", "serve", role, "--exit-with-parent"]
-        command.append(f"--log-level={self.config.log_level}")
-        command.append(f"--log-format={self.config.log_format}")
         self.services[name] = ServiceProcess(
             name,
             command + to_arguments(config),

@@ -14,11 +14,13 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_REFUSED: _ClassVar[WorkerState]
+    WORKER_STATE_UNPAIRED: _ClassVar[WorkerState]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_CONNECTING: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_REFUSED: WorkerState
+WORKER_STATE_UNPAIRED: WorkerState
 
 class WorkerStatus(_message.Message):
     __slots__ = ("address", "role", "state", "incarnation", "model", "kind", "fingerprint", "versions", "protocol_version", "device", "problem", "num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps")

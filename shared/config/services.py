@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shared.config.option import option
 from shared.config.ports import DialConfig, PortConfig
+from shared.logs import FORMATS, LEVELS
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -19,7 +20,17 @@ ALGORITHMS = ("auto", "eagle3", "eagle", "mtp", "standalone", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(PortConfig):
+class LogConfig:
+    """How a service logs."""
+
+    log_level: str = option(
+        "info", "least severity that is logged: debug, info, warning or error", choices=LEVELS
+    )
+    log_format: str = option("text", "text, or json: an object per line", choices=FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(PortConfig, LogConfig):
     """What both workers share."""
 
     metrics_host: str = option("127.0.0.1", "address of the metrics for Prometheus")
@@ -186,7 +197,7 @@ class DraftConfig(WorkerConfig, DialConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrchestratorConfig(PortConfig, DialConfig):
+class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
     """The orchestrator."""
 
     token_file: str = option(

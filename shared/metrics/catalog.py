@@ -168,7 +168,8 @@ _RECOVERY = (
     ),
     _gauge(
         "coppice_workers",
-        "Workers that this process talks to: available, draining, or refused as they do not fit",
+        "Workers that this process talks to: available, draining, refused as they do not fit, or "
+        "unpaired, which are drafts that fit no target",
         "worker_role",
         "state",
         roles=(ORCHESTRATOR,),

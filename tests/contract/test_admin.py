@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import io
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,8 +13,10 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from rich.console import Console
 
 from coppice import AsyncClient, TokenDelta
+from coppice.cli.admin_tables import Sample, frame, workers_table
 from coppice.v1 import admin_pb2 as pb
 from coppice.v1 import admin_pb2_grpc as pb_grpc
 from shared.errors import AbortedError, UnavailableError
@@ -20,7 +24,7 @@ from shared.messages import TargetOpen
 from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import Serving, freed, serving, write_model
-from tests.fakes import FakeDraft, FakeTarget, eventually, fake_draft, fake_target, generate
+from tests.fakes import WIDTH, FakeDraft, FakeTarget, eventually, fake_draft, fake_target, generate
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio]
 
@@ -97,6 +101,33 @@ async def test_a_drained_target_is_empty_soon_and_can_be_used_again(model: Path)
         assert await stream(client) == generate(PROMPT, LONG)
         assert sum(isinstance(m, TargetOpen) for m in first.engine.received) == num_opened + 1
         await freed(first, second, draft)
+
+
+async def test_a_draft_that_fits_no_target_is_listed_as_unpaired_with_the_reason(
+    model: Path,
+) -> None:
+    """And the tables of operators show both."""
+    misfit = FakeDraft(incarnation="d1", width=WIDTH + 1)
+    async with (
+        target("t0") as worker,
+        fake_draft(FakeDraft(incarnation="d0")) as good,
+        fake_draft(misfit) as bad,
+        serving(model, [worker], [good, bad]) as server,
+        admin_of(server) as admin,
+    ):
+        await becomes(admin, bad.address, "UNPAIRED")
+        await becomes(admin, good.address, "READY")
+        reply = await admin.ListWorkers(pb.ListWorkersRequest())
+    problems = {status.address: status.problem for status in reply.workers}
+    assert problems[worker.address] == problems[good.address] == ""
+    assert "feature rows" in problems[bad.address]
+    sample = Sample(at_s=0.0, workers=tuple(reply.workers), stats=pb.StatsResponse())
+    later = dataclasses.replace(sample, at_s=1.0)
+    for tables in ([workers_table(reply.workers)], frame(sample, later)):
+        console = Console(width=200, file=io.StringIO(), record=True)
+        console.print(*tables)
+        text = console.export_text()
+        assert "unpaired" in text and "feature rows" in text
 
 
 async def test_every_orchestrator_hears_of_a_drain(model: Path) -> None:

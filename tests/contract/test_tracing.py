@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from coppice import AsyncClient
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
+from shared.messages import TargetOpen
+from shared.request_ids import parse_worker_id
 from shared.rpc.channel import open_channel
 from tests.contract.serving import serving, write_model
 from tests.fakes import eventually, fake_draft, fake_target, generate
@@ -151,6 +154,27 @@ async def test_requests_that_end_otherwise_have_a_trace_as_well(model: Path) -> 
     assert all(span.status.code == 2 for span in requests)
     assert not collector.children(codes["INVALID_ARGUMENT"])
     assert collector.children(codes["CANCELLED"])[0].name == "queue"
+
+
+async def test_log_lines_of_all_processes_name_the_trace(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of the client, or a sampled one; without either, none."""
+    caplog.set_level(logging.INFO)
+    async with (
+        collecting() as (collector, endpoint),
+        fake_target() as target,
+        serving(model, [target], otlp_endpoint=endpoint, trace_sample_rate=0.0) as server,
+    ):
+        for flags in ("00", "01"):
+            await ask(server.address, 5, traceparent=f"00-{TRACE_ID}-{PARENT_ID}-{flags}")
+        await ask(server.address, 5)
+        opened = [m.request_id for m in target.engine.received if isinstance(m, TargetOpen)]
+    assert [parse_worker_id(each)[1] for each in opened] == [TRACE_ID, TRACE_ID, ""]
+    ends = [r for r in caplog.records if getattr(r, "event", "") == "request_end"]
+    assert [getattr(end, "trace_id", "") for end in ends] == [TRACE_ID, TRACE_ID, ""]
+    named = [f"trace {TRACE_ID}]" in end.getMessage() for end in ends]
+    assert named == [True, True, False]
 
 
 async def test_a_collector_that_is_not_there_harms_no_request(model: Path) -> None:

@@ -36,6 +36,7 @@ HEALTHY = {
     'coppice_retractions_total{role="target"}': NEVER,
     'coppice_workers{worker_role="draft",state="available"}': f"1x{MINUTES}",
     'coppice_workers{worker_role="draft",state="refused"}': f"0x{MINUTES}",
+    'coppice_workers{worker_role="draft",state="unpaired"}': f"0x{MINUTES}",
     'coppice_root_only_rounds_total{reason="absent"}': NEVER,
     'coppice_root_only_rounds_total{reason="late"}': f"0+1x{MINUTES}",
     "coppice_rounds_total": STEADY,
@@ -67,6 +68,9 @@ FIRES = {
         'coppice_root_only_rounds_total{reason="absent"}': STEADY,
     },
     "CoppiceDraftRefused": {'coppice_workers{worker_role="draft",state="refused"}': f"1x{MINUTES}"},
+    "CoppiceDraftUnpaired": {
+        'coppice_workers{worker_role="draft",state="unpaired"}': f"1x{MINUTES}"
+    },
     # Two of three drafts are accepted no more in the last two hours.
     "CoppiceAcceptLengthFell": {
         "coppice_accepted_tokens_total": f"0+120x{MINUTES - 120} {(MINUTES - 120) * 120}+20x120"

@@ -39,7 +39,10 @@ ABSENT = {"coppice_kernel_launches_total", "coppice_refusals_total"}
 def stack() -> Iterator[Server]:
     """Run a stack with two orchestrator processes, all of which have metrics; log in JSON."""
     ports = free_ports(4)
-    config = stack_config(orchestrator={"workers": 2}, metrics_port=ports, log_format="json")
+    log = {"log_format": "json"}
+    config = stack_config(
+        target=log, draft=log, orchestrator={"workers": 2, **log}, metrics_port=ports
+    )
     with running(config) as server:
         yield server
 

@@ -18,6 +18,7 @@ from benchmarks import (
     fidelity,
     forward,
     kernels,
+    metrics,
     orchestrator,
     pauses,
     peer_channel,
@@ -122,6 +123,28 @@ def test_the_messages_of_a_round_are_measured(
     rows = {row["way"]: row for row in json.loads(output.read_text())["rows"]}
     assert list(rows) == ["socket", "tcp", "proxy", "delay"]
     assert rows["delay"]["p50_ms"] >= 10.0, "in each direction"
+
+
+def test_what_counting_adds_to_a_step_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "result.json"
+    argv = [metrics.__file__ or "", "--steps-only", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", argv)
+    metrics.main()
+    step_us = json.loads(output.read_text())["step_us"]
+    assert list(step_us) == ["1", "8", "64"] and min(step_us.values()) > 0
+
+
+@pytest.mark.parametrize(("num_pairs", "bounds"), [(6, (1, 6)), (9, (2, 8)), (12, (3, 10))])
+def test_the_interval_of_pairs_is_that_of_the_sign_test(
+    num_pairs: int, bounds: tuple[int, int]
+) -> None:
+    """Of changes by 1, 2, 3, ... percent, as tables of the median's order statistics say."""
+    changed = [100.0 + percent for percent in range(num_pairs, 0, -1)]
+    found = metrics.compared([100.0] * num_pairs, changed)
+    assert (found["low_percent"], found["high_percent"]) == bounds
+    assert found["change_percent"] == (num_pairs + 1) / 2
 
 
 def test_speed_counts_only_while_all_requests_decode() -> None:

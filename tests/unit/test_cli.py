@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import io
 import os
@@ -204,7 +205,10 @@ def test_up_spreads_its_options_over_the_services() -> None:
         host="127.0.0.1", port=7, model="/t", workers=6, **shape
     )
     assert (config.target_gpus, config.draft_gpus) == (("0", "1"), ("1",))
-    assert (config.log_level, up_config("--log-level", "debug").log_level) == ("info", "debug")
+    for argv, level in (((), "info"), (("--log-level", "debug"), "debug")):
+        told = up_config(*argv)
+        services = (told.orchestrator, told.target, told.draft)
+        assert [service.log_level for service in services] == [level] * 3
     assert (config.num_targets, config.num_drafts) == (2, 3)
 
 
@@ -257,6 +261,73 @@ def test_up_leaves_what_the_file_says_about_a_service(
     assert (config.target.num_pages, config.target.dtype) == (99, "float32")
     assert (config.target.page_size, config.draft.page_size) == (8, 8)
     assert config.orchestrator.max_num_requests == 5
+
+
+def test_up_takes_the_variables_of_every_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flag, variable, file, default: of all options, and a variable goes to whoever has it."""
+    path = tmp_path / "coppice.toml"
+    path.write_text(
+        "[target]\nnum_pages = 99\ncpu_threads = 2\n[draft]\nnum_pages = 98\nwindow = 7\n"
+        "[orchestrator]\nlog_level = 'error'\nmax_calls = 3\n"
+    )
+    for name, value in {
+        **{"CONFIG": str(path), "NUM_PAGES": "50", "MAX_CALLS": "4", "LOG_LEVEL": "warning"},
+        **{"DTYPE": "float32", "START_TIMEOUT_S": "30", "METRICS_HOST": "0.0.0.0"},
+        **{"SERVER": "box:1", "KV_MEMORY_FRACTION": ""},
+    }.items():
+        monkeypatch.setenv(f"COPPICE_{name}", value)
+    config = up_config("--start-timeout-s", "40")
+    target, draft, orchestrator = config.target, config.draft, config.orchestrator
+    assert (target.num_pages, draft.num_pages, orchestrator.max_calls) == (50, 50, 4)
+    assert (target.cpu_threads, draft.cpu_threads, draft.window) == (2, 0, 7)
+    assert {part.log_level for part in (target, draft, orchestrator)} == {"warning"}
+    assert {part.metrics_host for part in (target, draft, orchestrator)} == {"0.0.0.0"}
+    # An option of `up` means what --help of `up` says: the target's dtype.
+    assert (target.dtype, draft.dtype) == ("float32", "auto")
+    assert (config.start_timeout_s, target.kv_memory_fraction) == (40.0, 0.85)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("MODEL", "COPPICE_TARGET_MODEL and COPPICE_DRAFT_MODEL"),
+        ("TARGETS", "coppice serve orchestrator"),
+        ("DRAFTS", "coppice serve orchestrator"),
+        ("HEALTH_PORT", "health_port into its table"),
+    ],
+)
+def test_up_refuses_a_variable_that_cannot_mean_every_service(
+    name: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"COPPICE_{name}", "1")
+    with pytest.raises(ConfigError, match=f"cannot take COPPICE_{name}: .*{fix}"):
+        up_config()
+
+
+def test_up_ignores_no_variable_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = up_config()
+    valid = {"device": "cpu", "warm_up_trees": "1/1/2", "num_draft_tokens": "2"}
+    specs = {
+        spec.name: spec
+        for config_type in (TargetConfig, DraftConfig, OrchestratorConfig)
+        for spec in dataclasses.fields(config_type)
+    }
+    assert up.NOT_HERE.keys() < specs.keys()
+    for name in sorted(specs.keys() - up.NOT_HERE.keys()):
+        spec = specs[name]
+        choices = [choice for choice in spec.metadata["choices"] if choice != spec.default]
+        other: Any = (*choices, "x")[0]
+        if isinstance(spec.default, bool):
+            other = not spec.default
+        elif isinstance(spec.default, int):
+            other = spec.default + 2
+        elif isinstance(spec.default, float):
+            other = spec.metadata["minimum"] or 0.5
+        with monkeypatch.context() as patch:
+            patch.setenv(f"COPPICE_{name.upper()}", str(valid.get(name, other)))
+            assert up_config() != default, name
 
 
 def test_serve_calls_the_service_with_its_configuration(

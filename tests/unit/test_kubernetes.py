@@ -430,6 +430,15 @@ def test_scaling_goes_by_metrics_that_there_are(variant: str) -> None:
         assert float(trigger["metadata"]["threshold"]) > 0
 
 
+@variants
+def test_applying_again_keeps_what_an_autoscaler_has_chosen(variant: str) -> None:
+    """A manifest has a number of replicas if, and only if, nobody else sets it."""
+    resources = rendered(variant)
+    scaled = {s["spec"]["scaleTargetRef"]["name"] for s in of_kind(resources, "ScaledObject")}
+    free = {w["metadata"]["name"] for w in workloads(resources) if "replicas" not in w["spec"]}
+    assert free == scaled
+
+
 def test_the_example_replaces_models_and_nothing_else() -> None:
     """It is the whole file again: what the base says must not be forgotten there."""
     base = tomllib.loads((FOLDER / "base" / "coppice.toml").read_text())

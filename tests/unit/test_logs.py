@@ -20,10 +20,12 @@ from shared.logs import (
     log_worker_request,
     note_worker_id,
 )
-from shared.request_ids import client_request_id, worker_request_id
+from shared.request_ids import parse_worker_id, worker_request_id
 from shared.rpc.startup_lines import Loading, announce, loading_line, parse_line
 
 logger = logging.getLogger("coppice.test")
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 @contextlib.contextmanager
@@ -94,9 +96,25 @@ def test_processes_that_are_started_log_alike() -> None:
         assert log_settings() == LogSettings(level=logging.ERROR, format="text", role="")
 
 
-@pytest.mark.parametrize("request_id", ["r1", "a.b.c", "", "7.8", "line\nbreak"])
-def test_a_clients_id_is_found_in_that_on_the_workers(request_id: str) -> None:
-    assert client_request_id(worker_request_id("0123abcd", 12, request_id)) == request_id
+@pytest.mark.parametrize("trace_id", ["", TRACE_ID])
+@pytest.mark.parametrize("request_id", ["r1", "a.b.c", "", "7.8", "line\nbreak", f"-{TRACE_ID}.r"])
+def test_a_clients_id_and_its_trace_are_found_in_that_on_the_workers(
+    request_id: str, trace_id: str
+) -> None:
+    worker_id = worker_request_id("0123abcd", 12, request_id, trace_id=trace_id)
+    assert parse_worker_id(worker_id) == (request_id, trace_id)
+
+
+def test_lines_of_workers_name_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    worker_id = worker_request_id("0123abcd", 7, "r1", trace_id=TRACE_ID)
+    with configured(LogSettings()):
+        log_worker_request(logger, logging.INFO, worker_id, "dropped")
+    with configured(LogSettings(format="json")):
+        log_worker_request(logger, logging.INFO, worker_id, "dropped")
+    text, line = capsys.readouterr().err.splitlines()
+    assert text.endswith(f"[r1 trace {TRACE_ID}] dropped")
+    told = json.loads(line)
+    assert (told["request_id"], told["trace_id"], told["message"]) == ("r1", TRACE_ID, "dropped")
 
 
 def test_startup_lines_are_understood_in_both_formats(capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,6 +299,46 @@ def test_a_draft_that_does_not_fit_is_refused_with_the_reason(
     assert pool.can_speculate
 
 
+def test_a_draft_that_fits_no_target_is_unpaired_and_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However often workers come and go, until something else is wrong with it."""
+
+    def num_states() -> tuple[int, int]:
+        return pool.worker_states["draft", "available"], pool.worker_states["draft", "unpaired"]
+
+    pool = WorkerPool()
+    pool.open_draft(draft("bad", vocab_size=511))
+    assert num_states() == (1, 0), "without a target nobody knows"
+    first, second = target("t1"), target("t2")
+    for _ in range(3):
+        for each in (first, second):
+            pool.open_target(each)
+        assert num_states() == (0, 1)
+        assert "vocabulary" in pool.pairs.unpaired["bad"]
+        pool.open_draft(good := draft("good"))
+        assert num_states() == (1, 1)
+        for each in (good, first, second):
+            pool.lose(each)
+        assert num_states() == (1, 0)
+    assert caplog.text.count("draft bad fits no target") == 1
+    assert "cannot draft for" not in caplog.text
+    pool.open_target(target("other", vocab_size=511))
+    assert num_states() == (1, 0)
+    pool.open_draft(draft("bad too"))
+    assert "draft bad too fits no target" in caplog.text
+
+
+def test_a_draft_that_fits_some_targets_is_paired(caplog: pytest.LogCaptureFixture) -> None:
+    pool = WorkerPool()
+    features = FeatureSpec(layer_ids=(7, 8, 9), width=96, dtype="float32")
+    for each in (target("t1"), target("t2", features=features)):
+        assert pool.open_target(each) == ""
+    pool.open_draft(draft("d"))
+    assert pool.worker_states["draft", "available"] == 1 and not pool.pairs.unpaired
+    assert "draft d cannot draft for target t2" in caplog.text and "t1" not in caplog.text
+
+
 def test_a_draft_of_another_dtype_or_without_features_fits() -> None:
     """The draft converts what it gets; a standalone draft gets nothing."""
     assert pair_problem(TARGET_INFO, dataclasses.replace(DRAFT_INFO, dtype="bfloat16")) == ""

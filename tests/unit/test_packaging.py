@@ -50,6 +50,76 @@ def test_every_dependency_is_pinned_within_its_range(project: dict[str, Any]) ->
         assert requirement.specifier.contains(version), f"{requirement} is pinned to {version}"
 
 
+def locked(name: str) -> dict[str, str]:
+    """Return the versions of a file of the image; each must have hashes and come from an index."""
+    found = {}
+    text = (ROOT / "requirements" / name).read_text().replace("\\\n", " ")
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        if line.startswith("--extra-index-url"):
+            assert line.split() == ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+            continue
+        pin, *hashes = line.split()
+        package, version = pin.split("==")
+        assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", h) for h in hashes), pin
+        assert canonicalize_name(package) not in found, pin
+        found[canonicalize_name(package)] = version
+    return found
+
+
+@pytest.mark.parametrize("flavour", ["cuda", "cpu"])
+def test_the_image_installs_the_pinned_versions(flavour: str) -> None:
+    torch = locked(f"torch-{flavour}.txt")
+    assert torch["torch"] == pins()["torch"] + ("+cpu" if flavour == "cpu" else "")
+    if flavour == "cpu":
+        assert list(torch) == ["torch"]
+    own = [name for name in torch if name != "torch"]
+    assert all(name.startswith(("nvidia-", "cuda-")) for name in own)
+    image = locked("image.txt")
+    assert not image.keys() & torch.keys()
+    assert image == {name: pins().get(name) for name in image}
+
+
+def test_the_image_installs_all_that_is_asked_for(project: dict[str, Any]) -> None:
+    """And what that asks for, as far as it is installed here; torch asks for CUDA elsewhere."""
+    image = {**locked("image.txt"), **locked("torch-cpu.txt")}
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    tracing = project["optional-dependencies"]["tracing"]
+    open_ones = [Requirement(text) for text in (*project["dependencies"], *tracing, *build)]
+    seen = set()
+    while open_ones:
+        wanted = open_ones.pop()
+        name = canonicalize_name(wanted.name)
+        assert wanted.specifier.contains(image[name].partition("+")[0], prereleases=True), wanted
+        if name in seen:
+            continue
+        seen.add(name)
+        for text in metadata.requires(name) or ():
+            needed = Requirement(text)
+            extras = [*wanted.extras, ""]
+            where = {
+                "platform_machine": "x86_64",
+                "sys_platform": "linux",
+                "python_version": "3.11",
+            }
+            if needed.marker is None or any(
+                needed.marker.evaluate({**where, "extra": extra}) for extra in extras
+            ):
+                open_ones.append(needed)
+    assert seen == image.keys(), "what nobody asks for any more"
+
+
+def test_the_image_takes_no_package_without_a_hash() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install ([^&\n]*)", text)
+    assert len(installs) == 3
+    for options in installs:
+        assert "--no-deps" in options
+        assert "--require-hashes" in options or "--no-index --no-build-isolation ." in options
+    assert re.findall(r"^FROM (.*)$", text, re.MULTILINE) == ["${BASE_IMAGE}"]
+
+
 def test_what_is_installed_fits_the_ranges(project: dict[str, Any]) -> None:
     for requirement in requirements(project):
         if requirement.marker is None or requirement.marker.evaluate():

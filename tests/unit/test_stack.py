@@ -14,6 +14,7 @@ from coppice.cli.options import load_service_config
 from coppice.cli.serve import ROLES
 from coppice.stack import Stack, StackConfig
 from coppice.stack import stack as stack_module
+from coppice.stack.config import stack_config
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.errors import ConfigError
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE
@@ -133,24 +134,23 @@ def test_an_address_of_another_machine_is_refused() -> None:
         Stack(config).start()
 
 
-def test_services_log_from_the_level_that_the_stack_is_given() -> None:
-    stack = built(StackConfig(log_level="warning", orchestrator=OrchestratorConfig(port=0)))
-    assert all("--log-level=warning" in each.command for each in stack.services.values())
+def test_services_log_as_the_stack_is_told_to() -> None:
+    stack = built(stack_config({"log_level": "warning", "log_format": "json", "port": 0}))
+    for name in stack.services:
+        config = config_of(stack, name)
+        assert (config.log_level, config.log_format) == ("warning", "json"), name
 
 
 def test_every_process_has_the_next_port_for_its_metrics() -> None:
     """Those of several orchestrator processes come first: each has one of its own."""
     orchestrator = OrchestratorConfig(port=0, workers=2)
-    config = StackConfig(
-        orchestrator=orchestrator, num_targets=2, metrics_port=9400, log_format="json"
-    )
+    config = StackConfig(orchestrator=orchestrator, num_targets=2, metrics_port=9400)
     stack = built(config)
     names = ["orchestrator", "orchestrator.1", "target-0", "target-1", "draft-0"]
     urls = {name: f"http://127.0.0.1:{9400 + i}/metrics" for i, name in enumerate(names)}
     assert stack.metrics_urls == urls
     for name, service in stack.services.items():
         assert f"--metrics-port={9400 + names.index(name)}" in service.command
-        assert "--log-format=json" in service.command
 
 
 def test_without_a_port_nothing_has_metrics() -> None:
