@@ -12,7 +12,7 @@ from pathlib import Path
 
 def wait_for(
     condition: Callable[[], bool],
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     describe: Callable[[], object] = lambda: "it never happened",
 ) -> None:
     """Wait until a condition holds; it fails the test if that takes too long."""

@@ -31,7 +31,7 @@ from shared.messages import (
 from shared.peer.ring import RING_DIR, RingReader
 from shared.rpc.channel import open_channel
 
-REPLY_TIMEOUT_S = 10.0
+REPLY_TIMEOUT_S = 60.0
 Kind = TypeVar("Kind")
 
 

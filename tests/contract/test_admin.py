@@ -26,7 +26,7 @@ from shared.rpc.status import from_rpc_error
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import WIDTH, FakeDraft, FakeTarget, eventually, fake_draft, fake_target, generate
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 400
@@ -45,7 +45,7 @@ async def admin_of(server: Serving) -> AsyncIterator[pb_grpc.AdminServiceStub]:
 
 
 def target(name: str) -> contextlib.AbstractAsyncContextManager[object]:
-    return fake_target(FakeTarget(incarnation=name), step_s=STEP_S, drain_timeout_s=30.0)
+    return fake_target(FakeTarget(incarnation=name), step_s=STEP_S, drain_timeout_s=300.0)
 
 
 async def state_of(admin: pb_grpc.AdminServiceStub, address: str) -> str:
@@ -55,7 +55,7 @@ async def state_of(admin: pb_grpc.AdminServiceStub, address: str) -> str:
 
 
 async def becomes(admin: pb_grpc.AdminServiceStub, address: str, state: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await state_of(admin, address) != state:
             await asyncio.sleep(0.01)
 
@@ -85,7 +85,7 @@ async def test_a_drained_target_is_empty_soon_and_can_be_used_again(model: Path)
         await eventually(lambda: bool(first.engine.requests and second.engine.requests))
         reply = await admin.Drain(pb.DrainRequest(worker=first.address))
         assert reply.num_requests > 0
-        await eventually(lambda: not first.engine.requests, timeout_s=20)
+        await eventually(lambda: not first.engine.requests)
         assert not all(task.done() for task in streams)
         assert await state_of(admin, first.address) == "DRAINING"
         assert await state_of(admin, second.address) == "READY"
@@ -183,7 +183,7 @@ async def test_figures_add_up_over_running_and_ended_requests(model: Path) -> No
         assert stats.num_draft_tokens > stats.num_accepted_drafts > 0
         assert stats.num_processes == 1
         request = asyncio.create_task(stream(client))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not stats.num_decoding:
                 await asyncio.sleep(0.01)
                 stats = await admin.Stats(pb.StatsRequest())
@@ -203,7 +203,7 @@ async def test_a_request_that_waits_for_a_target_is_counted(model: Path) -> None
         worker.handle.kill()
         await asyncio.gather(worker.running, return_exceptions=True)
         stats = pb.StatsResponse()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not stats.num_waiting:
                 await asyncio.sleep(0.01)
                 stats = await admin.Stats(pb.StatsRequest())

@@ -20,7 +20,7 @@ from shared.messages.batches import pack_draft_request
 from tests.contract.driver import Peer, draft_open, failure
 from tests.fakes import FakeDraft, eventually, fake_draft, next_token
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = (1, 2, 3, 4, 5)
 NOWHERE = "127.0.0.1:1"

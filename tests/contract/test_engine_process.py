@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tests.processes import is_alive, with_path
 
 TORCH_FACTORY = "tests.fakes.torch_engine:create_engine"
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ async def engine_process(
 async def collect(engine: EngineProcess, count: int) -> list[Any]:
     """Return the next `count` outputs."""
     outputs: list[Any] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         async for report in engine.outputs():
             outputs += report.outputs
             if len(outputs) >= count:
@@ -58,8 +58,19 @@ async def collect(engine: EngineProcess, count: int) -> list[Any]:
     raise AssertionError("the engine ended")
 
 
+@contextlib.contextmanager
+def stopped(engine: EngineProcess) -> Iterator[None]:
+    """Stop the engine's process for the length of the block."""
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+
+
 async def wait_dead(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is an orphan"
         await asyncio.sleep(0.02)
@@ -93,11 +104,12 @@ async def test_messages_without_an_answer_are_reported_together() -> None:
         await engine.start(no_progress)
         reports = engine.outputs()
         await anext(reports)  # idle
-        for _ in range(10):
-            engine.send(["ignore"])
-            await asyncio.sleep(0.002)
+        with stopped(engine):
+            for _ in range(10):
+                engine.send(["ignore"])
+                await asyncio.sleep(0)
         num_reports = 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while engine.is_pending:
                 report = await anext(reports)
                 assert (report.outputs, report.has_work) == ([], False)
@@ -110,16 +122,13 @@ async def test_front_never_waits_for_a_busy_engine() -> None:
     block = bytes(4 * 1024 * 1024)
     async with engine_process() as engine:
         await engine.start(no_progress)
-        engine.send(["sleep 2"])
-        await asyncio.sleep(0.2)
-        began = time.monotonic()
-        for index in range(8):
-            engine.send([(index, block)])
-        assert time.monotonic() - began < 1.5
-        assert engine.is_pending
-        received = await collect(engine, 9)
-        assert [entry[0] for entry in received[1:]] == list(range(8))
-        assert all(entry[1] == block for entry in received[1:])
+        with stopped(engine):
+            for index in range(8):
+                engine.send([(index, block)])
+            assert engine.is_pending
+        received = await collect(engine, 8)
+        assert [entry[0] for entry in received] == list(range(8))
+        assert all(entry[1] == block for entry in received)
 
 
 async def test_message_without_an_answer_is_not_pending_for_ever() -> None:
@@ -129,7 +138,7 @@ async def test_message_without_an_answer_is_not_pending_for_ever() -> None:
         await collect(engine, 1)
         engine.send(["ignore"])
         assert engine.is_pending
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async for _ in engine.outputs():
                 if not engine.is_pending:
                     break
@@ -138,17 +147,16 @@ async def test_message_without_an_answer_is_not_pending_for_ever() -> None:
 async def test_queued_messages_share_a_step() -> None:
     async with engine_process() as engine:
         await engine.start(no_progress)
-        engine.send(["sleep 0.5"])
-        await asyncio.sleep(0.2)
-        for index in range(20):
-            engine.send([index])
+        with stopped(engine):
+            for index in range(20):
+                engine.send([index])
         sizes = []
         async for report in engine.outputs():
             if report.outputs:
                 sizes.append(len(report.outputs))
-            if sum(sizes) == 21:
+            if sum(sizes) == 20:
                 break
-        assert sizes == [1, 20]
+        assert sizes[-1] >= 19, "the engine may have begun with the first one"
 
 
 async def test_environment_of_the_engine() -> None:
@@ -205,7 +213,7 @@ async def test_death_of_the_engine_ends_the_outputs(order: str, code: int) -> No
         else:
             engine.send([order])
         with pytest.raises(EngineDiedError) as caught:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 async for _ in engine.outputs():
                     pass
         assert caught.value.exit_code == code
@@ -218,13 +226,12 @@ async def test_a_failure_ends_the_engine_at_once() -> None:
         await engine.start(no_progress)
         engine.send(["hold"])
         await collect(engine, 1)
-        began = time.monotonic()
         engine.send(["raise"])
         with pytest.raises(EngineDiedError) as caught:
-            async for _ in engine.outputs():
-                pass
-        assert caught.value.exit_code == 1
-        assert time.monotonic() - began < 4.0
+            async with asyncio.timeout(60):  # the thread runs for 600 s
+                async for _ in engine.outputs():
+                    pass
+        assert caught.value.exit_code == 1, "nobody had to kill it"
 
 
 async def test_an_idle_engine_answers_a_ping() -> None:
@@ -234,7 +241,7 @@ async def test_an_idle_engine_answers_a_ping() -> None:
         await anext(reports)  # idle
         engine.send([EnginePing()])
         assert engine.is_pending
-        report = await asyncio.wait_for(anext(reports), 10)
+        report = await asyncio.wait_for(anext(reports), 60)
         assert (report.outputs, report.num_received, report.has_work) == ([], 1, False)
         assert not engine.is_pending
 
@@ -244,14 +251,14 @@ async def test_a_long_step_is_reported_while_it_lasts() -> None:
         await engine.start(no_progress)
         engine.send(["plod 2.5", "compile 0.1"])
         seen = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async for report in engine.outputs():
                 seen.append((report.has_work, report.is_slow, len(report.outputs)))
                 if report.outputs:
                     break
         assert seen[-1] == (False, False, 2)
         assert seen[-2] == (True, True, 0)
-        assert 2 <= seen.count((True, False, 0)) <= 6
+        assert seen.count((True, False, 0)) >= 2
 
 
 async def test_group_signals_do_not_end_the_engine_before_its_front() -> None:
@@ -325,7 +332,7 @@ async def test_no_orphan_when_the_front_dies(state: str, tmp_path: Path) -> None
             await asyncio.sleep(0.2)
             front.kill()
         await wait_dead(pid)
-        assert await asyncio.to_thread(front.wait, 20) != 0
+        assert await asyncio.to_thread(front.wait, 60) != 0
 
 
 async def test_descriptors_stay_open_in_the_engine(tmp_path: Path) -> None:

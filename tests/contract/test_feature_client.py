@@ -27,7 +27,7 @@ from shared.rpc.status import failure_of
 from tests.contract.driver import Listener, Peer, subscribe, target_open, verify_after
 from tests.fakes import WIDTH, eventually, fake_target, feature_rows
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = tuple(range(100, 140))
 
@@ -137,7 +137,7 @@ async def test_broken_stream_resumes_from_the_last_row() -> None:
         async with fake_target(port=port) as target, Peer(target.address) as peer:
             session = peer.target_session()
             await session.send(target_open(prompt=tokens))
-            await eventually(lambda: listener.end == 41, timeout_s=10)
+            await eventually(lambda: listener.end == 41)
             assert listener.data == feature_rows(tokens, 0, 41)
             subscriptions = [
                 message

@@ -21,7 +21,7 @@ from shared.peer.ring import RING_DIR, FeatureRing, RingReader
 from tests.contract.driver import Listener, Peer, target_open, verify_after
 from tests.fakes import FakeTarget, eventually, fake_target, feature_rows
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = tuple(range(100, 140))
 
@@ -128,7 +128,7 @@ async def test_a_restarted_target_is_read_through_its_new_ring(ring: FeatureRing
             Peer(target.address) as peer,
         ):
             await peer.target_session().send(target_open(prompt=tokens))
-            await eventually(lambda: listener.end == 41, timeout_s=10)
+            await eventually(lambda: listener.end == 41)
             assert listener.data == feature_rows(tokens, 40, 41)
             assert listener.rings == [successor.name]
             received = target.engine.received

@@ -28,7 +28,7 @@ from tests.contract.driver import (
 )
 from tests.fakes import FakeTarget, eventually, fake_target, feature_rows
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = tuple(range(100, 140))
 

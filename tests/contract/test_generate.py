@@ -26,7 +26,7 @@ from tests.contract.serving import freed, serving, write_model
 from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate
 from tests.fakes.target import FORWARD_NS
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -28,7 +28,7 @@ from tests.fakes import (
     generate,
 )
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 400
@@ -84,7 +84,7 @@ class Long:
 
     async def reaches(self, num_tokens: int) -> None:
         """Wait until so many tokens have come."""
-        await eventually(lambda: len(self._received.token_ids) >= num_tokens, timeout_s=20)
+        await eventually(lambda: len(self._received.token_ids) >= num_tokens)
 
     async def check(self) -> FinishInfo:
         """Wait for the end and check the output."""
@@ -299,7 +299,7 @@ async def test_a_lost_orchestrator_is_resumed_by_both_clients(model: Path) -> No
             blocking = asyncio.create_task(
                 asyncio.to_thread(collect_blocking, server.address, {**sampled, "request_id": "b"})
             )
-            await eventually(lambda: len(streamed.token_ids) > 60, timeout_s=20)
+            await eventually(lambda: len(streamed.token_ids) > 60)
             port = server.port
         async with serving(model, [a_target], [a_draft], port=port):
             await streaming
@@ -385,7 +385,7 @@ async def test_a_draining_target_keeps_what_it_has_and_gets_nothing_new(model: P
     """Health NOT_SERVING says so before its stream ends."""
     async with contextlib.AsyncExitStack() as stack:
         leaving = await stack.enter_async_context(
-            fake_target(FakeTarget(incarnation="t0"), step_s=STEP_S, drain_timeout_s=30.0)
+            fake_target(FakeTarget(incarnation="t0"), step_s=STEP_S, drain_timeout_s=300.0)
         )
         server = await stack.enter_async_context(serving(model, [leaving]))
         client = await stack.enter_async_context(AsyncClient(server.address))

@@ -31,7 +31,7 @@ from shared.rpc.status import from_rpc_error
 from tests.contract.serving import serving, write_model
 from tests.fakes import fake_draft, fake_target
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio
 
 SECRET, OTHER = "a secret of this deployment", "a secret of another one"
 TOKENS = """
@@ -111,11 +111,11 @@ async def refusal_of(channel: grpc.aio.Channel, method: str, metadata: Any) -> s
     """Return why a call is refused, "" if it is not; whatever comes of it else."""
     call: Any
     if method in STREAMS:  # nothing is written: grpc.aio makes INTERNAL of a write that is too late
-        call = channel.stream_stream(method)(metadata=metadata, timeout=10)
+        call = channel.stream_stream(method)(metadata=metadata, timeout=60)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, InternalError):
             await call.done_writing()
     else:
-        call = channel.unary_stream(method)(b"", metadata=metadata, timeout=10)
+        call = channel.unary_stream(method)(b"", metadata=metadata, timeout=60)
     try:
         async for _ in call:
             return ""
@@ -336,7 +336,7 @@ async def test_refusals_are_logged_but_not_each_and_no_token_is(
 async def test_the_message_of_who_is_refused_is_not_parsed(model: Path, token_file: str) -> None:
     async with fake_target() as target, serving(model, [target], token_file=token_file) as front:
         async with open_channel(front.address) as channel:
-            call = channel.unary_stream(FRONT[0])(b"\xff\xff\xff\xff", timeout=10)
+            call = channel.unary_stream(FRONT[0])(b"\xff\xff\xff\xff", timeout=60)
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -344,7 +344,7 @@ async def test_reflection_can_be_off() -> None:
     asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
     for is_on in (True, False):
         async with fake_target(reflection=is_on) as target, open_channel(target.address) as channel:
-            call = channel.stream_stream(REFLECTION)(iter([asked]), timeout=10)
+            call = channel.stream_stream(REFLECTION)(iter([asked]), timeout=60)
             if is_on:
                 assert b"TargetService" in await call.read()
             else:

@@ -28,7 +28,7 @@ from tests.contract.driver import Peer, target_open
 from tests.contract.serving import freed, serving, write_model
 from tests.fakes import eventually, fake_target, generate
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = [3, 1, 4, 1, 5]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def check(channel: grpc.aio.Channel) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    status: int = (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status
+    status: int = (await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)).status
     return status
 
 
@@ -146,7 +146,7 @@ async def test_connections_are_limited_and_free_again() -> None:
         async with open_channel(server.address) as other:
             stub = health_pb2_grpc.HealthStub(other)
             request = health_pb2.HealthCheckRequest()
-            reply = await stub.Check(request, timeout=10, wait_for_ready=True)
+            reply = await stub.Check(request, timeout=60, wait_for_ready=True)
             assert reply.status == SERVING
     await server.stop(grace_s=0)
 

@@ -19,8 +19,6 @@ from shared.rpc.engine import EngineReport
 from shared.rpc.pipe import BlockingPipe
 from tests.contract.strategies import BY_TYPE
 
-pytestmark = pytest.mark.timeout(60)
-
 RING = "coppice-features-" + "0" * 32
 # Parts and wrappers: they have no message of their own.
 NO_MESSAGE = {types.TreeShape, types.RingSpan, types.FeatureCommand, types.FeatureFailure}

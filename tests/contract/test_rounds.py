@@ -18,7 +18,7 @@ from shared.messages import (
 from tests.contract.driver import Peer, Stream, draft_open, target_open, verify_after
 from tests.fakes import FakeWorker, eventually, fake_draft, fake_target, generate
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio
 
 SHAPE = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
 

@@ -23,7 +23,7 @@ from shared.rpc.status import from_rpc_error
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import FakeTarget, eventually, fake_target, generate
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = [3, 1, 4, 1, 5]
 NUM_PLACES = 8
@@ -86,7 +86,7 @@ async def small_server(model: Path, **fields: Any) -> AsyncIterator[Serving]:
 async def all_placed(server: Serving) -> None:
     """Wait until every place is taken."""
     admission = server.orchestrator.admission
-    await eventually(lambda: admission.num_requests == NUM_PLACES, timeout_s=30)
+    await eventually(lambda: admission.num_requests == NUM_PLACES)
 
 
 async def test_what_is_generated_holds_no_place(model: Path) -> None:
@@ -99,7 +99,7 @@ async def test_what_is_generated_holds_no_place(model: Path) -> None:
         # Their text takes several windows, and less than may wait for them.
         await asyncio.gather(*[call.initial_metadata() for call in calls])
         admission = server.orchestrator.admission
-        await eventually(lambda: admission.num_requests == 0, timeout_s=30)
+        await eventually(lambda: admission.num_requests == 0)
         done = await client.generate(token_ids=PROMPT, max_new_tokens=8)
         assert list(done.token_ids) == generate(PROMPT, 8)
         for call in calls:
@@ -145,7 +145,7 @@ async def test_a_client_that_falls_asleep_resumes(
         ):
             if isinstance(event, TokenDelta):
                 if not tokens:
-                    await eventually(lambda: admission.num_requests == 0, timeout_s=30)
+                    await eventually(lambda: admission.num_requests == 0)
                 tokens += event.token_ids
         assert tokens == generate(PROMPT, NUM_LONG)
 
@@ -158,7 +158,7 @@ async def test_streams_that_hold_too_much_together_end(model: Path) -> None:
     ):
         await all_placed(server)
         admission = server.orchestrator.admission
-        await eventually(lambda: admission.num_requests <= 1, timeout_s=30)
+        await eventually(lambda: admission.num_requests <= 1)
         ends = [await read_on(call) for call in calls]
         reasons = [from_rpc_error(error).reason for _, error in ends if error is not None]
         assert reasons and set(reasons) == {"SLOW_READER"}
@@ -194,7 +194,7 @@ async def test_a_write_that_is_cancelled_is_no_error(
         await asyncio.sleep(0.3)  # until the windows are full
         for call in calls:
             call.cancel()
-        await eventually(lambda: server.orchestrator.admission.num_requests == 0, timeout_s=30)
+        await eventually(lambda: server.orchestrator.admission.num_requests == 0)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     ends = [record for record in caplog.records if "cancelled after" in record.getMessage()]
     assert len(ends) == NUM_PLACES

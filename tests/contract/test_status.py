@@ -18,7 +18,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.server import RpcServer
 from shared.rpc.status import error_of, failure_of, from_rpc_error, make_error
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = pytest.mark.asyncio
 
 ERRORS: list[errors.CoppiceError] = [
     errors.InvalidArgumentError("top_p is 7", field="sampling.top_p"),

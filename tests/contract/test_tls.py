@@ -25,7 +25,7 @@ from tests.certificates import Authority, Files
 from tests.contract.serving import Serving, serving, write_model
 from tests.fakes import fake_draft, fake_target
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio
 
 HOSTS = ("localhost", "127.0.0.1")
 NAME = "worker.coppice.internal"
@@ -198,10 +198,10 @@ async def test_a_health_port_answers_in_plain_text_and_nothing_else(
     fields = {**listening(files, authority), "health_port": unused_tcp_port}
     async with fake_target(**fields), open_channel(f"127.0.0.1:{unused_tcp_port}") as channel:
         asked = health_pb2.HealthCheckRequest(service="coppice.v1.TargetService")
-        reply = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
+        reply = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=60)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/coppice.v1.TargetService/GetInfo")(b"", timeout=5)
+            await channel.unary_unary("/coppice.v1.TargetService/GetInfo")(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

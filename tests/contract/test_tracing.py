@@ -23,7 +23,7 @@ from shared.rpc.channel import open_channel
 from tests.contract.serving import serving, write_model
 from tests.fakes import eventually, fake_draft, fake_target, generate
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = [5, 6, 7]
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -21,7 +21,7 @@ from tests.contract.serving import freed, serving, write_model
 from tests.fakes import FakeDraft, FakeTarget, eventually, fake_draft, fake_target, generate
 from tests.unit.test_protocol import RELEASES, pool_of
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 PROMPT = [3, 1, 4, 1, 5]
 NUM_TOKENS = 40

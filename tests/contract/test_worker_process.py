@@ -27,7 +27,7 @@ from tests.fakes import generate
 from tests.fakes.factories import factory
 from tests.processes import is_alive
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +80,7 @@ class Process:
 
     async def ready(self) -> str:
         """Return the address that it prints."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 event = await self.next_event()
                 if isinstance(event, Ready):
@@ -88,7 +88,7 @@ class Process:
 
     async def end(self) -> tuple[int, str, str]:
         """Return exit code, rest of the output, and errors."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             output, errors = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, output.decode(), errors.decode()

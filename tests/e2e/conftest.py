@@ -25,7 +25,7 @@ def _no_process_left() -> Iterator[None]:
     """After the last test nothing that it started still runs."""
     before = children()
     yield
-    wait_for(lambda: children() <= before, 10.0, lambda: children() - before)
+    wait_for(lambda: children() <= before, describe=lambda: children() - before)
 
 
 @pytest.fixture(scope="package")

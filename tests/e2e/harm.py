@@ -19,7 +19,7 @@ from tests.processes import is_alive, is_spawned, members_of, oldest, wait_for, 
 
 LIAR = "draft-0"
 """The draft that may be made to send garbage."""
-END_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 60.0
 
 
 class HarmedStack(Server):

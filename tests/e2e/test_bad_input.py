@@ -20,7 +20,7 @@ from tests.e2e.proxy import Spoil, spoiling_proxy
 from tests.e2e.serving import Server, generate_plain, orchestrator_process
 from tests.e2e.streaming import streams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 Reply = TypeVar("Reply", AcceptedPath, RequestFailure)
 NUM_VOCAB = 4096

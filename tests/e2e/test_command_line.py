@@ -19,7 +19,7 @@ from coppice import Client
 from coppice.timeline import stage_colors
 from tests.processes import command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 COPPICE = command("coppice")

@@ -20,7 +20,7 @@ from coppice import Client
 from tests.compose_file import ROLES, load_compose, services_of
 from tests.processes import command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 NUM_REPLICAS = {"cpu": 2, "gpu": 1}
 """profile -> of each worker; what replicas share, both profiles share."""

@@ -29,7 +29,7 @@ from tests.e2e.serving import (
     running,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ACCEPT_LENGTHS = {
     (3, 1, 4): 2.5,

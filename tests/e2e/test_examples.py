@@ -14,7 +14,7 @@ from tests.compose_file import load_compose
 from tests.e2e.serving import Server
 from tests.processes import with_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 

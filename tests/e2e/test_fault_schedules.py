@@ -19,7 +19,7 @@ from tests.e2e.harm import HarmedStack, harmed_stack
 from tests.e2e.serving import READY_TIMEOUT_S, generate_plain, stack_config
 from tests.marks import exhaustive
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 NUM_CALLERS = 4
 NUM_FAST = 10

@@ -21,7 +21,7 @@ from tests.e2e.serving import (
 from tests.e2e.streaming import share_of_peer_rounds, streams
 from tests.processes import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 REQUESTS: list[dict[str, Any]] = [
     {

@@ -15,7 +15,6 @@ from tests.marks import OLD_INTERPRETER
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(OLD_INTERPRETER, reason="workers interpret with Triton 3.7 or numpy < 2.4"),
 ]
 

@@ -22,7 +22,7 @@ from coppice.health import health_probe
 from tests.kubernetes_files import CONFIG_FILE, VARIANTS, Service, of_kind, render, services_of
 from tests.processes import command, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 NUM_PODS = {"pairs": 2, "separate": 1}
 """variant -> pods of each workload with workers."""

@@ -16,7 +16,7 @@ from tests.e2e.serving import PlainOutputs, Server, running, stack_config
 from tests.e2e.streaming import Stream, streams
 from tests.processes import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "def read_config(path):\n", "max_new_tokens": 240, "ignore_eos": True},

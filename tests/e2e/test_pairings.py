@@ -21,7 +21,7 @@ from tests.e2e.serving import (
 )
 from tests.e2e.streaming import check_trees_go_on, streams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 VOCAB_SIZE = 262
 CONTEXT_LEN = 512

@@ -13,7 +13,7 @@ from tests.e2e.serving import PlainOutputs, Server, generate_all
 from tests.e2e.streaming import share_of_peer_rounds
 from tests.processes import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 REQUESTS: list[dict[str, Any]] = [
     {

@@ -17,7 +17,7 @@ from tests.e2e.test_peer_rounds import REQUESTS
 from tests.processes import wait_for
 from tests.tcp_pair import ACROSS_HOSTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ATTACHED = "rounds and features go from engine to engine"
 SECRET = "0123456789abcdef" * 2

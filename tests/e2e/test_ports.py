@@ -18,7 +18,7 @@ from tests.certificates import Authority
 from tests.e2e.serving import Server, running, stack_config
 from tests.processes import command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 TOKEN = "alice-0123456789abcdef"
 

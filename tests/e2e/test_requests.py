@@ -12,7 +12,7 @@ from shared.messages import FinishReason
 from shared.models.checkpoint import resolve_model
 from tests.e2e.serving import Server, generate_all, generate_plain
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 PROMPT = "def count_words(text):\n"
 TREE = {"num_steps": 5, "topk": 4, "num_draft_tokens": 24}

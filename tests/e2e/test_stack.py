@@ -17,7 +17,7 @@ from tests.e2e.serving import PlainOutputs, Server
 from tests.e2e.streaming import streams
 from tests.processes import is_alive, members_of, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 PROMPT = "def read_config(path):"
 NUM_TOKENS = 96
@@ -50,7 +50,7 @@ def test_a_worker_killed_in_mid_stream_changes_nothing(
     pair: Server, expected: tuple[int, ...], victim: str
 ) -> None:
     service = pair.services[victim]
-    pair.wait_ready(*pair.services, timeout_s=60.0)
+    pair.wait_ready(*pair.services, timeout_s=180.0)
     num_restarts, token_ids = service.num_restarts, []
     with Client(pair.address) as client:
         events = client.stream(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -98,7 +98,7 @@ def test_stop_lets_streams_finish_and_leaves_no_process(expected: tuple[int, ...
         stack.stop()
         stream.result()
         assert stream.token_ids == expected
-    wait_for(lambda: not any(is_alive(pid) for pid in running), 5.0)
+    wait_for(lambda: not any(is_alive(pid) for pid in running))
     assert {s.state for s in stack.services.values()} == {ServiceState.STOPPED}
 
 
@@ -121,11 +121,11 @@ def test_a_dead_parent_takes_its_services_along(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "coppice", "up", "--port=0", "--device=cpu"]
         process = subprocess.Popen([*command, "--draft-model=none"], stdout=stream, stderr=stream)
     try:
-        wait_for(lambda: "listens on" in log.read_text(), 120.0)
+        wait_for(lambda: "listens on" in log.read_text())
         tasks = Path(f"/proc/{process.pid}/task").iterdir()
         pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert len(pids) == 2  # target and orchestrator
-    wait_for(lambda: not any(is_alive(pid) for pid in pids), 40.0)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))

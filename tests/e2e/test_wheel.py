@@ -16,7 +16,7 @@ import pytest
 import coppice
 from tests.processes import with_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("coppice", "orchestrator", "draft_service", "target_service", "shared")

@@ -167,7 +167,7 @@ async def _serving(worker: WorkerServer, handle: LocalEngine) -> AsyncIterator[F
 
 
 async def eventually(
-    condition: Callable[[], bool], *, timeout_s: float = 5.0, what: str = "condition"
+    condition: Callable[[], bool], *, timeout_s: float = 60.0, what: str = "condition"
 ) -> None:
     """Wait until a condition holds.
 

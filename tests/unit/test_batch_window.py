@@ -16,8 +16,6 @@ from tests.engines import SHAPES, Models, make_draft, make_target
 from tests.local_pair import LocalRequest
 from tests.peer_pair import PeerPair, batch_of, close_channels
 
-pytestmark = pytest.mark.timeout(60)
-
 FLAT = StepCosts([1, 64, 128, 256], [4e-3, 5e-3, 6e-3, 12e-3])
 """A GPU: weights cost 4 ms, other rows hardly anything; from 128 on, in proportion."""
 STEEP = StepCosts([1, 256], [1e-3, 256e-3])

@@ -63,7 +63,8 @@ def test_processes_send_everything_when_it_is_due(address: str, server: FakeGene
     first = played.outcomes[0]
     assert isinstance(first, RequestResult)
     assert [count for _, count in first.arrivals] == [1, 2]
-    assert first.time_to_first_token_s >= FIRST_S and first.gaps_s[0] >= 0.9 * GAP_S
+    assert first.time_to_first_token_s >= FIRST_S and first.gaps_s[0] > 0
+    assert first.time_to_first_token_s + sum(first.gaps_s) >= FIRST_S + GAP_S
     assert first.info is not None and first.info.model_fingerprint == "f00d"
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import io
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import coppice
-from coppice.cli import bench_options, generate, serve, up
+from coppice.cli import bench_options, generate, options, serve, up
 from coppice.cli.main import build_parser, main
 from coppice.cli.render import TokenPrinter, stats_rows
 from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
@@ -150,13 +149,12 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["bench"]])
 def test_without_a_server_it_says_at_once_what_to_start(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(options, "CONNECT_TIMEOUT_S", 3600.0)
     with _free_ports(1) as (port,):
         pass
-    started = time.monotonic()
     assert main([*command, "--server", f"127.0.0.1:{port}"]) == 1
-    assert time.monotonic() - started < 2.0
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert f"no server listens at 127.0.0.1:{port}; start one with `coppice up`" in err

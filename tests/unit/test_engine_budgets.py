@@ -34,8 +34,6 @@ from tests.unit.test_budgets_simulated import FORWARD
 from tests.unit.test_engine_device_rounds import graft_mailbox
 from tests.unit.test_engine_peer_rounds import Chaos
 
-pytestmark = pytest.mark.timeout(120)
-
 LARGEST = TreeShape(num_steps=7, topk=8, num_draft_tokens=40)
 
 

@@ -9,8 +9,6 @@ from tests.engines import Models, make_draft, make_target, plain_of
 from tests.local_pair import LocalPair, LocalRequest
 from tests.peer_pair import PeerPair, close_channels
 
-pytestmark = pytest.mark.timeout(60)
-
 ROUNDS = 'coppice_engine_rounds_total{source="%s"}'
 TREES = 'coppice_draft_trees_total{order="%s"}'
 BYTES = 'coppice_feature_bytes_total{carrier="%s"}'

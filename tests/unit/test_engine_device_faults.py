@@ -42,8 +42,6 @@ from tests.unit.test_engine_peer_rounds import (
     retract,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def step_device_rounds(pair: DevicePair, count: int) -> None:
     """Step until the target took so many more trees from the mailbox."""

@@ -27,8 +27,6 @@ from tests.engines import SHAPES, fresh, plain_of, random_tokens
 from tests.local_pair import LocalRequest
 from tests.marks import first_fast
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def launched_together(draft: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> list[set[TreeShape]]:
     """Return, as they come, the shapes of the trees that one launch of the draft's device grows."""

@@ -36,8 +36,6 @@ from tests.marks import EXHAUSTIVE, exhaustive, first_fast
 from tests.peer_pair import PeerPair, close_channels, peer_rounds
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
 
-pytestmark = pytest.mark.timeout(60)
-
 DEEPEST = TreeShape(num_steps=7, topk=4, num_draft_tokens=24)
 TOO_DEEP = TreeShape(num_steps=8, topk=2, num_draft_tokens=16)
 

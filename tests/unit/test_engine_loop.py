@@ -253,7 +253,6 @@ def test_what_is_urgent_is_reported_before_a_spin_and_holds_no_message_up() -> N
     assert num_reports_at_spin == [1, 1]
 
 
-@pytest.mark.timeout(30)
 def test_a_spin_ends_with_the_first_message_or_in_time() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

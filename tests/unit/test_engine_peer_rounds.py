@@ -55,8 +55,6 @@ from tests.local_pair import LocalRequest
 from tests.marks import EXHAUSTIVE, first_fast
 from tests.peer_pair import PeerPair, PoisonedPeerPair, batch_of, close_channels, peer_rounds
 
-pytestmark = pytest.mark.timeout(60)
-
 PAGE_SIZES = {"eagle3": (16, 64), "eagle": (1, 4), "mtp": (4, 1), "standalone": (64, 16)}
 
 

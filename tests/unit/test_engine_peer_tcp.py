@@ -30,8 +30,6 @@ from tests.marks import first_fast
 from tests.peer_pair import close_channels, peer_rounds
 from tests.tcp_pair import ACROSS_HOSTS, TcpPeerPair, wait_for
 
-pytestmark = pytest.mark.timeout(60)
-
 Engines = tuple[TargetEngine, DraftEngine]
 Make = Callable[..., Engines]
 

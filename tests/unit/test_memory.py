@@ -28,10 +28,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.timeout(60)
 def test_what_the_orchestrator_has_loaded_is_not_looked_through_again() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True
     )
     frozen, left, threshold = json.loads(done.stdout)
     assert frozen > 20_000
@@ -54,10 +53,7 @@ print(resident_mb() - before)
 """
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_large_buffers_go_back_to_the_system() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE], check=True, capture_output=True, text=True, timeout=50
-    )
+    done = subprocess.run([sys.executable, "-c", LARGE], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 16

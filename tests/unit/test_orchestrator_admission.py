@@ -15,8 +15,6 @@ from orchestrator.admission import Admission
 from shared.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from tests.fakes.in_memory import run_virtual
 
-pytestmark = pytest.mark.timeout(60)
-
 NUM_PLACES = 60
 HOP_S = 0.003
 Durations = Callable[[random.Random], float]

@@ -32,8 +32,6 @@ from tests.fakes import FakeDraft, FakeTarget
 from tests.fakes.in_memory import run_virtual
 from tests.unit.scene import CONFIG, PROMPT, SHAPE
 
-pytestmark = pytest.mark.timeout(60)
-
 State, Event = DraftState, DraftEvent
 
 

@@ -38,8 +38,6 @@ from tests.unit.scene import (
     spoiled,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_the_order_of_a_tree_leaves_before_the_tokens_do() -> None:
     """Only the client waits for the text of a round."""

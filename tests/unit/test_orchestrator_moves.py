@@ -17,8 +17,6 @@ from tests.fakes.engine import NUM_PAGES
 from tests.fakes.in_memory import Fault, InMemoryWorker, run_virtual
 from tests.unit.scene import PROMPT, Scene, check_stream
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def drain(worker: InMemoryWorker, *, is_draining: bool = True) -> None:
     """Say it as the watch of the worker's health does."""

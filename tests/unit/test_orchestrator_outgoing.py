@@ -33,8 +33,6 @@ from tests.fakes import generate
 from tests.fakes.in_memory import pass_on, run_virtual
 from tests.unit.scene import CONFIG, PROMPT, Scene, check_stream, read
 
-pytestmark = pytest.mark.timeout(60)
-
 INFO = PromptInfo(request_id="r", model="m", num_prompt_tokens=1, num_cached_tokens=0, seed=0)
 FINISH = FinishInfo(reason=FinishReason.LENGTH)
 UNLIMITED = 1e12

@@ -14,8 +14,6 @@ from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import _ByteLevelDetokenizer
 from shared.messages import AcceptedPath, FinishReason, TokenDelta, TokenLogprob
 
-pytestmark = pytest.mark.timeout(60)
-
 # Tokens with text that overlaps in every way: no text at all, and half characters (é, 😀), too.
 SPELLING = [b"", b"a", b"b", b"ab", b"aba", b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98\x80", b"b\xc3"]
 TOKENS = st.lists(st.integers(0, len(SPELLING) - 1), max_size=24)
@@ -258,7 +256,6 @@ def test_without_a_detokenizer_there_are_tokens_only() -> None:
     assert (delta.token_ids, delta.text) == ((1, 2, 3), "")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("stop_strings", "num_taken"), [((), 5), (("b",), 2), (("cd",), 4)])
 async def test_drafts_that_a_stop_cuts_off_do_not_count(

@@ -48,8 +48,6 @@ from tests.unit.scene import (
     spoiled,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 NUM_TOKENS = 400  # about 110 rounds
 
 

@@ -16,8 +16,6 @@ from shared.errors import ConfigError, UnavailableError
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
 from tests.fakes.in_memory import run_virtual
 
-pytestmark = pytest.mark.timeout(30)
-
 TARGET_INFO = WorkerInfo(
     incarnation="t",
     model="m",

@@ -43,8 +43,6 @@ from tests.unit.scene import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_lost_target_is_replaced_and_both_epochs_advance() -> None:
     """Prompt and committed tokens are prefilled elsewhere; the draft reads them again."""

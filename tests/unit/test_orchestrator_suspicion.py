@@ -16,8 +16,6 @@ from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import InMemoryWorker, pass_on, run_virtual
 from tests.unit.scene import PROMPT, Scene, check_stream, delayed
 
-pytestmark = pytest.mark.timeout(60)
-
 minutes = itertools.count(0.0, 60.0)
 """Moments so far apart that deaths have nothing but requests in common."""
 

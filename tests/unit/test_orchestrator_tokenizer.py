@@ -100,7 +100,6 @@ def _stream(detokenizer: Detokenizer, token_ids: Sequence[int]) -> str:
 
 
 @given(token_ids=st.lists(st.integers(0, 400), max_size=40))
-@pytest.mark.timeout(60)
 def test_byte_level_equals_decoding_at_once_for_any_ids(
     byte_level: Loaded, token_ids: list[int]
 ) -> None:
@@ -109,7 +108,6 @@ def test_byte_level_equals_decoding_at_once_for_any_ids(
 
 
 @given(text=st.text(max_size=40))
-@pytest.mark.timeout(60)
 def test_byte_level_round_trip_and_no_half_characters(byte_level: Loaded, text: str) -> None:
     """Every piece is whole: the replacement character appears only if the text has it."""
     detokenizer = byte_level.detokenizer([])
@@ -120,7 +118,6 @@ def test_byte_level_round_trip_and_no_half_characters(byte_level: Loaded, text: 
 
 
 @given(text=st.text(alphabet=" theqrjufo naïé😀日本", max_size=30))
-@pytest.mark.timeout(60)
 def test_metaspace_equals_decoding_at_once(metaspace: Loaded, text: str) -> None:
     """Byte fallback may split a character over four tokens; a leading space is dropped once."""
     token_ids = metaspace.encode(text)
@@ -128,7 +125,6 @@ def test_metaspace_equals_decoding_at_once(metaspace: Loaded, text: str) -> None
 
 
 @given(text=st.text(alphabet="theqrjufo naé😀", min_size=2, max_size=30), data=st.data())
-@pytest.mark.timeout(60)
 def test_metaspace_output_continues_its_prompt(
     metaspace: Loaded, text: str, data: st.DataObject
 ) -> None:
@@ -142,7 +138,6 @@ def test_metaspace_output_continues_its_prompt(
     assert prompt + output == metaspace.decode(token_ids)
 
 
-@pytest.mark.timeout(60)
 def test_a_character_split_over_four_tokens_comes_whole(byte_level: Loaded) -> None:
     """Nothing of an emoji leaves before its last byte."""
     ids = [byte_level.token_to_id(char) for char in ("ð", "Ł", "İ", "Ĭ")]
@@ -155,7 +150,6 @@ def test_a_character_split_over_four_tokens_comes_whole(byte_level: Loaded) -> N
     assert settled == [False, False, False, True]
 
 
-@pytest.mark.timeout(60)
 def test_output_completes_a_character_that_the_prompt_began(
     byte_level: Loaded, metaspace: Loaded
 ) -> None:
@@ -166,7 +160,6 @@ def test_output_completes_a_character_that_the_prompt_began(
     assert metaspace.detokenizer([first]).push(second) == "é"
 
 
-@pytest.mark.timeout(60)
 def test_special_tokens_have_no_text_and_added_ones_do(byte_level: Loaded) -> None:
     """`<|end|>` is special; the tool token is text of the model."""
     end = byte_level.token_to_id("<|end|>")
@@ -175,7 +168,6 @@ def test_special_tokens_have_no_text_and_added_ones_do(byte_level: Loaded) -> No
     assert byte_level.decode([end, tool, end]) == "<|tööl call|>"
 
 
-@pytest.mark.timeout(60)
 def test_prompts_get_the_templates_special_tokens_and_are_never_truncated(
     byte_level: Loaded,
 ) -> None:
@@ -187,7 +179,6 @@ def test_prompts_get_the_templates_special_tokens_and_are_never_truncated(
     assert long[0] == 0 and 0 not in long[1:]
 
 
-@pytest.mark.timeout(60)
 def test_endless_invalid_utf8_is_not_held_forever(metaspace: Loaded) -> None:
     """A decoder that never settles gives up waiting after a bounded number of tokens."""
     lone = metaspace.token_to_id("<0xF0>")
@@ -196,7 +187,6 @@ def test_endless_invalid_utf8_is_not_held_forever(metaspace: Loaded) -> None:
     assert set(text) == {"�"}
 
 
-@pytest.mark.timeout(60)
 def test_an_unreadable_tokenizer_is_a_config_error(tmp_path: Path) -> None:
     """The message names the file."""
     path = tmp_path / "tokenizer.json"

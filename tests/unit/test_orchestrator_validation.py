@@ -14,8 +14,6 @@ from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError
 from shared.messages import TreeShape
 
-pytestmark = pytest.mark.timeout(30)
-
 LIMITS = ModelLimits(
     vocab_size=100,
     max_context_len=16,
@@ -234,7 +232,6 @@ def test_the_default_tree_depends_on_the_targets_device(
     assert str(default_shape(config, device)) == shape
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("temperature", "resolved"), [(1e-38, 0.0), (9e-6, 0.0), (1e-4, 1e-4)])
 def test_a_temperature_that_would_overflow_is_greedy(temperature: float, resolved: float) -> None:
     parsed = parse_request(sampling(temperature=temperature), LIMITS)

@@ -34,8 +34,6 @@ from shared.peer.channel import (
 )
 from shared.peer.ring import RING_DIR
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def trees(round_idx: int) -> TreeBatch:
     return TreeBatch(

@@ -22,8 +22,6 @@ from tests.engines import Models, fresh, make_draft, make_target, plain_of, rand
 from tests.marks import EXHAUSTIVE
 from tests.peer_pair import PeerPair, close_channels
 
-pytestmark = pytest.mark.timeout(120)
-
 LARGEST = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
 ROW_BYTES = 8
 _FIRST_REST = 6

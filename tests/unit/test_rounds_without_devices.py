@@ -55,7 +55,6 @@ print("served")
 """
 
 
-@pytest.mark.timeout(120)
 def test_engines_serve_without_the_packages_of_device_rounds(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path)],

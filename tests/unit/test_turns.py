@@ -22,8 +22,6 @@ from tests.unit.scene import PROMPT, Scene, check_stream
 from tests.unit.test_orchestrator_pool import target
 from tests.unit.test_scheduler import World
 
-pytestmark = pytest.mark.timeout(60)
-
 SERVICE_S = 1.0
 
 
