@@ -235,7 +235,7 @@ async def test_log_levels_and_configurations(model: Path) -> None:
         config = await admin.GetConfig(pb.GetConfigRequest())
         assert config.values["max_num_requests"] == "7"
         config = await admin.GetConfig(pb.GetConfigRequest(worker=worker.address))
-        assert config.values["drain_timeout_s"] == "30.0"
+        assert config.values["drain_timeout_s"] == "300.0"
 
 
 async def test_what_cannot_be_done_is_refused_by_name(model: Path) -> None:
