@@ -10,12 +10,12 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Processes that run tests; each keeps to a core.
-WORKERS ?= 2
+# Processes that run tests. Two of them begin with tests of processes, which wait much.
+WORKERS ?= 3
 INTERPRETED := $(VENV)/interpreted.log
 # Tests start hundreds of processes; these read what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-slow tests interpreted check lint types fast-tests format protos install
 .DEFAULT_GOAL := demo

@@ -19,6 +19,7 @@ from tests.e2e.serving import (
     stack_config,
 )
 from tests.e2e.streaming import share_of_peer_rounds, streams
+from tests.marks import exhaustive
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -108,7 +109,7 @@ def test_without_peer_rounds_the_orchestrator_relays_them(
     assert share_of_peer_rounds(relayed, REQUESTS, plain_outputs) == 0.0
 
 
-@pytest.mark.parametrize("killed", ["engine", "target-0", "draft-0"])
+@pytest.mark.parametrize("killed", [*exhaustive(["engine"]), "target-0", "draft-0"])
 def test_a_worker_that_is_killed_comes_back_to_the_ring(
     pair: Server, plain_outputs: PlainOutputs, killed: str
 ) -> None:

@@ -54,11 +54,12 @@ KERNELS = [
             marks=pytest.mark.exhaustive,  # tests/unit/test_inflate.py proves the same, to the bit
         ),
         (steps, "--requests 2 --shape 3/2/5 --context 20", None),
-        (
+        pytest.param(
             speculation,
             "--drafts eagle3 --cells plain@1,3/2/5@2 --num-prompts 2 --max-new-tokens 8 "
             "--prompt-len 24",
             2,
+            marks=pytest.mark.exhaustive,  # tests/e2e/test_command_line.py has `coppice bench`
         ),
         pytest.param(
             *(pauses, "--targets 1 --events nothing,target+killed --repeat 1", 2),

@@ -24,7 +24,7 @@ from tests.engines import (
     run_plain,
 )
 from tests.local_pair import LocalRequest
-from tests.marks import first_fast
+from tests.marks import exhaustive
 from tests.reference.causal_lm import ReferenceLM
 from tests.reference.drafts import (
     ReferenceDraft,
@@ -100,7 +100,7 @@ def serve(
 
 @pytest.mark.parametrize(
     ("kind", "page_size"),
-    first_fast([*((kind, 2) for kind in KINDS), *((kind, 16) for kind in KINDS)], num_fast=4),
+    [*((kind, 2) for kind in KINDS), *exhaustive((kind, 16) for kind in KINDS)],
 )
 def test_trees_equal_the_reference(models: Models, kind: str, page_size: int) -> None:
     pairing = models.pairing(kind)

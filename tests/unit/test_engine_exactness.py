@@ -74,12 +74,8 @@ def requests_of(seed: int, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[Loca
 
 
 FAST = {("eagle3", 16), ("standalone", 4)}
-# Pages meet kinds nowhere but in a slot's number: every size with two kinds, every kind with two
-# sizes at least.
-OFTEN = FAST | {
-    ("eagle3", 1), ("eagle3", 4), ("eagle", 2), ("eagle", 16),
-    ("mtp", 1), ("mtp", 64), ("standalone", 2), ("standalone", 64),
-}  # fmt: skip
+# Pages meet kinds nowhere but in a slot's number: every size and every kind once at least.
+OFTEN = FAST | {("eagle3", 1), ("eagle", 2), ("eagle", 16), ("mtp", 64)}
 
 
 def marks_of(kind: str, page_size: int) -> list[pytest.MarkDecorator]:
