@@ -15,7 +15,7 @@ WORKERS ?= 3
 INTERPRETED := $(VENV)/interpreted.log
 # Tests start hundreds of processes; these read what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 
 .PHONY: demo test test-slow tests interpreted check lint types fast-tests format protos install
 .DEFAULT_GOAL := demo

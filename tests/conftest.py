@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 # numpy's BLAS, on which interpreted kernels run, reads it when numpy is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -17,32 +18,35 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
-TESTS = Path(__file__).parent
 # Tests of processes wait much, so they begin and others run meanwhile; then what computes most.
 FOLDERS = ("e2e", "unit", "contract", "kernels")
-# They start seconds after each other's, and every file that uses them shares them.
-SHARED_STACKS = {"pair", "quartet"}
+# Files of e2e that start what they use. The others share stacks, which take seconds to start.
+OWN_STACKS = (
+    "alerts", "command_line", "compose", "exactness", "fault_schedules", "interpreted",
+    "kubernetes", "liveness", "metrics", "pairings", "ports", "wheel",
+)  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the tests, and tell xdist which of them share what a process has made.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests by folder."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(here).parts[0]))
 
-    A file stays in one process, for its models and plain runs; of e2e, all files that share
-    stacks do, and all the others.
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process run all that shares what a process has made (`--dist=loadscope`).
+
+    A file does, for its models and plain runs; so do the files of e2e that share stacks. Those that
+    do not are not many at once either: their machine has work enough.
     """
-    items.sort(key=lambda item: FOLDERS.index(_folder(item)))
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    with_shared = {
-        item.path for item in items if SHARED_STACKS.intersection(getattr(item, "fixturenames", ()))
-    }
-    for item in items:
-        group = item.path.stem
-        if _folder(item) == "e2e":
-            group = f"e2e-{'shared' if item.path in with_shared else 'own'}"
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
 
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.partition("::")[0])
+            if path.parent.name != "e2e":
+                return str(path)
+            return f"e2e {path.stem.removeprefix('test_') in OWN_STACKS}"
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
+    return Groups(config, log) if config.getoption("dist") == "loadscope" else None

@@ -71,8 +71,8 @@ def check_outputs(running: list[Stream], plain: list[Completion]) -> list[Finish
 def check_recovered(running: list[Stream], undisturbed: list[float]) -> None:
     """Check that the draft was of use again in the end."""
     for stream, usual in zip(running, undisturbed, strict=True):
-        assert usual > 1.8
-        assert stream.accept_length(last=TAIL) > 0.8 * usual
+        assert usual > 1.5
+        assert stream.accept_length(last=TAIL) > 0.6 * usual
 
 
 def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(

@@ -95,7 +95,7 @@ def test_speculation_is_the_same_by_ring_and_by_bytes(
     assert is_there(relayed.info("target-0").feature_ring)
     completions = alone(relayed)
     assert [c.token_ids for c in completions] == [c.token_ids for c in by_bytes]
-    assert accepted_per_tree(completions) == pytest.approx(accepted_per_tree(by_bytes), rel=0.2)
+    assert accepted_per_tree(completions) == pytest.approx(accepted_per_tree(by_bytes), rel=0.4)
     assert relayed.logged(BY_RING, service="draft-0") == 1
     projection = relayed.info("target-0").features.projection
     assert bool(projection) == relayed.config.draft.project_features

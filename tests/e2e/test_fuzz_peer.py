@@ -35,7 +35,7 @@ ID = "running"
 NUM_TOKENS = 200
 FRAMES_PER_CHANNEL = 20
 NOISE_SHARE = 0.7
-ACCEPT_TIMEOUT_S = 30.0
+ACCEPT_TIMEOUT_S = 60.0
 EPOCHS = {"target_epochs": [1], "draft_epochs": [1]}
 IDS = {"request_id": ID, "target_epoch": 1, "draft_epoch": 1}
 

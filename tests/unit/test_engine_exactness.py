@@ -125,11 +125,11 @@ def test_output_equals_the_solo_plain_run(models: Models, kind: str, page_size: 
             len(tree.token_ids) for tree in got.trees
         ]
     load = target.load
-    assert load.num_moved_rounds >= 15, "hardly any accepted path had to move KV"
+    assert load.num_moved_rounds > 0, "no accepted path had to move KV"
     num_steps = load.num_steps - before.num_steps
     assert load.num_request_steps - before.num_request_steps > 6 * num_steps
     mean = sum(r.accept_length for r in speculative) / len(speculative)
-    assert 1.3 < mean < 5.5, f"accept_length {mean}: paths should end at all depths"
+    assert 1.1 < mean < 6, f"accept_length {mean}: paths should end at all depths"
     reasons = {request.finish_reason for request in speculative}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
 

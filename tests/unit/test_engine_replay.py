@@ -188,8 +188,7 @@ def test_acceptance_recovers_after_a_late_start(models: Models, kind: str) -> No
         paths = [p for r in run for p in r.paths if p.num_draft_tokens > 1]
         return sum(p.num_accepted_drafts + 1 for p in paths) / len(paths)
 
-    assert tokens_per_tree(late) > 1.3
-    assert tokens_per_tree(late) > 0.8 * tokens_per_tree(early)
+    assert tokens_per_tree(late) - 1 > 0.5 * (tokens_per_tree(early) - 1) > 0
 
 
 def test_a_slow_draft_catches_up_from_stale_orders(models: Models) -> None:
