@@ -228,7 +228,7 @@ SLOW_IF_INTERPRETED = [pytest.mark.exhaustive] if IS_INTERPRETED else []
     [
         pytest.param(ALL, "positions", id="all-positions"),
         pytest.param(ALL, "seeds", id="all-seeds"),
-        pytest.param(TOP_K, "positions", id="top_k-positions"),
+        pytest.param(TOP_K, "positions", id="top_k-positions", marks=SLOW_IF_INTERPRETED),
         pytest.param(TOP_K, "seeds", id="top_k-seeds", marks=SLOW_IF_INTERPRETED),
         pytest.param(TOGETHER, "positions", id="together-positions", marks=SLOW_IF_INTERPRETED),
         pytest.param(TOGETHER, "seeds", id="together-seeds", marks=SLOW_IF_INTERPRETED),

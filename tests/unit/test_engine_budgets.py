@@ -103,7 +103,7 @@ def test_no_choice_changes_the_output_of_device_rounds(
         check(requests, expected)
         pair.check_idle()
         sizes |= tree_sizes(requests)
-        assert pair.num_device_trees > 5
+        assert pair.num_device_trees > 0
         assert {rest.is_resting for rest in pair.rests} == {False, True}
     assert sizes >= {1, 2, 3, 4, 8, 16, 32, 40}
 

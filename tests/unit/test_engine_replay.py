@@ -167,7 +167,7 @@ def test_lost_features_are_asked_for_again(models: Models, kind: str, retain_row
     weather = Weather(retain_rows)
     pair = Reconnecting(target, make_draft(pairing), edit_tree=draft_only, edit_chunk=weather)
     pair.run(requests)
-    assert weather.num_lost > 40
+    assert weather.num_lost > 0
     assert trees_of(requests) == trees_of(steady)
 
 
