@@ -62,13 +62,12 @@ class StepCounts:
         for request in requests:
             self.rounds[_source_of(request.queued)] += 1
 
-    def note_read(self, launched_ns: int, read_ns: int) -> float:
-        """Count and return the time that a step added to those in flight before it, seconds."""
+    def note_read(self, launched_ns: int, read_ns: int) -> None:
+        """Count the time that a step added to those in flight before it."""
         step_ns = read_ns - max(launched_ns, self._free_ns)
         self._free_ns = read_ns
         self.busy_ns += step_ns
         self.tallies.step_s.add(step_ns / 1e9)
-        return step_ns / 1e9
 
     @property
     def samples(self) -> Samples:

@@ -224,14 +224,9 @@ class PeerRounds(TreeSource):
                 self.window.ordered(request.request_id, shape.num_draft_tokens)
 
     def note_step(
-        self,
-        trees: SampledTrees,
-        nodes: Sequence[AcceptedNodes],
-        *,
-        is_clean: bool,
-        computed_s: float,
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
-        self.shapes.note_step(trees, nodes, is_clean=is_clean, computed_s=computed_s)
+        self.shapes.note_step(trees, nodes, is_clean=is_clean)
 
     def take(
         self, channel: PeerChannel, batch: TreeBatch

@@ -158,14 +158,14 @@ class Pipeline:
         outputs = self.runner.finish_read(batch, launched.read)
         timer.host("read")
         counts = self.state.counts
-        computed_s = counts.note_read(launched.launched_ns, counts.tallies.clock.end("wait"))
+        counts.note_read(launched.launched_ns, counts.tallies.clock.end("wait"))
         self._note_end(launched, was_awaited=not was_done)
         if is_device_round and timer.is_on:  # but for the times of these trees
             self.hear_peers()
         commit_chains(self.state, batch, outputs)
         if batch.trees is not None:
             assert outputs.paths is not None
-            self._commit_paths(batch.trees, outputs.paths, launched, computed_s)
+            self._commit_paths(batch.trees, outputs.paths, timer, is_clean=not batch.chains)
         counts.tallies.clock.end("commit")
 
     def _note_end(self, launched: LaunchedStep, *, was_awaited: bool) -> None:
@@ -180,19 +180,18 @@ class Pipeline:
             )
 
     def _commit_paths(
-        self, trees: SampledTrees, paths: PathOutputs, launched: LaunchedStep, computed_s: float
+        self, trees: SampledTrees, paths: PathOutputs, timer: StepTimer, *, is_clean: bool
     ) -> None:
         """Advance every request by its path and answer it; attached drafts hear of it first.
 
         Args:
-            computed_s: What the device took for the step.
+            is_clean: The step had no rows but those of the trees.
         """
         state = self.state
         nodes = list(accepted_nodes(trees, paths))
-        is_clean = not launched.batch.chains
-        self.source.note_step(trees, nodes, is_clean=is_clean, computed_s=computed_s)
+        self.source.note_step(trees, nodes, is_clean=is_clean)
         self.source.order_next(trees, nodes, paths.features)
-        step = self.times.end_step(launched.timer)
+        step = self.times.end_step(timer)
         failed = rows_with_nonfinite(paths)
         committed = []
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):

@@ -77,18 +77,12 @@ class TreeSource:
         """
 
     def note_step(
-        self,
-        trees: SampledTrees,
-        nodes: Sequence[AcceptedNodes],
-        *,
-        is_clean: bool,
-        computed_s: float,
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
         """Learn from a step that was read, before its rounds are ordered and committed.
 
         Args:
             is_clean: It had no rows but those of the trees.
-            computed_s: What the device took for it.
         """
 
     def take(

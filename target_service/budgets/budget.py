@@ -19,7 +19,6 @@ from shared.messages import TreeShape
 from target_service.budgets.acceptance import Acceptance
 from target_service.budgets.costs import RoundCosts, RoundKind
 from target_service.budgets.deal import NOTHING_FIXED, Dealer, FixedRounds
-from target_service.budgets.pace import Pace
 
 Ints = NDArray[np.int64]
 
@@ -56,7 +55,6 @@ class StepTimes(NamedTuple):
     Args:
         num_rows: Of its trees.
         num_requests: That run, in this step or in others.
-        computed_s: What the device took for the step.
         waited_rungs: [B], of the trees that it waited for, whether or not they came; 0: none.
         is_clean: It computed nothing else, such as rows of prompts, and the draft did not have many
             of these to read either.
@@ -64,7 +62,6 @@ class StepTimes(NamedTuple):
 
     num_rows: int
     num_requests: int
-    computed_s: float
     waited_rungs: Ints
     is_clean: bool
 
@@ -103,7 +100,6 @@ class TreeBudget:
         self._ended_s = np.zeros(num_slots)
         self._was_clean = False
         self._other_s = 0.0  # what a round takes for other work
-        self._pace = Pace()
 
     def begin(self, slot: int) -> None:
         """Take note that another request has a slot; it gets what most requests like it have."""
@@ -195,8 +191,6 @@ class TreeBudget:
         ended_s = self._ended_s[slots]
         self._ended_s[slots] = now_s
         is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
-        if times.is_clean and not self.costs.is_padded:
-            self._pace.note(times.computed_s, self.costs.forward_s(times.num_rows))
         if not len(slots) or not ended_s.all():
             return
         # Requests may take turns: a round of all of them has the rows and trees of several steps.
@@ -207,8 +201,7 @@ class TreeBudget:
             rung=int(rungs.max()),
             num_trees=round(np.count_nonzero(rungs) * count / len(slots)),
         )
-        took_s = (now_s - float(np.median(ended_s))) / self._pace.value
-        expected_s = self.costs.round_s(kind)
+        took_s, expected_s = now_s - float(np.median(ended_s)), self.costs.round_s(kind)
         if is_clean:
             if took_s > _BAD_SURPRISE * (expected_s + self._other_s):
                 self._decided_round = -DECISION_ROUNDS

@@ -36,18 +36,12 @@ class TreeShapes:
         return credit.shape
 
     def note_step(
-        self,
-        trees: SampledTrees,
-        nodes: Sequence[AcceptedNodes],
-        *,
-        is_clean: bool,
-        computed_s: float,
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
         """Learn from a step that was read; its rounds are not committed yet.
 
         Args:
             is_clean: It had no rows but those of the trees.
-            computed_s: What the device took for it.
         """
 
 
@@ -82,12 +76,7 @@ class BudgetedShapes(TreeShapes):
         return shape
 
     def note_step(
-        self,
-        trees: SampledTrees,
-        nodes: Sequence[AcceptedNodes],
-        *,
-        is_clean: bool,
-        computed_s: float,
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
         count = sum([request.phase is Phase.RUNNING for request in trees.requests])
         paths = nodes[:count]  # prompts that end come last
@@ -102,7 +91,6 @@ class BudgetedShapes(TreeShapes):
             StepTimes(
                 num_rows=sum(trees.num_nodes[:count]),
                 num_requests=num_requests,
-                computed_s=computed_s,
                 waited_rungs=np.array(
                     list(map(self._waited_rung, trees.requests[:count])), dtype=np.int64
                 ),

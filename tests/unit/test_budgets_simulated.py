@@ -82,10 +82,6 @@ class World:
             took_s += self.draft_factor * draft_s + 10e-6 * count
         return float(took_s)
 
-    def computed_s(self, rungs: Ints) -> float:
-        """Return what the target's device took of the last round."""
-        return self._costs.forward_s(int(self.rows[rungs].sum()))
-
     def tokens(self, rungs: Ints) -> float:
         """Return what a round brings on average."""
         return float(len(rungs) + self.reached[np.arange(len(rungs)), rungs].sum())
@@ -144,7 +140,6 @@ def adaptive_rate(
         times = StepTimes(
             num_rows=int(world.rows[rungs].sum()),
             num_requests=len(slots),
-            computed_s=world.computed_s(rungs),
             waited_rungs=rungs,
             is_clean=not world.prompts_s,
         )
@@ -204,39 +199,6 @@ class CpuWorld(World):
             shape, num_trees = LADDER[largest - 1], np.count_nonzero(rungs)
             took_s += 1e-3 + shape.num_steps * (1.2e-3 + 0.12e-3 * num_trees * shape.topk)
         return float(took_s * np.exp(0.15 * self.rng.standard_normal()))
-
-
-class BusyWorld(CpuWorld):
-    """Others compute on the same cores, for a second in three."""
-
-    @property
-    def pace(self) -> float:
-        return 2.5 if self.now_s % 3 < 1 else 1.0
-
-    def round_s(self, rungs: Ints) -> float:
-        return self.pace * super().round_s(rungs)
-
-    def computed_s(self, rungs: Ints) -> float:
-        scatter = float(np.exp(0.1 * self.rng.standard_normal()))
-        return self.pace * super().computed_s(rungs) * scatter
-
-    def mean_rate(self, rung: int) -> float:
-        """Return the tokens per second of one shape for all, over six seconds."""
-        rungs, tokens, began_s = np.full(self.count, rung), 0.0, self.now_s
-        while self.now_s < began_s + 6:
-            self.now_s += self.round_s(rungs)
-            tokens += self.tokens(rungs)
-        return tokens / (self.now_s - began_s)
-
-
-@pytest.mark.parametrize(("count", "ease"), [(1, 0.8), (4, 0.5), (8, 0.3), (8, 0.5), (32, 0.3)])
-def test_a_processor_that_others_use_as_well_decides_nothing(count: int, ease: float) -> None:
-    """That rounds take longer for a second says nothing of trees."""
-    world = BusyWorld(np.full(count, ease))
-    best = max(world.mean_rate(rung) for rung in range(4))
-    budget = budget_of(world)
-    adaptive_rate(world, num_rounds=200, budget=budget)
-    assert adaptive_rate(world, num_rounds=600, budget=budget) >= 0.93 * best
 
 
 @pytest.mark.parametrize("ease", [0.8, 0.02])

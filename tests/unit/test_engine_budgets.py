@@ -232,16 +232,11 @@ class TimedShapes(BudgetedShapes):
         super().__init__(target.requests, budget)
 
     def note_step(
-        self,
-        trees: SampledTrees,
-        nodes: Sequence[AcceptedNodes],
-        *,
-        is_clean: bool,
-        computed_s: float,
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
-        computed_s = self._forward_s(sum(trees.num_nodes))
-        self._now_s += computed_s + self._tree_s * (max(trees.num_nodes) > 1)
-        super().note_step(trees, nodes, is_clean=is_clean, computed_s=computed_s)
+        self._now_s += self._forward_s(sum(trees.num_nodes))
+        self._now_s += self._tree_s * (max(trees.num_nodes) > 1)
+        super().note_step(trees, nodes, is_clean=is_clean)
 
 
 @pytest.mark.parametrize(("tree_s", "has_trees"), [(1.0, False), (0.0, True)])
