@@ -56,7 +56,8 @@ END_TIMEOUT_S = 180.0
 WARM_UP_PART = 1 / 8
 """Of the time: what a process does before, caches that fill, does not count."""
 MIN_LIFE_PART = 0.5
-"""Of the time: growth is judged of processes that live longer."""
+MIN_LIFE_S = 1800.0
+"""Growth is judged of processes that live for more than half of the time, and for so long."""
 _HEADER = (
     "| process | minutes | RSS MiB, first and last quarter | per hour "
     "| USS MiB | per hour | fds | threads |"
@@ -196,7 +197,8 @@ def _results(
     sampler: Sampler, load: Load, faults: Faults, tracebacks: list[str], length_s: float
 ) -> dict[str, Any]:
     warm_up_s = WARM_UP_PART * length_s
-    lives = [life for life in list(sampler.lives) if life.length_s > MIN_LIFE_PART * length_s]
+    least_s = max(MIN_LIFE_S, MIN_LIFE_PART * length_s)
+    lives = [life for life in list(sampler.lives) if life.length_s > least_s]
     summaries = [summary for life in lives if (summary := life.summary(warm_up_s))]
     return {
         "requests": dict(load.counts),
