@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.e2e.serving import Server
-from tests.processes import is_spawned, members_of
+from tests.processes import is_spawned, members_of, oldest
 
 INTERVAL_S = 10.0
 CLIENTS = "clients"
@@ -138,7 +138,7 @@ class Sampler:
         for name, service in self._stack.services.items():
             front = service.pid
             if front is not None:
-                seen |= {pid: f"{name} {_part(pid, front)}" for pid in members_of({front})}
+                seen |= {pid: f"{name} {part}" for pid, part in _parts(front).items()}
         lives = {}
         for pid, role in seen.items():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -156,10 +156,14 @@ class Sampler:
         self._lives = lives
 
 
-def _part(pid: int, front: int) -> str:
-    if pid == front:
-        return "front"
-    return "engine" if is_spawned(pid) else "helper"
+def _parts(front: int) -> dict[int, str]:
+    """Return the processes of a service by what they are."""
+    parts = dict.fromkeys(members_of({front}), "helper")
+    spawned = set(filter(is_spawned, parts.keys() - {front}))
+    parts |= dict.fromkeys(spawned, "spare engine")
+    if spawned:
+        parts[oldest(spawned)] = "engine"
+    return {**parts, front: "front"}
 
 
 def _memory(pid: int) -> tuple[float, float]:
