@@ -183,13 +183,20 @@ class WorkerEndpoints:
             logger.info("%s %s serves %s", self._role.name, worker.address, worker.info.model)
 
     def _log_attempt(self, address: str) -> Callable[[RetryCallState], None]:
+        """Return what logs failed attempts, each kind of failure once in a row."""
+        last_kind = ""
+
         def log(state: RetryCallState) -> None:
+            nonlocal last_kind
             error = state.outcome.exception() if state.outcome else None
-            level = logging.INFO
-            if state.attempt_number > 1:
-                level = logging.DEBUG
-            elif isinstance(error, UnauthenticatedError | ConfigError):
-                level = logging.ERROR
+            is_settled = isinstance(error, UnauthenticatedError | ConfigError)
+            kind = error.reason if isinstance(error, CoppiceError) else type(error).__name__
+            level = logging.DEBUG
+            if is_settled and kind != last_kind:
+                level = logging.ERROR  # somebody has to act, also if it began in another way
+            elif state.attempt_number == 1:
+                level = logging.INFO
+            last_kind = kind
             logger.log(level, "%s %s does not answer: %s", self._role.name, address, _brief(error))
 
         return log

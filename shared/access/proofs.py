@@ -45,13 +45,22 @@ class ProofCheck:
 
     Args:
         keys: One of which a proof must have been made with.
-        clock: Seconds since the epoch.
+        clock: Seconds since the epoch, which may jump.
+        monotonic: Seconds, which never do.
     """
 
-    def __init__(self, keys: Sequence[bytes], *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._keys = tuple(keys)
         self._clock = clock
-        self._taken: dict[str, float] = {}  # nonce -> when it can be forgotten, oldest first
+        self._monotonic = monotonic
+        self._taken: dict[str, float] = {}
+        """Nonce -> monotonic time at which it can be forgotten, oldest first."""
 
     def check(self, method: str, authorization: str | None) -> str:
         """Return the name of who calls, which is nobody's in particular: "".
@@ -67,11 +76,11 @@ class ProofCheck:
         now = self._clock()
         if abs(moment - now) > VALID_S:
             raise UnauthenticatedError(
-                f"the proof was made {now - moment:.0f} s ago by the clock of this worker, at most "
-                f"{VALID_S} s are allowed; set the clocks of both hosts",
+                f"the clocks of the caller and of this worker are {abs(moment - now):.0f} s apart, "
+                f"or the proof is that old; {VALID_S} s are allowed: set the clocks of both hosts",
                 reason="EXPIRED_IDENTITY",
             )
-        self._take(nonce, now)
+        self._take(nonce)
         return ""
 
     def _verified(self, method: str, proof: str) -> tuple[int, str]:
@@ -91,8 +100,9 @@ class ProofCheck:
             )
         return int(moment), nonce
 
-    def _take(self, nonce: str, now: float) -> None:
+    def _take(self, nonce: str) -> None:
         """Note a nonce that is now used up; forget those whose proofs have expired."""
+        now = self._monotonic()
         while self._taken:
             oldest = next(iter(self._taken))
             if self._taken[oldest] > now:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -22,6 +24,7 @@ from coppice.admin import AdminClient
 from coppice.bench.workers import read_workers
 from coppice.credentials import Credentials
 from coppice.v1 import admin_pb2, control_pb2, draft_pb2, generation_pb2, target_pb2
+from shared.access import proofs
 from shared.access.caller import Caller
 from shared.access.proofs import VALID_S, prove
 from shared.access.tokens import bearer
@@ -29,7 +32,7 @@ from shared.config import CALLS, Secret
 from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import serving, write_model
-from tests.fakes import fake_draft, fake_target
+from tests.fakes import eventually, fake_draft, fake_target
 
 pytestmark = pytest.mark.asyncio
 
@@ -261,6 +264,28 @@ async def test_a_worker_of_another_deployment_is_not_used_and_the_log_says_why(
     ):
         await front.sees(targets=1, drafts=0)
     assert "the same --secret-file" in caplog.text and guarded.address in caplog.text
+
+
+async def test_the_log_says_by_how_much_clocks_differ_also_if_the_worker_came_late(
+    model: Path, secret_file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempts found nobody there; those were of another kind."""
+    late = SimpleNamespace(time=lambda: time.time() - 2 * VALID_S)
+    fields = {"secret_file": secret_file}
+    caplog.set_level(logging.INFO)
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    async with serving(model, [address], waits=False, **fields) as front:
+        await eventually(lambda: f"{address} does not answer: UNAVAILABLE" in caplog.text)
+        monkeypatch.setattr(proofs, "time", late)
+        async with fake_target(port=port, **fields):
+            await eventually(lambda: "set the clocks" in caplog.text)
+            errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+            assert len(errors) == 1 and address in errors[0] and "s apart" in errors[0]
+            monkeypatch.undo()
+            await front.sees(targets=1, drafts=0)
 
 
 async def test_a_secret_is_replaced_while_services_run(

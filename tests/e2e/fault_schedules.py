@@ -40,6 +40,8 @@ NUM_GARBLED = 12
 NUM_STRANGERS = 5
 GARBLE_TIMEOUT_S = 10.0
 OTHER_DRAFT_S = 1.0
+# A proof of identity holds for 300 s.
+JUMPS_S = (3600.0, -3600.0, 240.0, -240.0)
 OTHER_DRAFT = Path(coppice.__file__).parent / "bundled" / "standalone"
 
 
@@ -112,6 +114,17 @@ class Scene:
                 for place in places:
                     file.seek(max(place, 64))
                     file.write(self.rng.randbytes(8))
+
+    def jump_clocks(self) -> None:
+        """Set the clock of a service, or of all, and perhaps have them connect again by it."""
+        names = list(self.stack.services)
+        if self.rng.random() < 0.7:
+            names = [self.rng.choice(names)]
+        self.stack.clocks.set(names, self.rng.choice(JUMPS_S))
+        if self.rng.random() < 0.5:
+            for link in self.stack.links.values():
+                link.reset()
+        self._last(lambda: self.stack.clocks.set(names, 0.0))
 
     def replace_draft(self) -> None:
         """Have a draft of another model start in place of one, and later the first one again."""
@@ -205,6 +218,7 @@ FAULTS: dict[str, Fault] = {
     "another draft": Fault(strike=Scene.replace_draft),
     "kill all workers": Fault(strike=_all_workers, takes_targets=True),
     "removed files": Fault(strike=Scene.remove_files),
+    "clock jump": Fault(strike=Scene.jump_clocks, takes_targets=True),
     "reset clients": Fault(strike=lambda s: s.stack.links[ORCHESTRATOR].reset()),
     "stop a target": Fault(strike=lambda s: s.stop(s.worker("target")), takes_targets=True),
     "garbage on a peer channel": Fault(strike=Scene.garble_peer),

@@ -11,6 +11,7 @@ import grpc
 
 from coppice.stack import StackConfig
 from shared.peer.shared_files import RING_DIR
+from tests.e2e.clocks import Clocks, clocks
 from tests.e2e.garbling import Garbler, garbler
 from tests.e2e.private_host import PrivateHost, private_host
 from tests.e2e.serving import STARTED, Server
@@ -23,11 +24,14 @@ END_TIMEOUT_S = 60.0
 
 
 class HarmedStack(Server):
-    """A stack whose connections are links, on a host whose memory and disk are its own."""
+    """A stack whose connections are links, on a host whose memory, disk and clocks are its own."""
 
-    def __init__(self, config: StackConfig, host: PrivateHost, links: Links) -> None:
+    def __init__(
+        self, config: StackConfig, host: PrivateHost, links: Links, clocks: Clocks
+    ) -> None:
         super().__init__(config)
         self.host = host
+        self.clocks = clocks
         self.links: dict[str, Link] = {}
         """To each service, by name: from clients to the orchestrator, from others to a worker."""
         self.garbler: Garbler | None = None
@@ -52,12 +56,11 @@ class HarmedStack(Server):
     def build(self) -> None:
         """Make every service, to run on the host."""
         super().build()
-        for service in self.services.values():
+        path = with_path(Path.cwd())["PYTHONPATH"]
+        for name, service in self.services.items():
             service.command = self.host.command(service.command)
-            service.environ |= {
-                "PYTHONPATH": with_path(Path.cwd())["PYTHONPATH"],
-                "XDG_CACHE_HOME": str(self.host.disk),
-            }
+            service.environ |= self.clocks.environ(name, path)
+            service.environ["XDG_CACHE_HOME"] = str(self.host.disk)
 
     def stop(self, *, timeout_s: float | None = None) -> None:
         """End the services, and what is between them."""
@@ -134,8 +137,8 @@ class HarmedStack(Server):
 @contextlib.contextmanager
 def harmed_stack(config: StackConfig) -> Iterator[HarmedStack]:
     """Run a stack for the length of the block; nothing of it is left after."""
-    with private_host() as host, tcp_links() as links:
-        server = HarmedStack(config, host, links)
+    with private_host() as host, tcp_links() as links, clocks() as own_clocks:
+        server = HarmedStack(config, host, links, own_clocks)
         with server:
             STARTED.append(server)
             try:

@@ -13,17 +13,19 @@ import pytest
 
 from coppice import Completion
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
-from tests.e2e.callers import Caller, calling
-from tests.e2e.fault_schedules import FAULTS, make_schedule, play
+from tests.e2e.callers import Caller, calling, go_on
+from tests.e2e.fault_schedules import FAULTS, GO_ON_TIMEOUT_S, make_schedule, play
 from tests.e2e.harm import HarmedStack, harmed_stack
 from tests.e2e.serving import READY_TIMEOUT_S, generate_plain, stack_config
 from tests.marks import exhaustive
+from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
 NUM_CALLERS = 4
 NUM_FAST = 10
 NUM_SEEDS = 210
+TOO_FAR_S = 600.0
 TIMEOUTS = ("draft_timeout_ms", "draft_open_timeout_ms", "step_timeout_s")
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "def read_config(path):\n", "max_new_tokens": 64, "ignore_eos": True},
@@ -96,8 +98,32 @@ def test_no_schedule_costs_a_token(stack: HarmedStack, plain: list[Completion], 
     assert all(caller.num_outputs for caller in callers)
 
 
+def test_hosts_whose_clocks_differ_are_named_and_used_again_once_they_agree(
+    stack: HarmedStack, plain: list[Completion]
+) -> None:
+    """Drafts do without it for as long, and targets make requests wait."""
+    callers = [Caller(stack.front_address, REQUESTS, plain, random.Random(i)) for i in range(2)]
+    with stack.log_shown_if_it_fails(), calling(callers):
+        for role in ("draft", "target"):
+            names = [name for name in stack.services if name.startswith(role)]
+            num_said = stack.logged("set the clocks", service="orchestrator")
+            stack.clocks.set(names, TOO_FAR_S)
+            for name in names:
+                stack.links[name].reset()
+            wait_for(
+                lambda num_said=num_said, names=names: (
+                    stack.logged("set the clocks", service="orchestrator") >= num_said + len(names)
+                )
+            )
+            if role == "draft":
+                assert go_on(callers, timeout_s=GO_ON_TIMEOUT_S), "it speculates or not"
+            stack.clocks.set(names, 0.0)
+            assert go_on(callers, timeout_s=GO_ON_TIMEOUT_S)
+    stack.check_idle()
+
+
 def test_the_first_schedules_have_nearly_all_kinds_of_faults() -> None:
     """Those that every run of the tests plays."""
     schedules = [make_schedule(seed, num_faults=2) for seed in range(NUM_FAST)]
     assert len({strike.name for schedule in schedules for strike in schedule}) == 2 * NUM_FAST
-    assert len(FAULTS) <= 2 * NUM_FAST + 2
+    assert len(FAULTS) <= 2 * NUM_FAST + 3
