@@ -136,7 +136,7 @@ class WorkerServer:
             asyncio.create_task(self._watch_engine(watch)),  # before: it knows why the engine died
             asyncio.create_task(self._carry_reports(watch)),
         ]
-        await self.server.set_ready(ready=True)
+        await self.server.set_ready(ready=not self.servicer.sessions.is_draining)
         announce(ready_line(self._role, self.address, info, time.monotonic() - began))
 
     async def serve(self) -> None:
@@ -302,10 +302,11 @@ async def _serve(
 
     Raises: ConfigError, or EngineDiedError if there is no spare one.
     """
-    engine, spare = make_engine(), make_engine()
+    engine, spare, is_draining = make_engine(), make_engine(), False
     try:
         while True:
             worker = create_worker(config, engine)
+            worker.servicer.sessions.is_draining = is_draining
             preparing = asyncio.create_task(_prepare(spare, worker.server, config.spare_after_s))
             try:
                 return await worker.serve()
@@ -316,6 +317,7 @@ async def _serve(
             finally:
                 preparing.cancel()
             config = replace(config, port=worker.server.port)
+            is_draining = worker.servicer.sessions.is_draining
             engine, spare = spare, make_engine()
     finally:
         await spare.close()

@@ -18,8 +18,12 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from coppice.v1 import draft_pb2, target_pb2
+from coppice.health import health_probe
+from coppice.v1 import control_pb2, control_pb2_grpc, draft_pb2, target_pb2
 from shared.messages import AcceptedPath, TargetClose, WorkerInfo, from_proto
+from shared.rpc.channel import open_channel
+from shared.rpc.health_names import TARGET_SERVICE
+from shared.rpc.protocol import METADATA
 from shared.rpc.startup_lines import Loading, Ready, parse_line
 from tests.contract.driver import Peer, target_open, verify_after
 from tests.contract.test_engine_process import wait_dead
@@ -246,6 +250,24 @@ async def test_a_spare_engine_takes_over_at_the_same_address(number: signal.Sign
         assert errors.count("a spare one takes over") == 2
         await wait_dead(engine)
         await wait_dead(spare)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+async def test_a_worker_that_was_drained_stays_so_with_its_spare_engine() -> None:
+    async with start(spare_after_s=0.1) as worker:
+        address = await worker.ready()
+        async with Peer(address) as peer:
+            engine = engine_pid(await target_info(peer))
+        await spare_pid(worker, engine)
+        async with open_channel(address) as channel:
+            control = control_pb2_grpc.WorkerControlServiceStub(channel)
+            order = control_pb2.SetDrainingRequest(is_draining=True)
+            await control.SetDraining(order, metadata=METADATA)
+        os.kill(engine, signal.SIGKILL)
+        assert await worker.ready() == address
+        with health_probe(address) as probe:
+            status = await asyncio.to_thread(probe.status, TARGET_SERVICE, timeout_s=5.0)
+        assert status == "NOT_SERVING"
 
 
 async def test_an_engine_that_dies_before_it_has_a_spare_ends_the_worker() -> None:
