@@ -48,7 +48,7 @@ KERNELS = [
         (kernels, "--rows 1,3 --trees 2x5 --context 70", 5 * 2 + 3 + 2 * 2 + 2 * 2),
         (forward, "--rows 2 --trees 1x4 --contexts 20,70 --prefill-len 40", 4),
         (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
-        (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 8", 2),
+        (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 40", 2),
         pytest.param(
             *(fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
             marks=pytest.mark.exhaustive,  # tests/unit/test_inflate.py proves the same, to the bit
