@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Processes that run tests. Two of them begin with tests of processes, which wait much.
-WORKERS ?= 3
+WORKERS ?= 2
 INTERPRETED := $(VENV)/interpreted.log
 # Tests start hundreds of processes; these read what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE

@@ -20,11 +20,6 @@ torch.set_num_threads(1)
 
 # Tests of processes wait much, so they begin and others run meanwhile; then what computes most.
 FOLDERS = ("e2e", "unit", "contract", "kernels")
-# Files of e2e that start what they use. The others share stacks, which take seconds to start.
-OWN_STACKS = (
-    "alerts", "command_line", "compose", "exactness", "fault_schedules", "interpreted",
-    "kubernetes", "liveness", "metrics", "pairings", "ports", "wheel",
-)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,16 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let one process run all that shares what a process has made (`--dist=loadscope`).
 
-    A file does, for its models and plain runs; so do the files of e2e that share stacks. Those that
-    do not are not many at once either: their machine has work enough.
+    A file does, for its models and plain runs; so do all tests of processes, for their stacks: they
+    wait much, and two of them at once would have each other wait.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.partition("::")[0])
-            if path.parent.name != "e2e":
-                return str(path)
-            return f"e2e {path.stem.removeprefix('test_') in OWN_STACKS}"
+            return "e2e" if path.parent.name == "e2e" else str(path)
 
     return Groups(config, log) if config.getoption("dist") == "loadscope" else None
