@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 COPPICE = command("coppice")
 SECRET = "0123456789abcdef-of-a-test"
+NEVER_LATE = {"COPPICE_DRAFT_TIMEOUT_MS": "60000", "COPPICE_DRAFT_OPEN_TIMEOUT_MS": "60000"}
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith("COPPICE_")}
 
 
@@ -49,7 +50,7 @@ def server(log: Path) -> Iterator[str]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [*COPPICE, "up", "--port=0", "--device=cpu", "--num-drafts=2"],
-            env={**ENVIRON, "COPPICE_CPU_THREADS": "1", "COPPICE_SECRET": SECRET},
+            env={**ENVIRON, **NEVER_LATE, "COPPICE_CPU_THREADS": "1", "COPPICE_SECRET": SECRET},
             stdout=stream,
             stderr=stream,
         )
