@@ -208,6 +208,7 @@ def test_a_stranger_is_shown_out_and_no_draft_is_harmed(
             except ConnectionResetError:
                 pass
     assert ends.target.receive() == [] and list(ends.target) == [far]
+    wait_until(lambda: REFUSAL in caplog.text)
     assert caplog.text.count(REFUSAL) == 1, "whoever knocks writes no log"
     near.put(trees(1))
     near.flush()
@@ -221,7 +222,7 @@ def test_whoever_says_nothing_is_shown_out_after_a_while(
     monkeypatch.setattr(tcp, "_HANDSHAKE_TIMEOUT_S", 0.05)
     with ends.connect() as sock:
         assert sock.recv(1) == b""
-    assert f"{REFUSAL}: it does not answer in time" in caplog.text
+    wait_until(lambda: f"{REFUSAL}: it does not answer in time" in caplog.text)
 
 
 def test_many_who_say_nothing_keep_no_draft_out(
