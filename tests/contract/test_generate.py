@@ -94,7 +94,10 @@ async def test_rounds_are_timed_when_asked_for(model: Path, *, is_timed: bool) -
         times for times in finish.round_times[:-1] if times.stages[0].name == "target: hop to it"
     ]
     assert bool(relayed) is is_timed
-    for times in relayed[1:]:
+    # A round whose draft is late on a busy machine has no tree, and no stages of one.
+    with_trees = [t for t in relayed[1:] if any(s.name.startswith("draft") for s in t.stages)]
+    assert bool(with_trees) is is_timed
+    for times in with_trees:
         assert [stage.name for stage in times.stages] == [
             "target: hop to it", "target: front", "target: forward", "target: answer",
             "target: hop back", "orchestrator: commit",
