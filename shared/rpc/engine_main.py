@@ -332,7 +332,7 @@ def _build(factory: str, config: Any, pipe: BlockingPipe) -> Engine:
         while not pipe.receive():  # BuildEngine, or the end
             pipe.poll(None, {})
         return create(config, progress)
-    except EOFError:
+    except EOFError:  # nobody is there to be told
         raise
     except ConfigError as error:
         pipe.send(EngineRefused(message=str(error), is_config_error=True))

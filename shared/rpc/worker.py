@@ -325,8 +325,9 @@ async def _serve(
 
 async def _prepare(spare: EngineProcess, server: RpcServer, after_s: float) -> None:
     """Prepare a spare engine once a server has been ready for so long; 0: there is none."""
-    while after_s and not server.is_ready:
+    if not after_s:
+        return
+    while not server.is_ready:
         await asyncio.sleep(LOOK_INTERVAL_S)
     await asyncio.sleep(after_s)
-    if after_s:
-        spare.prepare()
+    spare.prepare()
