@@ -279,7 +279,7 @@ class _Bench:
         mask = np.full((num_nodes, context + num_nodes), -np.inf, dtype=np.float32)
         mask[:, :context] = 0
         for node in range(num_nodes):
-            mask[node, context + path[node, : path_len[node]]] = 0
+            mask[node, context + path[node, : path_len[node]].astype(np.int64)] = 0
         return torch.from_numpy(mask.repeat(group, axis=0)).to(self.device, self.dtype)
 
     def norm(self, count: int) -> Case:

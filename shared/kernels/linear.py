@@ -3,15 +3,14 @@
 The weights are the wide operand of every dot and the tokens the narrow one. K is cut into splits,
 whose number is a function of the weight's shape alone: each split is accumulated from zero, in
 order of k, and the splits are added in order. Few rows stream the weights, so each split is a
-program and the addends go to memory; many rows compute, so one program walks all splits. A row's
-bits are the same either way.
+program and the addends go to memory; many rows compute, so one program walks all splits, of a tile
+or, where tiles would leave multiprocessors idle, of its share of all tiles
+(`shared/kernels/linear_balanced.py`). A row's bits are the same either way.
 
 Grid: (tiles of T, tiles of N, splits or 1).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,80 +18,22 @@ import triton.language as tl
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from shared.kernels.balanced_tiles import Deal, handover
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.linear_balanced import _balanced_linear_kernel
+from shared.kernels.linear_tiles import (
+    INTERPRETED_TILES,
+    MAX_SPLIT_ROWS,
+    SQUARE_TILES,
+    Tiles,
+    choose_deal,
+    choose_tiles,
+    num_splits,
+    num_tiles,
+    split_width,
+)
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
-
-# Splits are made until there are this many programs of SPLIT_BLOCK_N outputs, about as many as keep
-# the memory of a large GPU busy, but none shorter than MIN_SPLIT_K.
-_MIN_PROGRAMS = 192
-_SPLIT_BLOCK_N = 64
-_MIN_SPLIT_K = 1024
-_SPLIT_MULTIPLE = 128
-
-# As many outputs fill a GPU with tall tiles too: those of a vocabulary.
-_WIDE_N = 1 << 14
-# Programs of large tiles that run at once, one per multiprocessor of the largest GPUs, and what a
-# program of wide tiles takes as a multiple of one of square tiles.
-_NUM_MULTIPROCESSORS = 132
-_WIDE_TILE_COST = 1.7
-# More rows than this are computed by programs that walk all splits.
-MAX_SPLIT_ROWS = 256
-
-
-class Tiles(NamedTuple):
-    """How a product is tiled; none of it changes a bit."""
-
-    block_n: int
-    block_t: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def num_splits(width_n: int, width_k: int) -> int:
-    """Return into how many parts the K dimension of a weight [N, K] is cut."""
-    splits = 1
-    num_tiles = triton.cdiv(width_n, _SPLIT_BLOCK_N)
-    while num_tiles * splits < _MIN_PROGRAMS and width_k >= 2 * splits * _MIN_SPLIT_K:
-        splits *= 2
-    return splits
-
-
-def split_width(width_k: int, splits: int) -> int:
-    """Return the length of every split but the last, which may be shorter."""
-    return triton.cdiv(triton.cdiv(width_k, splits), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
-
-
-# Tensor cores add up 16 values of k at a time whatever the tile. What interprets a kernel on a CPU
-# does not, and gets the same tiles always.
-INTERPRETED_TILES = Tiles(64, 32, 64, 4, 1)
-
-
-def choose_tiles(num_rows: int, element_size: int, width_n: int) -> Tiles:
-    """Return a GPU's tiles of a product with `num_rows` rows, values of `element_size` bytes."""
-    if element_size == 4:
-        return Tiles(64, 32, 32, 4, 3)
-    if num_rows <= 16:
-        return Tiles(64, 16, 128, 4, 4)
-    if num_rows <= 32:
-        return Tiles(64, 32, 128, 4, 4)
-    if num_rows <= 64:
-        return Tiles(64, 64, 128, 4, 3)
-    if num_rows <= 128:
-        return Tiles(128, 128, 64, 8, 3) if width_n >= _WIDE_N else Tiles(64, 128, 64, 4, 4)
-    square, wide = Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)
-    if num_rows <= MAX_SPLIT_ROWS:
-        return wide  # splits fill the GPU
-    square_cost = _num_waves(square, num_rows, width_n)
-    wide_cost = _WIDE_TILE_COST * _num_waves(wide, num_rows, width_n)
-    return wide if wide_cost < square_cost else square
-
-
-def _num_waves(tiles: Tiles, num_rows: int, width_n: int) -> int:
-    """Return how many programs run one after the other where a program walks all splits."""
-    num_programs = triton.cdiv(num_rows, tiles.block_t) * triton.cdiv(width_n, tiles.block_n)
-    return int(triton.cdiv(num_programs, _NUM_MULTIPROCESSORS))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -287,34 +228,69 @@ def _multiply(
 ) -> None:
     """Launch the product. Mutates: `out`, all of it."""
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
+    tiles, deal = INTERPRETED_TILES, None
+    if x.is_cuda:
+        num_rows, (width_n, width_k) = x.shape[0], weight.shape
+        tiles = choose_tiles(num_rows, x.element_size(), width_n)
+        deal = choose_deal(num_rows, width_n, width_k) if x.element_size() == 2 else None
+    multiply(x, weight, bias, out, SQUARE_TILES if deal else tiles, deal, is_split=is_split)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: Tiles,
+    deal: Deal | None,
+    *,
+    is_split: bool = False,
+) -> None:
+    """Launch the product.
+
+    Args:
+        x, weight, bias: See `linear`.
+        out: [T, N], or addends.
+        deal: None: a program per tile and, if the product is split, split.
+    Mutates: `out`, all of it.
+    """
     num_rows, (width_n, width_k) = x.shape[0], weight.shape
     splits = num_splits(width_n, width_k)
-    tiles = choose_tiles(num_rows, x.element_size(), width_n) if x.is_cuda else INTERPRETED_TILES
-    grid = (
-        triton.cdiv(num_rows, tiles.block_t),
-        triton.cdiv(width_n, tiles.block_n),
-        splits if is_split else 1,
-    )
+    split_k = split_width(width_k, splits)
     count_launch("linear")
-    _linear_kernel[grid](
+    operands = (
         blocks_of(x, tiles.block_t, tiles.block_k),
         blocks_of(weight, tiles.block_n, tiles.block_k),
         weight if bias is None else bias.contiguous(),
         out,
+    )
+    options = {
+        "DOT_DTYPE": dot_dtype(x),
+        "HAS_BIAS": bias is not None,
+        "NUM_SPLITS": splits,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_T": tiles.block_t,
+        "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        **dependent_launch(x),
+    }
+    if deal is None:
+        tile_grid = num_tiles(tiles, num_rows, width_n)
+        _linear_kernel[(*tile_grid, splits if is_split else 1)](
+            *operands, num_rows, width_n, width_k, IS_SPLIT=is_split, SPLIT_K=split_k, **options
+        )
+        return
+    assert not is_split and split_k * splits == width_k and split_k % tiles.block_k == 0
+    places = handover(x.device, deal, tiles.block_n * tiles.block_t)
+    _balanced_linear_kernel[(deal.num_groups * deal.num_members,)](
+        *operands,
+        places,
         num_rows,
         width_n,
-        width_k,
-        DOT_DTYPE=dot_dtype(x),
-        HAS_BIAS=bias is not None,
-        IS_SPLIT=is_split,
-        NUM_SPLITS=splits,
-        SPLIT_K=split_width(width_k, splits),
-        BLOCK_N=tiles.block_n,
-        BLOCK_T=tiles.block_t,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **dependent_launch(x),
+        *deal,
+        SPLIT_BLOCKS=split_k // tiles.block_k,
+        **options,
     )
 
 

@@ -1,20 +1,37 @@
 """The first half of a gated MLP: silu(x Wg^T + bg) * (x Wu^T + bu), rows independent of each other.
 
 One program computes the same outputs of both products, so that nothing but the result is stored.
-The K schedule is that of `linear` with one split. Grid: (tiles of T, tiles of F).
+The K schedule is that of `linear` with one split. Grid: (tiles of T, tiles of F), or of many rows
+(programs,), to which tiles are dealt out evenly (`shared/kernels/balanced_tiles.py`).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
+from shared.kernels.balanced_tiles import (
+    Deal,
+    deal_tiles,
+    handover,
+    num_multiprocessors,
+    place_of,
+    say_it_is_there,
+    share_of,
+    wait_for_it,
+)
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
-from shared.kernels.linear import INTERPRETED_TILES, Tiles, blocks_of
+from shared.kernels.linear import blocks_of
+from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.swiglu import swiglu
+
+# Of more rows tiles are dealt out evenly: of fewer, what is handed over costs what that saves.
+_MIN_BALANCED_ROWS = 384
 
 
 def choose_tiles(num_rows: int, element_size: int) -> Tiles:
@@ -30,33 +47,51 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
     return Tiles(64, 128, 64, 4, 3) if num_rows <= 128 else Tiles(128, 128, 64, 8, 4)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _linear_swiglu_kernel(
+def _choose_deal(counts: tuple[int, int], num_programs: int) -> Deal | None:
+    """Return how tiles of T and N are dealt out; None: a program per tile takes fewer turns."""
+    deal = deal_tiles(*counts, num_programs)
+    num_turns = math.ceil(math.prod(counts) / num_programs)
+    return deal if deal and counts[1] <= num_turns * deal.num_members else None
+
+
+@triton.jit
+def _add_products(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [2 F, K] in blocks [BLOCK_N, BLOCK_K], gate above up
-    bias_ptr,  # [2 F], unread unless HAS_BIAS
-    out_ptr,  # [T, F] mutated
-    num_rows,
+    gate,  # [BLOCK_N, BLOCK_T] f32
+    up,
+    first_t,
+    first_n,
     width_f,
-    width_k,
+    begin,
+    end,
     DOT_DTYPE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ):
-    first_t = tl.program_id(0) * BLOCK_T
-    first_n = tl.program_id(1) * BLOCK_N
-    wait_for_previous(IS_DEPENDENT)
-    gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for k in range(0, width_k, BLOCK_K):
+    """Return both sums with the products of K in [begin, end) added to them, begin < end."""
+    for k in range(begin, end, BLOCK_K):
         x = x_desc.load([first_t, k]).to(DOT_DTYPE)
         gate_weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)
         up_weight = weight_desc.load([first_n + width_f, k]).to(DOT_DTYPE)
         gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
         up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+    return gate, up
+
+
+@triton.jit
+def _store_swiglu(
+    out_ptr,  # [T, F] mutated
+    bias_ptr,  # [2 F], unread unless HAS_BIAS
+    gate,
+    up,
+    first_t,
+    first_n,
+    num_rows,
+    width_f,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
     t = first_t + tl.arange(0, BLOCK_T)
     n = first_n + tl.arange(0, BLOCK_N)
     in_n = n < width_f
@@ -68,6 +103,113 @@ def _linear_swiglu_kernel(
     out = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
     out_ptrs = out_ptr + t.to(tl.int64)[None, :] * width_f + n[:, None]
     tl.store(out_ptrs, out.to(dtype), mask=(t < num_rows)[None, :] & in_n[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_swiglu_kernel(
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    width_f,
+    width_k,
+    DOT_DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Compute one tile."""
+    first_t = tl.program_id(0) * BLOCK_T
+    first_n = tl.program_id(1) * BLOCK_N
+    wait_for_previous(IS_DEPENDENT)
+    gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    gate, up = _add_products(
+        x_desc, weight_desc, gate, up, first_t, first_n, width_f, 0, width_k, DOT_DTYPE, BLOCK_K
+    )
+    _store_swiglu(
+        out_ptr, bias_ptr, gate, up, first_t, first_n, num_rows, width_f, HAS_BIAS, BLOCK_N, BLOCK_T
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _balanced_swiglu_kernel(
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    out_ptr,
+    handover_ptr,  # [P, 4 + 2 * BLOCK_N * BLOCK_T] f32 mutated, see `handover`
+    num_rows,
+    width_f,
+    width_k,
+    NUM_GROUPS: tl.constexpr,
+    NUM_MEMBERS: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Compute a member's share of all tiles, the last one first."""
+    program = tl.program_id(0)
+    first_t = (program % NUM_GROUPS) * BLOCK_T
+    num_k = tl.cdiv(width_k, BLOCK_K)
+    begin, end = share_of(program // NUM_GROUPS, NUM_MEMBERS, tl.cdiv(width_f, BLOCK_N) * num_k)
+    NUM_VALUES: tl.constexpr = 2 * BLOCK_N * BLOCK_T
+    value = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+    first = begin // num_k
+    last = (end - 1) // num_k
+    wait_for_previous(IS_DEPENDENT)
+    for i in range(0, last - first + 1):
+        tile = last - i
+        first_n = tile * BLOCK_N
+        begin_k = tl.maximum(begin - tile * num_k, 0)
+        end_k = tl.minimum(end - tile * num_k, num_k)
+        tl.assume(begin_k < end_k)
+        if begin_k > 0:
+            word_ptr, values_ptr = place_of(handover_ptr, program - NUM_GROUPS, NUM_VALUES)
+            wait_for_it(word_ptr)
+            gate = tl.load(values_ptr + value)
+            up = tl.load(values_ptr + BLOCK_N * BLOCK_T + value)
+        else:
+            gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+            up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+        gate, up = _add_products(
+            x_desc,
+            weight_desc,
+            gate,
+            up,
+            first_t,
+            first_n,
+            width_f,
+            begin_k * BLOCK_K,
+            end_k * BLOCK_K,
+            DOT_DTYPE,
+            BLOCK_K,
+        )
+        if end_k < num_k:
+            word_ptr, values_ptr = place_of(handover_ptr, program, NUM_VALUES)
+            tl.store(values_ptr + value, gate)
+            tl.store(values_ptr + BLOCK_N * BLOCK_T + value, up)
+            say_it_is_there(word_ptr)
+        else:
+            _store_swiglu(
+                out_ptr,
+                bias_ptr,
+                gate,
+                up,
+                first_t,
+                first_n,
+                num_rows,
+                width_f,
+                HAS_BIAS,
+                BLOCK_N,
+                BLOCK_T,
+            )
 
 
 def linear_swiglu(
@@ -84,31 +226,60 @@ def linear_swiglu(
     if isinstance(weight, CpuWeight) or not use_triton(x):
         return linear_swiglu_cpu(x, weight, bias)
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
-    num_rows, width_f, width_k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    num_rows, width_f = x.shape[0], weight.shape[0] // 2
     out = torch.empty((num_rows, width_f), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     tiles = choose_tiles(num_rows, x.element_size()) if x.is_cuda else INTERPRETED_TILES
-    grid = (triton.cdiv(num_rows, tiles.block_t), triton.cdiv(width_f, tiles.block_n))
+    deal = None
+    if x.is_cuda and x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
+        deal = _choose_deal(num_tiles(tiles, num_rows, width_f), num_multiprocessors(x.device))
+    multiply_swiglu(x, weight, bias, out, tiles, deal)
+    return out
+
+
+def multiply_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: Tiles,
+    deal: Deal | None,
+) -> None:
+    """Launch both products.
+
+    Args:
+        x, weight, bias: See `linear_swiglu`.
+        out: [T, F].
+        deal: None: a program per tile.
+    Mutates: `out`, all of it.
+    """
+    num_rows, width_f, width_k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     count_launch("linear_swiglu")
-    _linear_swiglu_kernel[grid](
+    operands = (
         blocks_of(x, tiles.block_t, tiles.block_k),
         blocks_of(weight, tiles.block_n, tiles.block_k),
         weight if bias is None else bias.contiguous(),
         out,
-        num_rows,
-        width_f,
-        width_k,
-        DOT_DTYPE=dot_dtype(x),
-        HAS_BIAS=bias is not None,
-        BLOCK_N=tiles.block_n,
-        BLOCK_T=tiles.block_t,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **dependent_launch(x),
     )
-    return out
+    sizes = (num_rows, width_f, width_k)
+    options = {
+        "DOT_DTYPE": dot_dtype(x),
+        "HAS_BIAS": bias is not None,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_T": tiles.block_t,
+        "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        **dependent_launch(x),
+    }
+    if deal is None:
+        _linear_swiglu_kernel[num_tiles(tiles, num_rows, width_f)](*operands, *sizes, **options)
+        return
+    places = handover(x.device, deal, 2 * tiles.block_n * tiles.block_t)
+    _balanced_swiglu_kernel[(deal.num_groups * deal.num_members,)](
+        *operands, places, *sizes, *deal, **options
+    )
 
 
 def linear_swiglu_cpu(

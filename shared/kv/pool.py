@@ -215,16 +215,18 @@ class KVPool:
         held = set(self._pages)
         assert not held & set(self._free_rows), "a row is held and free"
         assert len(held) + len(self._free_rows) == self._table.shape[0], "rows leaked"
+        num_pages = np.zeros(self._table.shape[0], np.int64)
         in_page = np.arange(self.page_size)
-        for req_idx in range(self._table.shape[0]):
-            row = self._table[req_idx]
-            pages = self._pages.get(req_idx, [])
-            first = self._first.get(req_idx, 0)
+        for req_idx, pages in self._pages.items():
+            row, first = self._table[req_idx], self._first[req_idx]
+            num_pages[req_idx] = len(pages)
             assert row[first : first + len(pages)].tolist() == pages, f"row {req_idx} is wrong"
-            assert int((row != SINK_PAGE).sum()) == len(pages), f"row {req_idx} has stray pages"
-            slots = np.array(self._slots.get(req_idx, ()), np.int32)
+            slots = np.array(self._slots[req_idx], np.int32)
             expected = np.array(pages, np.int32)[:, None] * self.page_size + in_page
             assert np.array_equal(slots, expected.ravel()), f"row {req_idx}: slots"
+        stray = np.flatnonzero(np.count_nonzero(self._table != SINK_PAGE, axis=1) != num_pages)
+        assert not len(stray), f"rows {stray.tolist()} have stray pages"
+        assert self._first.keys() == self._slots.keys() == held, "a free row holds something"
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,9 @@ from shared.kernels import (
     embedding,
     head_input,
     linear,
+    linear_balanced,
     linear_swiglu,
+    linear_tiles,
     logprobs,
     mailbox_growth,
     mailbox_paths,
@@ -47,12 +49,12 @@ SHARED_MEMORY_BYTES = 227 * 1024
 DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
 
 
-def blocks(tiles: linear.Tiles) -> dict[str, int]:
+def blocks(tiles: linear_tiles.Tiles) -> dict[str, int]:
     """Return the tiles of a product as constexprs."""
     return {"BLOCK_N": tiles.block_n, "BLOCK_T": tiles.block_t, "BLOCK_K": tiles.block_k}
 
 
-def descriptors(dtype: str, tiles: linear.Tiles) -> list[str]:
+def descriptors(dtype: str, tiles: linear_tiles.Tiles) -> list[str]:
     """Return the types of the descriptors of x and the weight."""
     return [
         f"tensordesc<{dtype}[{height}, {tiles.block_k}]>"
@@ -60,7 +62,7 @@ def descriptors(dtype: str, tiles: linear.Tiles) -> list[str]:
     ]
 
 
-def launch_options(tiles: linear.Tiles) -> dict[str, int]:
+def launch_options(tiles: linear_tiles.Tiles) -> dict[str, int]:
     """Return the options with which a product is launched."""
     return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
@@ -73,7 +75,7 @@ def kernels(dtype: str):
     yield from attention_kernels(dtype)
     sizes = [(rows, 4, 4096) for rows in (1, 64, 128, 256, 512, 2048)]
     for num_rows, num_splits, width_n in (*sizes, (256, 1, 4096), (128, 1, 128256)):
-        tiles = linear.choose_tiles(num_rows, 4 if dtype == "fp32" else 2, width_n)
+        tiles = linear_tiles.choose_tiles(num_rows, 4 if dtype == "fp32" else 2, width_n)
         yield (
             linear._linear_kernel,
             [*descriptors(dtype, tiles), values, "*fp32", *["i32"] * 3],
@@ -81,7 +83,7 @@ def kernels(dtype: str):
                 **dot,
                 **blocks(tiles),
                 "HAS_BIAS": num_rows <= 16,
-                "IS_SPLIT": num_splits > 1 and num_rows <= linear.MAX_SPLIT_ROWS,
+                "IS_SPLIT": num_splits > 1 and num_rows <= linear_tiles.MAX_SPLIT_ROWS,
                 "NUM_SPLITS": num_splits,
                 "SPLIT_K": 1024,
             },
@@ -98,6 +100,29 @@ def kernels(dtype: str):
                 "HAS_BIAS": True,
             },
             launch_options(tiles),
+        )
+    if dtype != "fp32":  # tiles of other products are dealt out to programs
+        square = linear_tiles.SQUARE_TILES
+        share = {"NUM_GROUPS": 5, "NUM_MEMBERS": 26}
+        for num_splits in (1, 4):
+            yield (
+                linear_balanced._balanced_linear_kernel,
+                [*descriptors(dtype, square), values, "*fp32", "*fp32", *["i32"] * 2],
+                {
+                    **dot,
+                    **blocks(square),
+                    **share,
+                    "HAS_BIAS": True,
+                    "NUM_SPLITS": num_splits,
+                    "SPLIT_BLOCKS": 16,
+                },
+                launch_options(square),
+            )
+        yield (
+            linear_swiglu._balanced_swiglu_kernel,
+            [*descriptors(dtype, square), values, values, "*fp32", *["i32"] * 3],
+            {**dot, **blocks(square), **share, "HAS_BIAS": True},
+            launch_options(square),
         )
     yield (
         linear._sum_addends_kernel,
@@ -371,13 +396,23 @@ def growth_kernels():
 
 
 def main() -> None:
-    """Compile for the capability and the dtype named on the command line."""
-    capability, dtype = int(sys.argv[1]), sys.argv[2]
-    for kernel, types, constexprs, *options in kernels(dtype):
+    """Compile for the capability and the dtype on the command line: "all", or "some" of it."""
+    capability, dtype, share = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    assert share in ("all", "some")
+    cases = list(kernels(dtype))
+    for kernel, types, constexprs, *options in cases if share == "all" else ends_of_each(cases):
         binary = compile_kernel(kernel, types, constexprs, capability, *options)
         used = [name for name in ("wgmma", "mma.sync") if name in binary.asm["ptx"]]
         products = "+".join(used) or "none"
         sys.stdout.write(f"{kernel.__name__} {capability} {dtype} {products}\n")
+
+
+def ends_of_each(cases):
+    """Return the first and the last case of each kernel."""
+    first = {id(case[0]): case for case in reversed(cases)}
+    last = {id(case[0]): case for case in cases}
+    chosen = [*map(id, first.values()), *map(id, last.values())]
+    return [case for case in cases if id(case) in chosen]
 
 
 def compile_kernel(kernel, types, constexprs, capability, options=None):

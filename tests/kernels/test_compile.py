@@ -12,12 +12,19 @@ from tests.marks import EXHAUSTIVE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=EXHAUSTIVE)])
-def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "share"),
+    [
+        ("bf16", "some"),
+        pytest.param("bf16", "all", marks=EXHAUSTIVE),
+        pytest.param("fp32", "all", marks=EXHAUSTIVE),
+    ],
+)
+def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path, dtype, share):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.kernels.compile_kernels", "90", dtype],
+        [sys.executable, "-W", "error", "-m", "tests.kernels.compile_kernels", "90", dtype, share],
         env=environment,
         capture_output=True,
         text=True,
@@ -64,11 +71,12 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_next_beams_kernel",
         "_select_nodes_kernel",
     }
-    assert names == of_any_dtype | (of_no_dtype if dtype == "bf16" else set())
+    of_halves = {"_balanced_linear_kernel", "_balanced_swiglu_kernel"}
+    assert names == of_any_dtype | (of_no_dtype | of_halves if dtype == "bf16" else set())
     # Both kernels of attention have the bits of each other's instruction (test_products.py).
     attention = {"_shared_tiles_kernel": "wgmma", "_finish_rows_kernel": "mma.sync"}
     for name, _, compiled_dtype, products in lines:
         assert compiled_dtype == dtype
-        has_products = name in (*attention, "_linear_kernel", "_linear_swiglu_kernel")
+        has_products = name in (*attention, *of_halves, "_linear_kernel", "_linear_swiglu_kernel")
         assert (products != "none") == (has_products and dtype != "fp32"), name
         assert products in ("none", attention.get(name, products)), name

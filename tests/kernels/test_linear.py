@@ -8,14 +8,9 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.linear import (
-    MAX_SPLIT_ROWS,
-    linear,
-    linear_addends,
-    num_splits,
-    split_width,
-    sum_addends,
-)
+from shared.kernels.linear import linear, linear_addends, sum_addends
+from shared.kernels.linear_tiles import MAX_SPLIT_ROWS, num_splits, split_width
+from tests.marks import first_if_interpreted
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -113,7 +108,7 @@ def row_counts(device: torch.device) -> list[int]:
     return list(range(1, 201)) if device.type == "cpu" else [*range(1, 70), 96, 127, 128, 129, 200]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_if_interpreted(DTYPES))
 def test_bits_of_a_row_do_not_depend_on_the_row_count(
     device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -164,7 +159,7 @@ def test_bits_do_depend_on_the_row_itself(device: torch.device) -> None:
     assert is_changed.tolist() == [row == 4 for row in range(9)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_if_interpreted(DTYPES))
 def test_split_products_add_up_to_whole_ones(device: torch.device, dtype: torch.dtype) -> None:
     """Few rows are computed split by split, many by programs that walk all splits."""
     width_k = 4 * 1024 + 130

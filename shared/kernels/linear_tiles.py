@@ -1,0 +1,108 @@
+"""How a matrix product is cut into splits and tiles, and its tiles into programs."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+
+from shared.kernels.balanced_tiles import Deal, deal_tiles
+
+# Splits are made until there are this many programs of SPLIT_BLOCK_N outputs, about as many as keep
+# the memory of a large GPU busy, but none shorter than MIN_SPLIT_K.
+_MIN_PROGRAMS = 192
+_SPLIT_BLOCK_N = 64
+_MIN_SPLIT_K = 1024
+_SPLIT_MULTIPLE = 128
+
+# As many outputs fill a GPU with tall tiles too: those of a vocabulary.
+_WIDE_N = 1 << 14
+# Programs of large tiles that run at once, one per multiprocessor of the largest GPUs, and what a
+# program of wide tiles, or a share as large as a tile, takes as a multiple of one of square tiles.
+_NUM_MULTIPROCESSORS = 132
+_WIDE_TILE_COST, _SHARE_COST = 1.7, 1.25
+# More rows than this are computed by programs that walk all splits.
+MAX_SPLIT_ROWS = 256
+
+
+class Tiles(NamedTuple):
+    """How a product is tiled; none of it changes a bit."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+SQUARE_TILES, _WIDE = Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)
+
+
+def num_splits(width_n: int, width_k: int) -> int:
+    """Return into how many parts the K dimension of a weight [N, K] is cut."""
+    splits = 1
+    tall_tiles = triton.cdiv(width_n, _SPLIT_BLOCK_N)
+    while tall_tiles * splits < _MIN_PROGRAMS and width_k >= 2 * splits * _MIN_SPLIT_K:
+        splits *= 2
+    return splits
+
+
+def split_width(width_k: int, splits: int) -> int:
+    """Return the length of every split but the last, which may be shorter."""
+    return triton.cdiv(triton.cdiv(width_k, splits), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+
+
+# Tensor cores add up 16 values of k at a time whatever the tile. What interprets a kernel on a CPU
+# does not, and gets the same tiles always.
+INTERPRETED_TILES = Tiles(64, 32, 64, 4, 1)
+
+
+def choose_tiles(num_rows: int, element_size: int, width_n: int) -> Tiles:
+    """Return a GPU's tiles of a product with `num_rows` rows, values of `element_size` bytes."""
+    if element_size == 4:
+        return Tiles(64, 32, 32, 4, 3)
+    if num_rows <= 16:
+        return Tiles(64, 16, 128, 4, 4)
+    if num_rows <= 32:
+        return Tiles(64, 32, 128, 4, 4)
+    if num_rows <= 64:
+        return Tiles(64, 64, 128, 4, 3)
+    if num_rows <= 128:
+        return Tiles(128, 128, 64, 8, 3) if width_n >= _WIDE_N else Tiles(64, 128, 64, 4, 4)
+    if num_rows <= MAX_SPLIT_ROWS:
+        return _WIDE  # splits fill the GPU
+    return (
+        _WIDE if _wide_cost(num_rows, width_n) < _square_cost(num_rows, width_n) else SQUARE_TILES
+    )
+
+
+def choose_deal(num_rows: int, width_n: int, width_k: int) -> Deal | None:
+    """Return how square tiles are dealt out to programs; None: a program per tile is faster."""
+    splits = num_splits(width_n, width_k)
+    split_k = split_width(width_k, splits)
+    if num_rows <= MAX_SPLIT_ROWS or split_k * splits != width_k or split_k % SQUARE_TILES.block_k:
+        return None
+    deal = deal_tiles(*num_tiles(SQUARE_TILES, num_rows, width_n), _NUM_MULTIPROCESSORS)
+    if deal is None:
+        return None
+    units = num_tiles(SQUARE_TILES, num_rows, width_n)[1] * splits
+    share = math.ceil(units / deal.num_members) / splits  # of the largest member, in tiles
+    tiles_cost = min(_square_cost(num_rows, width_n), _wide_cost(num_rows, width_n))
+    return deal if _SHARE_COST * share < tiles_cost else None
+
+
+def num_tiles(tiles: Tiles, num_rows: int, width_n: int) -> tuple[int, int]:
+    """Return how many tiles there are of T, and of N."""
+    return int(triton.cdiv(num_rows, tiles.block_t)), int(triton.cdiv(width_n, tiles.block_n))
+
+
+def _square_cost(num_rows: int, width_n: int) -> float:
+    """Return how many square tiles run one after the other where a program walks all splits."""
+    return math.ceil(math.prod(num_tiles(SQUARE_TILES, num_rows, width_n)) / _NUM_MULTIPROCESSORS)
+
+
+def _wide_cost(num_rows: int, width_n: int) -> float:
+    """Return the same of wide tiles, in the time of square ones."""
+    num_turns = math.prod(num_tiles(_WIDE, num_rows, width_n)) / _NUM_MULTIPROCESSORS
+    return _WIDE_TILE_COST * math.ceil(num_turns)
