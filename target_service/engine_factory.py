@@ -57,16 +57,21 @@ logger = logging.getLogger(__name__)
 # Steps whose rows a feature ring holds, if it may be as large as that.
 RING_STEPS = 4
 # Rows of the forwards that are timed on a CPU; those of larger ones cost in proportion.
-_CPU_SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+_CPU_SIZES = (1, 16, 32, 64, 128)
 
 
 def create_engine(
-    config: TargetConfig, progress: ProgressCallback, *, has_cpu_mailbox: bool = False
+    config: TargetConfig,
+    progress: ProgressCallback,
+    *,
+    has_cpu_mailbox: bool = False,
+    cpu_forwards: StepCosts | None = None,
 ) -> TargetEngine:
     """Load the target and prove that it is exact.
 
     Args:
         has_cpu_mailbox: Run device rounds on a CPU as well, which gains nothing: for tests.
+        cpu_forwards: What forwards cost on a CPU; None: they are timed.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
     secret = require_secret(config)
@@ -137,7 +142,7 @@ def create_engine(
     mailbox = None
     if device.type == "cuda" or has_cpu_mailbox:
         mailbox = make_mailbox(config, info.peer_socket, features, pool, dtype)
-    forwards = costs or measure_costs(runner, _CPU_SIZES)
+    forwards = costs or cpu_forwards or measure_costs(runner, _CPU_SIZES)
     shapes = None
     if channels.has_sources:
         shapes = make_shapes(state, runner, forwards, max_batch_rows(config, device))

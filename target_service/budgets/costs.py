@@ -98,7 +98,7 @@ class RoundCosts:
         self._host_unit = _HOST_REQUESTS + _BATCHES if is_padded else _BATCHES
         tree_unit = _HOST_TREES + _BATCHES if is_padded else self.rows[:, None] * _BATCHES
         self._tree_unit = np.broadcast_to(tree_unit, self._growth.shape)
-        self._samples = RoundSamples(self._growth.shape)
+        self._samples = RoundSamples(self._growth.shape, is_gpu=is_padded)
         # What rounds without trees take beside the forward, by the bucket of requests; and what
         # trees take beside that, by rung and the bucket of trees.
         self._host = _FIRST_HOST * seconds[0] * is_padded * _BATCHES
@@ -164,8 +164,9 @@ class RoundCosts:
             share = float(self._share(kind.rung, trees, kind.num_requests, float(kind.num_rows)))
         beside_s = took_s - self.forward_s(kind.num_rows)
         self._samples.note(place, beside_s, batch, share, now_s)
-        # Other rungs of as many trees are known no better, if they were not tried for long.
-        has_forgotten = kind.rung > 0 and self._samples.forget_trees(now_s, bucket=place[1])
+        # Other rungs of as many trees, or of more, are known no better if they were not tried for
+        # long.
+        has_forgotten = kind.rung > 0 and self._samples.try_again(now_s, slice(place[1], batch + 1))
         entry_s = self._samples.entry(place, self._host)
         if entry_s is not None and kind.rung:
             if _differs(entry_s, float(self._draft[place]), _MUCH_CHANGE):

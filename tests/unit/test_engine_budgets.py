@@ -188,7 +188,7 @@ def test_a_request_rests_and_comes_back(make: Make, *, overlaps: bool) -> None:
     """Its draft hears nothing meanwhile; and no round waits for the first tree afterwards."""
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = overlaps
-    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=200, shape=LARGEST)
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=110, shape=LARGEST)
     expected = plain_of(target, [request])
     shapes = ScriptedShapes()
     choose(target, shapes)
@@ -203,7 +203,7 @@ def test_a_request_rests_and_comes_back(make: Make, *, overlaps: bool) -> None:
     assert pair.rests[-1].is_resting
     rounds = len(served.paths)
     lengths = set()
-    while len(served.paths) < rounds + 100:
+    while len(served.paths) < rounds + 40:
         pair.step()
         lengths.add(draft.requests[served.request_id].kv_len)
     assert all(path.num_draft_tokens == 1 for path in served.paths[rounds:])
@@ -244,7 +244,7 @@ def test_a_budget_decides_in_an_engine(make: Make, tree_s: float, *, has_trees: 
     """No tree is worth what these take, however good; or every one is, whose nodes are true."""
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = True
-    requests = [replace(r, max_new_tokens=150) for r in requests_of(3, 0, LARGEST)]
+    requests = [replace(r, max_new_tokens=90) for r in requests_of(3, 0, LARGEST)]
     expected = plain_of(target, requests)
     choose(target, TimedShapes(target, tree_s=tree_s))
     pair = DevicePair(target, draft, adapts=True)
