@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Completion,
         DeadlineExceededError,
     )
+    from coppice.model import ServedModel, TokenText
     from coppice.request import RequestOptions
     from shared.access.tls import Tls
     from shared.errors import (
@@ -52,6 +53,8 @@ _MODULE_OF = {
     "Completion": "coppice.client",
     "DeadlineExceededError": "coppice.client",
     "RequestOptions": "coppice.request",
+    "ServedModel": "coppice.model",
+    "TokenText": "coppice.model",
     "CoppiceError": "shared.errors",
     "InternalError": "shared.errors",
     "InvalidArgumentError": "shared.errors",
@@ -85,11 +88,13 @@ __all__ = [
     "PromptInfo",
     "RequestOptions",
     "ResourceExhaustedError",
+    "ServedModel",
     "SpeculationStats",
     "Timings",
     "Tls",
     "TokenDelta",
     "TokenLogprob",
+    "TokenText",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",

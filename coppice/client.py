@@ -6,9 +6,11 @@ tokens received so far and the same seed, and goes on exactly after them, whiche
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -16,7 +18,13 @@ import grpc
 import grpc.aio
 from tenacity import AsyncRetrying, Retrying
 
-from coppice.request import RequestOptions, build_request
+from coppice.model import ServedModel, TokenText
+from coppice.request import (
+    RequestOptions,
+    build_request,
+    detokenize_request,
+    tokenize_request,
+)
 from coppice.retries import Retries
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
@@ -128,6 +136,28 @@ class Client:
         """
         return self._stream(_Transcript(prompt, options, self._max_retries))
 
+    def models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
+        """Return what the server serves. Raises: CoppiceError."""
+        with _typed_errors():
+            reply = self._stub.ListModels(
+                pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        return tuple(map(ServedModel.of, reply.models))
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text, by the target's tokenizer. Raises: CoppiceError."""
+        request = tokenize_request(text, add_special_tokens=add_special_tokens)
+        with _typed_errors():
+            return tuple(self._stub.Tokenize(request, metadata=self._metadata).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> TokenText:
+        """Return the text of token ids, and the bytes of each. Raises: CoppiceError."""
+        request = detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        with _typed_errors():
+            return TokenText.of(self._stub.Detokenize(request, metadata=self._metadata))
+
     def close(self) -> None:
         """Close the connection; running requests are cancelled."""
         self._channel.close()
@@ -177,6 +207,7 @@ class AsyncClient:
         self._metadata = bearer(token)
         self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
         self._max_retries = max_retries
+        self._retry_options: dict[str, Any] = {}
 
     async def generate(
         self, prompt: str | None = None, **options: Unpack[RequestOptions]
@@ -185,7 +216,7 @@ class AsyncClient:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        transcript = _Transcript(prompt, options, self._max_retries)
+        transcript = _Transcript(prompt, options, self._max_retries, **self._retry_options)
         async for _ in self._stream(transcript):
             pass
         return transcript.completion()
@@ -199,7 +230,46 @@ class AsyncClient:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        return self._stream(_Transcript(prompt, options, self._max_retries))
+        return self._stream(_Transcript(prompt, options, self._max_retries, **self._retry_options))
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
+        """Return what the server serves. Raises: CoppiceError."""
+        with _typed_errors():
+            reply = await self._stub.ListModels(
+                pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        return tuple(map(ServedModel.of, reply.models))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text, by the target's tokenizer. Raises: CoppiceError."""
+        request = tokenize_request(text, add_special_tokens=add_special_tokens)
+        with _typed_errors():
+            reply = await self._stub.Tokenize(request, metadata=self._metadata)
+        return tuple(reply.token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> TokenText:
+        """Return the text of token ids, and the bytes of each. Raises: CoppiceError."""
+        request = detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        with _typed_errors():
+            return TokenText.of(await self._stub.Detokenize(request, metadata=self._metadata))
+
+    def on_behalf_of(
+        self, metadata: Sequence[tuple[str, str]], *, num_refusals: int = 0
+    ) -> AsyncClient:
+        """Return a client of the same connection for somebody else's request.
+
+        A refusal for want of room is theirs to hear: it is not sent again.
+
+        Args:
+            metadata: Of every call, such as their `authorization`.
+            num_refusals: How often they were refused before.
+        """
+        other = copy.copy(self)
+        other._metadata = tuple(metadata)
+        other._retry_options = {"waits_for_room": False, "num_refusals": num_refusals}
+        return other
 
     async def close(self) -> None:
         """Close the connection; running requests are cancelled."""
@@ -227,14 +297,29 @@ class AsyncClient:
                 transcript.check_finished()
 
 
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Raise the typed error of a call that fails in this block."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(cast(grpc.Call, error)) from None
+
+
 class _Transcript:
     """What a request has received so far, over all attempts; enough to go on."""
 
-    def __init__(self, prompt: str | None, options: RequestOptions, max_retries: int) -> None:
+    def __init__(
+        self,
+        prompt: str | None,
+        options: RequestOptions,
+        max_retries: int,
+        **retry_options: Any,
+    ) -> None:
         self._request = build_request(prompt, options)
         self._timeout_s = timeout_s = options.get("timeout_s")
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self.retries = Retries(max_retries, self._deadline)
+        self.retries = Retries(max_retries, self._deadline, **retry_options)
         self._num_resumed = len(self._request.resume_token_ids.ids)
         self._num_attempts = 0
         self._info: PromptInfo | None = None

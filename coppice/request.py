@@ -29,6 +29,9 @@ class RequestOptions(TypedDict, total=False):
         logprobs: Ask for the log-probability of every output token.
         top_logprobs: Most likely alternatives per token; needs logprobs.
         omit_text: Ask for token ids only.
+        keep_special_tokens: Spell special tokens in the text.
+        add_special_tokens: False: the prompt has its special tokens already, as a rendered chat
+            template has.
         round_times: Have FinishInfo say where every round's time went.
         priority: Larger is served sooner when requests wait.
         session_id: Requests with one session_id prefer the same target worker.
@@ -62,6 +65,8 @@ class RequestOptions(TypedDict, total=False):
     logprobs: bool
     top_logprobs: int
     omit_text: bool
+    keep_special_tokens: bool
+    add_special_tokens: bool
     round_times: bool
     priority: int
     session_id: str
@@ -91,8 +96,8 @@ _STOPPING = (
     "include_stop_in_output",
 )
 _SHAPE = ("num_steps", "topk", "num_draft_tokens")
-_OUTPUT = ("logprobs", "top_logprobs", "omit_text", "round_times")
-_REQUEST = ("priority", "session_id", "request_id", "resume_fingerprint")
+_OUTPUT = ("logprobs", "top_logprobs", "omit_text", "keep_special_tokens", "round_times")
+_REQUEST = ("priority", "session_id", "request_id", "resume_fingerprint", "add_special_tokens")
 _MODES = {
     None: pb.SPECULATION_MODE_AUTO,
     False: pb.SPECULATION_MODE_OFF,
@@ -133,3 +138,21 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"a value does not fit the request: {error}") from error
+
+
+def tokenize_request(text: str, *, add_special_tokens: bool) -> pb.TokenizeRequest:
+    """Build the message of a text. Raises: InvalidArgumentError if it is none."""
+    try:
+        return pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"text is no text: {error}", field="text") from error
+
+
+def detokenize_request(
+    token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> pb.DetokenizeRequest:
+    """Build the message of token ids. Raises: InvalidArgumentError for one that cannot be."""
+    try:
+        return pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"token_ids: {error}", field="token_ids") from error

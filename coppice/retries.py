@@ -27,13 +27,23 @@ class Retries:
     Args:
         max_retries: How often in a row, without a token in between; 0: nothing is sent again.
         deadline: Of the request, by the monotonic clock; None: it has none.
+        waits_for_room: Come again after a refusal; else who asks does that.
+        num_refusals: How often it was refused before.
     """
 
-    def __init__(self, max_retries: int, deadline: float | None) -> None:
+    def __init__(
+        self,
+        max_retries: int,
+        deadline: float | None,
+        *,
+        waits_for_room: bool = True,
+        num_refusals: int = 0,
+    ) -> None:
         self._max_retries = max_retries
+        self._waits_for_room = waits_for_room and max_retries > 0
         self._deadline = deadline
         self._num_fruitless = 0
-        self.num_refusals = 0
+        self.num_refusals = num_refusals
         """How often the server had no room."""
 
     @property
@@ -48,7 +58,9 @@ class Retries:
     def _goes_on(self, state: RetryCallState) -> bool:
         assert state.outcome is not None
         error = state.outcome.exception()
-        if isinstance(error, ResourceExhaustedError) and error.retry_after_s and self._max_retries:
+        if isinstance(error, ResourceExhaustedError) and error.retry_after_s:
+            if not self._waits_for_room:
+                return False
             self.num_refusals += 1
             return self.num_refusals <= _MAX_REFUSALS and self._has_time(error.retry_after_s)
         if isinstance(error, UnavailableError) and error.reason not in _FINAL_REASONS:

@@ -46,22 +46,28 @@ class PromptEncoder:
         self._budget = _Budget(budget_bytes, max_waiting_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
-    async def encode(self, text: str, *, max_num_tokens: int) -> tuple[int, ...]:
+    async def encode(
+        self, text: str, *, max_num_tokens: int, adds_special: bool = True
+    ) -> tuple[int, ...]:
         """Tokenize a prompt; cancelling it stops the work soon.
 
         Args:
             max_num_tokens: Of the longest prompt that can be served.
+            adds_special: Add the special tokens that the tokenizer adds by itself.
         Raises: InvalidArgumentError if the text has more tokens for certain, ResourceExhaustedError
             if too much text waits to be tokenized.
         """
         num_bytes = self._check_size(text, max_num_tokens)
         if len(text) < _INLINE_CHARS:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, adds_special=adds_special)
         held = await self._budget.take(num_bytes)
         stop = threading.Event()
         is_long = num_bytes > _USUAL_TOKEN_BYTES * max_num_tokens and len(text) > _PIECE_CHARS
         work = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._encode, text, max_num_tokens if is_long else None, stop
+            self._threads,
+            lambda: self._encode(
+                text, max_num_tokens if is_long else None, stop, adds_special=adds_special
+            ),
         )
 
         def finished(work: asyncio.Future[tuple[int, ...]]) -> None:
@@ -92,12 +98,19 @@ class PromptEncoder:
         return num_bytes
 
     def _encode(
-        self, text: str, max_num_tokens: int | None, stop: threading.Event
+        self,
+        text: str,
+        max_num_tokens: int | None,
+        stop: threading.Event,
+        *,
+        adds_special: bool,
     ) -> tuple[int, ...]:
         """Tokenize in a thread; count in pieces first if there is a limit."""
         if max_num_tokens is not None:
             self._count(text, max_num_tokens, stop)
-        return () if stop.is_set() else self._tokenizer.encode(text)
+        if stop.is_set():
+            return ()
+        return self._tokenizer.encode(text, adds_special=adds_special)
 
     def _count(self, text: str, max_num_tokens: int, stop: threading.Event) -> None:
         """Raise InvalidArgumentError if a text has too many tokens, whatever the cuts may add."""

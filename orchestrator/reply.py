@@ -57,7 +57,9 @@ class Reply:
         has_text = tokenizer is not None and wants_text
         self._is_whole = not (request.omit_token_ids or (request.omit_text and has_text))
         self._output = Output(
-            detokenizer=tokenizer.detokenizer(request.prompt_ids)
+            detokenizer=tokenizer.detokenizer(
+                request.prompt_ids, keeps_special=request.keeps_special
+            )
             if tokenizer is not None and wants_text
             else None,
             stop_strings=request.stop_strings,

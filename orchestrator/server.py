@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import sys
+import time
+from pathlib import Path
 
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admin import AdminService
@@ -13,6 +15,7 @@ from orchestrator.admin_server import AdminServer
 from orchestrator.admission import Admission
 from orchestrator.endpoints import Lookup, WorkerEndpoints, lookup, parse_endpoints
 from orchestrator.metrics import pool_samples
+from orchestrator.model_card import read_model_card
 from orchestrator.pool import WorkerPool
 from orchestrator.processes import run_processes
 from orchestrator.service import GenerationService
@@ -20,7 +23,7 @@ from orchestrator.siblings import Siblings
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
 from shared.access.caller import caller_of
-from shared.config import OrchestratorConfig
+from shared.config import OrchestratorConfig, served_name
 from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
 from shared.memory import return_large_buffers, settle_garbage
 from shared.metrics.samples import Samples
@@ -104,7 +107,16 @@ class Orchestrator:
         )
         self._siblings = siblings
         service = GenerationService(
-            config, pool=self.pool, admission=self.admission, tokenizer=tokenizer
+            config,
+            pool=self.pool,
+            admission=self.admission,
+            tokenizer=tokenizer,
+            card=read_model_card(
+                directory,
+                name=served_name(config),
+                started_s=time.time(),
+                chat_template=config.chat_template,
+            ),
         )
         self._requests, self._tracing = service.metrics, service.tracing
         index = siblings.index if siblings is not None else 0
@@ -116,6 +128,8 @@ class Orchestrator:
         )
         pb_grpc.add_GenerationServiceServicer_to_server(service, self._server.grpc_server)
         self._running = service.running
+        if config.vllm_engine:
+            self._add_vllm_engine(config, service, directory)
         admin = AdminService(
             config,
             pool=self.pool,
@@ -128,6 +142,27 @@ class Orchestrator:
         """Where operators are served once started; -1: nowhere."""
         self._drain_timeout_s = config.drain_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _add_vllm_engine(
+        self, config: OrchestratorConfig, service: GenerationService, directory: Path
+    ) -> None:
+        """Serve gateways that speak vLLM's gRPC. Raises: ConfigError without their protos."""
+        try:
+            from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+            from orchestrator.vllm_engine import VllmEngine
+        except ImportError:
+            raise ConfigError(
+                "--vllm-engine needs the messages of that service: pip install 'coppice[smg]'"
+            ) from None
+        engine = VllmEngine(
+            config,
+            service=service,
+            pool=self.pool,
+            admission=self.admission,
+            directory=directory,
+        )
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, self._server.grpc_server)
 
     async def start(self) -> int:
         """Listen and begin to look for workers; ready once a target is.

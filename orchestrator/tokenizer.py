@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,8 @@ _CONTEXT_TOKENS = 4
 _MAX_CONTEXT_TOKENS = 48
 # Bound on tokens without text when a decoder never settles (endless invalid UTF-8).
 _MAX_UNSETTLED_TOKENS = 24
+# How tokenizers with byte fallback call the token of a byte.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
@@ -62,36 +65,67 @@ class Tokenizer:
         self.max_token_bytes = self._longest_token()
         """Most bytes of text that one token stands for."""
         self._bytes_of: dict[int, bytes] = {}
+        self._spelling_of: dict[int, bytes] = {}
         self._special_ids = frozenset(
             token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Tokenize a prompt; special tokens are added as the tokenizer's template says.
+    def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
+        """Tokenize a prompt. Any thread may: the interpreter lock is released.
 
-        Any thread may: the interpreter lock is released.
+        Args:
+            adds_special: Add special tokens as the tokenizer's own template says.
         """
-        return tuple(self._tokenizer.encode_batch_fast([text])[0].ids)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
+        return tuple(encoding.ids)
 
     def count(self, text: str) -> int:
         """Return the tokens of a piece of text."""
         return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int], *, keeps_special: bool = False) -> Detokenizer:
         """Return a detokenizer of what follows the prompt.
 
         The end of the prompt decides about a leading space, and may hold half a character.
+
+        Args:
+            keeps_special: Special tokens are spelled; else they have no text.
         """
         if self._is_byte_level:
-            return _ByteLevelDetokenizer(self._token_bytes, prompt_ids[-_CONTEXT_TOKENS:])
-        return _WindowDetokenizer(self.decode, prompt_ids[-_MAX_CONTEXT_TOKENS:])
+            spell = self.token_bytes if keeps_special else self._token_bytes
+            return _ByteLevelDetokenizer(spell, prompt_ids[-_CONTEXT_TOKENS:])
+        decode = self.decode_all if keeps_special else self.decode
+        return _WindowDetokenizer(decode, prompt_ids[-_MAX_CONTEXT_TOKENS:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of whole tokens, special ones skipped."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text of whole tokens, special ones spelled."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for inside of a text; special ones are spelled."""
+        known = self._spelling_of.get(token_id)
+        if known is None:
+            known = self._spelling_of[token_id] = self._spell_any(token_id)
+        return known
+
+    def _spell_any(self, token_id: int) -> bytes:
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return self._token_bytes(token_id)
+        fallback = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(fallback[1], 16)]) if fallback else token.replace("▁", " ").encode()
 
     def _longest_token(self) -> int:
         in_alphabet = self._tokenizer.get_vocab(with_added_tokens=False)

@@ -49,6 +49,8 @@ class GenerationRequest:
         is_traced: Its trace has spans of rounds.
         resume_fingerprint: What `resume_ids` were computed by; "" if the client does not say.
         num_refusals: How often it was refused for want of room.
+        adds_special: Tokenize `text` with the special tokens that the tokenizer adds by itself.
+        keeps_special: Special tokens are spelled in the text.
         tenant: Whose it is; "" if nobody says.
     """
 
@@ -75,6 +77,8 @@ class GenerationRequest:
     resume_ids: tuple[int, ...] = ()
     resume_fingerprint: str = ""
     num_refusals: int = 0
+    adds_special: bool = True
+    keeps_special: bool = False
     tenant: str = ""
 
     @property
@@ -134,6 +138,8 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         resume_ids=resume_ids,
         resume_fingerprint=_short(message.resume_fingerprint, "resume_fingerprint"),
         num_refusals=message.num_refusals,
+        adds_special=message.add_special_tokens or not message.HasField("add_special_tokens"),
+        keeps_special=message.output.keep_special_tokens,
     )
 
 
@@ -264,12 +270,20 @@ def _shape(options: pb.SpeculationOptions, mode: int, default: TreeShape) -> Tre
 
 
 def _check_vocabulary(ids: Sequence[int], limits: ModelLimits, *, field: str) -> tuple[int, ...]:
+    return check_vocabulary(ids, limits.vocab_size, field=field)
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, *, field: str) -> tuple[int, ...]:
+    """Return ids as a tuple.
+
+    Raises: InvalidArgumentError naming the first one that is not in the vocabulary.
+    """
     ids = tuple(ids)
-    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        index = next(i for i, value in enumerate(ids) if not 0 <= value < limits.vocab_size)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        index = next(i for i, value in enumerate(ids) if not 0 <= value < vocab_size)
         raise InvalidArgumentError(
             f"{field} holds id {ids[index]} at index {index}; the vocabulary has ids "
-            f"0..{limits.vocab_size - 1}",
+            f"0..{vocab_size - 1}",
             reason="TOKEN_OUT_OF_VOCABULARY",
             field=field,
         )

@@ -36,11 +36,12 @@ Package = Mapping[str, Any]
 
 
 def requirements() -> list[str]:
-    """Return what pyproject.toml asks for in the image: to run, to trace, to be installed."""
+    """Return what pyproject.toml asks for in the image: to run, with extras, to be installed."""
     whole = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = whole["project"]
-    tracing = project["optional-dependencies"]["tracing"]
-    return [*project["dependencies"], *tracing, *whole["build-system"]["requires"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["smg"], *extras["tracing"]]
+    return [*wanted, *whole["build-system"]["requires"]]
 
 
 def constraints() -> list[str]:

@@ -14,7 +14,7 @@ COMPOSE_FILE = ROOT / "docker-compose.yml"
 # ${NAME}, ${NAME:-value if unset or empty}, ${NAME-value if unset}, ${NAME:+value if set}, $$ = $
 VARIABLE = re.compile(r"\$\{(\w+)(?:(:?-|:\+)([^}]*))?\}|\$\$")
 
-# Compose service -> the service that `coppice serve` runs in it.
+# Compose service -> the service that `coppice serve` runs in it; beside these there is the gateway.
 ROLES = {
     "orchestrator": "orchestrator",
     "target_service": "target",

@@ -7,7 +7,13 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coppice.stack.config import UpConfig
-from shared.config import SECRET_VARIABLE, DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import (
+    SECRET_VARIABLE,
+    DraftConfig,
+    GatewayConfig,
+    OrchestratorConfig,
+    TargetConfig,
+)
 from shared.config.loader import ENV_PREFIX, load_config, read_config_file, variables_of
 from shared.errors import ConfigError, UnavailableError
 
@@ -26,8 +32,8 @@ ADMIN_VARIABLE = ENV_PREFIX + "ADMIN"
 DEFAULT_ADMIN = "localhost:51051"
 CONNECT_TIMEOUT_S = 5.0
 _TLS_HINT = "; or its TLS is not what --tls-... expect"
-SECTIONS = ("up", "orchestrator", "target", "draft")
-CONFIG_TYPES = (UpConfig, OrchestratorConfig, TargetConfig, DraftConfig)
+SECTIONS = ("up", "orchestrator", "target", "draft", "gateway")
+CONFIG_TYPES = (UpConfig, OrchestratorConfig, TargetConfig, DraftConfig, GatewayConfig)
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,9 @@ SHAPE = (
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
     """Add every flag of a request."""
+    parser.add_argument(
+        "--request-id", metavar="NAME", help="by which logs and `coppice admin abort` name it"
+    )
     sampling = parser.add_argument_group("sampling")
     for flag, kind, text in SAMPLING:
         sampling.add_argument(flag, type=kind, help=text)
@@ -80,7 +83,7 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises: ConfigError if a flag cannot work whatever the server.
     """
     names = [flag[2:].replace("-", "_") for flag, _, _ in (*SAMPLING, *SHAPE)]
-    names += ["min_new_tokens", "stop_strings", "stop_token_ids"]
+    names += ["min_new_tokens", "stop_strings", "stop_token_ids", "request_id"]
     keywords = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     keywords["max_new_tokens"] = arguments.max_new_tokens or None
     for name in ("ignore_eos", "include_stop_in_output"):

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from coppice.cli.options import add_config_option, load_service_config
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import add_config_flags
 from shared.logs import LogSettings, configure_logging
 
@@ -19,11 +19,12 @@ ROLES: dict[str, tuple[type, str]] = {
     "orchestrator": (OrchestratorConfig, "orchestrator.server"),
     "draft": (DraftConfig, "draft_service.server"),
     "target": (TargetConfig, "target_service.server"),
+    "gateway": (GatewayConfig, "coppice.gateway.server"),
 }
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `serve orchestrator|draft|target`."""
+    """Add `serve orchestrator|draft|target|gateway`."""
     parser = commands.add_parser("serve", help="run one service", allow_abbrev=False)
     roles = parser.add_subparsers(title="services", metavar="SERVICE", required=True)
     for role, (config_type, _) in ROLES.items():

@@ -1,4 +1,4 @@
-"""`coppice up`: targets, drafts and the orchestrator on this machine, until Ctrl-C or SIGTERM."""
+"""`coppice up`: targets, drafts, orchestrator and gateway on this machine, until it is stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from coppice.cli.options import add_config_option, known_variables, read_sections
 from coppice.stack import ServiceFailedError, Stack, StackConfig
 from coppice.stack.config import UpConfig, stack_config
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.loader import (
     add_config_flags,
     explicit_values,
@@ -32,6 +32,7 @@ NOT_HERE = {
     "orchestrator` for others",
     "drafts": "it starts the drafts itself, COPPICE_NUM_DRAFTS of them; run `coppice serve "
     "orchestrator` for others",
+    "orchestrators": "it starts the orchestrator itself; run `coppice serve gateway` for others",
     "health_port": "only one service can have the port; write health_port into its table of the "
     "--config file",
 }
@@ -43,7 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "up",
         help="run everything on this machine",
-        description="Run targets, drafts and the orchestrator as processes of this machine. "
+        description="Run targets, drafts, the orchestrator and the HTTP gateway as processes of "
+        "this machine. "
         "Options of a single service go into its table of the --config file.",
         allow_abbrev=False,
     )
@@ -79,6 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     starting.clear()
     speculation = "" if config.num_drafts else ", without speculation"
     progress.say(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.")
+    if stack.http_url:
+        progress.say(
+            f"OpenAI's API is at {stack.http_url}/v1, a page to try it at {stack.http_url}/"
+        )
+    elif config.orchestrator.tls_cert_file:
+        progress.say("No HTTP: with TLS the gateway needs tls_ca_file in [gateway] of --config.")
     for name, url in sorted(stack.metrics_urls.items()):
         progress.say(f"Metrics of {name}: {url}")
     while not asked_to_stop.wait(1.0):
@@ -120,6 +128,7 @@ def config_of(arguments: argparse.Namespace) -> StackConfig:
         target=table(TargetConfig, "target"),
         draft=table(DraftConfig, "draft"),
         orchestrator=table(OrchestratorConfig, "orchestrator"),
+        gateway=table(GatewayConfig, "gateway"),
     )
 
 

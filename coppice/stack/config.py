@@ -11,6 +11,7 @@ from shared.config import (
     ALGORITHMS,
     DTYPES,
     DraftConfig,
+    GatewayConfig,
     OrchestratorConfig,
     TargetConfig,
     option,
@@ -24,6 +25,7 @@ from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 CORES_PER_WORKER = 8
 MAX_AUTO_WORKERS = 4
 STOP_SLACK_S = 10.0
+DEFAULT_HTTP_PORT = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class StackConfig:
         draft_gpus: GPU of each draft in turn; the same as a target's is allowed.
         start_timeout_s: Budget for everything to become ready.
         metrics_port: Port of the first service's metrics, the others have the next ones; 0: none.
+        gateway: Its `orchestrators` are filled in; None: there is no HTTP.
     """
 
     orchestrator: OrchestratorConfig = field(
@@ -53,16 +56,18 @@ class StackConfig:
     draft_gpus: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
     metrics_port: int = 0
+    gateway: GatewayConfig | None = None
 
     @property
     def stop_budget_s(self) -> float:
         """Return how long `stop` waits for services to end before it kills them, seconds.
 
-        The orchestrator ends first, within its budget; then workers have nothing left but requests
-        of other orchestrators, if there are any.
+        Gateway and orchestrator end first, within their budgets; then workers have nothing left but
+        requests of other orchestrators, if there are any.
         """
-        parts = (self.orchestrator, self.target, self.draft)
-        return max(part.drain_timeout_s for part in parts) + STOP_SLACK_S
+        parts = (self.orchestrator, self.target, self.draft, self.gateway)
+        budgets = [part.drain_timeout_s for part in parts if part is not None]
+        return max(budgets) + STOP_SLACK_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +136,19 @@ class UpConfig:
     port: int = option(
         50051, "port that the orchestrator listens on; 0 = any free port", minimum=0, maximum=65535
     )
+    http_port: int = option(
+        DEFAULT_HTTP_PORT,
+        "port that the HTTP gateway listens on, with OpenAI's API; 0 = no gateway; where it is not "
+        "given, any free one if --port is 0",
+        minimum=0,
+        maximum=65535,
+    )
+    served_model_name: str = option(
+        "", "name that clients of the gateway call the model by; empty = the last part of its path"
+    )
+    chat_template: str = option(
+        "", "file with a Jinja chat template, in the place of the target checkpoint's"
+    )
     token_file: str = option(
         "",
         "file with a line name:token[:until] for each token of clients, read again when it "
@@ -157,7 +175,7 @@ class UpConfig:
     metrics_port: int = option(
         0,
         "port of the orchestrator's metrics for Prometheus, at /metrics; its other processes, the "
-        "targets and the drafts have the next ports; 0 = none",
+        "targets, the drafts and the gateway have the next ports; 0 = none",
         minimum=0,
         maximum=65535,
     )
@@ -196,9 +214,16 @@ _OF_ORCHESTRATOR = {
             *("num_steps", "topk", "num_draft_tokens", "drain_timeout_s"),
             *("token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
             *("insecure", "reflection", "secret_file", "log_level", "log_format"),
-            *("otlp_endpoint", "trace_sample_rate"),
+            *("otlp_endpoint", "trace_sample_rate", "served_model_name", "chat_template"),
         )
     },
+}
+_OF_GATEWAY = {
+    name: name
+    for name in (
+        *("drain_timeout_s", "token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+        *("insecure", "log_level", "log_format"),
+    )
 }
 
 
@@ -208,14 +233,14 @@ def stack_config(
     target: TargetConfig | None = None,
     draft: DraftConfig | None = None,
     orchestrator: OrchestratorConfig | None = None,
+    gateway: GatewayConfig | None = None,
 ) -> StackConfig:
     """Spread the options of `coppice up` over the services.
 
     Args:
         given: Fields of UpConfig that somebody set; the others leave the services as they are.
         target: Starting point, e.g. the table of the configuration file; defaults otherwise.
-        draft: Likewise.
-        orchestrator: Likewise.
+        draft, orchestrator, gateway: Likewise.
     Raises: ConfigError naming the option that cannot work.
     """
     up = UpConfig(**given)
@@ -230,14 +255,16 @@ def stack_config(
         own = f"{up.num_steps}/{up.topk}/{up.num_draft_tokens}"
         draft = replace(draft, warm_up_trees=f"{own},{draft.warm_up_trees}")
     orchestrator = orchestrator or OrchestratorConfig()
+    orchestrator = replace(
+        orchestrator,
+        host=up.host,
+        port=up.port,
+        workers=up.workers or orchestrator.workers or auto_workers(),
+        **_picked(given, _OF_ORCHESTRATOR),
+    )
     return StackConfig(
-        orchestrator=replace(
-            orchestrator,
-            host=up.host,
-            port=up.port,
-            workers=up.workers or orchestrator.workers or auto_workers(),
-            **_picked(given, _OF_ORCHESTRATOR),
-        ),
+        orchestrator=orchestrator,
+        gateway=_gateway(up, given, orchestrator, gateway or GatewayConfig()),
         target=target,
         draft=draft,
         num_targets=up.num_targets,
@@ -246,6 +273,31 @@ def stack_config(
         draft_gpus=split_list(up.draft_gpus),
         start_timeout_s=up.start_timeout_s,
         metrics_port=up.metrics_port,
+    )
+
+
+def _gateway(
+    up: UpConfig,
+    given: Mapping[str, Any],
+    orchestrator: OrchestratorConfig,
+    gateway: GatewayConfig,
+) -> GatewayConfig | None:
+    """Return the gateway's configuration; None: there is none.
+
+    Raises: ConfigError if it was asked for and could not call the orchestrator.
+    """
+    if not up.http_port:
+        return None
+    if orchestrator.tls_cert_file and not gateway.tls_ca_file:
+        if "http_port" not in given:
+            return None
+        raise ConfigError(
+            "--http-port needs an orchestrator that the gateway can call: set tls_ca_file, which "
+            "--tls-cert-file comes from, and tls_server_name in the table [gateway] of --config"
+        )
+    is_any = not up.port and "http_port" not in given
+    return replace(
+        gateway, host=up.host, port=0 if is_any else up.http_port, **_picked(given, _OF_GATEWAY)
     )
 
 

@@ -27,6 +27,8 @@ MAX_BACKOFF_S = 10.0
 # A process that served this long starts again at the first backoff.
 STEADY_AFTER_S = 10.0
 POLL_INTERVAL_S = 0.02
+# Each look at a service that loads is two calls, which take a core from it.
+READY_INTERVAL_S = 0.1
 PROBE_INTERVAL_S = 1.0
 PROBE_TIMEOUT_S = 1.5
 # A child that was ready and does not answer so many probes in a row is killed.
@@ -208,7 +210,7 @@ class ServiceProcess:
                 self._set_state(ServiceState.READY)
                 return time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(POLL_INTERVAL_S)
+                process.wait(READY_INTERVAL_S)
         return None
 
     def _watch_health(self, process: subprocess.Popen[bytes], probe: HealthProbe) -> None:
@@ -218,10 +220,10 @@ class ServiceProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PROBE_INTERVAL_S)
                 return
-            is_answer = (
+            is_answer = self._stopping.is_set() or (
                 probe.status(process_name(process.pid), timeout_s=PROBE_TIMEOUT_S) == "SERVING"
             )
-            num_missed = 0 if is_answer or self._stopping.is_set() else num_missed + 1
+            num_missed = 0 if is_answer else num_missed + 1
         self._log(f"process {process.pid} does not answer, killing it")
         _signal_group(process.pid, signal.SIGKILL)
 

@@ -26,6 +26,7 @@ from shared.access.caller import Caller
 from shared.config import (
     SECRET_VARIABLE,
     DraftConfig,
+    GatewayConfig,
     OrchestratorConfig,
     TargetConfig,
     admin_port,
@@ -38,6 +39,7 @@ from shared.gpu_lease import list_machine_gpus
 from shared.rpc.gate import front_gate
 from shared.rpc.health_names import (
     DRAFT_SERVICE,
+    GATEWAY_SERVICE,
     ORCHESTRATOR_SERVICE,
     SPECULATION_SERVICE,
     TARGET_SERVICE,
@@ -46,7 +48,9 @@ from shared.rpc.health_names import (
 PAIRING_TIMEOUT_S = 20.0
 SECRET_BYTES = 32
 
-Config = TypeVar("Config", OrchestratorConfig, TargetConfig, DraftConfig)
+Config = TypeVar("Config", OrchestratorConfig, TargetConfig, DraftConfig, GatewayConfig)
+# The services that clients call: they end before the workers.
+FRONTS = ("gateway", "orchestrator")
 
 
 def _ignore(*_: Any) -> None:
@@ -54,9 +58,9 @@ def _ignore(*_: Any) -> None:
 
 
 class Stack:
-    """Targets, drafts and an orchestrator on loopback ports of this machine.
+    """Targets, drafts, an orchestrator and perhaps a gateway on loopback ports of this machine.
 
-    Services are named "orchestrator", "target-0", "draft-0", ...
+    Services are named "gateway", "orchestrator", "target-0", "draft-0", ...
 
     Args:
         config: What to start.
@@ -73,7 +77,8 @@ class Stack:
         on_state: Callable[[str, ServiceState], None] = _ignore,
         restarts_dead: bool = True,
     ) -> None:
-        for part in (config.orchestrator, config.target, config.draft):
+        parts = (config.orchestrator, config.target, config.draft, config.gateway)
+        for part in filter(None, parts):
             check_config(part)
         self.config = _with_one_secret(config)
         self.secret = _secret_of(self.config)
@@ -88,6 +93,14 @@ class Stack:
     def address(self) -> str:
         """Return HOST:PORT of the orchestrator."""
         return self.services["orchestrator"].address
+
+    @property
+    def http_url(self) -> str:
+        """Return where the gateway listens; "": there is none."""
+        if self.config.gateway is None:
+            return ""
+        scheme = "https" if self.config.gateway.tls_cert_file else "http"
+        return f"{scheme}://{self.services['gateway'].address}"
 
     @property
     def admin_address(self) -> str:
@@ -122,6 +135,10 @@ class Stack:
         """
         _require_free(self.config.orchestrator.host, self.config.orchestrator.port)
         front_gate(self.config.orchestrator)
+        if self.config.gateway is not None:
+            host, port = self.config.gateway.host, self.config.gateway.port
+            _require_free(host, port, option="--http-port")
+            front_gate(self.config.gateway)
         self.build()
         try:
             for service in self.services.values():
@@ -140,13 +157,14 @@ class Stack:
         num_workers = config.num_targets + config.num_drafts
         gpus = _gpus_of_workers(config)
         front = config.orchestrator
-        with _free_ports(num_workers + 3) as ports:
+        with _free_ports(num_workers + 5) as ports:
             target_ports = ports[: config.num_targets]
             draft_ports = ports[config.num_targets : num_workers]
             port = front.port or ports[-1]
             # Who supervises need not have a certificate that the orchestrator takes.
             health_port = front.health_port or (ports[-2] if front.tls_cert_file else 0)
             self._admin_port = admin_port(front) or ports[-3]
+            http_ports = ports[-5], ports[-4]
         num_processes = max(1, front.workers)
         metrics_ports = itertools.count(config.metrics_port + num_processes)
         for index, worker_port in enumerate(target_ports):
@@ -171,6 +189,16 @@ class Stack:
         for index in range(1, num_processes):  # they find their ports by themselves
             self._with_metrics(f"orchestrator.{index}", orchestrator, ports_of_processes)
         self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
+        if config.gateway is not None:
+            gateway = replace(
+                config.gateway,
+                port=config.gateway.port or http_ports[0],
+                health_port=config.gateway.health_port or http_ports[1],
+                orchestrators=self.address,
+            )
+            gateway = self._with_metrics("gateway", gateway, metrics_ports)
+            self._add("gateway", "gateway", gateway, GATEWAY_SERVICE)
+            self.services["gateway"].environ.pop(SECRET_VARIABLE)
 
     def _with_metrics(self, name: str, config: Config, ports: Iterator[int]) -> Config:
         """Return a configuration with the next of these ports for metrics, if there are any."""
@@ -220,7 +248,7 @@ class Stack:
         self.wait_ready(name, timeout_s=self.config.start_timeout_s)
 
     def stop(self, *, timeout_s: float | None = None) -> None:
-        """End the orchestrator first, so that its requests may finish, then the workers.
+        """End gateway and orchestrator first, so that their requests may finish, then the workers.
 
         Args:
             timeout_s: Before processes are killed; None: what the services' own budgets need.
@@ -228,15 +256,16 @@ class Stack:
         deadline = time.monotonic() + (
             self.config.stop_budget_s if timeout_s is None else timeout_s
         )
-        by_role = sorted(self.services.values(), key=lambda s: s.name != "orchestrator")
+        fronts = [service for name, service in self.services.items() if name in FRONTS]
+        workers = [service for name, service in self.services.items() if name not in FRONTS]
         try:
-            for group in (by_role[:1], by_role[1:]):
+            for group in (fronts, workers):
                 for service in group:
                     service.request_stop()
                 for service in group:
                     service.join(deadline - time.monotonic())
         except BaseException:  # an impatient second Ctrl-C
-            for service in by_role:
+            for service in (*fronts, *workers):
                 service.request_stop()
                 service.kill()
             raise
@@ -337,8 +366,8 @@ def _takes_any_gpu(worker: TargetConfig | DraftConfig) -> bool:
     return worker.device in ("auto", "cuda") and not worker.gpu_lease_dir and not worker.gpus
 
 
-def _require_free(host: str, port: int) -> None:
-    """Raise unless the orchestrator can listen there; 0 is any port.
+def _require_free(host: str, port: int, *, option: str = "--port") -> None:
+    """Raise unless a service can listen there; 0 is any port.
 
     Raises: ConfigError that says who answers there.
     """
@@ -357,11 +386,12 @@ def _require_free(host: str, port: int) -> None:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(
                 f"cannot listen on {where}: {error.strerror or error}; "
-                "choose another --host or --port"
+                f"choose another --host or {option}"
             ) from None
+        zero = "any free one" if option == "--port" else "none"
         raise ConfigError(
             f"cannot listen on {where}: {_occupant(host, port)}; stop it, or choose another "
-            "--port (0 = any free one)"
+            f"{option} (0 = {zero})"
         ) from None
 
 

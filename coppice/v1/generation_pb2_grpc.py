@@ -39,6 +39,21 @@ class GenerationServiceStub:
                 request_serializer=coppice_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=coppice_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/coppice.v1.GenerationService/ListModels',
+                request_serializer=coppice_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=coppice_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/coppice.v1.GenerationService/Tokenize',
+                request_serializer=coppice_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=coppice_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/coppice.v1.GenerationService/Detokenize',
+                request_serializer=coppice_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=coppice_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -52,6 +67,27 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """What this server serves: one model. UNAVAILABLE until a target worker is ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Text to token ids, by the target's own tokenizer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Token ids to text, and the bytes that each token stands for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +95,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=coppice_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=coppice_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=coppice_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
+                    response_serializer=coppice_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=coppice_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=coppice_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=coppice_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=coppice_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +139,87 @@ class GenerationService:
             '/coppice.v1.GenerationService/Generate',
             coppice_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             coppice_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coppice.v1.GenerationService/ListModels',
+            coppice_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+            coppice_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coppice.v1.GenerationService/Tokenize',
+            coppice_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            coppice_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coppice.v1.GenerationService/Detokenize',
+            coppice_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            coppice_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from shared.access.tls import Tls
 from shared.config import (
     CALLS,
     NO_SECRET,
+    DialConfig,
     DraftConfig,
     OrchestratorConfig,
     Secret,
@@ -48,10 +49,20 @@ def caller_of(config: OrchestratorConfig | DraftConfig, environ: Mapping[str, st
 
     Raises: ConfigError.
     """
-    return Caller(secret=read_secret(config, environ), tls=_tls_of(config))
+    return Caller(
+        secret=read_secret(config, environ),
+        tls=dialled_tls(config, cert_file=config.tls_cert_file, key_file=config.tls_key_file),
+    )
 
 
-def _tls_of(config: OrchestratorConfig | DraftConfig) -> Tls | None:
+def dialled_tls(config: DialConfig, *, cert_file: str = "", key_file: str = "") -> Tls | None:
+    """Return how to encrypt to those who are dialled; None: not at all.
+
+    Args:
+        cert_file: Certificate to show where the configuration names none for that.
+        key_file: Its key.
+    Raises: ConfigError if the options mean nothing together, or files cannot be read.
+    """
     if not config.tls_ca_file:
         for name in ("client_cert_file", "client_key_file", "server_name"):
             if getattr(config, f"tls_{name}"):
@@ -60,8 +71,8 @@ def _tls_of(config: OrchestratorConfig | DraftConfig) -> Tls | None:
         return None
     tls = Tls(
         ca_file=config.tls_ca_file,
-        cert_file=config.tls_client_cert_file or config.tls_cert_file,
-        key_file=config.tls_client_key_file or config.tls_key_file,
+        cert_file=config.tls_client_cert_file or cert_file,
+        key_file=config.tls_client_key_file or key_file,
         server_name=config.tls_server_name,
     )
     tls.credentials()

@@ -14,11 +14,13 @@ from shared.config.services import (
     ALGORITHMS,
     DTYPES,
     DraftConfig,
+    GatewayConfig,
     OrchestratorConfig,
     TargetConfig,
     WorkerConfig,
     admin_port,
     option,
+    served_name,
 )
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "DTYPES",
     "DialConfig",
     "DraftConfig",
+    "GatewayConfig",
     "NO_SECRET",
     "OrchestratorConfig",
     "PEERS",
@@ -39,4 +42,5 @@ __all__ = [
     "option",
     "read_secret",
     "read_secret_of",
+    "served_name",
 ]

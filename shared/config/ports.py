@@ -46,17 +46,18 @@ class PortConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DialConfig:
-    """What a service shows to the workers that it calls, and expects of them."""
+    """What a service shows to those that it calls, and expects of them."""
 
     tls_ca_file: str = option(
-        "", "authorities (PEM) that certificates of workers must come from; set = TLS to workers"
+        "",
+        "authorities (PEM) that certificates of those it dials must come from; set = TLS to them",
     )
     tls_client_cert_file: str = option(
-        "", "certificate chain (PEM) shown to workers; empty = --tls-cert-file"
+        "", "certificate chain (PEM) shown to those it dials; empty = --tls-cert-file"
     )
     tls_client_key_file: str = option(
         "", "private key (PEM) of --tls-client-cert-file; empty = --tls-key-file"
     )
     tls_server_name: str = option(
-        "", "name in the certificates of workers; empty = the host that is dialled, as configured"
+        "", "name in their certificates; empty = the host that is dialled, as configured"
     )

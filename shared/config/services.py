@@ -8,6 +8,7 @@ at start-up, printed once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from shared.config.option import option
 from shared.config.ports import DialConfig, PortConfig
@@ -16,6 +17,8 @@ from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _ADMIN_OFFSET, _MAX_PORT = 1000, 65535
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
+REASONING_PARSERS = ("auto", "think", "bracket", "none")
 ALGORITHMS = ("auto", "eagle3", "eagle", "mtp", "standalone", "none")
 
 
@@ -234,6 +237,18 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
         "target checkpoint directory or demo: tokenizer and stop ids",
         aliases=("model_path",),
     )
+    vllm_engine: bool = option(
+        default=False,
+        help="also answer gateways that speak vLLM's gRPC, such as smg; needs coppice[smg]",
+    )
+    chat_template: str = option(
+        "", "file with a Jinja chat template, in the place of the checkpoint's"
+    )
+    served_model_name: str = option(
+        "",
+        "name of the model in ListModels, which clients of the gateway ask for; empty = the last "
+        "part of --model",
+    )
     num_steps: int = option(
         0,
         "tree depth without the root, at most; 0 = auto (4 on a CPU target, 6 on a GPU)",
@@ -324,6 +339,67 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
         minimum=-1,
         maximum=65535,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(PortConfig, DialConfig, LogConfig):
+    """The HTTP gateway; who it dials are orchestrators."""
+
+    port: int = option(8000, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
+    orchestrators: str = option(
+        "", "orchestrators: comma-separated HOST:PORT; those of one model share its requests"
+    )
+    token_file: str = option(
+        "",
+        "file with a line name:token[:until] for each token of clients, the orchestrators' own; "
+        "empty = the gateway asks for none, and passes on what a client shows",
+    )
+    metrics_host: str = option("127.0.0.1", "address of the metrics for Prometheus")
+    metrics_port: int = option(
+        0,
+        "port of the metrics beside /metrics of --port, without a token; 0 = none",
+        minimum=0,
+        maximum=65535,
+    )
+    num_connections: int = option(
+        4,
+        "connections to each orchestrator; each stays with one of its processes",
+        minimum=1,
+        maximum=64,
+    )
+    max_num_requests: int = option(
+        1024, "HTTP requests open at once; more are refused with 429", minimum=1
+    )
+    max_choices: int = option(
+        128, "most outputs of one HTTP request: n for each of its prompts", minimum=1
+    )
+    max_body_mb: int = option(16, "MiB of the largest HTTP request", minimum=1)
+    read_timeout_s: float = option(
+        60.0,
+        "seconds that a client may read nothing of what it is sent, or send nothing of its "
+        "request; then its connection ends",
+        minimum=0.1,
+    )
+    drain_timeout_s: float = option(
+        20.0, "seconds that running requests may finish in after SIGTERM", minimum=0
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "format of tool calls in the text of all models: hermes, llama3, mistral or none; auto = "
+        "as the chat template says",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "split reasoning from answers: think (<think>), bracket ([THINK]) or none; auto = as the "
+        "chat template says",
+        choices=REASONING_PARSERS,
+    )
+
+
+def served_name(config: OrchestratorConfig) -> str:
+    """Return what clients call the model."""
+    return config.served_model_name or PurePath(config.model).name
 
 
 def admin_port(config: OrchestratorConfig) -> int:

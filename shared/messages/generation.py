@@ -23,6 +23,9 @@ class FinishReason(enum.IntEnum):
     CONTEXT_LENGTH = 3
     ABORTED = 4
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @message(generation_pb2.TokenLogprob)
 @dataclass(frozen=True, slots=True, kw_only=True)

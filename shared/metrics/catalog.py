@@ -2,7 +2,7 @@
 
 docs/metrics.md is this table in words; a test compares the two, and what processes really say.
 Labels have few values, known beforehand; a request is never a label. `role` is on every sample:
-orchestrator, target or draft.
+orchestrator, target, draft or gateway.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-ORCHESTRATOR, TARGET, DRAFT = "orchestrator", "target", "draft"
+ORCHESTRATOR, TARGET, DRAFT, GATEWAY = "orchestrator", "target", "draft", "gateway"
 WORKERS = (TARGET, DRAFT)
-ALL = (ORCHESTRATOR, TARGET, DRAFT)
+SERVICES = (ORCHESTRATOR, TARGET, DRAFT)
+"""Those that speak gRPC."""
+ALL = (*SERVICES, GATEWAY)
 
 PREFIX = "coppice_"
 
@@ -57,10 +59,10 @@ _EVERYWHERE = (
         "coppice_calls_refused_total",
         "gRPC calls of callers that did not prove who they are, by reason (docs/errors.md)",
         "reason",
-        roles=ALL,
+        roles=SERVICES,
     ),
-    _gauge("coppice_requests_running", "Requests that hold a place on a target", roles=ALL),
-    _gauge("coppice_requests_waiting", "Requests that wait for room", roles=ALL),
+    _gauge("coppice_requests_running", "Requests that hold a place on a target", roles=SERVICES),
+    _gauge("coppice_requests_waiting", "Requests that wait for room", roles=SERVICES),
 )
 
 _REQUESTS = (
@@ -276,10 +278,32 @@ _ENGINES = (
     ),
 )
 
+_HTTP = (
+    _counter(
+        "coppice_http_requests_total",
+        "HTTP requests that have ended, by endpoint and status; 499: the client went away",
+        "path",
+        "status",
+        roles=(GATEWAY,),
+    ),
+    _gauge("coppice_http_requests_running", "HTTP requests being answered", roles=(GATEWAY,)),
+    _counter(
+        "coppice_http_tokens_total", "Output tokens of HTTP requests that ended", roles=(GATEWAY,)
+    ),
+    _histogram(
+        "coppice_http_request_duration_seconds",
+        "From the head of an HTTP request to the end of its answer",
+        roles=(GATEWAY,),
+    ),
+)
+
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         metric.name: metric
-        for group in (_EVERYWHERE, _REQUESTS, _SPECULATION, _RECOVERY, _WORKERS, _ENGINES)
+        for group in (
+            *(_EVERYWHERE, _REQUESTS, _SPECULATION, _RECOVERY, _WORKERS, _ENGINES),
+            _HTTP,
+        )
         for metric in group
     }
 )

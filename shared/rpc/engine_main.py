@@ -329,8 +329,10 @@ def _build(factory: str, config: Any, pipe: BlockingPipe) -> Engine:
         module, _, function = factory.partition(":")
         create: EngineFactory = getattr(importlib.import_module(module), function)
         set_thread_count(config.cpu_threads)
-        while not pipe.receive():  # BuildEngine, or the end
-            pipe.poll(None, {})
+        if not pipe.receive():  # BuildEngine, or the end
+            logger.info("stands by as a spare engine")
+            while not pipe.receive():
+                pipe.poll(None, {})
         return create(config, progress)
     except EOFError:  # nobody is there to be told
         raise

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from shared.access.proofs import ProofCheck
 from shared.access.tls import ServerTls
 from shared.access.tokens import TokenCheck
-from shared.config import CALLS, OrchestratorConfig, PortConfig, WorkerConfig, read_secret
+from shared.config import (
+    CALLS,
+    GatewayConfig,
+    OrchestratorConfig,
+    PortConfig,
+    WorkerConfig,
+    read_secret,
+)
 from shared.config.exposure import check_exposure, is_loopback
 from shared.errors import ConfigError
 from shared.rpc.auth import IdentityCheck
@@ -52,8 +59,8 @@ def worker_gate(config: WorkerConfig, environ: Mapping[str, str]) -> Gate:
     return _gate(config, ProofCheck(secret.keys(CALLS)) if secret else None)
 
 
-def front_gate(config: OrchestratorConfig) -> Gate:
-    """Return what the orchestrator asks of clients: a token, if it has a file of them.
+def front_gate(config: OrchestratorConfig | GatewayConfig) -> Gate:
+    """Return what orchestrator and gateway ask of clients: a token, if there is a file of them.
 
     Raises: ConfigError, also if other hosts could call and nothing is asked of them.
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 ORCHESTRATOR_SERVICE = "coppice.v1.GenerationService"
 SPECULATION_SERVICE = ORCHESTRATOR_SERVICE + "/speculation"
 """SERVING while some draft fits some target."""
+GATEWAY_SERVICE = "coppice.v1.Gateway"
+"""The HTTP gateway; it has no methods of gRPC."""
 TARGET_SERVICE = "coppice.v1.TargetService"
 DRAFT_SERVICE = "coppice.v1.DraftService"
 CONTROL_SERVICE = "coppice.v1.WorkerControlService"

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from shared.access.tls import ServerTls
 from shared.errors import ConfigError
@@ -32,6 +32,7 @@ from shared.rpc.limits import LimitInterceptor, ServerLimits
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 0.5
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 WORKER_LIMITS = ServerLimits(connections=1024, streams=256, calls=256)
 """Sessions, feature streams and questions: a few of each orchestrator process and draft."""
 
@@ -91,6 +92,7 @@ class RpcServer:
         if gate.has_reflection:
             names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.grpc_server)
+            _reflect_as_v1(names, self.grpc_server)
 
     @property
     def port(self) -> int:
@@ -197,6 +199,18 @@ class RpcServer:
         self.request_stop()
         if number == signal.SIGINT:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def _reflect_as_v1(names: Sequence[str], server: grpc.aio.Server) -> None:
+    """Answer reflection by its newer name, too; the messages are the same on the wire."""
+    servicer = reflection.aio.ReflectionServicer(names)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_registered_method_handlers(_REFLECTION_V1, methods)
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from coppice import Client
@@ -50,6 +51,7 @@ class Container:
             "COPPICE_METRICS_HOST": host,
             "OMP_NUM_THREADS": "1",
             "COPPICE_CPU_THREADS": "1",
+            "COPPICE_SPARE_AFTER_S": "0",  # no engine dies here
             **changes,
         }
         with log.open("wb") as stream:
@@ -142,6 +144,14 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
         stack.callback(container.close)
         containers["orchestrator"].append(container)
         container.wait_healthy()
+        gateway = document["services"]["gateway"]
+        front_port = gateway["environment"]["COPPICE_ORCHESTRATORS"].rpartition(":")[2]
+        changes = {"COPPICE_ORCHESTRATORS": f"{container.host}:{front_port}"}
+        log = tmp_path / "gateway.log"
+        container = Container("gateway", gateway, next(hosts), changes, log)
+        stack.callback(container.close)
+        containers["gateway"] = [container]
+        container.wait_healthy()
         yield containers
 
 
@@ -158,6 +168,14 @@ def test_every_service_runs_by_its_command(profile: str, tmp_path: Path) -> None
                 for _ in range(2 * NUM_REPLICAS[profile])
             ]
         assert plain.usage.num_output_tokens == 24
+        (http,) = containers["gateway"]
+        port = load_compose()["services"]["gateway"]["environment"]["COPPICE_PORT"]
+        url = f"http://{http.host}:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            whole = client.completions.create(
+                model="demo", prompt=PROMPT, max_tokens=24, temperature=0
+            )
+        assert whole.choices[0].text == plain.text
         for completion in both:
             assert completion.token_ids == plain.token_ids
             assert completion.speculation.num_draft_tokens > 0

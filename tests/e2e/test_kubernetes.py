@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 
 from coppice import Client, FinishInfo, TokenDelta
@@ -52,8 +53,10 @@ class Container:
         self.service = service
         self.host = host
         self._log = log
-        mounted = {"COPPICE_SECRET_FILE": str(files["secret"]), "COPPICE_METRICS_HOST": host}
-        if service.role == "orchestrator":
+        mounted = {"COPPICE_METRICS_HOST": host}
+        if service.role != "gateway":
+            mounted["COPPICE_SECRET_FILE"] = str(files["secret"])
+        if service.role in ("orchestrator", "gateway"):
             mounted["COPPICE_TOKEN_FILE"] = str(files["tokens"])
         else:
             mounted |= {"COPPICE_DEVICE": "cpu", "COPPICE_CPU_THREADS": "1"}
@@ -139,8 +142,11 @@ def applied(variant: str, tmp_path: Path) -> Iterator[list[Container]]:
             stack.callback(container.close)
             containers.append(container)
 
-        workers = [service for service in services if service.role != "orchestrator"]
-        (front,) = (service for service in services if service.role == "orchestrator")
+        workers = [service for service in services if service.role in ("target", "draft")]
+        front, gateway = (
+            next(service for service in services if service.role == role)
+            for role in ("orchestrator", "gateway")
+        )
         for workload in {id(service.workload): service.workload for service in workers}.values():
             for _ in range(NUM_PODS[variant]):
                 host = next(hosts)
@@ -150,8 +156,14 @@ def applied(variant: str, tmp_path: Path) -> Iterator[list[Container]]:
         for container in containers:
             container.wait_ready()
         start(front, next(hosts), names_of(front, containers))
+        orchestrator = containers[-1]
+        orchestrator.wait_ready()
+        (name,) = gateway.settings["orchestrators"]
+        called = f"{orchestrator.host}:{name.rpartition(':')[2]}"
+        start(gateway, next(hosts), {"COPPICE_ORCHESTRATORS": called})
         containers[-1].wait_ready()
-        yield containers
+        containers.remove(orchestrator)
+        yield [*containers, orchestrator]
 
 
 def names_of(front: Service, containers: list[Container]) -> dict[str, str]:
@@ -190,6 +202,13 @@ def test_every_container_runs_by_its_command(variant: str, tmp_path: Path) -> No
         with Client(address, token=token) as client, ThreadPoolExecutor(num_requests) as threads:
             plain, _ = run(client, speculation=False)
             assert len(plain) == NUM_TOKENS
+            (gateway,) = (c for c in containers if c.service.role == "gateway")
+            url = f"http://{gateway.host}:{gateway.service.settings['port']}/v1"
+            with openai.OpenAI(base_url=url, api_key=token.strip(), max_retries=0) as http:
+                asked = {"model": "demo", "prompt": PROMPT, "max_tokens": NUM_TOKENS}
+                extra = {"temperature": 0, "return_token_ids": True}
+                choice = http.completions.create(**asked, extra_body=extra).choices[0]
+            assert tuple((choice.model_extra or {})["token_ids"]) == plain
             requests = [threads.submit(run, client, speculation=True) for _ in range(num_requests)]
             for request in requests:  # at once, so that every target has some
                 tokens, finish = request.result()

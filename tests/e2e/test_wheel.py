@@ -81,6 +81,7 @@ def test_it_says_what_it_is(installed: Installed) -> None:
         metadata = archive.read(path).decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert {"coppice/gateway/page.html", "coppice/bundled/target/chat_template.jinja"} <= set(names)
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, path.partition("/")[0]}
     said = installed.run("-m", "coppice", "--version")
     assert said.stdout == f"coppice {coppice.__version__}\n", said.stderr

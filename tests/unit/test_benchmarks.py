@@ -16,6 +16,7 @@ from benchmarks import (
     draft,
     fidelity,
     forward,
+    gateway,
     kernels,
     metrics,
     orchestrator,
@@ -198,3 +199,17 @@ def test_time_is_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s))
     assert timing.time_ms([call] * 3, torch.device("cpu")) == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_the_gateway_is_measured_beside_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gateway.json"
+    flags = f"--streams 1,2 --requests 4 --new-tokens 7 --output {path}"
+    monkeypatch.setattr(sys, "argv", ["gateway", *flags.split()])
+    gateway.main()
+    result = json.loads(path.read_text())
+    assert [cell["num_streams"] for cell in result["cells"]] == [1, 2]
+    assert all(cell["first_ms"] > 0 and cell["grpc_first_ms"] > 0 for cell in result["cells"])
+    assert result["cpu_us_per_request"] >= 0  # by the clock ticks of so short a run

@@ -22,7 +22,7 @@ from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
 from coppice.request import RequestOptions, build_request
 from coppice.stack import StackConfig
 from coppice.stack.stack import _free_ports
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
 from shared.errors import ConfigError
 from shared.messages import (
@@ -309,7 +309,7 @@ def test_up_ignores_no_variable_of_a_service(monkeypatch: pytest.MonkeyPatch) ->
     valid = {"device": "cpu", "warm_up_trees": "1/1/2", "num_draft_tokens": "2"}
     specs = {
         spec.name: spec
-        for config_type in (TargetConfig, DraftConfig, OrchestratorConfig)
+        for config_type in (TargetConfig, DraftConfig, OrchestratorConfig, GatewayConfig)
         for spec in dataclasses.fields(config_type)
     }
     assert up.NOT_HERE.keys() < specs.keys()
@@ -364,8 +364,10 @@ def test_request_flags_become_keywords() -> None:
         *("generate", "hi", "--max-new-tokens", "5", "--temperature", "0.7", "--top-p", "0.9"),
         *("--seed", "3", "--stop", "a", "--stop", "b", "--stop-token-id", "9", "--ignore-eos"),
         *("--logit-bias", "4=-1.5", "--num-steps", "2", "--min-new-tokens", "1"),
+        *("--request-id", "mine"),
     )
     assert request_keywords(arguments) == {
+        "request_id": "mine",
         "max_new_tokens": 5,
         "temperature": 0.7,
         "top_p": 0.9,

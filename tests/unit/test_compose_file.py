@@ -26,7 +26,12 @@ from shared.config.loader import load_config
 from shared.errors import ConfigError
 from shared.peer.ring import RING_DIR
 from shared.rpc.gate import front_gate
-from shared.rpc.health_names import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
+from shared.rpc.health_names import (
+    DRAFT_SERVICE,
+    GATEWAY_SERVICE,
+    ORCHESTRATOR_SERVICE,
+    TARGET_SERVICE,
+)
 from tests.compose_file import COMPOSE_FILE, ROLES, ROOT, load_compose, services_of
 
 HEALTH_SERVICES = {
@@ -98,25 +103,29 @@ def test_the_environment_is_understood(name: str) -> None:
     assert config.drain_timeout_s < GRACE_S
 
 
-def test_only_the_orchestrator_is_published() -> None:
-    document = load_compose({"PORT": "7000"})
+def test_only_what_clients_call_is_published() -> None:
+    document = load_compose({"PORT": "7000", "HTTP_PORT": "7001"})
     ports = {name: s["ports"] for name, s in document["services"].items() if "ports" in s}
-    assert ports == {"orchestrator": ["127.0.0.1:7000:50051"]}
+    assert ports == {
+        "orchestrator": ["127.0.0.1:7000:50051"],
+        "gateway": ["127.0.0.1:7001:8000"],
+    }
     workers = [document["services"][name] for name, role in ROLES.items() if role != "orchestrator"]
     assert all(list(worker["networks"]) == ["workers"] for worker in workers)
     assert document["networks"]["workers"] == {"internal": True}
 
 
-def test_the_orchestrator_starts_after_healthy_workers() -> None:
+def test_the_orchestrator_starts_after_healthy_targets_and_waits_for_no_draft() -> None:
     orchestrator = load_compose()["services"]["orchestrator"]
     awaited = dict(orchestrator["depends_on"])
     del awaited["secret"]
     assert set(awaited) == set(ROLES) - {"orchestrator"}
-    for condition in awaited.values():
-        assert condition == {"condition": "service_healthy", "required": False}
+    for name, condition in awaited.items():
+        state = "service_started" if "draft" in name else "service_healthy"
+        assert condition == {"condition": state, "required": False}
 
 
-@pytest.mark.parametrize("name", [*ROLES, "secret"])
+@pytest.mark.parametrize("name", [*ROLES, "gateway", "secret"])
 def test_every_container_can_do_little(name: str) -> None:
     service = load_compose()["services"][name]
     assert service["cap_drop"] == ["ALL"]
@@ -168,6 +177,28 @@ def test_beyond_this_host_clients_must_say_who_they_are() -> None:
     assert (config.token_file, config.tls_cert_file) == ("/access/tokens", "/access/chain.pem")
     with pytest.raises(ConfigError, match="--token-file"):
         front_gate(replace(config, token_file=""))
+
+
+def test_the_gateway_calls_the_orchestrator_and_has_what_clients_show_to_both() -> None:
+    environ = {"PUBLISH_HOST": "0.0.0.0", "TOKEN_FILE": "/access/tokens"}
+    document = load_compose({**environ, "TLS_CA_FILE": "/access/ca", "TLS_SERVER_NAME": "box"})
+    gateway, orchestrator = document["services"]["gateway"], document["services"]["orchestrator"]
+    config = config_of(gateway, "gateway")
+    front = config_of(orchestrator, "orchestrator")
+    assert config.orchestrators == f"orchestrator:{front.port}"
+    assert set(gateway["networks"]) <= set(orchestrator["networks"]) - {"workers"}
+    assert gateway["profiles"] == orchestrator["profiles"]
+    assert (config.token_file, config.tls_ca_file, config.tls_server_name) == (
+        "/access/tokens",
+        "/access/ca",
+        "box",
+    )
+    assert gateway["command"][-1] == "--no-insecure" and config.drain_timeout_s < GRACE_S
+    with pytest.raises(ConfigError, match="--token-file"):
+        front_gate(replace(config, token_file=""))
+    check = ["coppice", "health", f"localhost:{config.health_port}", "--service", GATEWAY_SERVICE]
+    assert gateway["healthcheck"]["test"] == ["CMD", *check]
+    assert not any("secret" in str(volume) for volume in gateway["volumes"])
 
 
 @pytest.mark.parametrize("profile", ["gpu", "cpu"])

@@ -22,7 +22,12 @@ from coppice.cli.serve import ROLES
 from shared.config.loader import load_config
 from shared.metrics.catalog import metric_of
 from shared.peer.ring import RING_DIR
-from shared.rpc.health_names import DRAFT_SERVICE, ORCHESTRATOR_SERVICE, TARGET_SERVICE
+from shared.rpc.health_names import (
+    DRAFT_SERVICE,
+    GATEWAY_SERVICE,
+    ORCHESTRATOR_SERVICE,
+    TARGET_SERVICE,
+)
 from tests.kubernetes_files import (
     EXAMPLE,
     FOLDER,
@@ -46,6 +51,7 @@ HEALTH_SERVICES = {
     "orchestrator": ORCHESTRATOR_SERVICE,
     "target": TARGET_SERVICE,
     "draft": DRAFT_SERVICE,
+    "gateway": GATEWAY_SERVICE,
 }
 USER_ID = 10001
 # Of keda.sh/v1alpha1 what the manifests use.
@@ -165,7 +171,7 @@ def test_every_manifest_fits_its_schema(version: str) -> None:
 
 
 def test_a_mistake_does_not_fit_the_schema() -> None:
-    (deployment,) = of_kind(render(VARIANTS["pairs"]), "Deployment")
+    deployment = named(render(VARIANTS["pairs"]), "Deployment", "coppice-orchestrator")
     deployment["spec"]["template"]["spec"]["containers"][0]["comand"] = ["coppice"]
     with pytest.raises(kubernetes_validate.ValidationError, match="comand"):
         kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
@@ -190,7 +196,7 @@ def test_kubectl_makes_the_same_of_it(variant: str) -> None:
 @variants
 def test_the_configuration_is_understood(variant: str) -> None:
     services = services_of(rendered(variant))
-    assert {s.role for s in services} == {"orchestrator", "target", "draft"}
+    assert {s.role for s in services} == set(HEALTH_SERVICES)
     for service in services:
         config = config_of(service)
         assert config.host == config.metrics_host == "0.0.0.0", "a pod is reached from outside"
@@ -262,7 +268,8 @@ def test_files_of_the_configuration_are_mounted(variant: str) -> None:
         config = config_of(service)
         mounts = {m["mountPath"]: m["name"] for m in service.container["volumeMounts"]}
         volumes = {v["name"]: v for v in pod_of(service.workload)["volumes"]}
-        assert mounts.keys() >= {"/tmp", "/home/coppice", "/models"}, "what a service writes, reads"
+        assert mounts.keys() >= {"/tmp", "/home/coppice"}, "what a service writes"
+        assert ("/models" in mounts) == (service.role != "gateway")
         assert set(mounts.values()) <= volumes.keys()
         secrets = {"secret_file": "coppice-secret", "token_file": "coppice-clients"}
         for key, secret in secrets.items():
@@ -279,8 +286,9 @@ def test_files_of_the_configuration_are_mounted(variant: str) -> None:
 def test_clients_and_orchestrators_prove_who_they_are(variant: str) -> None:
     for service in services_of(rendered(variant)):
         config = config_of(service)
-        assert config.secret_file and not config.insecure
-        assert service.role != "orchestrator" or config.token_file
+        assert not config.insecure
+        assert bool(config.secret_file) == (service.role != "gateway"), "it calls no worker"
+        assert service.role not in ("orchestrator", "gateway") or config.token_file
     assert not of_kind(rendered(variant), "Secret"), "no secret is in the repository"
 
 
@@ -299,14 +307,19 @@ def test_the_orchestrator_finds_the_workers_by_the_names_of_headless_services(va
 
 
 @variants
-def test_clients_find_the_orchestrator(variant: str) -> None:
+def test_clients_find_orchestrator_and_gateway(variant: str) -> None:
     resources = rendered(variant)
-    (front,) = (s for s in of_kind(resources, "Service") if s["spec"].get("clusterIP") != "None")
-    orchestrator = service_of(variant, "orchestrator")
-    assert selects(front["spec"]["selector"], labels_of(orchestrator.workload))
-    (port,) = front["spec"]["ports"]
-    declared = {p["name"]: p["containerPort"] for p in orchestrator.container["ports"]}
-    assert declared[port["targetPort"]] == config_of(orchestrator).port == port["port"]
+    fronts = [s for s in of_kind(resources, "Service") if s["spec"].get("clusterIP") != "None"]
+    assert {front["metadata"]["name"] for front in fronts} == {"coppice", "coppice-http"}
+    for name, role in (("coppice", "orchestrator"), ("coppice-http", "gateway")):
+        front, service = named(resources, "Service", name), service_of(variant, role)
+        assert selects(front["spec"]["selector"], labels_of(service.workload))
+        (port,) = front["spec"]["ports"]
+        declared = {p["name"]: p["containerPort"] for p in service.container["ports"]}
+        assert declared[port["targetPort"]] == config_of(service).port == port["port"]
+    (called,) = config_of(service_of(variant, "gateway")).orchestrators.split(",")
+    orchestrator = config_of(service_of(variant, "orchestrator"))
+    assert called == f"coppice:{orchestrator.port}"
 
 
 @variants
@@ -359,6 +372,7 @@ def test_who_calls_whom_may_and_nobody_else(variant: str) -> None:
     configs = {role: config_of(service) for role, service in services.items()}
     target = configs["target"]
     allowed = {
+        ("gateway", "orchestrator", configs["orchestrator"].port),
         ("orchestrator", "target", target.port),
         ("orchestrator", "draft", configs["draft"].port),
         ("draft", "target", target.port),
@@ -381,7 +395,8 @@ def test_who_calls_whom_may_and_nobody_else(variant: str) -> None:
     }
     # Clients may come from anywhere; who may go there is another matter.
     assert found == expected
-    assert not any(to == "orchestrator" for _, to, _ in found), "no worker calls it"
+    callers = {source for source, to, _ in found if to in ("orchestrator", "gateway")}
+    assert callers == {"gateway"}, "no worker calls them"
 
 
 def test_a_pair_shares_memory_and_has_a_gpu_each() -> None:
@@ -449,6 +464,8 @@ def test_the_example_replaces_models_and_nothing_else() -> None:
         assert own[role].keys() == table.keys()
     for workload in workloads(rendered("example")):
         volumes = {v["name"]: v for v in pod_of(workload)["volumes"]}
+        if workload["metadata"]["name"] == "coppice-gateway":
+            continue  # which reads no checkpoint
         assert volumes["models"]["persistentVolumeClaim"] == {
             "claimName": "checkpoints",
             "readOnly": True,

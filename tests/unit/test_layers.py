@@ -32,6 +32,8 @@ TORCH_FREE = (
     "coppice.client",
     "coppice.stack",
     "orchestrator.server",
+    "orchestrator.vllm_engine",
+    "coppice.gateway.server",
     "draft_service.server",
     "target_service.server",
 )

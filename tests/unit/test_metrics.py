@@ -29,7 +29,7 @@ DASHBOARDS = sorted((ROOT / "deploy" / "grafana").glob("*.json"))
 SCALING = sorted((ROOT / "deploy" / "kubernetes").glob("*/scaling.yaml"))
 _SELECTOR = re.compile(r"\b((?:coppice|process)_\w+)\b(?:\{([^}]*)\})?")
 _GROUPED = re.compile(r"\b(?:by|on|without|group_left|group_right)\s*\(([^)]*)\)")
-_ROLES_OF_LETTERS = {"O": "orchestrator", "T": "target", "D": "draft"}
+_ROLES_OF_LETTERS = {"O": "orchestrator", "T": "target", "D": "draft", "G": "gateway"}
 
 
 @given(
@@ -106,7 +106,9 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 def test_the_document_has_every_metric_as_it_is() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
-    rows = re.findall(r"^\| `(coppice_\w+)` \| (\w+) \| (.*?) \| ([OTD ]+) \| (.*) \|$", text, re.M)
+    rows = re.findall(
+        r"^\| `(coppice_\w+)` \| (\w+) \| (.*?) \| ([OTDG ]+) \| (.*) \|$", text, re.M
+    )
     assert [row[0] for row in rows] == list(METRICS)
     for name, kind, labels, roles, meaning in rows:
         metric = METRICS[name]

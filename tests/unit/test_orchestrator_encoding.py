@@ -34,7 +34,7 @@ class Slow:
         self.started = threading.Semaphore(0)
         self.gate = threading.Semaphore(1_000_000 if is_open else 0)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
         return tuple(range(self.count(text)))
 
     def count(self, text: str) -> int:

@@ -193,3 +193,41 @@ def test_an_unreadable_tokenizer_is_a_config_error(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="tokenizer.json"):
         Tokenizer(path)
+
+
+@given(text=st.text(max_size=30))
+def test_bytes_of_tokens_spell_the_text(byte_level: Loaded, text: str) -> None:
+    ids = byte_level.encode(text, adds_special=False)
+    assert b"".join(map(byte_level.token_bytes, ids)).decode() == text
+
+
+def test_bytes_of_tokens_with_byte_fallback_and_of_special_ones(
+    byte_level: Loaded, metaspace: Loaded
+) -> None:
+    ids = metaspace.encode("the quick 😀", adds_special=False)
+    assert b"".join(map(metaspace.token_bytes, ids)).decode() == " the quick 😀"
+    assert metaspace.token_bytes(metaspace.token_to_id("<s>")) == b"<s>"
+    assert metaspace.token_bytes(metaspace.token_to_id("<0x0A>")) == b"\n"
+    assert byte_level.token_bytes(byte_level.token_to_id("<|end|>")) == b"<|end|>"
+    assert byte_level.token_bytes(byte_level.token_to_id("<|tööl call|>")).decode() == (
+        "<|tööl call|>"
+    )
+    assert byte_level.token_bytes(10**6) == b""
+
+
+@given(token_ids=st.lists(st.integers(0, 300), max_size=30))
+def test_special_tokens_are_kept_if_that_is_asked_for(
+    byte_level: Loaded, token_ids: list[int]
+) -> None:
+    kept = _stream(byte_level.detokenizer([], keeps_special=True), token_ids)
+    assert kept == byte_level.decode_all(token_ids)
+    ends = ["<|begin|>", "<|end|>"]
+    count = sum(token_ids.count(byte_level.token_to_id(name)) for name in ends)
+    assert sum(kept.count(name) for name in ends) >= count
+
+
+def test_special_tokens_are_added_unless_they_are_there(byte_level: Loaded) -> None:
+    begin = byte_level.token_to_id("<|begin|>")
+    plain = byte_level.encode("ab", adds_special=False)
+    assert byte_level.encode("ab") == (begin, *plain)
+    assert byte_level.encode("<|begin|>ab", adds_special=False) == (begin, *plain)

@@ -85,8 +85,9 @@ def test_the_image_installs_all_that_is_asked_for(project: dict[str, Any]) -> No
     """And what that asks for, as far as it is installed here; torch asks for CUDA elsewhere."""
     image = {**locked("image.txt"), **locked("torch-cpu.txt")}
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    tracing = project["optional-dependencies"]["tracing"]
-    open_ones = [Requirement(text) for text in (*project["dependencies"], *tracing, *build)]
+    extras = project["optional-dependencies"]
+    asked = (*project["dependencies"], *extras["smg"], *extras["tracing"], *build)
+    open_ones = [Requirement(text) for text in asked]
     seen = set()
     while open_ones:
         wanted = open_ones.pop()

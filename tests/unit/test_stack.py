@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +17,7 @@ from coppice.cli.serve import ROLES
 from coppice.stack import Stack, StackConfig
 from coppice.stack import stack as stack_module
 from coppice.stack.config import stack_config
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.errors import ConfigError
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE
 
@@ -29,7 +31,9 @@ def built(config: StackConfig) -> Stack:
     return stack
 
 
-def config_of(stack: Stack, name: str) -> TargetConfig | DraftConfig | OrchestratorConfig:
+def config_of(
+    stack: Stack, name: str
+) -> TargetConfig | DraftConfig | OrchestratorConfig | GatewayConfig:
     """Parse a service's command line as the service will."""
     _, _, module, *argv = stack.services[name].command
     assert module == "coppice"
@@ -37,7 +41,7 @@ def config_of(stack: Stack, name: str) -> TargetConfig | DraftConfig | Orchestra
     assert extras == [] and arguments.exit_with_parent
     config_type, _ = ROLES[arguments.role]
     loaded = load_service_config(arguments, config_type, section=arguments.role)
-    assert isinstance(loaded, TargetConfig | DraftConfig | OrchestratorConfig)
+    assert isinstance(loaded, TargetConfig | DraftConfig | OrchestratorConfig | GatewayConfig)
     return loaded
 
 
@@ -71,6 +75,44 @@ def test_every_process_has_a_name_a_port_and_its_configuration() -> None:
     assert front.targets.split(",") == stack.target_addresses == addresses[:2]
     assert front.drafts.split(",") == stack.draft_addresses == addresses[2:4]
     assert stack.address == addresses[4]
+
+
+def test_the_gateway_calls_the_orchestrator_and_knows_no_secret() -> None:
+    stack = built(StackConfig(gateway=GatewayConfig(port=0), metrics_port=9400))
+    config = config_of(stack, "gateway")
+    assert isinstance(config, GatewayConfig)
+    assert config.orchestrators == stack.address and config.health_port
+    assert stack.http_url == f"http://127.0.0.1:{config.port}"
+    assert "COPPICE_SECRET" not in stack.services["gateway"].environ
+    assert stack.metrics_urls["gateway"].endswith(":9403/metrics")
+    assert built(StackConfig()).http_url == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "port"),
+    [
+        ({}, 8000),
+        ({"port": 0}, 0),
+        ({"port": 0, "http_port": 8000}, 8000),
+        ({"http_port": 81}, 81),
+        ({"http_port": 0}, None),
+        ({"tls_cert_file": "c", "tls_key_file": "k"}, None),
+    ],
+)
+def test_up_serves_http_unless_it_is_told_not_to(given: dict[str, Any], port: int | None) -> None:
+    gateway = stack_config(given).gateway
+    assert (gateway and gateway.port) == port
+
+
+def test_up_gives_the_gateway_what_clients_are_asked_for() -> None:
+    tls = {"tls_cert_file": "c", "tls_key_file": "k"}
+    own = GatewayConfig(tls_ca_file="a", tool_call_parser="hermes")
+    gateway = stack_config({**tls, "token_file": "t", "log_format": "json"}, gateway=own).gateway
+    assert gateway is not None and gateway.log_format == "json"
+    assert (gateway.tls_cert_file, gateway.token_file, gateway.tls_ca_file) == ("c", "t", "a")
+    assert gateway.tool_call_parser == "hermes"
+    with pytest.raises(ConfigError, match="tls_ca_file"):
+        stack_config({**tls, "http_port": 8000})
 
 
 def test_children_ignore_variables_meant_for_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +168,17 @@ def test_a_taken_port_is_refused_before_anything_starts(*, is_coppice: bool) -> 
     who = "another Coppice server runs there" if is_coppice else "another program has the port"
     assert f"cannot listen on 127.0.0.1:{port}: {who}; stop it" in str(caught.value)
     assert states == [] and stack.services == {}
+
+
+def test_a_taken_port_of_the_gateway_is_refused_by_its_own_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        stack = Stack(stack_config({"port": 0, "http_port": port}))
+        with pytest.raises(
+            ConfigError, match=rf":{port}: another program .*--http-port \(0 = none"
+        ):
+            stack.start()
+    assert stack.services == {}
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -1,0 +1,154 @@
+"""What went wrong, as OpenAI's API says it: a status, and {"error": {...}} with four fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import CoppiceError, ResourceExhaustedError
+
+CLIENT_CLOSED = 499
+_BAD_REQUEST = 400
+_MIN_SERVER_ERROR = 500
+_MAX_SHOWN_CHARS = 100
+
+# By the number of the google.rpc.Code: gRPC's own codes are no member of shared.errors.StatusCode.
+_STATUS_OF_CODE = {
+    1: CLIENT_CLOSED,
+    3: _BAD_REQUEST,
+    4: 504,
+    5: 404,
+    8: 429,
+    9: _BAD_REQUEST,
+    10: 409,
+    13: 500,
+    14: 503,
+    16: 401,
+}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Reasons whose status or code is another one than their gRPC code says.
+_STATUS_OF_REASON = {"MESSAGE_TOO_LARGE": 413, "DEADLINE_EXCEEDED": 504, "CANCELLED": CLIENT_CLOSED}
+_CODE_OF_REASON = {
+    "INVALID_ARGUMENT": "invalid_value",
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "NO_IDENTITY": "invalid_api_key",
+    "WRONG_IDENTITY": "invalid_api_key",
+    "EXPIRED_IDENTITY": "invalid_api_key",
+}
+# What the same request would end with again, though its status says otherwise.
+_FINAL_REASONS = frozenset(
+    {"ABORTED", "NO_DRAFT", "NO_PROGRESS", "NON_FINITE_LOGITS", "REQUEST_KILLED_WORKERS"}
+    | {"DEADLINE_EXCEEDED"}
+)
+# Fields of GenerateRequest that OpenAI's API calls otherwise; of others the last part is the name.
+_PARAMS = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "stopping.max_new_tokens": "max_tokens",
+    "stopping.min_new_tokens": "min_tokens",
+    "stopping.stop_strings": "stop",
+    "stopping.include_stop_in_output": "include_stop_str_in_output",
+    "output.logprobs": "logprobs",
+    "output.top_logprobs": "top_logprobs",
+    "speculation.mode": "speculation",
+}
+
+
+@dataclass(kw_only=True, eq=False)
+class ApiError(Exception):
+    """What a client is answered in the place of a result.
+
+    Args:
+        param: Field of the request to blame; None: none is.
+        code: Stable identifier, lower case.
+        headers: Of the answer.
+    """
+
+    status: int
+    message: str
+    kind: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the answer."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def shortened(text: str) -> str:
+    """Return a text of the client's as errors and logs repeat it."""
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def shown(value: Any) -> str:
+    """Return a value of the client's as errors repeat it; of an object or a list its type."""
+    if isinstance(value, str):
+        return repr(shortened(value))
+    return f"a {type(value).__name__}" if isinstance(value, dict | list) else shortened(repr(value))
+
+
+def bad_request(
+    message: str, *, param: str | None, code: str = "invalid_value", status: int = _BAD_REQUEST
+) -> ApiError:
+    """Return the error of a request that cannot be served as it is."""
+    return ApiError(
+        status=status,
+        message=message,
+        kind="invalid_request_error",
+        param=param,
+        code=code,
+        headers={},
+    )
+
+
+def unsupported(name: str, why: str) -> ApiError:
+    """Return the error of a field that OpenAI's API has and this server does not."""
+    return bad_request(
+        f"{name} is not supported by this server: {why}", param=name, code="unsupported_parameter"
+    )
+
+
+def model_not_found(name: str) -> ApiError:
+    """Return the error of a model that nobody serves."""
+    message = f"the model {shown(name)} is not served here; GET /v1/models lists those that are"
+    return bad_request(message, param="model", code="model_not_found", status=404)
+
+
+def api_error(error: CoppiceError) -> ApiError:
+    """Return what a client is told of an error of the orchestrator or of the gateway."""
+    status = _STATUS_OF_REASON.get(error.reason) or _STATUS_OF_CODE.get(_number(error.code), 500)
+    kind = "server_error" if status >= _MIN_SERVER_ERROR else "invalid_request_error"
+    return ApiError(
+        status=status,
+        message=error.message,
+        kind=_TYPES.get(status, kind),
+        param=_param(error.field) if error.field else None,
+        code=_CODE_OF_REASON.get(error.reason, error.reason.lower()),
+        headers=_retry_headers(error, status),
+    )
+
+
+def _retry_headers(error: CoppiceError, status: int) -> dict[str, str]:
+    """Say when to come again, or that it is of no use; OpenAI's clients listen to all three."""
+    if isinstance(error, ResourceExhaustedError) and error.retry_after_s:
+        return {
+            "retry-after": str(math.ceil(error.retry_after_s)),
+            "retry-after-ms": str(math.ceil(error.retry_after_s * 1e3)),
+        }
+    is_final = error.reason in _FINAL_REASONS or isinstance(error, ResourceExhaustedError)
+    return {"x-should-retry": "false"} if is_final else {}
+
+
+def _number(code: Any) -> int:
+    """Return the number of a shared.errors.StatusCode or of a grpc.StatusCode."""
+    value = code.value
+    return int(value[0] if isinstance(value, tuple) else value)
+
+
+def _param(field: str) -> str:
+    return _PARAMS.get(field, field.rpartition(".")[2])

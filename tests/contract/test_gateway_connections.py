@@ -1,0 +1,143 @@
+"""Connections that do nothing, or read nothing: each ends by itself, and takes nobody's place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.gateway import server as gateway_server
+from coppice.gateway.connections import ConnectionLimits
+from tests.contract.serving import freed, write_model
+from tests.contract.test_gateway import Front, gateway, one
+from tests.fakes import eventually
+
+pytestmark = pytest.mark.asyncio
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """Return what comes until the server closes the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), timeout=30.0)
+    except ConnectionError:
+        return b""
+
+
+@contextlib.asynccontextmanager
+async def listening(**fields: Any) -> AsyncIterator[Front]:
+    """Serve HTTP in front of nobody."""
+    async with gateway("127.0.0.1:1", waits=False, **fields) as front:
+        await eventually(lambda: front.server._http.started, what="a server that listens")  # type: ignore[union-attr]
+        yield front
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost: x\r\nx: "])
+async def test_a_head_that_does_not_come_is_not_waited_for(said: bytes) -> None:
+    async with listening(read_timeout_s=0.3) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(said)
+        assert await ended(reader) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("rest", [b"GET /hea", b"x"])
+async def test_the_next_head_is_not_waited_for_either(rest: bytes) -> None:
+    """Nor the rest of a body that nobody reads any more."""
+    body = b"content-length: 100\r\n" if rest == b"x" else b""
+    async with listening(read_timeout_s=0.3) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + body + b"\r\n")
+        assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 503")
+        writer.write(rest)
+        assert await ended(reader) == b""
+        writer.close()
+
+
+async def test_a_head_that_trickles_is_not_waited_for() -> None:
+    async with listening(read_timeout_s=0.3) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(b"GET /health HTTP/1.1\r\n")
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b"x: y\r\n")
+                await asyncio.sleep(0.05)
+
+        trickling = asyncio.create_task(trickle())
+        assert await ended(reader) == b""
+        trickling.cancel()
+        writer.close()
+
+
+async def test_an_address_has_half_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_server, "_MAX_CONNECTIONS", 6)
+    async with listening(max_num_requests=2) as front:
+        held = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(4)]
+        refused, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        assert await ended(refused) == b""
+        writer.close()
+        for _, other in held:
+            other.close()
+
+        async def answer() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            try:
+                return await ended(reader)
+            finally:
+                writer.close()
+
+        async with asyncio.timeout(30):  # the places come back
+            while not (await answer()).startswith(b"HTTP/1.1 503"):
+                await asyncio.sleep(0.01)
+
+
+async def test_files_that_a_process_may_open_are_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, most in ((1024, 704), (100, 50), (1 << 20, 5000), (-1, 5000)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
+        assert ConnectionLimits.of(5000, read_timeout_s=1.0).connections == most
+
+
+async def narrow(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection that takes little without being read."""
+    bare = socket.socket()
+    bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    bare.connect(("127.0.0.1", port))
+    return await asyncio.open_connection(sock=bare, limit=1024)
+
+
+async def test_a_whole_answer_that_is_not_read_holds_no_connection(model: Path) -> None:
+    async with one(model, read_timeout_s=0.5) as (front, _, target, draft):
+        asked: dict[str, Any] = {"model": model.name, "prompt": [3, 1, 4], "ignore_eos": True}
+        asked |= {"logprobs": 20, "max_tokens": 3500, "n": 4}
+        body = json.dumps(asked).encode()
+        _, writer = await narrow(front.port)
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        connections = front.server._http.server_state.connections  # type: ignore[union-attr]
+        await eventually(lambda: bool(target.engine.requests), what="a request")
+        held = next(iter(connections))
+        await freed(target, draft)
+        await eventually(lambda: held not in connections, what="the end of its connection")
+        writer.close()
+
+
+async def test_requests_that_follow_closely_are_all_answered() -> None:
+    async with listening() as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        asked = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+        writer.write(20 * (asked + b"\r\n") + asked + b"connection: close\r\n\r\n")
+        assert (await ended(reader)).count(b'{"status":"not ready"}') == 21
+        writer.close()

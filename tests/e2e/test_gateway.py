@@ -1,0 +1,220 @@
+"""OpenAI's client against real processes: a gateway, an orchestrator, a target and its draft."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from coppice import Client
+from shared.config import GatewayConfig
+from tests.e2e.serving import Server, running, stack_config
+from tests.processes import wait_for, with_path
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = "def read_lines(path):"
+# Half of a character may be a token: the model is asked to go on with characters of four bytes.
+EMOJI = "# 🌲🌳🌴\nTREES = '🌲🌳🌴🌲🌳🌴🌲🌳"
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Server]:
+    gateway = GatewayConfig(port=0, drain_timeout_s=5.0)
+    config = stack_config(orchestrator={"vllm_engine": True}, gateway=gateway)
+    with running(config) as server:
+        yield server
+
+
+@pytest.fixture
+def client(front: Server) -> Iterator[openai.OpenAI]:
+    url = f"{front.http_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60.0) as found:
+        yield found
+
+
+@pytest.mark.parametrize("prompt", [CODE, EMOJI])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, SAMPLED])
+def test_every_endpoint_says_what_grpc_says(
+    front: Server, client: openai.OpenAI, prompt: str, sampling: dict[str, Any]
+) -> None:
+    """Streamed, whole, by prompt, by ids and as a chat, with and without speculation."""
+    with Client(front.address) as grpc_client:
+        plain = grpc_client.generate(
+            prompt, max_new_tokens=24, logprobs=True, top_logprobs=3, speculation=False, **sampling
+        )
+        ids = grpc_client.tokenize(prompt)
+        (model,) = grpc_client.models()
+        assert (model.name, model.max_context_len) == ("demo", 2048) and model.can_speculate
+        spelled = grpc_client.detokenize(plain.token_ids).token_bytes
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 24, **sampling}
+    for given in (prompt, list(ids)):
+        for mode in ("on", "off"):
+            whole = client.completions.create(
+                **asked, prompt=given, logprobs=3, extra_body={"speculation": mode}
+            )
+            assert whole.choices[0].text == plain.text
+            logprobs = whole.choices[0].logprobs
+            assert logprobs is not None
+            assert logprobs.token_logprobs == [entry.logprob for entry in plain.logprobs]
+    chat: dict[str, Any] = {**asked, "messages": [{"role": "user", "content": prompt}]}
+    answer = client.chat.completions.create(**chat, logprobs=True, top_logprobs=3)
+    assert answer.choices[0].message.content == plain.text
+    content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
+    assert content is not None
+    for entry, expected, token in zip(content, plain.logprobs, spelled, strict=True):
+        assert (entry.logprob, entry.bytes) == (expected.logprob, list(token))
+        assert [top.logprob for top in entry.top_logprobs] == [value for _, value in expected.top]
+    with client.chat.completions.stream(
+        **{**chat, "max_tokens": openai.omit}, max_completion_tokens=24, n=1, logprobs=True
+    ) as stream:
+        text, kinds = "", set()
+        for event in stream:
+            kinds.add(event.type)
+            if event.type == "content.delta":
+                text += event.delta
+    assert text == plain.text and {"content.delta", "content.done", "chunk"} <= kinds
+
+
+def test_chats_of_several_turns_and_stops_inside_of_them(client: openai.OpenAI) -> None:
+    turns: list[Any] = [{"role": "system", "content": "import os"}]
+    for text in ("def main():", "if __name__ == '__main__':"):
+        turns.append({"role": "user", "content": text})
+        answer = client.chat.completions.create(
+            model="demo", messages=turns, temperature=0, max_tokens=24, stop=["\n\n", "zzz"]
+        )
+        said = answer.choices[0].message.content
+        assert said and "\n\n" not in said
+        turns.append(answer.choices[0].message.model_dump(exclude_none=True))
+    stop = said[3:7]
+    again = client.chat.completions.create(
+        model="demo", messages=turns[:-1], temperature=0, max_tokens=24, stop=stop
+    )
+    assert again.choices[0].message.content == said[: said.index(stop)]
+    assert again.choices[0].finish_reason == "stop"
+
+
+def test_who_goes_away_frees_the_pages(front: Server, client: openai.OpenAI) -> None:
+    """The fixture of this folder looks at the workers after the test; here at once, in between."""
+    asked: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 1500}
+    extra = {"ignore_eos": True}
+    stream = client.completions.create(**asked, n=3, stream=True, extra_body=extra)
+    next(iter(stream))
+    assert front.info("target-0").load.num_running > 0
+    stream.close()
+    front.check_idle()
+
+    async def leave() -> None:
+        url = f"{front.http_url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as other:
+            task = asyncio.create_task(other.completions.create(**asked, extra_body=extra))
+            while not front.info("target-0").load.num_running:
+                await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    front.check_idle()
+
+
+def test_the_example_runs_with_nothing_but_another_url(front: Server) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "openai_sdk.py")]
+    ran = subprocess.run(
+        [*command, f"{front.http_url}/v1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=with_path(ROOT),
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "\n48 tokens\n" in ran.stdout and ran.stdout.count("log-probability") == 2
+    alone = subprocess.run(
+        [*command, "http://127.0.0.1:1/v1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=with_path(ROOT),
+    )
+    assert alone.returncode == 1 and "Connection" in alone.stderr
+    assert "Traceback" not in alone.stderr
+
+
+def test_a_gateway_that_dies_is_started_again_and_nothing_is_held(
+    front: Server, client: openai.OpenAI
+) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 1500}
+    stream = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    before = front.services["gateway"].pid
+    front.kill("gateway", signal.SIGKILL)
+    with pytest.raises((openai.APIError, httpx2.HTTPError)):
+        for _ in stream:
+            pass
+    front.check_idle()
+    wait_for(lambda: front.services["gateway"].pid not in (None, before))
+    front.wait_ready("gateway", timeout_s=60.0)
+    assert client.completions.create(model="demo", prompt=CODE, max_tokens=4).choices[0].text
+
+
+def test_its_environment_has_no_secret(front: Server) -> None:
+    pid = front.services["gateway"].pid
+    assert pid is not None and os.path.isdir(f"/proc/{pid}")
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"COPPICE_SECRET" not in environ
+
+
+def test_a_gateway_of_others_serves_it_as_it_is(front: Server, tmp_path: Path) -> None:
+    """smg tokenizes, renders and parses; the orchestrator answers it as an engine of vLLM's."""
+    with socket.socket() as first, socket.socket() as second:
+        for reserved in (first, second):
+            reserved.bind(("127.0.0.1", 0))
+        port, metrics_port = (reserved.getsockname()[1] for reserved in (first, second))
+    model = resources.files("coppice") / "bundled" / "target"
+    command = [sys.executable, "-m", "smg.launch_router", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--prometheus-port={metrics_port}", "--model-path", str(model)]
+    log = tmp_path / "smg.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, "--worker-urls", f"grpc://{front.address}"], stdout=stream, stderr=stream
+        )
+    try:
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60.0
+        ) as client:
+
+            def is_there() -> bool:
+                assert process.poll() is None, log.read_text()
+                try:
+                    return [model.id for model in client.models.list()] == ["demo"]
+                except openai.APIError:
+                    return False
+
+            wait_for(is_there, 60.0, log.read_text)
+            with Client(front.address) as grpc_client:
+                plain = grpc_client.generate(CODE, max_new_tokens=24)
+            asked: dict[str, Any] = {"model": "demo", "max_tokens": 24, "temperature": 0}
+            whole = client.completions.create(**asked, prompt=CODE)
+            assert whole.choices[0].text == plain.text
+            text = ""
+            messages: list[Any] = [{"role": "user", "content": CODE}]
+            for chunk in client.chat.completions.create(**asked, messages=messages, stream=True):
+                text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+            assert text == plain.text
+    finally:
+        process.terminate()
+        process.wait(30)

@@ -1,0 +1,48 @@
+"""Rounds of both engines on the Triton kernels, interpreted: no kernel is an orphan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.kernels.dispatch import launch_counts
+from shared.messages import SamplingParams, TreeShape
+from tests.checkpoints import Shape, write_eagle3, write_llama
+from tests.engines import Pairing, make_draft, make_target, run_plain
+from tests.kernels.launches import counted_kernels
+from tests.local_pair import LocalPair, LocalRequest
+
+# Hot enough that the noise, which draft and target share, decides most tokens.
+HOT = SamplingParams(temperature=4.0, top_k=200, top_p=0.98, min_p=0.0001, seed=1)
+PENALIZED = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
+
+
+def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
+    """Trees with filters and T > 0 on the kernels equal plain decoding on them."""
+    target_dir = write_llama(tmp_path / "target", shape=Shape(num_layers=1))
+    draft_dir = write_eagle3(tmp_path / "draft", target_dir, layer_ids=(0, 0))
+    pairing = Pairing(target=target_dir, draft=draft_dir, algorithm="eagle3")
+    # What a target computes at its start is no longer than the context.
+    small = {"max_context_len": 16, "max_batch_rows": 64}
+    target, draft = make_target(pairing, **small), make_draft(pairing, **small)
+    requests = [
+        LocalRequest(
+            prompt=[72, 101, 108],
+            max_new_tokens=5,
+            sampling=HOT,
+            shape=TreeShape(num_steps=2, topk=3, num_draft_tokens=5),
+        ),
+        LocalRequest(
+            prompt=[72, 105],
+            max_new_tokens=3,
+            sampling=PENALIZED,
+            logprobs=True,
+            top_logprobs=2,
+            shape=TreeShape(num_steps=2, topk=2, num_draft_tokens=4),
+        ),
+    ]
+    plain = run_plain(target, requests)
+    LocalPair(target, draft).run(requests)
+    assert [r.output for r in requests] == [r.output for r in plain]
+    assert all(len(tree.token_ids) > 1 for request in requests for tree in request.trees)
+    assert target.load.num_moved_rounds > 0
+    assert {name for name, count in launch_counts().items() if count > 0} == counted_kernels()
