@@ -75,7 +75,7 @@ class Placement:
     async def _prefill(self, tokens: Sequence[int]) -> AcceptedPath:
         worker = await self._pool.acquire_target(
             self.terms.need(tokens, self.losses, is_running=self._is_running(tokens)),
-            patience_s=self._step_timeout_s if self.terms.identity else 0.0,
+            patience_s=self._step_timeout_s,
         )
         self.terms = self.terms.on_target(worker.info, is_first=self.target_epoch == 0)
         self.target_epoch += 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -107,6 +109,8 @@ class WorkerPool:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._arrivals = itertools.count()
         self._was_ready = False
+        self._last_model: WorkerInfo | None = None
+        self._lost_at_s = -math.inf
         self.num_lost = Counter(
             {(role, cause): 0 for role in _ROLES for cause in ("ended", "error", "silent")}
         )
@@ -186,6 +190,14 @@ class WorkerPool:
         infos = [worker.info for worker in self._targets if worker.is_available]
         return max(infos, key=lambda info: info.max_context_len, default=None)
 
+    def lost_model(self, within_s: float) -> WorkerInfo | None:
+        """Return what was served until the last target was lost, or drained, so many seconds ago at
+        most: one that comes back serves it again. None if there is one, or was none for longer.
+        """
+        if self.model is not None or time.monotonic() > self._lost_at_s + within_s:
+            return None
+        return self._last_model
+
     async def acquire_target(self, need: Need, *, patience_s: float) -> WorkerSession:
         """Wait for a target with room; the request counts as opening there from now on.
 
@@ -202,9 +214,10 @@ class WorkerPool:
             while not waiter.chosen.done():
                 if self._candidates(need):
                     give_up = loop.time() + patience_s
-                elif loop.time() >= give_up:
+                elif loop.time() >= give_up or self._serves_another(need):
                     raise UnavailableError(
-                        "no target worker is ready for this request; try again later"
+                        "no target worker is ready for this request; try again later",
+                        reason="NO_TARGET",
                     )
                 await asyncio.wait([waiter.chosen], timeout=_RECHECK_S)
         except asyncio.CancelledError:
@@ -216,6 +229,13 @@ class WorkerPool:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
         return waiter.chosen.result()
+
+    def _serves_another(self, need: Need) -> bool:
+        """Return whether what a new request waits for has been replaced by another model."""
+        if need.identity is None or need.is_running:
+            return False
+        identities = [ModelIdentity.of(w.info) for w in self._targets if w.is_available]
+        return bool(identities) and need.identity not in identities
 
     def has_room(self, need: Need) -> bool:
         """Return whether a target has room for a request now; one that drains does not count."""
@@ -262,6 +282,7 @@ class WorkerPool:
         return problem
 
     def _workers_changed(self) -> None:
+        self._last_model = self.model or self._last_model
         self.pairs.update(self._targets, self._drafts)
         self.can_speculate = len(self.pairs.problems) < len(self._targets) * len(self._drafts)
         self._load_changed()
@@ -272,6 +293,8 @@ class WorkerPool:
         self._dispatch()
         self.moves.look()
         if self.is_ready != self._was_ready:
+            if self._was_ready:
+                self._lost_at_s = time.monotonic()
             self._was_ready = self.is_ready
             self._on_change()
 

@@ -57,6 +57,7 @@ class Generation:
         request: With its prompt tokenized.
         worker_request_id: Its id on the workers, unique in the world.
         model: What is served, as far as validation needed to know.
+        is_awaited: There is no target at present; one that serves this model is waited for.
         tokenizer: None if the model has none: then there is no text.
         log: Where the request's records go; None = to this module's logger.
         turns: Of all that write in this process; None: nobody else does.
@@ -75,6 +76,7 @@ class Generation:
         log: RequestLog | None = None,
         turns: WriteTurns | None = None,
         metrics: RequestMetrics | None = None,
+        is_awaited: bool = False,
     ) -> None:
         self._request = request
         self._log = log or RequestLog(logger, request.request_id)
@@ -95,7 +97,11 @@ class Generation:
             on_revoke=self._revoke,
         )
         self._placement = Placement(
-            Terms.of(request, worker_request_id, model, wants_features=self._may_speculate),
+            Terms.of(
+                *(request, worker_request_id, model),
+                wants_features=self._may_speculate,
+                is_awaited=is_awaited,
+            ),
             pool,
             step_timeout_s=config.step_timeout_s,
             on_admitted=self._admitted,

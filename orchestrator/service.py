@@ -1,4 +1,4 @@
-"""GenerationService: check a request, run it, stream what it yields."""
+"""GenerationService: check a request, run it, stream what it yields; say what is served."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admission import Admission, Place
 from orchestrator.encoding import PromptEncoder
 from orchestrator.metrics import RequestEnd, RequestMetrics
+from orchestrator.model_card import ModelCard
 from orchestrator.outgoing import WriteTurns
 from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
@@ -27,7 +28,13 @@ from orchestrator.shape import default_shape
 from orchestrator.tenants import Tenants
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.tracing import RequestTrace, Tracing
-from orchestrator.validation import GenerationRequest, ModelLimits, parse_request, with_prompt
+from orchestrator.validation import (
+    GenerationRequest,
+    ModelLimits,
+    check_vocabulary,
+    parse_request,
+    with_prompt,
+)
 from shared.config import OrchestratorConfig
 from shared.errors import InvalidArgumentError, StaleStateError, UnavailableError
 from shared.messages import FinishInfo, WorkerInfo
@@ -41,6 +48,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     Args:
         tokenizer: None if the model has none: then prompts are token ids and there is no text.
+        card: What clients are told of the model.
         caller: Returns who calls, "" if nobody knows.
     Raises: ConfigError if the configuration cannot work.
     """
@@ -52,12 +60,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         pool: WorkerPool,
         admission: Admission,
         tokenizer: Tokenizer | None,
+        card: ModelCard,
         caller: Callable[[grpc.aio.ServicerContext[Any, Any]], str] = caller_name,
     ) -> None:
         self._config = config
         self._pool = pool
         self._admission = admission
         self._tokenizer = tokenizer
+        self._card = card
         self._encoder = PromptEncoder(tokenizer) if tokenizer is not None else None
         self._incarnation = secrets.token_hex(4)
         self._serial = itertools.count()
@@ -99,9 +109,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         log: RequestLog,
         trace: RequestTrace,
     ) -> None:
-        model = self._pool.model
-        if model is None:
-            raise UnavailableError("no target worker is ready; try again later", reason="NO_TARGET")
+        model, is_awaited = self._served(), self._pool.model is None
         limits = ModelLimits(
             vocab_size=model.vocab_size,
             max_context_len=model.max_context_len,
@@ -125,6 +133,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                     trace_id=trace.trace_id,
                 ),
                 model=model,
+                is_awaited=is_awaited,
                 pool=self._pool,
                 config=self._config,
                 tokenizer=self._tokenizer,
@@ -137,6 +146,65 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             task.add_done_callback(lambda _: place.release())
             with self.running.holds(parsed.request_id, generation, task):
                 await _stream(generation, task, context, place, self._readers, log)
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Any
+    ) -> pb.ListModelsResponse:
+        """Say what is served."""
+        model = self._served()
+        card = pb.ModelCard(
+            name=self._card.name,
+            model_fingerprint=ModelIdentity.of(model).fingerprint,
+            max_context_len=model.max_context_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            has_tokenizer=self._tokenizer is not None,
+            chat_templates=self._card.chat_templates,
+            special_tokens=self._card.special_tokens,
+            can_speculate=self._pool.can_speculate,
+            started_s=self._card.started_s,
+        )
+        return pb.ListModelsResponse(models=[card])
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """Return the token ids of a text."""
+        model, encoder = self._served(), self._encoder
+        if encoder is None:
+            raise _no_tokenizer("text")
+        adds_special = request.add_special_tokens or not request.HasField("add_special_tokens")
+        ids = await encoder.encode(
+            request.text, max_num_tokens=model.max_context_len, adds_special=adds_special
+        )
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Any
+    ) -> pb.DetokenizeResponse:
+        """Return the text of token ids, and the bytes of each."""
+        model, tokenizer, ids = self._served(), self._tokenizer, request.token_ids
+        if tokenizer is None:
+            raise _no_tokenizer("token_ids")
+        if len(ids) > model.max_context_len:
+            raise InvalidArgumentError(
+                f"token_ids holds {len(ids)} ids, at most {model.max_context_len} are allowed: as "
+                "many as the context",
+                field="token_ids",
+            )
+        check_vocabulary(ids, model.vocab_size, field="token_ids")
+        decode = tokenizer.decode if request.skip_special_tokens else tokenizer.decode_all
+        return pb.DetokenizeResponse(
+            text=decode(ids), token_bytes=[tokenizer.token_bytes(token_id) for token_id in ids]
+        )
+
+    def _served(self) -> WorkerInfo:
+        """Return what is served, or was until just now.
+
+        Raises: UnavailableError if no target is ready, nor was one lately.
+        """
+        model = self._pool.model or self._pool.lost_model(self._config.step_timeout_s)
+        if model is None:
+            raise UnavailableError("no target worker is ready; try again later", reason="NO_TARGET")
+        return model
 
     def _check_services(self, request: GenerationRequest) -> None:
         """Refuse what this deployment cannot do."""
@@ -154,17 +222,25 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 field="speculation.mode",
             )
         if self._tokenizer is None and (request.text is not None or request.stop_strings):
-            raise InvalidArgumentError(
-                "this model has no tokenizer.json; send token_ids and no stop strings",
-                reason="NO_TOKENIZER",
-                field="text" if request.text is not None else "stopping.stop_strings",
-            )
+            raise _no_tokenizer("text" if request.text is not None else "stopping.stop_strings")
 
     async def _tokenize(self, request: GenerationRequest, limits: ModelLimits) -> tuple[int, ...]:
         if request.text is None:
             return request.prompt_ids
         assert self._encoder is not None
-        return await self._encoder.encode(request.text, max_num_tokens=limits.max_context_len)
+        return await self._encoder.encode(
+            request.text,
+            max_num_tokens=limits.max_context_len,
+            adds_special=request.adds_special,
+        )
+
+
+def _no_tokenizer(field: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "this model has no tokenizer.json; send token_ids and no stop strings",
+        reason="NO_TOKENIZER",
+        field=field,
+    )
 
 
 def _check_resumable(request: GenerationRequest, model: WorkerInfo) -> None:

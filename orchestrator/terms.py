@@ -23,6 +23,7 @@ class Terms:
         worker_request_id: Its id on the workers, unique in the world.
         model: What is served; until a target is chosen, as far as validation needed to know.
         identity: The model that the request is bound to; None for a new request.
+        is_awaited: No target was there when the request came: it is bound to the last one's model.
         wants_features: Whether a draft may read the target's features.
         arrived_s: When the request came, loop time.
     """
@@ -31,6 +32,7 @@ class Terms:
     worker_request_id: str
     model: WorkerInfo
     identity: ModelIdentity | None = None
+    is_awaited: bool = False
     wants_features: bool = False
     arrived_s: float = 0.0
 
@@ -42,14 +44,20 @@ class Terms:
         model: WorkerInfo,
         *,
         wants_features: bool,
+        is_awaited: bool = False,
     ) -> Terms:
-        """Return the terms of a request that has come now."""
+        """Return the terms of a request that has come now.
+
+        Args:
+            is_awaited: There is no target at present; one that serves this model is waited for.
+        """
         return cls(
             request=request,
             worker_request_id=worker_request_id,
             model=model,
             # Resumed tokens bind the request to what computed them, as its own do later.
-            identity=ModelIdentity.of(model) if request.resume_fingerprint else None,
+            identity=ModelIdentity.of(model) if request.resume_fingerprint or is_awaited else None,
+            is_awaited=is_awaited,
             wants_features=wants_features,
             arrived_s=asyncio.get_running_loop().time(),
         )
@@ -57,7 +65,7 @@ class Terms:
     def on_target(self, info: WorkerInfo, *, is_first: bool) -> Terms:
         """Return the terms on a target; what the first one serves stays said, whatever follows."""
         model = info if is_first else self.model
-        return replace(self, model=model, identity=ModelIdentity.of(info))
+        return replace(self, model=model, identity=ModelIdentity.of(info), is_awaited=False)
 
     @property
     def max_new_tokens(self) -> int:
@@ -84,7 +92,7 @@ class Terms:
         return Need(
             request_id=self.worker_request_id,
             num_tokens=len(tokens),
-            context_len=whole_len if self.identity else len(tokens) + 1,
+            context_len=whole_len if self.identity and not self.is_awaited else len(tokens) + 1,
             priority=self.request.priority,
             session_id=self.request.session_id,
             wants_draft=self.request.shape is not None,

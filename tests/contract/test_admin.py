@@ -130,6 +130,22 @@ async def test_a_draft_that_fits_no_target_is_listed_as_unpaired_with_the_reason
         assert "unpaired" in text and "feature rows" in text
 
 
+async def test_who_comes_while_the_only_target_drains_waits(model: Path) -> None:
+    async with (
+        target("t0") as worker,
+        serving(model, [worker], step_timeout_s=60.0) as server,
+        admin_of(server) as admin,
+        AsyncClient(server.address, max_retries=0) as client,
+    ):
+        await admin.Drain(pb.DrainRequest(worker=worker.address))
+        await becomes(admin, worker.address, "DRAINING")
+        late = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
+        await eventually(lambda: server.orchestrator.pool.num_waiting == 1)
+        await admin.Undrain(pb.UndrainRequest(worker=worker.address))
+        done = await asyncio.wait_for(late, 60)
+        assert list(done.token_ids) == generate(PROMPT, 4)
+
+
 async def test_every_orchestrator_hears_of_a_drain(model: Path) -> None:
     """The worker holds it: whoever connects later sees it too."""
     async with target("t0") as worker, serving(model, [worker]) as server:

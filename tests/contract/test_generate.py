@@ -314,13 +314,21 @@ async def test_reflection_describes_the_service(model: Path) -> None:
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        newer = channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
         request = reflection_pb2.ServerReflectionRequest(
             file_containing_symbol=ORCHESTRATOR_SERVICE
         )
-        async for response in stub.ServerReflectionInfo(iter([request])):
-            (data,) = response.file_descriptor_response.file_descriptor_proto
-            assert FileDescriptorProto.FromString(data).service[0].name == "GenerationService"
-            break
+        for ask in (stub.ServerReflectionInfo, newer):
+            async for response in ask(iter([request])):
+                (data,) = response.file_descriptor_response.file_descriptor_proto
+                assert FileDescriptorProto.FromString(data).service[0].name == "GenerationService"
+                break
+            else:
+                pytest.fail("no answer")
 
 
 async def health(address: str, service: str) -> str:

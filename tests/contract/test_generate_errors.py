@@ -248,6 +248,13 @@ async def test_a_model_without_tokenizer_serves_token_ids(tmp_path: Path) -> Non
     """NO_TOKENIZER for text and stop strings."""
     (tmp_path / "config.json").write_text("{}")
     async with fake_target() as target, serving(tmp_path, [target]) as server:
+        async with AsyncClient(server.address) as client:
+            (card,) = await client.models()
+            assert not card.has_tokenizer and card.chat_templates == {}
+            for asked in (client.tokenize("x"), client.detokenize([1])):
+                with pytest.raises(InvalidArgumentError) as caught:
+                    await asked
+                assert caught.value.reason == "NO_TOKENIZER"
         for request, field in (
             (ask(text="x"), "text"),
             (ask(stopping=pb.StoppingCriteria(stop_strings=["x"])), "stopping.stop_strings"),

@@ -130,6 +130,76 @@ async def test_a_killed_draft_costs_rounds_and_its_successor_catches_up(model: P
         await freed(a_target, second)
 
 
+async def test_who_comes_while_the_only_target_is_away_waits_for_it(model: Path) -> None:
+    """As those do that ran there. The server is not ready meanwhile."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(target("first"))
+        server = await stack.enter_async_context(serving(model, [first], step_timeout_s=60.0))
+        client = await stack.enter_async_context(AsyncClient(server.address, max_retries=0))
+        request = await stack.enter_async_context(long_request(client))
+        await request.reaches(20)
+        await kill(first)
+        await eventually(lambda: server.orchestrator.pool.model is None)
+        late = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=9))
+        await eventually(lambda: server.orchestrator.pool.num_waiting == 2)
+        port = int(first.address.rpartition(":")[2])
+        await stack.enter_async_context(target("second", port=port))
+        assert list((await asyncio.wait_for(late, 60)).token_ids) == generate(PROMPT, 9)
+        await request.check()
+
+
+async def test_who_was_not_sent_to_the_only_target_yet_waits_for_it_too(model: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(target("first"))
+        server = await stack.enter_async_context(serving(model, [first], step_timeout_s=60.0))
+        client = await stack.enter_async_context(AsyncClient(server.address, max_retries=0))
+        first.handle.pause()
+        asked = [
+            asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
+            for _ in range(20)  # of which 16 are opened at once
+        ]
+        await eventually(lambda: server.orchestrator.pool.num_waiting == 4)
+        await kill(first)
+        await eventually(lambda: server.orchestrator.pool.num_waiting == 20)
+        port = int(first.address.rpartition(":")[2])
+        await stack.enter_async_context(target("second", port=port))
+        for done in await asyncio.wait_for(asyncio.gather(*asked), 60):
+            assert list(done.token_ids) == generate(PROMPT, 4)
+
+
+async def test_another_model_in_the_place_of_the_only_target_ends_the_wait(model: Path) -> None:
+    """Who comes anew finds it."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(target("first"))
+        server = await stack.enter_async_context(serving(model, [first], step_timeout_s=600.0))
+        client = await stack.enter_async_context(AsyncClient(server.address, max_retries=0))
+        await kill(first)
+        await eventually(lambda: server.orchestrator.pool.model is None)
+        late = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
+        await eventually(lambda: server.orchestrator.pool.num_waiting == 1)
+        other = FakeTarget(incarnation="other", logits_hash="b" * 64)
+        port = int(first.address.rpartition(":")[2])
+        await stack.enter_async_context(fake_target(other, step_s=STEP_S, port=port))
+        with pytest.raises(UnavailableError) as caught:
+            await asyncio.wait_for(late, 60)
+        assert caught.value.reason == "NO_TARGET"
+        done = await client.generate(token_ids=PROMPT, max_new_tokens=4)
+        assert list(done.token_ids) == generate(PROMPT, 4)
+
+
+async def test_who_comes_while_the_only_target_is_away_waits_no_longer_than_a_step_may_take(
+    model: Path,
+) -> None:
+    async with target() as only, serving(model, [only], step_timeout_s=0.3) as server:
+        await kill(only)
+        await eventually(lambda: server.orchestrator.pool.model is None)
+        async with AsyncClient(server.address, max_retries=0) as client:
+            for _ in range(2):  # the second one comes too late to wait
+                with pytest.raises(UnavailableError) as caught:
+                    await asyncio.wait_for(client.generate(token_ids=PROMPT), 60)
+                assert caught.value.reason == "NO_TARGET"
+
+
 async def test_a_killed_target_costs_a_pause(model: Path) -> None:
     """Another target takes over; no token is lost, repeated or changed."""
     async with contextlib.AsyncExitStack() as stack:
