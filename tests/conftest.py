@@ -19,27 +19,36 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 # Tests of processes wait much, so they begin and others run meanwhile; then what computes most.
-FOLDERS = ("e2e", "unit", "contract", "kernels")
+ORDER = ("e2e", "unit", "contract", "apart", "kernels")
+# Of them, those whose stacks are their own and that mind least what else the machine does: any
+# process that has time runs them, so that all end at about the same time.
+APART = ("command_line", "compose", "exactness", "kubernetes", "pairings", "wheel")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by folder."""
     here = Path(__file__).parent
-    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(here).parts[0]))
+    items.sort(key=lambda item: ORDER.index(_part_of(item.path.relative_to(here))))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let one process run all that shares what a process has made (`--dist=loadscope`).
 
-    A file does, for its models and plain runs; so do all tests of processes, for their stacks: they
-    wait much, and two of them at once would have each other wait.
+    A file does, for its models and plain runs; so do most tests of processes, for their stacks:
+    they wait much, and two of them at once would have each other wait.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.partition("::")[0])
-            return "e2e" if path.parent.name == "e2e" else str(path)
+            return "e2e" if _part_of(path.relative_to("tests")) == "e2e" else str(path)
 
     return Groups(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def _part_of(path: Path) -> str:
+    """Return the part of the tests that a file below this folder belongs to."""
+    is_apart = path.parts[0] == "e2e" and path.stem.removeprefix("test_") in APART
+    return "apart" if is_apart else path.parts[0]

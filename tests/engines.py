@@ -24,6 +24,7 @@ from shared.step.packing import RowBlocks
 from shared.tree import TreeLayout, depths_of, lay_out_tree
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
+from target_service.step_costs import StepCosts
 from tests import checkpoints
 from tests.local_pair import LocalPair, LocalRequest
 
@@ -34,6 +35,9 @@ SHAPES = tuple(
         (3, 1, 4), (3, 2, 2), (3, 2, 6), (5, 4, 16), (5, 8, 32), (6, 8, 64), (5, 16, 64),
     )
 )  # fmt: skip
+
+FORWARDS = StepCosts((1, 8, 64, 128), (0.004, 0.005, 0.01, 0.02))
+"""About what forwards of these models take: timing them would be most of an engine's start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,9 @@ def make_target(pairing: Pairing, *, has_mailbox: bool = False, **options: Any) 
         device="cpu",
         **options,
     )
-    return create_target_engine(config, lambda *_: None, has_cpu_mailbox=has_mailbox)
+    return create_target_engine(
+        config, lambda *_: None, has_cpu_mailbox=has_mailbox, cpu_forwards=FORWARDS
+    )
 
 
 def make_draft(
@@ -129,7 +135,7 @@ def make_draft(
 def run_plain(
     target: TargetEngine, requests: Iterable[LocalRequest], *, alone: bool = False
 ) -> list[LocalRequest]:
-    """Serve copies of the requests without speculation; return them.
+    """Serve copies of the requests without speculation, all at once; return them.
 
     Args:
         alone: One after the other, nobody else in any batch.
@@ -143,24 +149,33 @@ def run_plain(
 _PLAIN: dict[tuple[Any, ...], LocalRequest] = {}
 
 
-def plain_of(target: TargetEngine, requests: Iterable[LocalRequest]) -> list[LocalRequest]:
-    """Return the requests as served without speculation, each alone; do not change them.
+def plain_of(
+    target: TargetEngine, requests: Iterable[LocalRequest], *, alone: bool = False
+) -> list[LocalRequest]:
+    """Return the requests as served without speculation; do not change them.
 
     What was served once in this process is not served again: pages, batches and whatever else the
     target was made with must not change a token, so its output is compared to that of any target.
+
+    Args:
+        alone: Each in a batch of its own, which proves that batches change nothing.
     """
-    info = target.info
-    found = []
+    keys, missing = [], {}
     for request in requests:
-        key = (
-            info.model_hash, info.dtype, info.max_context_len, tuple(request.prompt),
-            request.max_new_tokens, request.sampling, request.min_new_tokens,
-            request.stop_token_ids, request.logprobs, request.top_logprobs,
-        )  # fmt: skip
-        if key not in _PLAIN:
-            (_PLAIN[key],) = run_plain(target, [request])
-        found.append(_PLAIN[key])
-    return found
+        keys.append(_plain_key(target, request, alone=alone))
+        if keys[-1] not in _PLAIN:
+            missing[keys[-1]] = request
+    _PLAIN.update(zip(missing, run_plain(target, missing.values(), alone=alone), strict=True))
+    return [_PLAIN[key] for key in keys]
+
+
+def _plain_key(target: TargetEngine, request: LocalRequest, *, alone: bool) -> tuple[Any, ...]:
+    info = target.info
+    return (
+        alone, info.model_hash, info.dtype, info.max_context_len, tuple(request.prompt),
+        request.max_new_tokens, request.sampling, request.min_new_tokens,
+        request.stop_token_ids, request.logprobs, request.top_logprobs,
+    )  # fmt: skip
 
 
 def fresh(request: LocalRequest, **changes: Any) -> LocalRequest:

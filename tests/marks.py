@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,22 @@ import triton
 from packaging.version import Version
 
 EXHAUSTIVE = pytest.mark.exhaustive
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OLD_INTERPRETER = Version(triton.__version__) < Version("3.7") and Version(
     np.__version__
 ) >= Version("2.4")
 """Triton's interpreter fails with this numpy: `int` of an array [1] is an error."""
+
+
+def exhaustive_if_interpreted(test: Callable[..., None]) -> Callable[..., None]:
+    """Leave a test out of `make test` where it interprets kernels: it takes long there."""
+    return EXHAUSTIVE(test) if IS_INTERPRETED else test
+
+
+def first_if_interpreted(values: Iterable[Any]) -> list[Any]:
+    """Return the parameters, all but the first exhaustive where kernels are interpreted."""
+    first, *others = values
+    return [first, *(exhaustive(others) if IS_INTERPRETED else others)]
 
 
 def first_fast(values: Iterable[Any], *, num_fast: int = 1) -> list[Any]:

@@ -250,16 +250,17 @@ class Strike:
     is_hasty: bool
 
 
-def make_schedule(seed: int, num_faults: int) -> list[Strike]:
-    """Return a schedule; schedules in a row begin with all faults in turn, two of them each.
+def make_schedule(seed: int, num_faults: int, *, num_dealt: int = 2) -> list[Strike]:
+    """Return a schedule; schedules in a row begin with all faults in turn, some of them each.
 
     Args:
-        num_faults: At least 2.
+        num_faults: At least `num_dealt`.
+        num_dealt: Faults that are dealt in turn; the others are chosen at random.
     """
     rng = random.Random(seed)
     deck = list(FAULTS)
-    begin = [deck[(2 * seed + i) % len(deck)] for i in range(2)]
-    names = [*begin, *rng.choices(deck, k=num_faults - 2)]
+    begin = [deck[(num_dealt * seed + i) % len(deck)] for i in range(num_dealt)]
+    names = [*begin, *rng.choices(deck, k=num_faults - num_dealt)]
     return [
         Strike(name=name, delay_s=rng.uniform(0.0, 0.5), is_hasty=i > 0 and rng.random() < 0.4)
         for i, name in enumerate(names)

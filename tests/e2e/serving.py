@@ -70,7 +70,7 @@ class Server(Stack):
         return [
             name
             for name, service in self.services.items()
-            if name != "orchestrator" and service.state is not ServiceState.STOPPED
+            if name not in ("orchestrator", "gateway") and service.state is not ServiceState.STOPPED
         ]
 
     def wait_paired(self) -> None:
@@ -87,7 +87,10 @@ class Server(Stack):
         for name in self.workers:
 
             def is_free(name: str = name) -> bool:
-                load = self.info(name).load
+                try:
+                    load = self.info(name).load
+                except grpc.RpcError:  # a spare engine that has taken over still loads
+                    return False
                 is_empty = load.num_running == load.num_waiting == 0
                 return is_empty and load.num_free_pages == load.num_pages > 0
 
@@ -120,6 +123,13 @@ class Server(Stack):
         """Return how often the engine of a worker was replaced, with its front or without."""
         taken_over = self.logged("a spare one takes over", service=name)
         return self.services[name].num_restarts + taken_over
+
+    def has_spare(self, name: str) -> bool:
+        """Return whether a spare engine stands by for the engine that serves now."""
+        news = ("ready address=", "stands by as a spare engine")
+        lines = (line for line in reversed(list(self.log)) if line.startswith(name))
+        last = next((line for line in lines if any(text in line for text in news)), "")
+        return news[1] in last
 
     @contextlib.contextmanager
     def slowed(self, name: str) -> Iterator[None]:

@@ -102,7 +102,11 @@ def streams(
 def share_of_peer_rounds(
     server: Server, requests: list[dict[str, Any]], plain_outputs: PlainOutputs
 ) -> float:
-    """Serve requests, check their outputs, and return the share of peer rounds."""
+    """Serve requests, check their outputs, and return the share of peer rounds.
+
+    Others are those before the first tree, and those whose tree is late, which are more on a loaded
+    machine; where rounds are relayed, none is a peer round.
+    """
     plain = plain_outputs.of(server, requests)
     rounds = []
     with streams(

@@ -46,9 +46,9 @@ SHAPES = {
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
     for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
 }
-CATCH_UP_TOKENS = 32
+CATCH_UP_TOKENS = 24
 """Rounds of the root alone that a request may run until its draft has read all prompts."""
-NUM_ROUNDS = 10
+NUM_ROUNDS = 7
 """About how long each request runs, so that all of them run at once to the end."""
 SAMPLINGS: list[dict[str, Any]] = [
     {},

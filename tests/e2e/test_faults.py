@@ -15,7 +15,7 @@ from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 240
+NUM_TOKENS = 180
 REQUESTS: list[dict[str, Any]] = [
     {
         "prompt": "def read_config(path):\n",

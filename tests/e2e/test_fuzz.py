@@ -133,6 +133,17 @@ METHODS = {
     "coppice.v1.GenerationService/Generate": Method(
         service="orchestrator", goods=goods_of_generate
     ),
+    "coppice.v1.GenerationService/ListModels": Method(
+        service="orchestrator", goods=lambda _: [generation_pb2.ListModelsRequest()]
+    ),
+    "coppice.v1.GenerationService/Tokenize": Method(
+        service="orchestrator",
+        goods=lambda _: [generation_pb2.TokenizeRequest(text="def f():", add_special_tokens=True)],
+    ),
+    "coppice.v1.GenerationService/Detokenize": Method(
+        service="orchestrator",
+        goods=lambda _: [generation_pb2.DetokenizeRequest(token_ids=[1, 22, 333])],
+    ),
     "coppice.v1.TargetService/Session": Method(
         service="target-0",
         goods=goods_of_target,

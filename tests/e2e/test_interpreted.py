@@ -1,20 +1,19 @@
-"""A whole Generate on the Triton kernels, interpreted: no kernel of the package is an orphan."""
+"""A whole Generate by workers on the Triton kernels, interpreted."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import shared.kernels
 from tests.e2e.serving import Server, checkpoint_config, generate_all, generate_alone, running
-from tests.marks import OLD_INTERPRETER
+from tests.kernels.launches import counted_kernels
+from tests.marks import EXHAUSTIVE, OLD_INTERPRETER
 
 pytestmark = [
-    pytest.mark.slow,
+    EXHAUSTIVE,  # tests/kernels/test_engines.py has the engines of both workers, interpreted
     pytest.mark.skipif(OLD_INTERPRETER, reason="workers interpret with Triton 3.7 or numpy < 2.4"),
 ]
 
@@ -52,13 +51,13 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server(checkpoint_dir: Path) -> Iterator[Server]:
-    """Serve a two-layer model whose workers run the Triton kernels on the CPU."""
+    """Serve a model of one layer whose workers run the Triton kernels on the CPU."""
     from tests.checkpoints import Shape, write_eagle3, write_llama
 
-    target = write_llama(checkpoint_dir / "two-layers", shape=Shape(num_layers=2))
-    draft = write_eagle3(checkpoint_dir / "two-layers-eagle3", target, layer_ids=(0, 1))
-    # A short context: what a target computes at its start is no longer than that.
-    short = {"max_context_len": 40}
+    target = write_llama(checkpoint_dir / "one-layer", shape=Shape(num_layers=1))
+    draft = write_eagle3(checkpoint_dir / "one-layer-eagle3", target, layer_ids=(0, 0))
+    # A short context and small steps: what a target computes at its start is no longer than that.
+    short = {"max_context_len": 40, "max_batch_rows": 64}
     config = checkpoint_config(
         target, draft, "eagle3", target={"self_test": False, **short}, draft=short
     )
@@ -79,67 +78,4 @@ def test_every_kernel_runs_in_a_worker(server: Server) -> None:
 
     launches = [dict(server.info(name).load.kernel_launches) for name in ("target-0", "draft-0")]
     launched = {name for counts in launches for name, count in counts.items() if count > 0}
-    assert launched == kernels()
-
-
-def kernels() -> set[str]:
-    """Return the name under which each Triton kernel of the package counts its launches, those of
-    mailboxes left out.
-
-    Raises: AssertionError if a function launches a kernel without counting it, or if there is a
-        kernel that nothing launches and no other kernel calls.
-    """
-    paths = sorted(Path(shared.kernels.__file__).parent.glob("**/*.py"))
-    found = [(path, function) for path in paths for function in functions(path)]
-    defined = {function.name for _, function in found if is_jitted(function)}
-    counted, used = set(), set()
-    for path, function in found:
-        launched = {name for name in map(launched_kernel, ast.walk(function)) if name}
-        names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-        if is_jitted(function):
-            used |= names
-        if launched & defined:
-            used |= launched
-            own = counted_names(function)
-            assert own, f"{path.name}: {function.name} launches {launched} uncounted"
-            if not path.name.startswith("mailbox_"):  # workers on a CPU have no mailbox
-                counted |= own
-    assert defined <= used, f"nobody runs {sorted(defined - used)}"
-    assert counted
-    return counted
-
-
-def functions(path: Path) -> list[ast.FunctionDef]:
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return [node for node in nodes if isinstance(node, ast.FunctionDef)]
-
-
-def is_jitted(function: ast.FunctionDef) -> bool:
-    """Return whether a function has @triton.jit, or @triton.jit(...), among its decorators."""
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "jit"
-        for decorator in function.decorator_list
-        for node in ast.walk(decorator)
-    )
-
-
-def launched_kernel(node: ast.AST) -> str:
-    """Return "kernel" of a call `kernel[grid](...)`, else "" ."""
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Subscript)
-        and isinstance(node.func.value, ast.Name)
-    ):
-        return node.func.value.id
-    return ""
-
-
-def counted_names(function: ast.FunctionDef) -> set[str]:
-    """Return the arguments of `count_launch` in a function."""
-    return {
-        argument.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "count_launch"
-        for argument in node.args
-        if isinstance(argument, ast.Constant)
-    }
+    assert launched == counted_kernels()

@@ -40,14 +40,14 @@ def test_rounds_are_the_peers_on_one_host_also_after_the_target_was_killed(
     num_restarts = pair.services["target-0"].num_restarts
     first = pair.info("target-0").peer_socket
     assert (RING_DIR / first).is_socket()
-    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8
+    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.5
     os.kill(pair.engine("target-0"), signal.SIGKILL)
     wait_for(lambda: pair.services["target-0"].num_restarts == num_restarts + 1)
     pair.wait_paired()
     second = pair.info("target-0").peer_socket
     assert second != first and (RING_DIR / second).is_socket()
     assert not (RING_DIR / first).exists()
-    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.8
+    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.5
 
 
 def test_whatever_trees_a_server_chooses_its_output_is_the_plain_one(

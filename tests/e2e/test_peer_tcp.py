@@ -47,13 +47,13 @@ def test_rounds_go_over_tcp_also_after_the_target_was_killed(
 ) -> None:
     info = across.info("target-0")
     assert info.peer_socket == "" and info.peer_address.startswith("127.0.0.1:")
-    assert share_of_peer_rounds(across, REQUESTS, plain_outputs) > 0.8
+    assert share_of_peer_rounds(across, REQUESTS, plain_outputs) > 0.5
     num_restarts = across.services["target-0"].num_restarts
     os.kill(across.engine("target-0"), signal.SIGKILL)
     wait_for(lambda: across.services["target-0"].num_restarts == num_restarts + 1)
     across.wait_paired()
     assert across.info("target-0").peer_address != info.peer_address
-    assert share_of_peer_rounds(across, REQUESTS, plain_outputs) > 0.8
+    assert share_of_peer_rounds(across, REQUESTS, plain_outputs) > 0.5
     assert across.logged(ATTACHED, service="draft-0") == 2, "requests share a channel"
     assert not across.logged(SECRET)
 

@@ -127,5 +127,5 @@ def test_a_dead_parent_takes_its_services_along(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert len(pids) == 2  # target and orchestrator
+    assert len(pids) == 3  # target, orchestrator and gateway
     wait_for(lambda: not any(is_alive(pid) for pid in pids))

@@ -17,8 +17,12 @@ from triton.runtime.interpreter import TensorHandle
 from shared.kernels.dispatch import reset_launch_counts
 from tests.marks import OLD_INTERPRETER
 
-# Compiles in a process that does not interpret, so its place is the plain run.
-collect_ignore = ["test_compile.py"] if os.environ.get("TRITON_INTERPRET") == "1" else []
+# One compiles in a process that does not interpret, the other has no kernel.
+NOT_INTERPRETED = ["test_compile.py", "test_products_cpu.py"]
+# Engines on a CPU have kernels if these are interpreted.
+ONLY_INTERPRETED = ["test_engines.py"]
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = NOT_INTERPRETED if IS_INTERPRETED else ONLY_INTERPRETED
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

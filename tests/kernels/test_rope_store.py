@@ -9,6 +9,7 @@ from shared.kernels.dispatch import launch_counts, use_triton
 from shared.kernels.rms_norm import rms_norm_ref
 from shared.kernels.rope_store import rope_store
 from tests.kernels.test_rope_swiglu import rotated
+from tests.marks import first_if_interpreted
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Triton's interpreter truncates to bfloat16.
@@ -138,7 +139,7 @@ def test_no_rows(device: torch.device) -> None:
     assert launch_counts() == {}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_if_interpreted(DTYPES))
 def test_bits_of_a_row_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtype) -> None:
     whole = Case(device, dtype, list(range(4, 24)), splits=2, head_dim=20)
     norms = (torch.randn(20).to(device, dtype), torch.randn(20).to(device, dtype))

@@ -76,6 +76,8 @@ def test_rows_that_are_not_all_finite_are_flagged(
     generator = torch.Generator().manual_seed(0)
     clean = torch.randn(1, width, generator=generator)
     places = [(value, column) for value in (NAN, INF, -INF) for column in (0, BLOCK - 1, width - 1)]
+    if IS_INTERPRETED:  # each value and each column is still there
+        places = places[::2]
     logits = clean.repeat(2 + len(places), 1)
     logits[1] = 3e38  # finite, though a sum of them is not
     for row, (value, column) in enumerate(places, start=2):
@@ -219,15 +221,15 @@ CRITICAL = {8: 24.3, 5: 18.5, 3: 13.8}
 ALL = Row(logits=FLAT, temperature=0.8)
 TOP_K = Row(logits=FLAT, temperature=1.3, top_k=5)
 TOGETHER = Row(logits=FLAT, temperature=1.0, top_k=7, top_p=0.7, min_p=0.65)
-# Interpreted, these take 40 s; the tests above compare filtered rows with the oracle by the token.
+# Interpreted, these take a minute; the tests above compare rows with the oracle by the token.
 SLOW_IF_INTERPRETED = [pytest.mark.exhaustive] if IS_INTERPRETED else []
 
 
 @pytest.mark.parametrize(
     ("row", "axis"),
     [
-        pytest.param(ALL, "positions", id="all-positions"),
-        pytest.param(ALL, "seeds", id="all-seeds"),
+        pytest.param(ALL, "positions", id="all-positions", marks=SLOW_IF_INTERPRETED),
+        pytest.param(ALL, "seeds", id="all-seeds", marks=SLOW_IF_INTERPRETED),
         pytest.param(TOP_K, "positions", id="top_k-positions", marks=SLOW_IF_INTERPRETED),
         pytest.param(TOP_K, "seeds", id="top_k-seeds", marks=SLOW_IF_INTERPRETED),
         pytest.param(TOGETHER, "positions", id="together-positions", marks=SLOW_IF_INTERPRETED),

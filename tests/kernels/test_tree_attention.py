@@ -86,7 +86,7 @@ def test_window_hides_old_tokens_and_pages_given_back(device, window):
 
 
 def test_every_row_count_up_to_a_full_tree(device):
-    for num_rows in (17, 64) if IS_INTERPRETED else (1, 2, 17, 33, 64):
+    for num_rows in (64,) if IS_INTERPRETED else (1, 2, 17, 33, 64):
         parents = tuple((row - 1) // 3 if row else -1 for row in range(num_rows))
         blocks = [random_block(5, parents), random_block(0, num_rows)]
         batch = pack(blocks, page_size=16, device=device)
@@ -133,10 +133,9 @@ def test_requests_without_rows_among_others(device):
 
 def test_many_requests_and_long_chunks_are_cut_into_slices(device):
     """More tiles than one slice of the CPU path holds; ragged lengths from 1 to 4 tiles."""
-    blocks = [
-        random_block(17 * index % 230, (-1,)) for index in range(8 if IS_INTERPRETED else 700)
-    ]
-    blocks += [random_block(40, 150), random_block(130, BUSHY)]
+    count, chunk_len = (6, 70) if IS_INTERPRETED else (700, 150)
+    blocks = [random_block(17 * index % 230, (-1,)) for index in range(count)]
+    blocks += [random_block(40, chunk_len), random_block(130, BUSHY)]
     batch = pack(blocks, page_size=16, device=device)
     out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
     torch.testing.assert_close(out.double().cpu(), exact(batch, 0.25), rtol=0, atol=2e-5)

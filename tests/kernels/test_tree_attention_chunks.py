@@ -114,7 +114,7 @@ def test_splits_do_not_matter(device, heads, dtype, window):
     ]
     batch = pack(blocks, page_size=4, device=device, dtype=dtype, window=window, num_padding_rows=2)
     expected = attend(batch, 0)
-    for num_splits in (1, 3, 16):
+    for num_splits in (3,) if IS_INTERPRETED else (1, 3, 16):
         assert torch.equal(attend(batch, num_splits), expected), num_splits
     torch.testing.assert_close(
         expected.double().cpu(),

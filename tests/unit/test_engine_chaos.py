@@ -149,8 +149,7 @@ def test_output_is_plain_whatever_happens(models: Models, kind: str, seed: int) 
     rng = random.Random(100 * KINDS.index(kind) + seed)
     requests = requests_of(rng)
     plain = {
-        f"r{i + 1}": request
-        for i, request in enumerate(run_plain(make_target(pairing), requests, alone=True))
+        f"r{i + 1}": request for i, request in enumerate(run_plain(make_target(pairing), requests))
     }
     page_size = rng.choice([1, 3, 4, 16])
     target = make_target(

@@ -37,6 +37,7 @@ from tests.unit.test_engine_peer_rounds import (
     cut_by_draft,
     cut_by_target,
     is_attached_again,
+    moments,
     order_again,
     renew_credit,
     retract,
@@ -130,10 +131,10 @@ def test_a_device_round_that_is_given_up_at_any_moment_is_answered_once(
     """Its tree may be ordered, in the mailbox, in flight, or answered."""
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = overlaps
-    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=32, shape=BUSHY)
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=26, shape=BUSHY)
     (plain,) = plain_of(target, [request])
     answered = set()
-    for moment in range(2 * (6 + overlaps) + 1):
+    for moment in moments(6 + overlaps):
         pair = DevicePair(target, draft)
         served = fresh(request)
         pair.open(served)
@@ -192,10 +193,10 @@ def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
     num_pages = 1 + 200 // 4
     target, draft, _ = make("eagle", (4, 4), num_pages=num_pages, max_num_requests=2)
     target.scheduler.overlaps_steps = overlaps
-    requests = [replace(request, max_new_tokens=36) for request in requests_of(2, 0)]
+    requests = [replace(request, max_new_tokens=30) for request in requests_of(2, 0)]
     other = replace(requests_of(1, 3)[0], max_new_tokens=14)
     expected = plain_of(target, [*requests, other])
-    for moment in range(2 * (6 + overlaps) + 1):
+    for moment in moments(6 + overlaps):
         pair = DevicePair(target, draft)
         gone, stays, joins = [fresh(request) for request in (*requests, other)]
         for served in (gone, stays):
@@ -446,7 +447,7 @@ def test_no_mix_of_faults_changes_the_output(make: Make, kind: str, *, overlaps:
     target.scheduler.overlaps_steps = overlaps
     num_wrong = num_device_trees = num_overlapped = 0
     for seed in range(3):
-        requests = [replace(request, max_new_tokens=56) for request in requests_of(3, seed)]
+        requests = [replace(request, max_new_tokens=40) for request in requests_of(3, seed)]
         plain = {tuple(one.prompt): one for one in plain_of(target, requests)}
         pair = DevicePair(target, draft, credit_rounds=5, margin=seed % 3)
         for request in requests:

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 
 VOCAB_SIZE = 9
 PROMPT = [3, 1, 4]
-NUM_SAMPLES = 2000
+NUM_SAMPLES = 1200
+BATCH = 400
 # One run in a thousand of an honest sampler would fail; the seeds are fixed, so none does.
 LEAST_P = 1e-3
 
@@ -114,9 +115,9 @@ FILTERS = {
 def sampled(pairing: Pairing, params: SamplingParams) -> list[LocalRequest]:
     """Serve NUM_SAMPLES requests that differ in their seed."""
     target = make_target(
-        pairing, max_num_requests=500, max_batch_rows=8192, page_size=64, num_pages=1 + 2 * 500
+        pairing, max_num_requests=BATCH, max_batch_rows=8192, page_size=64, num_pages=1 + 2 * BATCH
     )
-    draft = make_draft(pairing, max_num_requests=500, page_size=16)
+    draft = make_draft(pairing, max_num_requests=BATCH, page_size=16)
     requests = [
         LocalRequest(
             prompt=PROMPT, max_new_tokens=3, sampling=replace(params, seed=seed),
@@ -124,8 +125,8 @@ def sampled(pairing: Pairing, params: SamplingParams) -> list[LocalRequest]:
         )
         for seed in range(NUM_SAMPLES)
     ]  # fmt: skip
-    for first in range(0, NUM_SAMPLES, 500):
-        LocalPair(target, draft).run(requests[first : first + 500])
+    for first in range(0, NUM_SAMPLES, BATCH):
+        LocalPair(target, draft).run(requests[first : first + BATCH])
     return requests
 
 

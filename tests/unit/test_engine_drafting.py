@@ -108,7 +108,7 @@ def test_trees_equal_the_reference(models: Models, kind: str, page_size: int) ->
     requests = [
         LocalRequest(
             prompt=random_tokens(rng, rng.choice([1, 2, 7, 16])),
-            max_new_tokens=14,
+            max_new_tokens=11,
             shape=shape,
             sampling=SamplingParams(temperature=temperature, seed=2**64 - 3 - i),
         )
@@ -123,8 +123,10 @@ def test_trees_equal_the_reference(models: Models, kind: str, page_size: int) ->
     num_compared = num_trees = 0
     for request in requests:
         assert len(request.trees) >= 2
-        # The first, the second, and one after several rounds.
-        for tree in {id(tree): tree for tree in (*request.trees[:2], request.trees[-1])}.values():
+        # The first or the second, and one after several rounds.
+        is_hot = request.sampling.temperature > 0
+        early, late = request.trees[is_hot], request.trees[-1]
+        for tree in {id(tree): tree for tree in (early, late)}.values():
             num_trees += 1
             num_compared += compare(tree, request, target, draft)
     assert num_compared > 0.7 * num_trees, "too many trees were too close to call"
@@ -303,12 +305,12 @@ def test_two_shapes_in_one_batch_do_not_mix(models: Models) -> None:
     pairing = models.pairing("eagle")
     rng = random.Random(9)
     requests = [
-        LocalRequest(prompt=random_tokens(rng, 10 + i), max_new_tokens=12, shape=shape)
+        LocalRequest(prompt=random_tokens(rng, 10 + i), max_new_tokens=8, shape=shape)
         for i, shape in enumerate(SHAPES)
     ]
     serve(models, pairing, requests)
     for i, request in enumerate(requests):
-        alone = LocalRequest(prompt=request.prompt, max_new_tokens=12, shape=SHAPES[i])
+        alone = LocalRequest(prompt=request.prompt, max_new_tokens=8, shape=SHAPES[i])
         serve(models, pairing, [alone])
         assert [(t.token_ids, t.parent_index, t.cumulative_logprobs) for t in alone.trees] == [
             (t.token_ids, t.parent_index, t.cumulative_logprobs) for t in request.trees

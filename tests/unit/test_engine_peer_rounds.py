@@ -68,7 +68,7 @@ def requests_of(count: int, seed: int) -> list[LocalRequest]:
     return [
         LocalRequest(
             prompt=random_tokens(rng, 1 + 17 * i),
-            max_new_tokens=30,
+            max_new_tokens=22,
             shape=SHAPES[(seed + i) % len(SHAPES)],
             sampling=samplings[(seed + i) % 3],
             logprobs=i == 1,
@@ -171,6 +171,11 @@ def ways_of(pair: PeerPair, *, overlaps: bool) -> list[Callable[[], object]]:
     return [pair.to_draft, grow, pair.to_target, *[verify] * (1 + overlaps)]
 
 
+def moments(per_round: int) -> list[int]:
+    """Return after how many of its steps a round is disturbed: each one, and some of the next."""
+    return [*range(per_round + 1), *range(per_round + 2, 2 * per_round, 2), 2 * per_round]
+
+
 def order_again(pair: PeerPair, request: LocalRequest) -> None:
     pair.miss(request)
 
@@ -240,11 +245,11 @@ def test_a_peer_round_that_is_given_up_at_any_moment_is_answered_once(
     """Its tree may be ordered, on its way, queued, in flight, or answered with others after it."""
     target, draft = make("eagle")
     target.scheduler.overlaps_steps = overlaps
-    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=28, shape=SHAPES[2])
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=24, shape=SHAPES[2])
     (plain,) = plain_of(target, [request])
-    num_moments = 2 * (4 + overlaps) + 1
+    per_round = 4 + overlaps
     answered = set()
-    for moment in range(num_moments):
+    for moment in moments(per_round):
         pair = PeerPair(target, draft)
         served = fresh(request)
         pair.open(served)

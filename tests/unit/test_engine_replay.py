@@ -24,6 +24,8 @@ from tests.local_pair import LocalRequest
 
 pytestmark = pytest.mark.slow
 
+NUM_TOKENS = 20
+
 Trees = dict[tuple[str, int], tuple[object, ...]]
 
 
@@ -32,7 +34,7 @@ def requests_of(kind: str, joins_at: int = 0) -> list[LocalRequest]:
     return [
         LocalRequest(
             prompt=random_tokens(rng, length),
-            max_new_tokens=30,
+            max_new_tokens=NUM_TOKENS,
             shape=SHAPES[2 + i % 3],
             sampling=SamplingParams(temperature=0.4 * (i % 2), seed=i),
             joins_at=joins_at,
@@ -71,7 +73,7 @@ def from_the_start(pairing: Pairing) -> Trees:
         requests
     )
     trees = trees_of(requests)
-    assert len(trees) == 4 * 29
+    assert len(trees) == 4 * (NUM_TOKENS - 1)
     return trees
 
 
@@ -83,7 +85,7 @@ def test_a_draft_that_joins_late(
     requests = requests_of(pairing.algorithm, joins_at)
     PoisonedPair(target, make_draft(pairing), edit_tree=draft_only).run(requests)
     trees = trees_of(requests)
-    assert len(trees) == 4 * (30 - joins_at)
+    assert len(trees) == 4 * (NUM_TOKENS - joins_at)
     assert trees.items() <= from_the_start.items()
 
 
@@ -93,14 +95,14 @@ def test_a_draft_that_is_replaced_twice(pairing: Pairing, from_the_start: Trees)
     pair = PoisonedPair(target, make_draft(pairing), edit_tree=draft_only)
     for request in requests:
         pair.open(request)
-    for num_steps in (3, 9, 6):
+    for num_steps in (3, 7, 5):
         for _ in range(num_steps):
             assert pair.step()
         pair.replace_draft(make_draft(pairing, page_size=1))
     pair.finish()
     trees = trees_of(requests)
     # A round is lost with each draft, not more.
-    assert len(trees) >= 4 * 29 - 3 * 4
+    assert len(trees) >= 4 * (NUM_TOKENS - 1) - 3 * 4
     assert trees.items() <= from_the_start.items()
 
 
@@ -214,6 +216,6 @@ def test_a_slow_draft_catches_up_from_stale_orders(models: Models) -> None:
                     pair.on_target(message)
     pair.finish()
     got, want = trees_of([request]), trees_of([steady])
-    assert len(got) == 29 - 11
+    assert len(got) == NUM_TOKENS - 1 - 11
     assert got.items() <= want.items()
     assert request.output == steady.output

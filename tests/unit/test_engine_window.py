@@ -68,7 +68,7 @@ def test_draft_and_target_in_different_dtypes(
     if kind != "standalone":
         assert target.info.features.dtype == target_dtype
     requests = requests_of((1, 9, 30, 16), 30)
-    plain = run_plain(target, requests, alone=True)
+    plain = run_plain(target, requests)
     PoisonedPair(target, draft).run(requests)
     assert [r.output for r in requests] == [r.output for r in plain]
     assert all(len(tree.token_ids) > 1 for r in requests for tree in r.trees)
@@ -118,7 +118,7 @@ def test_a_draft_speculates_on_in_its_window(models: Models, kind: str, page_siz
     target = make_target(pairing, page_size=4)
     draft = make_draft(pairing, page_size=page_size)
     assert draft.info.draft_window == WINDOW
-    requests = requests_of((1, WINDOW, WINDOW + 1, 5 * WINDOW), 4 * WINDOW)
+    requests = requests_of((1, WINDOW, WINDOW + 1, 5 * WINDOW), 3 * WINDOW)
     plain = run_plain(target, requests)
     pair = PoisonedPair(target, draft)
     for request in requests:
@@ -136,8 +136,8 @@ def test_a_draft_speculates_on_in_its_window(models: Models, kind: str, page_siz
     for got, want in zip(requests, plain, strict=True):
         assert got.output == want.output
         late = [tree for tree in got.trees if tree.seq_len > 2 * WINDOW]
-        assert len(late) >= 5 and all(len(tree.token_ids) > 1 for tree in late)
-        accepted += [p.num_accepted_drafts for p in got.paths if p.seq_len > 3 * WINDOW]
+        assert len(late) >= 3 and all(len(tree.token_ids) > 1 for tree in late)
+        accepted += [p.num_accepted_drafts for p in got.paths if p.seq_len > 2 * WINDOW]
     if kind != "eagle3":
         assert sum(accepted) > 0.2 * len(accepted), "hardly anything is accepted past the window"
 
@@ -183,7 +183,7 @@ def test_a_small_pool_narrows_the_window(models: Models) -> None:
     num_pages = (EXTRA_SLOTS + 40) // 4 + 3
     draft = make_draft(pairing, page_size=4, num_pages=num_pages)
     assert draft.info.draft_window == 40
-    request = requests_of((120,), 300)[0]
+    request = requests_of((120,), 120)[0]
     plain = run_plain(target, [request])[0]
     pair = PoisonedPair(target, draft)
     pair.run([request])

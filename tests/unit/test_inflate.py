@@ -139,13 +139,13 @@ def test_outputs_trees_and_acceptance_are_the_small_pairs(
         requests = [
             LocalRequest(
                 prompt=prompt,
-                max_new_tokens=12,
+                max_new_tokens=8,
                 shape=TREE,
                 sampling=SamplingParams(temperature=temperature, seed=5),
             )
             for temperature in (0.0, 1.0)
         ]
-        target = make_target(pairing, dtype=dtype, num_pages=64)
+        target = make_target(pairing, dtype=dtype, num_pages=64, max_context_len=40)
         draft = make_draft(pairing, dtype=dtype, num_pages=512)
         LocalPair(target, draft).run(requests)
         runs.append(requests)

@@ -111,7 +111,7 @@ def test_whatever_is_kept_the_draft_reads_the_true_rows(models: Models, max_rows
     target, draft = make_target(pairing, feature_ring_mb=1), make_draft(pairing)
     width = target.info.features.width * 4
     target.features.rested = RestedRows(max_bytes=max_rows * width)
-    requests = [replace(r, max_new_tokens=60) for r in requests_of(3, 1, LADDER[3])]
+    requests = [replace(r, max_new_tokens=44) for r in requests_of(3, 1, LADDER[3])]
     expected = plain_of(target, requests)
     pair = PeerPair(target, draft)
     pair.run(list(map(fresh, requests)))
