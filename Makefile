@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; up to date, that is silent and instant.
 #   make demo     see it work: three processes, the bundled models, with and without speculation
-#   make test     what proves everything that runs on a CPU, 20 to 30 minutes on two cores
+#   make test     what proves everything that runs on a CPU, 18 to 20 minutes on two cores
 #   make test-slow   the rest: the same promises over more shapes, kinds and seeds
 #   make check    lint, types and the fast tests, two minutes
 #   make format   apply the formatter and the safe lint fixes
@@ -10,7 +10,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Processes that run tests. Two of them begin with tests of processes, which wait much.
+# Processes that run tests. One of them begins with tests of processes, which wait much.
 WORKERS ?= 2
 INTERPRETED := $(VENV)/interpreted.log
 # Tests start hundreds of processes; these read what the first one compiled.

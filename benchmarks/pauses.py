@@ -1,8 +1,9 @@
 """How long a client waits when a worker dies or hangs: the longest gap between two of its tokens.
 
 Runs stacks of real processes with the default timeouts, streams one request at a time, harms a
-worker in the middle of it, and compares the output with the plain one. With one target a dead one
-must start again; with two the other one takes over.
+worker in the middle of it, and compares the output with the plain one. With one target its spare
+engine, which stands by before anything happens, must load the model; with two the other one takes
+over.
 
     python -m benchmarks.pauses --repeat 9 --output benchmarks/results/pauses_cpu.json
     python -m benchmarks.pauses --targets 2 --events "target killed,target hangs" --repeat 3
@@ -97,7 +98,7 @@ def main() -> None:
     machine = describe_machine() if args.output else {}
     for num_targets in map(int, args.targets.split(",")):
         with Server(_config(args, num_targets)) as server:
-            server.wait_paired()
+            _wait_whole(server)
             plain = _stream(server, args.max_new_tokens, speculation=False).token_ids
             for event in args.events.split(","):
                 rows.append(_measure(server, event, num_targets, plain, args.repeat))
@@ -181,7 +182,7 @@ def _harm(server: Server, role: str, number: int) -> None:
 
 
 def _wait_whole(server: Server) -> None:
-    """Wait until a worker that was harmed has been replaced, and holds nothing."""
+    """Wait until every worker is ready, holds nothing and has a spare engine."""
     engines = [name for name in server.workers if _is_stopped(server, name)]
     for name in engines:
         before = server.num_engines_lost(name)
@@ -192,6 +193,8 @@ def _wait_whole(server: Server) -> None:
     time.sleep(1.0)  # who was killed just now still counts as ready
     server.wait_paired()
     server.check_idle()
+    for name in server.workers:
+        wait_for(lambda name=name: server.has_spare(name), RECOVER_TIMEOUT_S)
 
 
 def _is_stopped(server: Server, name: str) -> bool:
