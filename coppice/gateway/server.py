@@ -164,7 +164,7 @@ class GatewayServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound.
+    """Return a socket that listens: who connects from now on waits for an answer.
 
     Raises: ConfigError if the address cannot be listened on.
     """
@@ -174,6 +174,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((bare, port))
+        bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
         taken = "; is the port taken? choose another one, or 0 for any"

@@ -40,7 +40,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 async def listening(**fields: Any) -> AsyncIterator[Front]:
     """Serve HTTP in front of nobody."""
     async with gateway("127.0.0.1:1", waits=False, **fields) as front:
-        await eventually(lambda: front.server._http.started, what="a server that listens")  # type: ignore[union-attr]
+        socket.create_connection(("127.0.0.1", front.port)).close()  # at once, before it accepts
         yield front
 
 
