@@ -50,6 +50,7 @@ class Need:
         avoid: Addresses that failed it, used only if there are no others.
         needs_trial: Workers went down with it: not to where another such request is.
         arrived_s: When it came, loop time.
+        has_grammar: Its output has a grammar, which the target must be able to follow.
         tenant: Whose it is.
     """
 
@@ -65,6 +66,7 @@ class Need:
     avoid: frozenset[str] = frozenset()
     needs_trial: bool = False
     arrived_s: float = 0.0
+    has_grammar: bool = False
     tenant: str = ""
 
 
@@ -321,6 +323,7 @@ class WorkerPool:
             for worker in self._targets
             if worker.is_available
             and need.context_len <= worker.info.max_context_len
+            and (worker.info.has_grammars or not need.has_grammar)
             and need.identity in (None, ModelIdentity.of(worker.info))
         ]
 

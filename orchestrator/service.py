@@ -117,7 +117,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
         parsed = parse_request(request, limits)
         log.request_id = parsed.request_id  # which may be made up
-        self._check_services(parsed)
+        self._check_services(parsed, model)
         _check_resumable(parsed, model)
         parsed = self._tenants.own(parsed, log.tenant)
         with self._admission.admit(
@@ -206,8 +206,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             raise UnavailableError("no target worker is ready; try again later", reason="NO_TARGET")
         return model
 
-    def _check_services(self, request: GenerationRequest) -> None:
+    def _check_services(self, request: GenerationRequest, model: WorkerInfo) -> None:
         """Refuse what this deployment cannot do."""
+        if request.grammar is not None and not model.has_grammars:
+            raise InvalidArgumentError(
+                "this model has no tokenizer.json or no stop token, so that its output cannot be "
+                "constrained; leave structured_output out",
+                reason="NO_TOKENIZER",
+                field="structured_output",
+            )
         if request.requires_draft and not self._config.drafts:
             raise UnavailableError(
                 "speculation.mode is ON, but this server has no draft worker; use AUTO",

@@ -102,6 +102,7 @@ class Terms:
             avoid=losses.avoid,
             needs_trial=losses.needs_trial,
             arrived_s=self.arrived_s,
+            has_grammar=self.request.grammar is not None,
             tenant=self.request.tenant,
         )
 
@@ -131,4 +132,5 @@ class Terms:
             wants_features=self.wants_features,
             priority=aged(request.priority, max(0.0, now_s - self.arrived_s)),
             is_timed=request.is_timed,
+            grammar=request.grammar,
         )

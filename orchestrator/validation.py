@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coppice.v1 import generation_pb2 as pb
+from orchestrator.structured_output import parse_grammar
 from shared.errors import InvalidArgumentError
-from shared.messages import MAX_TOP_LOGPROBS, SamplingParams, TreeShape, check_shape, from_proto
+from shared.messages import (
+    MAX_TOP_LOGPROBS,
+    Grammar,
+    SamplingParams,
+    TreeShape,
+    check_shape,
+    from_proto,
+)
 from shared.messages.fields import Within, require_ids, require_range
 
 MAX_REQUEST_ID_LEN = 128
@@ -51,6 +59,7 @@ class GenerationRequest:
         num_refusals: How often it was refused for want of room.
         adds_special: Tokenize `text` with the special tokens that the tokenizer adds by itself.
         keeps_special: Special tokens are spelled in the text.
+        grammar: Of the output; None: it is free.
         tenant: Whose it is; "" if nobody says.
     """
 
@@ -79,6 +88,7 @@ class GenerationRequest:
     num_refusals: int = 0
     adds_special: bool = True
     keeps_special: bool = False
+    grammar: Grammar | None = None
     tenant: str = ""
 
     @property
@@ -140,6 +150,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         num_refusals=message.num_refusals,
         adds_special=message.add_special_tokens or not message.HasField("add_special_tokens"),
         keeps_special=message.output.keep_special_tokens,
+        grammar=parse_grammar(message),
     )
 
 

@@ -126,3 +126,13 @@ def commit_path(request: TargetRequest, path: AcceptedNodes, max_context_len: in
     request.committed_len = path.seq_len + cut.num_tokens
     request.launched_len = request.committed_len + request.num_in_flight
     return cut
+
+
+def follows_grammar(request: TargetRequest, path: AcceptedNodes, cut: Cut) -> bool:
+    """Return whether the output, with what was committed of a path, has the request's grammar: it
+    has, unless no token of the vocabulary could follow.
+
+    Mutates: where the output stands in it.
+    """
+    matcher = request.matcher
+    return matcher is None or matcher.accept(path.token_ids[: cut.num_tokens])

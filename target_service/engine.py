@@ -29,6 +29,7 @@ from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.rpc.protocol import check_protocol
 from shared.step.serving_counts import ServingCounts
 from target_service.engine_state import EngineState
+from target_service.grammars import Grammars
 from target_service.launch_time import LaunchTime
 from target_service.pipeline import Pipeline
 from target_service.prompt_budget import PromptBudget
@@ -50,6 +51,7 @@ class TargetEngine:
         state: Without requests.
         source: Where the trees of rounds come from.
         channels: To attached drafts.
+        grammars: Of outputs.
         overlaps_steps: Launch a step before the result of the one before is read.
         costs: Of a forward, by its rows; None: not known, and no step is launched by them.
         prompt_budget: As of Scheduler.
@@ -61,6 +63,7 @@ class TargetEngine:
         state: EngineState,
         source: TreeSource,
         channels: PeerChannels,
+        grammars: Grammars,
         *,
         max_batch_rows: int,
         prefill_chunk_len: int,
@@ -81,7 +84,7 @@ class TargetEngine:
         self._state = state
         self.runner = runner
         self.serving = ServingCounts(runner.graphs)
-        self._table = RequestTable(state, self.scheduler, source)
+        self._table = RequestTable(state, self.scheduler, source, grammars)
         self.pipeline = Pipeline(
             state=state,
             runner=runner,

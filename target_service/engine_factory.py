@@ -40,6 +40,7 @@ from target_service.budgets.shapes import BudgetedShapes, TreeShapes
 from target_service.engine import TargetEngine
 from target_service.engine_state import EngineState
 from target_service.fingerprint import finite_logits, take_fingerprint
+from target_service.grammars import Grammars
 from target_service.loading import LOADED, load_model, make_pool
 from target_service.peer_rounds import PeerRounds
 from target_service.prompt_budget import PromptBudget
@@ -111,6 +112,9 @@ def create_engine(
     listener, tcp_listener = open_listener(config), open_tcp_listener(config, secret)
     channels = PeerChannels(*[one for one in (listener, tcp_listener) if one is not None])
     costs = time_padded_forwards(runner, progress)
+    grammars = Grammars(directory, model_config.vocab_size, model_config.eos_token_ids)
+    if device.type == "cuda" and grammars.are_served:
+        grammars.load()
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
@@ -131,6 +135,7 @@ def create_engine(
         versions=fingerprint.versions,
         cpu_threads=fingerprint.cpu_threads,
         logits_hash=fingerprint.logits_hash,
+        has_grammars=grammars.are_served,
     )
     state = EngineState.create(
         info,
@@ -154,6 +159,7 @@ def create_engine(
         state,
         source,
         channels,
+        grammars,
         max_batch_rows=max_batch_rows(config, device),
         prefill_chunk_len=prefill_chunk_len(config, device),
         overlaps_steps=device.type == "cuda",

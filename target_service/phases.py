@@ -199,6 +199,14 @@ class PenaltyInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskInput:
+    """Rows with a grammar: `rows` [M] i64, `masks` [M, ceil(V / 32)] i32 of the tokens allowed."""
+
+    rows: torch.Tensor
+    masks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingInput:
     """How each logit row is sampled.
 
@@ -207,7 +215,7 @@ class SamplingInput:
         top_k: [L] i32.
         seed: [L] i64 bit pattern of the unsigned seed.
         has_filters: Whether some row's filters may drop a token.
-        bias, penalties, forbidden: None where no row has any.
+        bias, penalties, forbidden, masks: None where no row has any.
     """
 
     temperature: torch.Tensor
@@ -219,6 +227,7 @@ class SamplingInput:
     bias: BiasInput | None
     penalties: PenaltyInput | None
     forbidden: ForbiddenInput | None
+    masks: MaskInput | None
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
@@ -239,12 +248,13 @@ class SamplingInput:
             bias=None,
             penalties=None,
             forbidden=None,
+            masks=None,
         )
 
     @property
     def edits_logits(self) -> bool:
         """Return whether sampling changes logits in place."""
-        return not (self.bias is self.penalties is self.forbidden is None)
+        return not (self.bias is self.penalties is self.forbidden is self.masks is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from target_service.commit import (
     accepted_nodes,
     commit_chains,
     commit_path,
+    follows_grammar,
     rows_with_nonfinite,
 )
 from target_service.engine_state import EngineState
@@ -202,6 +203,9 @@ class Pipeline:
                 continue
             is_timed = request.open.is_timed and request.phase is not Phase.PREFILL
             cut = commit_path(request, path, state.max_context_len)
+            if not follows_grammar(request, path, cut):
+                self.table.fail_grammar(request)
+                continue
             times, round_idx = None, request.round_idx
             if is_timed:
                 on_device = row < trees.num_on_device

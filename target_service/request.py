@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shared.messages import AcceptedPath, PeerTree, PeerTrees, TargetOpen, TokenTree, TreeShape
 from shared.priority import turn_s
 from target_service.draft_peer import DraftPeer
 from target_service.feature_log import FeatureLog
+
+if TYPE_CHECKING:
+    from shared.grammar.matcher import OutputMatcher
 
 
 class Phase(enum.Enum):
@@ -99,6 +102,7 @@ class TargetRequest:
         newest_draft_epoch: Of the drafts that attached or subscribed; older ones are over.
         last_credited_round: Last round that had begun without an order when a credit was ended.
         features: Rows kept for a draft; None when no draft wants any.
+        matcher: Follows the output in its grammar; None: it has none.
     """
 
     open: TargetOpen
@@ -123,6 +127,7 @@ class TargetRequest:
     newest_draft_epoch: int = 0
     last_credited_round: int = 0
     features: FeatureLog | None = None
+    matcher: OutputMatcher | None = None
 
     @property
     def request_id(self) -> str:
@@ -162,19 +167,23 @@ class TargetRequest:
         """Return the output tokens so far, those of earlier epochs included."""
         return len(self.tokens) - self.open.num_prompt_tokens
 
+    @property
+    def is_sampled_by_path(self) -> bool:
+        """Return whether sampling needs the tokens before it on the host."""
+        return self.open.sampling.has_penalties or self.matcher is not None
+
     def can_run_alone(self, *, overlaps_steps: bool) -> bool:
         """Return whether a round of the root alone can be launched by credit, without an order.
 
         Args:
-            overlaps_steps: Also when the root is still being computed. Penalties count tokens, so
-                they need to know the root.
+            overlaps_steps: Also when the root is still being computed, unless sampling needs it.
         """
         if self.phase is not Phase.RUNNING or self.queued is not None:
             return False
         if self.draft is not None and self.draft.is_waited_for:
             return False
         if self.num_in_flight:
-            is_known = not self.num_unsure and not self.open.sampling.has_penalties
+            is_known = not self.num_unsure and not self.is_sampled_by_path
             if not (overlaps_steps and is_known):
                 return False
         has_credit = self.round_idx + self.num_in_flight < self.credit_until

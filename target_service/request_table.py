@@ -33,6 +33,7 @@ from shared.times import clock_id
 from shared.tree import check_tree
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
+from target_service.grammars import Grammars
 from target_service.request import ROOT_ONLY, HostTree, Phase, TargetRequest
 from target_service.scheduler import Scheduler, StepPlan
 from target_service.tree_source import TreeSource
@@ -45,9 +46,13 @@ class RequestTable:
 
     Args:
         source: Brings the trees of rounds that need no order.
+        grammars: Of outputs.
     """
 
-    def __init__(self, state: EngineState, scheduler: Scheduler, source: TreeSource) -> None:
+    def __init__(
+        self, state: EngineState, scheduler: Scheduler, source: TreeSource, grammars: Grammars
+    ) -> None:
+        self._grammars = grammars
         self._state = state
         self._requests = state.requests
         self._scheduler = scheduler
@@ -66,6 +71,7 @@ class RequestTable:
                 field="target_epoch",
             )
         self._check_open(message)
+        matcher = self._grammars.matcher(message)
         if known is not None:
             self.drop(known)
         max_context_len = self._state.max_context_len
@@ -78,6 +84,7 @@ class RequestTable:
             token_limit=min(
                 message.num_prompt_tokens + message.stopping.max_new_tokens, max_context_len
             ),
+            matcher=matcher,
         )
         self._requests[message.request_id] = request
         if message.is_timed:
@@ -163,6 +170,19 @@ class RequestTable:
         log_worker_request(logger, logging.ERROR, request.request_id, error.message)
         failure = failure_of(request.open, error)
         self._state.outbox.append(replace(failure, round_idx=request.round_idx + 1))
+        self.drop(request)
+
+    def fail_grammar(self, request: TargetRequest) -> None:
+        """End a request whose output can go on with no token that its grammar allows."""
+        error = InvalidArgumentError(
+            f"structured_output cannot be followed: after {request.num_output_tokens} tokens of "
+            "output no token of this model is allowed, or it takes too long to find one",
+            reason="INVALID_GRAMMAR",
+            field="structured_output",
+        )
+        log_worker_request(logger, logging.WARNING, request.request_id, error.message)
+        failure = failure_of(request.open, error)
+        self._state.outbox.append(replace(failure, round_idx=request.round_idx))
         self.drop(request)
 
     def note_launch(self, plan: StepPlan, batch: StepBatch) -> None:

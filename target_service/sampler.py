@@ -1,7 +1,8 @@
 """Sample the target's token at every node, by the node's own path.
 
-Order: logit bias, penalties, min_new_tokens mask; then temperature, filters and Gumbel noise in the
-sampling kernels. The result is a function of (logits, parameters, seed, absolute position) alone.
+Order: logit bias, penalties, min_new_tokens mask, the grammar's mask; then temperature, filters and
+Gumbel noise in the sampling kernels. The result is a function of (logits, parameters, seed,
+absolute position, and what the node's own path has) alone.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from numpy.typing import NDArray
 
 from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
 from shared.kernels.sampling import finite_rows, sample
+from shared.kernels.token_mask import apply_token_masks
 from shared.step.packing import to_device
 from shared.step.staging import Fields, Staging
 from target_service.nodes import SampledNodes
-from target_service.phases import BiasInput, ForbiddenInput, PenaltyInput, SamplingInput
+from target_service.phases import (
+    BiasInput,
+    ForbiddenInput,
+    MaskInput,
+    PenaltyInput,
+    SamplingInput,
+)
 from target_service.request import TargetRequest
 
 # What stays the same from round to round of a request.
@@ -124,6 +132,7 @@ class Sampler:
             bias=self._biases(nodes, per_tree, staging),
             penalties=self._penalties(nodes, per_row, staging),
             forbidden=self._forbidden(nodes, per_tree, staging),
+            masks=self._masks(nodes, staging),
         )
 
     def sample(
@@ -146,6 +155,8 @@ class Sampler:
             self._penalise(logits, inputs.penalties)
         if inputs.forbidden is not None:
             apply_min_new_tokens(logits, inputs.forbidden.rows, inputs.forbidden.token_ids)
+        if inputs.masks is not None:
+            apply_token_masks(logits, inputs.masks.rows, inputs.masks.masks)
         tokens = sample(
             logits,
             inputs.temperature,
@@ -193,6 +204,32 @@ class Sampler:
             rows=staging.add(np.repeat(early, [len(ids) for ids in stop_ids])),
             token_ids=staging.add(np.array([i for ids in stop_ids for i in ids], dtype=np.int64)),
         )
+
+    def _masks(self, nodes: SampledNodes, staging: Staging) -> MaskInput | None:
+        """Return what the grammars of the nodes' own paths allow after each."""
+        trees = [t for t, request in enumerate(nodes.requests) if request.matcher is not None]
+        if not trees:
+            return None
+        spans = [
+            slice(first, first + count)
+            for first, count in zip(
+                nodes.first_node[trees].tolist(), nodes.num_nodes[trees].tolist(), strict=True
+            )
+        ]
+        rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        masks = torch.empty(
+            (len(rows), -(-self.vocab_size // 32)),
+            dtype=torch.int32,
+            pin_memory=self._device.type == "cuda",
+        )
+        parts = masks.split([span.stop - span.start for span in spans])
+        for tree, span, part in zip(trees, spans, parts, strict=True):
+            matcher = nodes.requests[tree].matcher
+            assert matcher is not None
+            matcher.fill_masks(
+                part, nodes.token_ids[span].tolist(), nodes.parent_index[span].tolist()
+            )
+        return MaskInput(rows=staging.add(rows), masks=masks.to(self._device, non_blocking=True))
 
     def _penalties(
         self, nodes: SampledNodes, per_row: NDArray, staging: Staging

@@ -120,7 +120,12 @@ def build_padding(
         num_device_trees=0,
         mailbox_paths=mailbox_paths,
         sampling=SamplingInput(
-            **columns, has_filters=has_filters, bias=None, penalties=None, forbidden=None
+            **columns,
+            has_filters=has_filters,
+            bias=None,
+            penalties=None,
+            forbidden=None,
+            masks=None,
         ),
     )
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from coppice.v1 import target_pb2
 from shared.messages.codec import Mark, message
 from shared.messages.fields import Count, RequestId, SomeIds, require_range
+from shared.messages.grammar import Grammar
 from shared.messages.params import SamplingParams, StoppingParams
 from shared.messages.times import AnswerTimes
 from shared.messages.tree import FlatShape, TokenTree
@@ -65,6 +66,8 @@ class TargetOpen:
 
     Args:
         credit: For the rounds after it; None: each needs an order or a CreditUpdate.
+        grammar: Of the output; None: it is free.
+        compiled_grammar: As the worker's front has compiled it; never sent.
     """
 
     request_id: RequestId
@@ -79,6 +82,8 @@ class TargetOpen:
     priority: int = 0
     is_timed: bool = False
     credit: Credit | None = None
+    grammar: Grammar | None = None
+    compiled_grammar: Annotated[str, Mark.OFF_WIRE] = ""
 
 
 @message(target_pb2.TargetAdmitted)

@@ -51,6 +51,7 @@ class WorkerInfo:
         peer_address: Where drafts on other hosts attach (shared/peer/tcp.py); empty: nowhere.
         protocol_version: See shared/rpc/protocol.py; its front adds it.
         device_model, versions, cpu_threads, logits_hash: Of a target; what else decides about bits.
+        has_grammars: Of a target: outputs may have grammars.
     """
 
     incarnation: Text
@@ -75,3 +76,4 @@ class WorkerInfo:
     logits_hash: str = ""
     peer_address: str = ""
     protocol_version: Count = 0
+    has_grammars: bool = False

@@ -235,7 +235,7 @@ class DeviceRounds(PeerRounds):
             return 0
         stopping = request.open.stopping
         is_masked = stopping.stop_token_ids and stopping.min_new_tokens
-        if is_masked or request.open.sampling.has_penalties:
+        if is_masked or request.is_sampled_by_path:
             return 0
         if use.tag_base is None:
             use.tag_base = secrets.randbelow(NUM_TAGS)  # of no request that had the slot before

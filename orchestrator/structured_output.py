@@ -1,0 +1,81 @@
+"""StructuredOutput of a request -> Grammar: what cannot be one is refused here, by its field.
+
+Whether a grammar can be compiled is found out by the target, in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from coppice.v1 import generation_pb2 as pb
+from shared.errors import InvalidArgumentError
+from shared.messages import Grammar, GrammarKind
+
+MAX_SOURCE_BYTES = 1 << 18
+_FIELD = "structured_output"
+_KINDS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "ebnf": GrammarKind.EBNF,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
+}
+
+
+def parse_grammar(message: pb.GenerateRequest) -> Grammar | None:
+    """Return the grammar of a request's output; None: it is free.
+
+    Raises: InvalidArgumentError naming the field to blame.
+    """
+    if not message.HasField("structured_output"):
+        return None
+    name = message.structured_output.WhichOneof("constraint")
+    if name is None:
+        raise InvalidArgumentError(
+            "structured_output says nothing; set json_schema, regex, ebnf, choice or "
+            "structural_tag, or leave it out",
+            field=_FIELD,
+        )
+    field = f"{_FIELD}.{name}"
+    for clash in ("ignore_eos", "min_new_tokens"):
+        if getattr(message.stopping, clash):
+            raise InvalidArgumentError(
+                f"{clash} does not go with {field}: the grammar says where the output may end; "
+                "leave it out",
+                field=f"stopping.{clash}",
+            )
+    if name == "choice":
+        kind, source = GrammarKind.EBNF, _ebnf_of(message.structured_output.choice.texts)
+    else:
+        kind, source = _KINDS[name], getattr(message.structured_output, name)
+    if not source:
+        raise InvalidArgumentError(f"{field} is empty", field=field)
+    num_bytes = len(source.encode())
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise InvalidArgumentError(
+            f"{field} has {num_bytes} bytes, at most {MAX_SOURCE_BYTES} are allowed", field=field
+        )
+    if kind in (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG):
+        _check_json(source, field)
+    return Grammar(kind=kind, source=source)
+
+
+def _check_json(source: str, field: str) -> None:
+    try:
+        value = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{field} is not JSON: {error}", field=field) from None
+    if not isinstance(value, dict | bool):
+        raise InvalidArgumentError(f"{field} is no JSON object", field=field)
+
+
+def _ebnf_of(texts: Sequence[str]) -> str:
+    """Return the grammar of one of these texts."""
+    field = f"{_FIELD}.choice.texts"
+    if not texts:
+        raise InvalidArgumentError(f"{field} is empty; name at least one", field=field)
+    if not all(texts):
+        raise InvalidArgumentError(f"{field} has an empty text", field=field)
+    # A JSON string is a string of the notation as well; other letters than ASCII stay as they are.
+    literals = [json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts)]
+    return f"root ::= {' | '.join(literals)}"

@@ -1,0 +1,36 @@
+"""The grammar of an output: what a target compiles and masks samples with. Torch-free."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from coppice.v1 import target_pb2
+from shared.messages.codec import message
+
+
+class GrammarKind(enum.IntEnum):
+    """How a grammar is written; the values equal the proto's."""
+
+    NONE = 0
+    JSON_SCHEMA = 1
+    REGEX = 2
+    EBNF = 3
+    STRUCTURAL_TAG = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@message(target_pb2.Grammar)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output must be, from its first token to the one that ends it.
+
+    Args:
+        source: Of the kind's notation: the text of a JSON schema, of a regular expression, of an
+            EBNF whose first rule is `root`, or of a structural tag.
+    """
+
+    kind: GrammarKind
+    source: str
