@@ -17,6 +17,7 @@ from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
 from shared.config import NO_SECRET, PEERS, Secret
 from shared.errors import CoppiceError
+from shared.grammar.grammars import Grammars
 from shared.kernels.dispatch import launch_counts
 from shared.messages import (
     DraftClose,
@@ -43,6 +44,7 @@ class DraftEngine:
         max_batch_rows: Rows per extend.
         max_context_len: Longest conversation, tokens.
         source: Of paths that the device has before its host.
+        grammars: Of outputs.
         secret: Of the deployment, for peer channels over TCP.
     """
 
@@ -54,6 +56,7 @@ class DraftEngine:
         max_batch_rows: int,
         max_context_len: int,
         source: PathSource,
+        grammars: Grammars,
         secret: Secret = NO_SECRET,
     ) -> None:
         self.info = info
@@ -66,7 +69,7 @@ class DraftEngine:
         self._outbox: list[Any] = []
         self._reader = FeatureReader(info.features.width)
         self.requests = RequestTable(
-            runner, self._outbox, self._recorder, max_context_len=max_context_len
+            runner, self._outbox, self._recorder, grammars, max_context_len=max_context_len
         )
         self._peers = PeerRounds(self.requests, self._reader, self.channels, dialer, self.source)
         self.pipeline = DraftPipeline(

@@ -7,6 +7,8 @@ import os
 import secrets
 from collections.abc import Callable
 
+import torch
+
 from draft_service.engine import DraftEngine
 from draft_service.path_source import PathSource
 from draft_service.pipeline import CHUNK_ROWS
@@ -16,6 +18,8 @@ from shared.config import DraftConfig, read_secret
 from shared.config.check import parse_shapes
 from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
 from shared.errors import ConfigError
+from shared.grammar.grammars import Grammars
+from shared.kernels.token_mask import compile_token_masks
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
@@ -144,12 +148,18 @@ def create_engine(
         vocab_size=target_config.vocab_size,
         max_batch_rows=max_batch_rows(config, device),
     )
+    grammars = Grammars(target, target_config.vocab_size, target_config.eos_token_ids)
+    if device.type == "cuda" and grammars.are_served:
+        grammars.load()
+        ids = torch.arange(model.vocab_size, device=device)
+        compile_token_masks(model.vocab_size, device, model.to_target_ids(ids))
     engine = DraftEngine(
         runner,
         info,
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,
         source=make_source(runner),
+        grammars=grammars,
         secret=secret,
     )
     if device.type == "cuda":

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import torch
 
+from draft_service.growth_masks import GrowthMasks
 from draft_service.phases import DraftInput
 from shared.kernels.embedding import embed
 from shared.kernels.tree_attention import TreeAttentionMetadata
@@ -49,11 +50,18 @@ class TreeGrower:
         ids = torch.arange(model.vocab_size, device=pool.device)
         self._target_ids = model.to_target_ids(ids)  # [Vd]
 
-    def grow(self, inputs: DraftInput, last_hidden: torch.Tensor) -> torch.Tensor:
+    def grow(
+        self,
+        inputs: DraftInput,
+        last_hidden: torch.Tensor,
+        masks: GrowthMasks | None = None,
+    ) -> torch.Tensor:
         """Return one tree per request, as `select_nodes` packs them; launches only.
 
         Args:
             last_hidden: [max_num_requests + 1, h], by req_idx: hidden of the last committed row.
+            masks: Say what the grammars of the requests allow, for which they wait for the device
+                at every depth; None: they are free.
         Mutates: KV slots past kv_len of each request (scratch), and the sink.
         """
         trees, bounds = inputs.trees, inputs.bounds
@@ -87,7 +95,10 @@ class TreeGrower:
                     beams.slot_mapping,
                 )  # [B * K, h]
             noise = inputs.noise(step) if inputs.is_random else None
-            score, token = best_children(self._model.logits(hidden), self._target_ids, topk, noise)
+            logits = self._model.logits(hidden)
+            if masks is not None:
+                masks.apply(logits, beams, self._target_ids)
+            score, token = best_children(logits, self._target_ids, topk, noise)
             beams = next_beams(
                 trees, candidates, beams, score, token, step=step, most_steps=bounds.num_steps
             )

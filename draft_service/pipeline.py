@@ -21,6 +21,7 @@ from typing import Any
 from draft_service.answers import GrownTrees, answer
 from draft_service.extend_input import ExtendWork
 from draft_service.growth_input import num_scratch_slots
+from draft_service.growth_masks import GrowthMasks
 from draft_service.path_source import PathSource
 from draft_service.request import DraftRequest
 from draft_service.request_table import RequestTable
@@ -123,16 +124,40 @@ class DraftPipeline:
         clock = self.tallies.clock
         clock.end("extend")
         growing = self.plan_growth()  # while the device extends
-        if growing:
-            self.launch_growth(growing, timer)
+        free = [request for request in growing if request.matcher is None]
+        if free:
+            self.launch_growth(free, timer)
         self._settle(works, growing)  # while it grows trees
         clock.end("grow")
-        if growing:
-            output = self._runner.read(timer)
-            clock.end("wait")
-            rows = range(len(growing))
-            self._answer(GrownTrees(requests=growing, rows=rows, output=output, timer=timer))
-            clock.end("answer")
+        if free:
+            self._read_trees(free, timer)
+        if len(free) < len(growing):
+            self._grow_masked([r for r in growing if r.matcher is not None])
+
+    def _read_trees(self, grown: Sequence[DraftRequest], timer: StepTimer) -> None:
+        """Wait for trees and answer them."""
+        clock = self.tallies.clock
+        output = self._runner.read(timer)
+        clock.end("wait")
+        rows = range(len(grown))
+        self._answer(GrownTrees(requests=grown, rows=rows, output=output, timer=timer))
+        clock.end("answer")
+
+    def _grow_masked(self, growing: Sequence[DraftRequest]) -> None:
+        """Grow and answer the trees of requests with grammars, for which the host is asked at every
+        depth: after the others, who need not wait for that.
+        """
+        runner, timer = self._runner, self._timer(growing)
+        matchers = [request.matcher for request in growing if request.matcher is not None]
+        inputs = runner.pack_growth(
+            growing, [request.pending_tree.order.shape for request in growing]
+        )
+        masks = GrowthMasks(matchers, num_places=len(inputs.seed), vocab_size=runner.vocab_size)
+        packed = runner.launch_masked_growth(inputs, masks)
+        timer.device("grow")
+        runner.results.start(packed)
+        self.tallies.clock.end("grow")
+        self._read_trees(growing, timer)
 
     def plan_extend(self) -> list[ExtendWork]:
         """Choose rows: first of requests whose tree is ordered, oldest first.
@@ -173,6 +198,7 @@ class DraftPipeline:
         """Reserve slots for every tree that can grow; leaves out what this retracted."""
         growing = []
         for request in [request for request in self._requests.values() if request.can_grow]:
+            request.follow_grammar()
             num_slots = num_scratch_slots(request.pending_tree.order.shape)
             if request.is_held and self._requests.reserve(request, num_slots):
                 growing.append(request)

@@ -9,13 +9,16 @@ a tree node of depth d sits at position base + L + d - 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from draft_service.features import FeatureStream
 from shared.errors import StaleStateError
 from shared.messages import DraftOpen, DraftRound, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.tcp import PeerAddress
+
+if TYPE_CHECKING:
+    from shared.grammar.matcher import OutputMatcher
 
 
 class DeviceTree(NamedTuple):
@@ -74,6 +77,8 @@ class DraftRequest:
         channel: To the target's engine, to which the request is attached; None: it is not.
         dial: Of the channel that is being opened to the target's engine; None: none is.
         is_held: False once the engine has dropped the request.
+        matcher: Follows the output in its grammar; None: trees are free.
+        matched_len: Tokens that it has followed.
     """
 
     open: DraftOpen
@@ -88,6 +93,8 @@ class DraftRequest:
     channel: PeerChannel | None = None
     dial: PendingDial | None = None
     is_held: bool = True
+    matcher: OutputMatcher | None = None
+    matched_len: int = 0
 
     @property
     def request_id(self) -> str:
@@ -124,6 +131,14 @@ class DraftRequest:
             return False
         root = self.pending.order.seq_len
         return self.base + self.kv_len == (root + 1 if self.features is None else root)
+
+    def follow_grammar(self) -> None:
+        """Let the matcher follow the tokens that have come since, or do without it if it cannot:
+        the target decides what is right.
+        """
+        if self.matcher is not None and not self.matcher.accept(self.tokens[self.matched_len :]):
+            self.matcher = None
+        self.matched_len = len(self.tokens)
 
     def attach(self, channel: PeerChannel) -> None:
         """Take note of the channel to the target's engine."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence, ValuesView
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draft_service.features import FeatureStream
 from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import DraftRunner
 from shared.errors import CoppiceError, InvalidArgumentError, ResourceExhaustedError
+from shared.grammar.grammars import Grammars
 from shared.kv.allocator import OutOfPagesError
 from shared.logs import log_worker_request
 from shared.messages import (
@@ -23,6 +24,9 @@ from shared.peer.channel import PeerChannel
 from shared.rpc.status import failure_of
 from shared.step.recorder import Recorder
 
+if TYPE_CHECKING:
+    from shared.grammar.matcher import OutputMatcher
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,12 +35,20 @@ class RequestTable:
 
     Args:
         outbox: Takes what goes to the front.
+        grammars: Of outputs.
         max_context_len: Longest conversation, tokens.
     """
 
     def __init__(
-        self, runner: DraftRunner, outbox: list[Any], recorder: Recorder, *, max_context_len: int
+        self,
+        runner: DraftRunner,
+        outbox: list[Any],
+        recorder: Recorder,
+        grammars: Grammars,
+        *,
+        max_context_len: int,
     ) -> None:
+        self._grammars = grammars
         self._pool = runner.pool
         self._window = runner.window
         self._input_shift = runner.model.input_shift
@@ -112,12 +124,27 @@ class RequestTable:
             base=base,
             tokens=list(message.token_ids),
             features=features,
+            matcher=self._matcher(message),
+            matched_len=len(message.token_ids),
         )
         self._num_opened += 1
         self._held[message.request_id] = request
         if message.is_timed:
             self._recorder.watch(message.request_id)
         return request
+
+    def _matcher(self, message: DraftOpen) -> OutputMatcher | None:
+        """Return what follows the output in its grammar; None: it has none, or not here."""
+        if not (message.compiled_grammar and self._grammars.are_served):
+            return None
+        try:
+            output = message.token_ids[message.num_prompt_tokens :]
+            return self._grammars.matcher(message.compiled_grammar, output)
+        except InvalidArgumentError as error:  # which the target says to whoever asked
+            log_worker_request(
+                logger, logging.INFO, message.request_id, "trees are free: %s", error.message
+            )
+            return None
 
     def take_order(
         self,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from draft_service.extend_input import ExtendPacker, ExtendWork, parts_of
 from draft_service.growth import TreeGrower
 from draft_service.growth_input import pack_growth
+from draft_service.growth_masks import GrowthMasks
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
 from draft_service.request import DraftRequest
 from shared.kernels.mailbox_words import MAX_PATH
@@ -144,6 +145,10 @@ class DraftRunner:
         )
         return packed
 
+    def launch_masked_growth(self, inputs: DraftInput, masks: GrowthMasks) -> torch.Tensor:
+        """Grow trees as `launch_growth` does, kept to what masks allow; waits at every depth."""
+        return self._forward_growth(inputs, masks)
+
     def read(self, timer: StepTimer) -> DraftOutput:
         """Return what was grown last, valid until the next growth; waits for the device."""
         (result,) = self.results.finish()
@@ -159,8 +164,8 @@ class DraftRunner:
             staging.flush()
 
     @torch.inference_mode()
-    def _forward_growth(self, inputs: DraftInput) -> torch.Tensor:
-        return self._grower.grow(inputs, self.last_hidden)
+    def _forward_growth(self, inputs: DraftInput, masks: GrowthMasks | None = None) -> torch.Tensor:
+        return self._grower.grow(inputs, self.last_hidden, masks)
 
     @torch.inference_mode()
     def _forward(self, inputs: DraftExtendInput) -> None:

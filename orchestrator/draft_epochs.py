@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from orchestrator.workers import Handler, WorkerSession
 from shared.messages import DraftClose, DraftOpen, DraftRound, SamplingParams, TreeShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputGrammar:
+    """What the output must be, which follows so many tokens of a prompt."""
+
+    compiled: bytes
+    num_prompt_tokens: int
 
 
 class DraftEpochs:
@@ -14,12 +23,19 @@ class DraftEpochs:
     Args:
         request_id: As the workers know it.
         sampling: Temperature and seed matter to the draft.
+        grammar: Of the output; None: it is free.
         is_timed: Have the draft say where its time goes.
         handler: Takes what a worker says about the request.
     """
 
     def __init__(
-        self, *, request_id: str, sampling: SamplingParams, is_timed: bool, handler: Handler
+        self,
+        *,
+        request_id: str,
+        sampling: SamplingParams,
+        grammar: OutputGrammar | None = None,
+        is_timed: bool,
+        handler: Handler,
     ) -> None:
         self.draft_epoch = 0
         """Of the newest state, which may be closed."""
@@ -30,6 +46,7 @@ class DraftEpochs:
         self._target_epoch = 0
         self._request_id = request_id
         self._sampling = sampling
+        self._grammar = grammar
         self._is_timed = is_timed
         self._handler = handler
 
@@ -58,6 +75,8 @@ class DraftEpochs:
                 token_ids=tuple(tokens),
                 sampling=self._sampling,
                 is_timed=self._is_timed,
+                compiled_grammar=self._grammar.compiled if self._grammar else b"",
+                num_prompt_tokens=self._grammar.num_prompt_tokens if self._grammar else 0,
             )
         )
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.draft_epochs import DraftEpochs
+from orchestrator.draft_epochs import DraftEpochs, OutputGrammar
 from orchestrator.draft_orders import DraftOrders, News
 from orchestrator.draft_retry import DraftRetry
 from orchestrator.draft_states import (
@@ -50,6 +50,7 @@ class DraftHandle:
         shape: Tree shape to order; None = speculation is off.
         adapts: The target may choose smaller trees, or none.
         sampling: Temperature and seed matter to the draft.
+        grammar: Of the output; None: it is free.
         is_timed: Have the draft say where its time goes.
         on_revoke: Called when rounds by credit end, while the path of one may be waited for.
     """
@@ -61,6 +62,7 @@ class DraftHandle:
         shape: TreeShape | None,
         adapts: bool = False,
         sampling: SamplingParams,
+        grammar: OutputGrammar | None = None,
         is_timed: bool = False,
         pool: WorkerPool,
         config: OrchestratorConfig,
@@ -82,7 +84,11 @@ class DraftHandle:
         self._log = log
         self._on_revoke = on_revoke
         self._epochs = DraftEpochs(
-            request_id=request_id, sampling=sampling, is_timed=is_timed, handler=self
+            request_id=request_id,
+            sampling=sampling,
+            grammar=grammar,
+            is_timed=is_timed,
+            handler=self,
         )
         self._orders = DraftOrders()
         self._trust = PeerTrust()

@@ -19,6 +19,7 @@ import logging
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
+from orchestrator.draft_epochs import OutputGrammar
 from orchestrator.draft_handle import DraftHandle
 from orchestrator.figures import RequestStatus
 from orchestrator.losses import Loss, TargetGone
@@ -90,6 +91,7 @@ class Generation:
             shape=request.shape if self._may_speculate else None,
             adapts=not request.requires_draft,
             sampling=request.sampling,
+            grammar=_grammar_of(request),
             is_timed=request.is_timed,
             pool=pool,
             config=config,
@@ -351,3 +353,11 @@ class Generation:
         """Free whatever both workers hold."""
         self._draft.close()
         self._placement.close()
+
+
+def _grammar_of(request: GenerationRequest) -> OutputGrammar | None:
+    if not request.compiled_grammar:
+        return None
+    return OutputGrammar(
+        compiled=request.compiled_grammar, num_prompt_tokens=len(request.prompt_ids)
+    )

@@ -14,6 +14,7 @@ from orchestrator.admin import AdminService
 from orchestrator.admin_server import AdminServer
 from orchestrator.admission import Admission
 from orchestrator.endpoints import Lookup, WorkerEndpoints, lookup, parse_endpoints
+from orchestrator.grammars import Grammars
 from orchestrator.metrics import pool_samples
 from orchestrator.model_card import read_model_card
 from orchestrator.pool import WorkerPool
@@ -106,6 +107,8 @@ class Orchestrator:
             limits=ServerLimits(calls=config.max_calls or max(1024, 4 * config.max_num_requests)),
         )
         self._siblings = siblings
+        self._grammars = Grammars(directory)
+        self._grammar_after_s = config.grammar_after_s
         service = GenerationService(
             config,
             pool=self.pool,
@@ -117,6 +120,7 @@ class Orchestrator:
                 started_s=time.time(),
                 chat_template=config.chat_template,
             ),
+            grammars=self._grammars,
         )
         self._requests, self._tracing = service.metrics, service.tracing
         index = siblings.index if siblings is not None else 0
@@ -142,6 +146,7 @@ class Orchestrator:
         """Where operators are served once started; -1: nowhere."""
         self._drain_timeout_s = config.drain_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
+        self._preparing: list[asyncio.Task[None]] = []  # ends by itself
 
     def _add_vllm_engine(
         self, config: OrchestratorConfig, service: GenerationService, directory: Path
@@ -176,6 +181,9 @@ class Orchestrator:
         port = await self._server.start()
         self.admin_port = await self._admin.start()
         self._tasks.append(asyncio.create_task(self._follow_health()))
+        if self._grammar_after_s:
+            preparing = self._grammars.prepare(lambda: self.pool.model, self._grammar_after_s)
+            self._preparing.append(asyncio.create_task(preparing))
         logger.info("listening on port %d", port)
         return port
 
@@ -205,9 +213,10 @@ class Orchestrator:
         await self.metrics.close()
         await self._admin.stop()
         await asyncio.to_thread(self._tracing.close)
-        for task in self._tasks:
+        for task in (*self._tasks, *self._preparing):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._preparing, return_exceptions=True)
+        await self._grammars.close()
 
     def _samples(self) -> Samples:
         """Return what /metrics says."""

@@ -15,6 +15,7 @@ from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from orchestrator.admission import Admission, Place
 from orchestrator.encoding import PromptEncoder
+from orchestrator.grammars import Grammars
 from orchestrator.metrics import RequestEnd, RequestMetrics
 from orchestrator.model_card import ModelCard
 from orchestrator.outgoing import WriteTurns
@@ -49,6 +50,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     Args:
         tokenizer: None if the model has none: then prompts are token ids and there is no text.
         card: What clients are told of the model.
+        grammars: Compiles those of outputs.
         caller: Returns who calls, "" if nobody knows.
     Raises: ConfigError if the configuration cannot work.
     """
@@ -61,6 +63,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         admission: Admission,
         tokenizer: Tokenizer | None,
         card: ModelCard,
+        grammars: Grammars,
         caller: Callable[[grpc.aio.ServicerContext[Any, Any]], str] = caller_name,
     ) -> None:
         self._config = config
@@ -68,6 +71,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._admission = admission
         self._tokenizer = tokenizer
         self._card = card
+        self._grammars = grammars
         self._encoder = PromptEncoder(tokenizer) if tokenizer is not None else None
         self._incarnation = secrets.token_hex(4)
         self._serial = itertools.count()
@@ -124,6 +128,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             parsed.request_id, tenant=parsed.tenant, comes_again=parsed.num_refusals > 0
         ) as place:
             prompt_ids = await self._tokenize(parsed, limits)
+            if parsed.grammar is not None:
+                compiled = await self._grammars.compile(parsed.grammar, model)
+                parsed = replace(parsed, compiled_grammar=compiled)
             ready = replace(with_prompt(parsed, prompt_ids, limits), is_traced=trace.is_sampled)
             log.is_admitted = True
             generation = Generation(

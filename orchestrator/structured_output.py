@@ -1,6 +1,6 @@
 """StructuredOutput of a request -> Grammar: what cannot be one is refused here, by its field.
 
-Whether a grammar can be compiled is found out by the target, in seconds.
+Whether a grammar can be compiled is found out by shared/grammar/compiler.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.messages import Grammar, GrammarKind
+from shared.grammar.source import Grammar, GrammarKind
 
 MAX_SOURCE_BYTES = 1 << 18
 _FIELD = "structured_output"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from coppice.v1 import generation_pb2 as pb
 from orchestrator.structured_output import parse_grammar
 from shared.errors import InvalidArgumentError
+from shared.grammar.source import Grammar
 from shared.messages import (
     MAX_TOP_LOGPROBS,
-    Grammar,
     SamplingParams,
     TreeShape,
     check_shape,
@@ -60,6 +60,7 @@ class GenerationRequest:
         adds_special: Tokenize `text` with the special tokens that the tokenizer adds by itself.
         keeps_special: Special tokens are spelled in the text.
         grammar: Of the output; None: it is free.
+        compiled_grammar: What workers get of it, once it is compiled.
         tenant: Whose it is; "" if nobody says.
     """
 
@@ -89,6 +90,7 @@ class GenerationRequest:
     adds_special: bool = True
     keeps_special: bool = False
     grammar: Grammar | None = None
+    compiled_grammar: bytes = b""
     tenant: str = ""
 
     @property

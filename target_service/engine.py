@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from shared.errors import CoppiceError
+from shared.grammar.grammars import Grammars
 from shared.kernels.dispatch import launch_counts
 from shared.logs import log_worker_request
 from shared.messages import (
@@ -29,7 +30,6 @@ from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.rpc.protocol import check_protocol
 from shared.step.serving_counts import ServingCounts
 from target_service.engine_state import EngineState
-from target_service.grammars import Grammars
 from target_service.launch_time import LaunchTime
 from target_service.pipeline import Pipeline
 from target_service.prompt_budget import PromptBudget

@@ -18,6 +18,8 @@ from shared.device import (
     resolve_dtype,
 )
 from shared.errors import ConfigError
+from shared.grammar.grammars import Grammars
+from shared.kernels.token_mask import compile_token_masks
 from shared.kv.pool import KVPool
 from shared.ladder import LADDER
 from shared.messages import FeatureSpec, WorkerInfo
@@ -40,7 +42,6 @@ from target_service.budgets.shapes import BudgetedShapes, TreeShapes
 from target_service.engine import TargetEngine
 from target_service.engine_state import EngineState
 from target_service.fingerprint import finite_logits, take_fingerprint
-from target_service.grammars import Grammars
 from target_service.loading import LOADED, load_model, make_pool
 from target_service.peer_rounds import PeerRounds
 from target_service.prompt_budget import PromptBudget
@@ -115,6 +116,7 @@ def create_engine(
     grammars = Grammars(directory, model_config.vocab_size, model_config.eos_token_ids)
     if device.type == "cuda" and grammars.are_served:
         grammars.load()
+        compile_token_masks(model_config.vocab_size, device)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,

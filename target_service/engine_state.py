@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shared.messages import PeerTree, WorkerInfo
+from shared.messages import WorkerInfo
 from shared.metrics.engine import EngineTallies
 from shared.metrics.samples import Samples, counted
 from shared.peer.ring import FeatureRing
@@ -17,7 +17,7 @@ from shared.step.recorder import Recorder
 from target_service.features import FeatureOutlet
 from target_service.request import DeviceTree, HostTree, QueuedRound, TargetRequest
 
-ROUND_SOURCES = ("device", "peer", "relayed", "root_only")
+ROUND_SOURCES = ("device", "peer", "relayed", "grammar", "root_only")
 STAGES = ("plan", "pack", "launch", "wait", "commit", "send")
 
 
@@ -85,7 +85,7 @@ def _source_of(queued: QueuedRound | None) -> str:
     if isinstance(queued, DeviceTree):
         return "device"
     if isinstance(queued, HostTree):
-        return "peer" if isinstance(queued.tree, PeerTree) else "relayed"
+        return queued.source
     return "root_only"
 
 

@@ -109,8 +109,8 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
     for request in plan.verifies:
         queued, parents, layout = request.queued, _ROOT_ONLY, _ROOT_LAYOUT
         if isinstance(queued, HostTree):
-            token_ids += queued.tree.token_ids
-            parents = queued.tree.parent_index
+            token_ids += queued.token_ids
+            parents = queued.parent_index
             layout = lay_out_tree(parents)
         else:
             if request.num_in_flight:  # the root is still being computed

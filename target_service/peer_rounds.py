@@ -38,7 +38,7 @@ from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.path_rows import place_rows
-from target_service.request import ROOT_ONLY, HostTree, Phase, QueuedRound, TargetRequest
+from target_service.request import ROOT_ONLY, Phase, QueuedRound, TargetRequest
 from target_service.resting import begin_rest, tell_rest
 from target_service.tree_source import TreeSource
 
@@ -286,7 +286,7 @@ class PeerRounds(TreeSource):
             recorder.begin(*key, peer.ordered_ns)
             recorder.include(*key, "draft", tree.times)
             recorder.stage(*key, "channel")
-            self._queue(request, HostTree(tree))
+            self._queue(request, request.host_tree(tree, "peer"))
 
     def launched(self, requests: Sequence[TargetRequest]) -> None:
         for request in requests:

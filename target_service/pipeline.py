@@ -216,6 +216,7 @@ class Pipeline:
                 self.table.drop(request)
             else:
                 self.source.order(request)
+                request.queue_forced()
         self.flush_peers()
         going_on = [(c.request, c.path.token_ids) for c in committed if not c.cut.reason]
         self.runner.sampler.count(going_on)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from shared.messages import AcceptedPath, PeerTree, PeerTrees, TargetOpen, TokenTree, TreeShape
+from shared.messages import (
+    MAX_TREE_NODES,
+    AcceptedPath,
+    PeerTree,
+    PeerTrees,
+    TargetOpen,
+    TokenTree,
+    TreeShape,
+)
 from shared.priority import turn_s
 from target_service.draft_peer import DraftPeer
 from target_service.feature_log import FeatureLog
@@ -40,17 +49,28 @@ class RootOnlyRound:
 
 
 class HostTree(NamedTuple):
-    """A round whose tree is here: relayed by the orchestrator, or sent by the draft's engine."""
+    """A round whose tree is here.
 
-    tree: TokenTree | PeerTree
+    Args:
+        token_ids, parent_index: [N], root first.
+        source: "relayed" by the orchestrator, sent by the draft's engine ("peer"), or what the
+            "grammar" makes certain.
+        num_grown: Nodes that a draft has grown, root included: a grammar leaves some of them out,
+            and adds others.
+    """
+
+    token_ids: Sequence[int]
+    parent_index: tuple[int, ...]
+    source: str
+    num_grown: int
 
     @property
     def num_rows(self) -> int:
-        return len(self.tree.token_ids)
+        return len(self.token_ids)
 
     @property
     def most_drafts(self) -> int:
-        return len(self.tree.token_ids) - 1
+        return len(self.token_ids) - 1
 
 
 class DeviceTree(NamedTuple):
@@ -98,6 +118,7 @@ class TargetRequest:
         peer_trees: Trees that these rounds may have once their draft has caught up; None: none.
         num_in_flight: Rounds launched and not committed yet.
         num_unsure: Tokens that the newest of them may commit beside its root.
+        num_grown: Nodes that a draft has grown for it; 0: all that it has, as far as is known.
         draft: The attached draft; None: there is none.
         newest_draft_epoch: Of the drafts that attached or subscribed; older ones are over.
         last_credited_round: Last round that had begun without an order when a credit was ended.
@@ -123,6 +144,7 @@ class TargetRequest:
     peer_trees: PeerTrees | None = None
     num_in_flight: int = 0
     num_unsure: int = 0
+    num_grown: int = 0
     draft: DraftPeer | None = None
     newest_draft_epoch: int = 0
     last_credited_round: int = 0
@@ -189,6 +211,25 @@ class TargetRequest:
         has_credit = self.round_idx + self.num_in_flight < self.credit_until
         return has_credit and len(self.tokens) + self.num_in_flight < self.token_limit
 
+    def host_tree(self, tree: TokenTree | PeerTree, source: str) -> HostTree:
+        """Return the round of a tree that has come, as the grammar wants it."""
+        token_ids: Sequence[int] = tree.token_ids
+        parent_index = tree.parent_index
+        num_grown = len(token_ids)
+        if self.matcher is not None:
+            token_ids, parent_index = self.matcher.prune_and_graft(
+                token_ids, parent_index, most_nodes=MAX_TREE_NODES
+            )
+        return HostTree(token_ids, parent_index, source, num_grown)
+
+    def queue_forced(self) -> None:
+        """Let a round that would have the root alone have what must follow it, too."""
+        if self.matcher is None or not self.open.grows_forced:
+            return
+        if self.can_run_alone(overlaps_steps=False) and (forced := self.matcher.forced()):
+            token_ids = [self.tokens[-1], *forced]
+            self.queued = HostTree(token_ids, tuple(range(-1, len(forced))), "grammar", 1)
+
     def end_credit(self) -> None:
         """Let no round run without an order but those that have begun."""
         num_begun = self.num_in_flight + (self.queued is not None)
@@ -199,6 +240,7 @@ class TargetRequest:
     def note_launch(self, queue_idx: int) -> None:
         """Take note that the next round is in flight, and of the turn of the round after it."""
         self.num_unsure = 0 if self.queued is None else self.queued.most_drafts
+        self.num_grown = self.queued.num_grown if isinstance(self.queued, HostTree) else 0
         self.queued = None
         self.queue_idx = queue_idx
         self.num_in_flight += 1

@@ -15,6 +15,7 @@ from shared.errors import (
     NotFoundError,
     StaleStateError,
 )
+from shared.grammar.grammars import Grammars
 from shared.logs import log_worker_request
 from shared.messages import (
     AnswerTimes,
@@ -33,8 +34,7 @@ from shared.times import clock_id
 from shared.tree import check_tree
 from target_service.batch import StepBatch
 from target_service.engine_state import EngineState
-from target_service.grammars import Grammars
-from target_service.request import ROOT_ONLY, HostTree, Phase, TargetRequest
+from target_service.request import ROOT_ONLY, Phase, TargetRequest
 from target_service.scheduler import Scheduler, StepPlan
 from target_service.tree_source import TreeSource
 
@@ -71,7 +71,10 @@ class RequestTable:
                 field="target_epoch",
             )
         self._check_open(message)
-        matcher = self._grammars.matcher(message)
+        matcher = None
+        if message.compiled_grammar:
+            output = message.token_ids[message.num_prompt_tokens :]
+            matcher = self._grammars.matcher(message.compiled_grammar, output)
         if known is not None:
             self.drop(known)
         max_context_len = self._state.max_context_len
@@ -118,7 +121,9 @@ class RequestTable:
             self._state.outbox.append(request.last_reply)
         elif not _is_under_way(request, message.round_idx):
             self._check_round(request, message)
-            request.queued = ROOT_ONLY if message.tree is None else HostTree(message.tree)
+            request.queued = (
+                ROOT_ONLY if message.tree is None else request.host_tree(message.tree, "relayed")
+            )
             request.queue_idx = next(self._state.turns)
             self._state.recorder.take_order(
                 request.request_id, message.round_idx, message.received_ns

@@ -22,7 +22,7 @@ def create_worker(config: TargetConfig, engine: EngineHandle) -> WorkerServer:
     def register(
         server: Any, identity: WorkerIdentity, send: Callable[[Sequence[Any]], None]
     ) -> TargetServicer:
-        servicer = TargetServicer(config, identity, send)
+        servicer = TargetServicer(identity, send)
         target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
         return servicer
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
 
 from coppice.v1 import target_pb2, target_pb2_grpc
-from shared.config import TargetConfig
-from shared.errors import CoppiceError, StatusCode
-from shared.grammar.compiler import GrammarCompiler, TokenSource
+from shared.errors import StatusCode
 from shared.messages import (
     AcceptedPath,
     FeatureChunk,
@@ -26,7 +22,6 @@ from shared.messages import (
     to_proto,
 )
 from shared.messages.batches import pack_target_response, unpack_target_request
-from shared.models.checkpoint import resolve_model
 from shared.peer.channel import remove_socket
 from shared.peer.shared_files import MAILBOXES, RINGS, mailbox_name
 from shared.rpc.engine import EngineReport
@@ -34,7 +29,6 @@ from shared.rpc.identity import WorkerIdentity
 from shared.rpc.protocol import check_caller
 from shared.rpc.sessions import SessionHub, SessionProtocol
 from target_service.feature_streams import FeatureHub
-from target_service.grammar_gate import GrammarGate
 
 
 def _is_final(answer: Any) -> bool:
@@ -61,37 +55,20 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """The gRPC face of a target engine.
 
     Args:
-        config: Of the worker.
         send: Queues messages for the engine.
     """
 
-    def __init__(
-        self,
-        config: TargetConfig,
-        identity: WorkerIdentity,
-        send: Callable[[Sequence[Any]], None],
-    ) -> None:
-        self._config = config
-        self._gate = GrammarGate(send, self._refuse)
-        self.sessions = SessionHub(PROTOCOL, self._gate.send)
+    def __init__(self, identity: WorkerIdentity, send: Callable[[Sequence[Any]], None]) -> None:
+        self.sessions = SessionHub(PROTOCOL, send)
         self.features = FeatureHub(send)
         self._identity = identity
         self._channel = ""
-        self._warm_up: asyncio.Task[None] | None = None
 
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
         self.features.ring_name = info.feature_ring
         self._channel = info.peer_socket
-        if info.has_grammars:
-            source = TokenSource(
-                directory=resolve_model(self._config.model, "target"),
-                vocab_size=info.vocab_size,
-                eos_token_ids=info.eos_token_ids,
-            )
-            self._gate.compiler = GrammarCompiler(source)
-            self._warm_up = asyncio.create_task(self._start_compiler(self._gate.compiler))
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered: answers first, they have a longer way to the draft."""
@@ -105,21 +82,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
         Streams end with the server.
         """
-        if self._warm_up is not None:
-            self._warm_up.cancel()
-        await self._gate.close()
         RINGS.remove(self.features.ring_name)
         remove_socket(self._channel)
         MAILBOXES.remove(mailbox_name(self._channel))
-
-    def _refuse(self, failures: Sequence[RequestFailure]) -> None:
-        self.sessions.deliver(failures, self._identity.load)
-
-    async def _start_compiler(self, compiler: GrammarCompiler) -> None:
-        """Have what the first grammar needs ready, as the spare engine is: not at the start."""
-        await asyncio.sleep(self._config.spare_after_s)
-        with contextlib.suppress(CoppiceError):  # the first grammar says it
-            await compiler.start_process()
 
     async def Session(
         self,

@@ -26,7 +26,7 @@ from coppice.v1 import generation_pb2 as coppice_dot_v1_dot_generation__pb2
 from coppice.v1 import tree_pb2 as coppice_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63oppice/v1/draft.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\x1a\x15\x63oppice/v1/tree.proto\"\x92\x01\n\x1a\x44raftServiceSessionRequest\x12$\n\x05opens\x18\x01 \x03(\x0b\x32\x15.coppice.v1.DraftOpen\x12&\n\x06rounds\x18\x02 \x03(\x0b\x32\x16.coppice.v1.DraftRound\x12&\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x16.coppice.v1.DraftClose\"\xc8\x01\n\x1b\x44raftServiceSessionResponse\x12$\n\x05trees\x18\x01 \x03(\x0b\x32\x15.coppice.v1.TokenTree\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12/\n\tretracted\x18\x03 \x03(\x0b\x32\x1c.coppice.v1.RequestRetracted\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\"\xe9\x01\n\tDraftOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x16\n\x0etarget_address\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12\x10\n\x08is_timed\x18\x07 \x01(\x08\x12\x15\n\rtarget_socket\x18\x08 \x01(\t\x12\x1b\n\x13target_peer_address\x18\t \x01(\t\"\xec\x01\n\nDraftRound\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x11\n\tround_idx\x18\x04 \x01(\x05\x12\x0f\n\x07seq_len\x18\x05 \x01(\x05\x12\x14\n\x0ctoken_offset\x18\x06 \x01(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x11\n\tnum_steps\x18\x08 \x01(\x05\x12\x0c\n\x04topk\x18\t \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\n \x01(\x05\x12\x17\n\x0funless_attached\x18\x0b \x01(\x08\"5\n\nDraftClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_epoch\x18\x02 \x01(\x05\"\x1c\n\x1a\x44raftServiceGetInfoRequest\"C\n\x1b\x44raftServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.WorkerInfo2\xca\x01\n\x0c\x44raftService\x12^\n\x07Session\x12&.coppice.v1.DraftServiceSessionRequest\x1a\'.coppice.v1.DraftServiceSessionResponse(\x01\x30\x01\x12Z\n\x07GetInfo\x12&.coppice.v1.DraftServiceGetInfoRequest\x1a\'.coppice.v1.DraftServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63oppice/v1/draft.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\x1a\x15\x63oppice/v1/tree.proto\"\x92\x01\n\x1a\x44raftServiceSessionRequest\x12$\n\x05opens\x18\x01 \x03(\x0b\x32\x15.coppice.v1.DraftOpen\x12&\n\x06rounds\x18\x02 \x03(\x0b\x32\x16.coppice.v1.DraftRound\x12&\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x16.coppice.v1.DraftClose\"\xc8\x01\n\x1b\x44raftServiceSessionResponse\x12$\n\x05trees\x18\x01 \x03(\x0b\x32\x15.coppice.v1.TokenTree\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12/\n\tretracted\x18\x03 \x03(\x0b\x32\x1c.coppice.v1.RequestRetracted\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\"\x9e\x02\n\tDraftOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x16\n\x0etarget_address\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12\x10\n\x08is_timed\x18\x07 \x01(\x08\x12\x15\n\rtarget_socket\x18\x08 \x01(\t\x12\x1b\n\x13target_peer_address\x18\t \x01(\t\x12\x18\n\x10\x63ompiled_grammar\x18\n \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x0b \x01(\x05\"\xec\x01\n\nDraftRound\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x11\n\tround_idx\x18\x04 \x01(\x05\x12\x0f\n\x07seq_len\x18\x05 \x01(\x05\x12\x14\n\x0ctoken_offset\x18\x06 \x01(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x11\n\tnum_steps\x18\x08 \x01(\x05\x12\x0c\n\x04topk\x18\t \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\n \x01(\x05\x12\x17\n\x0funless_attached\x18\x0b \x01(\x08\"5\n\nDraftClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_epoch\x18\x02 \x01(\x05\"\x1c\n\x1a\x44raftServiceGetInfoRequest\"C\n\x1b\x44raftServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.WorkerInfo2\xca\x01\n\x0c\x44raftService\x12^\n\x07Session\x12&.coppice.v1.DraftServiceSessionRequest\x1a\'.coppice.v1.DraftServiceSessionResponse(\x01\x30\x01\x12Z\n\x07GetInfo\x12&.coppice.v1.DraftServiceGetInfoRequest\x1a\'.coppice.v1.DraftServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,15 +38,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICESESSIONRESPONSE']._serialized_start=240
   _globals['_DRAFTSERVICESESSIONRESPONSE']._serialized_end=440
   _globals['_DRAFTOPEN']._serialized_start=443
-  _globals['_DRAFTOPEN']._serialized_end=676
-  _globals['_DRAFTROUND']._serialized_start=679
-  _globals['_DRAFTROUND']._serialized_end=915
-  _globals['_DRAFTCLOSE']._serialized_start=917
-  _globals['_DRAFTCLOSE']._serialized_end=970
-  _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_start=972
-  _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_end=1000
-  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_start=1002
-  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_end=1069
-  _globals['_DRAFTSERVICE']._serialized_start=1072
-  _globals['_DRAFTSERVICE']._serialized_end=1274
+  _globals['_DRAFTOPEN']._serialized_end=729
+  _globals['_DRAFTROUND']._serialized_start=732
+  _globals['_DRAFTROUND']._serialized_end=968
+  _globals['_DRAFTCLOSE']._serialized_start=970
+  _globals['_DRAFTCLOSE']._serialized_end=1023
+  _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_start=1025
+  _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_end=1053
+  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_start=1055
+  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_end=1122
+  _globals['_DRAFTSERVICE']._serialized_start=1125
+  _globals['_DRAFTSERVICE']._serialized_end=1327
 # @@protoc_insertion_point(module_scope)

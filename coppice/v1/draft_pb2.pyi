@@ -31,7 +31,7 @@ class DraftServiceSessionResponse(_message.Message):
     def __init__(self, trees: _Optional[_Iterable[_Union[_tree_pb2.TokenTree, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., retracted: _Optional[_Iterable[_Union[_tree_pb2.RequestRetracted, _Mapping]]] = ..., load: _Optional[_Union[_tree_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class DraftOpen(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "target_address", "token_ids", "sampling", "is_timed", "target_socket", "target_peer_address")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "target_address", "token_ids", "sampling", "is_timed", "target_socket", "target_peer_address", "compiled_grammar", "num_prompt_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class DraftOpen(_message.Message):
     IS_TIMED_FIELD_NUMBER: _ClassVar[int]
     TARGET_SOCKET_FIELD_NUMBER: _ClassVar[int]
     TARGET_PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    COMPILED_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
@@ -50,7 +52,9 @@ class DraftOpen(_message.Message):
     is_timed: bool
     target_socket: str
     target_peer_address: str
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., is_timed: _Optional[bool] = ..., target_socket: _Optional[str] = ..., target_peer_address: _Optional[str] = ...) -> None: ...
+    compiled_grammar: bytes
+    num_prompt_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., is_timed: _Optional[bool] = ..., target_socket: _Optional[str] = ..., target_peer_address: _Optional[str] = ..., compiled_grammar: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class DraftRound(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "seq_len", "token_offset", "token_ids", "num_steps", "topk", "num_draft_tokens", "unless_attached")

@@ -1,26 +1,12 @@
 from coppice.v1 import generation_pb2 as _generation_pb2
 from coppice.v1 import tree_pb2 as _tree_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    GRAMMAR_KIND_UNSPECIFIED: _ClassVar[GrammarKind]
-    GRAMMAR_KIND_JSON_SCHEMA: _ClassVar[GrammarKind]
-    GRAMMAR_KIND_REGEX: _ClassVar[GrammarKind]
-    GRAMMAR_KIND_EBNF: _ClassVar[GrammarKind]
-    GRAMMAR_KIND_STRUCTURAL_TAG: _ClassVar[GrammarKind]
-GRAMMAR_KIND_UNSPECIFIED: GrammarKind
-GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
-GRAMMAR_KIND_REGEX: GrammarKind
-GRAMMAR_KIND_EBNF: GrammarKind
-GRAMMAR_KIND_STRUCTURAL_TAG: GrammarKind
 
 class TargetServiceSessionRequest(_message.Message):
     __slots__ = ("opens", "verifies", "closes", "credits")
@@ -77,7 +63,7 @@ class AcceptedPathBatch(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accept_index: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed", "credit", "grammar")
+    __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed", "credit", "compiled_grammar", "grows_forced")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -90,7 +76,8 @@ class TargetOpen(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IS_TIMED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    COMPILED_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    GROWS_FORCED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -103,16 +90,9 @@ class TargetOpen(_message.Message):
     priority: int
     is_timed: bool
     credit: Credit
-    grammar: Grammar
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
-
-class Grammar(_message.Message):
-    __slots__ = ("kind", "source")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    kind: GrammarKind
-    source: str
-    def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., source: _Optional[str] = ...) -> None: ...
+    compiled_grammar: bytes
+    grows_forced: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., compiled_grammar: _Optional[bytes] = ..., grows_forced: _Optional[bool] = ...) -> None: ...
 
 class TargetAdmitted(_message.Message):
     __slots__ = ("request_id", "target_epoch", "num_cached_tokens", "times")

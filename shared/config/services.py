@@ -237,6 +237,13 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
         "target checkpoint directory or demo: tokenizer and stop ids",
         aliases=("model_path",),
     )
+    grammar_after_s: float = option(
+        5.0,
+        "seconds after which an orchestrator that has a target keeps a process that compiles "
+        "grammars (structured output), so that the first one need not wait for it; 0: it is "
+        "started when it is first needed",
+        minimum=0,
+    )
     vllm_engine: bool = option(
         default=False,
         help="also answer gateways that speak vLLM's gRPC, such as smg; needs coppice[smg]",

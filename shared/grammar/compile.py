@@ -1,21 +1,24 @@
-"""Grammar -> what a matcher needs, as text that another process can read."""
+"""Grammar -> what a matcher needs, as bytes that cross hosts."""
 
 from __future__ import annotations
 
 import re
+import zlib
 
 import numpy as np
 import xgrammar
 
 from shared.errors import InvalidArgumentError
-from shared.messages import Grammar, GrammarKind
+from shared.grammar.source import Grammar, GrammarKind
 
 _LOCATION = re.compile(r"^\[[0-9:]+\] \S+: ", re.MULTILINE)  # before the library's own messages
 _MOST_SAID = 500
 
 
-def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> str:
+def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> bytes:
     """Compile a grammar. It may take any time, and any memory: let others wait for it.
+
+    Returns: for `read_compiled`.
 
     Raises: InvalidArgumentError if it is none, or if no output can have it.
     """
@@ -28,7 +31,24 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> str
     xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
     if not mask.any():
         raise InvalidArgumentError("no token of this model can begin it", reason="INVALID_GRAMMAR")
-    return str(compiled.serialize_json())
+    return zlib.compress(compiled.serialize_json().encode(), level=1)
+
+
+def read_compiled(data: bytes, tokens: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
+    """Return what `compile_grammar` compiled for the same tokens.
+
+    Raises: InvalidArgumentError if that was something else.
+    """
+    try:
+        text = zlib.decompress(data).decode()
+        return xgrammar.CompiledGrammar.deserialize_json(text, tokens)
+    except (RuntimeError, ValueError, zlib.error) as error:
+        raise InvalidArgumentError(
+            f"the compiled grammar cannot be read: {error}; workers and orchestrator need the same "
+            "tokenizer and the same version of xgrammar",
+            reason="INVALID_GRAMMAR",
+            field="structured_output",
+        ) from None
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:

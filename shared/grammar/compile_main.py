@@ -7,6 +7,7 @@ A grammar that takes all memory or overflows the stack ends the process, and not
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import resource
@@ -17,8 +18,8 @@ import xgrammar
 
 from shared.errors import InvalidArgumentError
 from shared.grammar.compile import compile_grammar
+from shared.grammar.source import Grammar, GrammarKind
 from shared.grammar.tokens import token_info
-from shared.messages import Grammar, GrammarKind
 from shared.rpc.engine_main import die_with_parent
 
 MAX_BYTES = 1 << 30
@@ -37,7 +38,8 @@ def main() -> None:
         order = json.loads(line)
         grammar = Grammar(kind=GrammarKind(order["kind"]), source=order["source"])
         try:
-            _say({"compiled": compile_grammar(compiler, grammar)})
+            compiled = compile_grammar(compiler, grammar)
+            _say({"compiled": base64.b64encode(compiled).decode()})
         except InvalidArgumentError as error:
             _say({"error": error.message})
         except MemoryError:

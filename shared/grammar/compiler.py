@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import CoppiceError, InvalidArgumentError, UnavailableError
-from shared.messages import Grammar
+from shared.grammar.source import Grammar
 
 logger = logging.getLogger(__name__)
 
 NUM_PROCESSES = 2  # one goes on while another is busy with what will be refused
 COMPILE_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
-MAX_COMPILED_BYTES = 1 << 25
-CACHE_BYTES = 1 << 27
+MAX_COMPILED_BYTES = 1 << 22
+CACHE_BYTES = 1 << 26
 _MAX_REFUSALS = 1024
 
 
@@ -32,7 +33,7 @@ class TokenSource:
 
     directory: Path
     vocab_size: int
-    eos_token_ids: Sequence[int]
+    eos_token_ids: tuple[int, ...]
 
 
 class GrammarCompiler:
@@ -49,19 +50,19 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._idle: list[_Process] = []
         self._turns = asyncio.Semaphore(NUM_PROCESSES)
-        self._pending: dict[Grammar, asyncio.Task[str]] = {}
-        self._compiled: OrderedDict[Grammar, str] = OrderedDict()
+        self._pending: dict[Grammar, asyncio.Task[bytes]] = {}
+        self._compiled: OrderedDict[Grammar, bytes] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
         self._num_bytes = 0
 
-    def known(self, grammar: Grammar) -> str | None:
+    def known(self, grammar: Grammar) -> bytes | None:
         """Return a compiled grammar if it is here; None: it has to be compiled first."""
         compiled = self._compiled.get(grammar)
         if compiled is not None:
             self._compiled.move_to_end(grammar)
         return compiled
 
-    async def compile(self, grammar: Grammar) -> str:
+    async def compile(self, grammar: Grammar) -> bytes:
         """Return a compiled grammar; equal ones are compiled once.
 
         Raises: InvalidArgumentError if it cannot be, UnavailableError if the process does not run.
@@ -70,7 +71,7 @@ class GrammarCompiler:
         if compiled is not None:
             return compiled
         if grammar in self._refused:
-            raise _invalid(self._refused[grammar])
+            raise _refusal(self._refused[grammar])
         task = self._pending.get(grammar)
         if task is None:
             task = self._pending[grammar] = asyncio.create_task(self._compile(grammar))
@@ -92,12 +93,12 @@ class GrammarCompiler:
             await process.kill()
         self._idle.clear()
 
-    def _settle(self, grammar: Grammar, task: asyncio.Task[str]) -> None:
+    def _settle(self, grammar: Grammar, task: asyncio.Task[bytes]) -> None:
         del self._pending[grammar]
         if not task.cancelled():
             task.exception()  # whoever asked has gone, perhaps: then nobody else looks at it
 
-    async def _compile(self, grammar: Grammar) -> str:
+    async def _compile(self, grammar: Grammar) -> bytes:
         async with self._process() as process:
             try:
                 compiled = await process.compile(grammar, self._timeout_s)
@@ -144,7 +145,7 @@ class _Process:
                 *(str(source.directory), *map(str, numbers)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                limit=MAX_COMPILED_BYTES,
+                limit=MAX_COMPILED_BYTES * 4 // 3,
                 start_new_session=True,  # a terminal's Ctrl-C is not for it
             )
         )
@@ -155,7 +156,7 @@ class _Process:
             logger.error("the process that compiles grammars does not start: %r", error)
             raise UnavailableError(
                 "structured output is not to be had: the process that compiles grammars does not "
-                "start; the target's log says why",
+                "start; the orchestrator's log says why",
                 reason="GRAMMAR_COMPILER",
                 field="structured_output",
             ) from error
@@ -164,7 +165,7 @@ class _Process:
             raise
         return process
 
-    async def compile(self, grammar: Grammar, timeout_s: float) -> str:
+    async def compile(self, grammar: Grammar, timeout_s: float) -> bytes:
         """Raises: InvalidArgumentError; the process may be dead then."""
         assert self._process.stdin is not None
         order = json.dumps({"kind": int(grammar.kind), "source": grammar.source}) + "\n"
@@ -184,7 +185,7 @@ class _Process:
             raise _invalid("it is too large once compiled; simplify it") from None
         if "error" in answer:
             raise _invalid(answer["error"])
-        return answer["compiled"]
+        return base64.b64decode(answer["compiled"])
 
     async def kill(self) -> None:
         self.is_alive = False
@@ -203,12 +204,16 @@ class _Process:
 
 
 def _invalid(problem: str) -> CoppiceError:
+    return _refusal(f"structured_output cannot be followed: {problem}")
+
+
+def _refusal(message: str) -> CoppiceError:
     return InvalidArgumentError(
-        f"structured_output cannot be followed: {problem}",
+        message,
         reason="INVALID_GRAMMAR",
         field="structured_output",
     )
 
 
-def _size(grammar: Grammar, compiled: str) -> int:
+def _size(grammar: Grammar, compiled: bytes) -> int:
     return len(grammar.source) + len(compiled)

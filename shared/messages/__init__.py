@@ -33,7 +33,6 @@ from shared.messages.generation import (
     TokenLogprob,
     Usage,
 )
-from shared.messages.grammar import Grammar, GrammarKind
 from shared.messages.params import MIN_TEMPERATURE, SamplingParams, StoppingParams
 from shared.messages.peer import PathBatch, PathEntry, PeerAttach, PeerDetach
 from shared.messages.target import (
@@ -82,8 +81,6 @@ __all__ = [
     "FeatureUnsubscribe",
     "FinishInfo",
     "FinishReason",
-    "Grammar",
-    "GrammarKind",
     "GenerateEvent",
     "MAX_CHUNK_BYTES",
     "MAX_NUM_STEPS",

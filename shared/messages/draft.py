@@ -20,6 +20,8 @@ class DraftOpen:
     Args:
         target_socket: The target's WorkerInfo.peer_socket.
         target_peer_address: The target's WorkerInfo.peer_address.
+        compiled_grammar: Of the output, as of TargetOpen; empty: it is free.
+        num_prompt_tokens: Of token_ids; 0: not said.
     """
 
     request_id: RequestId
@@ -31,6 +33,8 @@ class DraftOpen:
     is_timed: bool = False
     target_socket: str = ""
     target_peer_address: str = ""
+    compiled_grammar: bytes = b""
+    num_prompt_tokens: Count = 0
 
 
 @message(draft_pb2.DraftRound)

@@ -9,7 +9,6 @@ from typing import Annotated
 from coppice.v1 import target_pb2
 from shared.messages.codec import Mark, message
 from shared.messages.fields import Count, RequestId, SomeIds, require_range
-from shared.messages.grammar import Grammar
 from shared.messages.params import SamplingParams, StoppingParams
 from shared.messages.times import AnswerTimes
 from shared.messages.tree import FlatShape, TokenTree
@@ -66,8 +65,9 @@ class TargetOpen:
 
     Args:
         credit: For the rounds after it; None: each needs an order or a CreditUpdate.
-        grammar: Of the output; None: it is free.
-        compiled_grammar: As the worker's front has compiled it; never sent.
+        compiled_grammar: Of the output, as of `shared/grammar/compile.py`; empty: it is free.
+        grows_forced: Tokens that it forces are verified as drafts are, also in rounds without a
+            tree.
     """
 
     request_id: RequestId
@@ -82,8 +82,8 @@ class TargetOpen:
     priority: int = 0
     is_timed: bool = False
     credit: Credit | None = None
-    grammar: Grammar | None = None
-    compiled_grammar: Annotated[str, Mark.OFF_WIRE] = ""
+    compiled_grammar: bytes = b""
+    grows_forced: bool = False
 
 
 @message(target_pb2.TargetAdmitted)

@@ -251,7 +251,7 @@ _ENGINES = (
     _counter(
         "coppice_engine_rounds_total",
         "Rounds launched by where their trees come from: device (the GPUs' mailbox), peer (the "
-        "draft's engine), relayed (the orchestrator), root_only",
+        "draft's engine), relayed (the orchestrator), grammar (what it forces), root_only",
         "source",
         roles=(TARGET,),
     ),

@@ -86,7 +86,13 @@ class BudgetedShapes(TreeShapes):
         num_requests, num_behind = len(running), sum(map(_is_catching_up, running))
         self._budget.note_step(
             np.array(trees.req_idx[:count], dtype=np.int64),
-            np.array([path.num_nodes for path in paths], dtype=np.int64),
+            np.array(
+                [
+                    request.num_grown or path.num_nodes
+                    for request, path in zip(trees.requests, paths, strict=False)
+                ],
+                dtype=np.int64,
+            ),
             np.array([len(path.token_ids) - 1 for path in paths], dtype=np.int64),
             StepTimes(
                 num_rows=sum(trees.num_nodes[:count]),

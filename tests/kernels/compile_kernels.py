@@ -34,6 +34,7 @@ from shared.kernels import (
     rope_store,
     sampling,
     sampling_filters,
+    token_mask,
     tree_attention,
     tree_attention_kernels,
     tree_attention_schedule,
@@ -217,6 +218,12 @@ def kernels(dtype: str):
             + ["i32", "i32"],
             {"BLOCK": 1024},
         )
+        for has_ids in (False, True):
+            yield (
+                token_mask._token_masks_kernel,
+                ["*fp32", "*i64", "*i32", "*i64", "i32", "i32"],
+                {"HAS_IDS": has_ids, "BLOCK": 1024},
+            )
         yield from sampling_kernels()
         yield from growth_kernels()
 

@@ -61,6 +61,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_chunk_logprobs_kernel",
         "_row_logprobs_kernel",
         "_penalties_kernel",
+        "_token_masks_kernel",
         "_best_of_chunk_kernel",
         "_best_of_row_kernel",
         "_tabulate_kernel",

@@ -23,7 +23,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import TargetConfig
 from shared.messages import FeatureSpec, WorkerInfo
 from shared.peer import mailbox as mailbox_module
 from shared.peer.mailbox import (
@@ -249,7 +248,7 @@ def test_the_front_removes_what_a_killed_engine_left() -> None:
         kind="target",
     )  # fmt: skip
     try:
-        front = TargetServicer(TargetConfig(), WorkerIdentity(), lambda messages: None)
+        front = TargetServicer(WorkerIdentity(), lambda messages: None)
         front.set_info(info)
         asyncio.run(front.close())
         assert (RING_DIR / mailbox.name).exists(), "of a channel that it does not know"

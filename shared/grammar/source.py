@@ -1,28 +1,20 @@
-"""The grammar of an output: what a target compiles and masks samples with. Torch-free."""
+"""A grammar as it is written. Torch-free."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
-from coppice.v1 import target_pb2
-from shared.messages.codec import message
-
 
 class GrammarKind(enum.IntEnum):
-    """How a grammar is written; the values equal the proto's."""
+    """How a grammar is written."""
 
-    NONE = 0
     JSON_SCHEMA = 1
     REGEX = 2
     EBNF = 3
     STRUCTURAL_TAG = 4
 
-    def __str__(self) -> str:
-        return self.name.lower()
 
-
-@message(target_pb2.Grammar)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
     """What an output must be, from its first token to the one that ends it.
