@@ -47,6 +47,8 @@ class LocalRequest:
 
     Args:
         shape: None: root-only rounds.
+        compiled_grammar: Of the output; empty: it is free.
+        grows_forced: Tokens that it forces are verified without a tree, too.
         joins_at: Output tokens after which the draft is opened; rounds before it are root-only.
         has_draft: The draft holds the request now.
         ordered_round: Round whose tree the draft was asked for and has not sent; -1 = none.
@@ -62,6 +64,8 @@ class LocalRequest:
     top_logprobs: int = 0
     priority: int = 0
     is_timed: bool = False
+    compiled_grammar: bytes = b""
+    grows_forced: bool = False
     joins_at: int = 0
     output: list[int] = field(default_factory=list)
     paths: list[AcceptedPath] = field(default_factory=list)
@@ -156,6 +160,8 @@ class LocalPair:
                 token_ids=tuple(request.tokens),
                 sampling=request.sampling,
                 is_timed=request.is_timed,
+                compiled_grammar=request.compiled_grammar,
+                num_prompt_tokens=len(request.prompt),
             )
         )
 
@@ -216,6 +222,8 @@ class LocalPair:
                 wants_features=request.shape is not None,
                 priority=request.priority,
                 is_timed=request.is_timed,
+                compiled_grammar=request.compiled_grammar,
+                grows_forced=request.grows_forced,
             )
         )
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
 import xgrammar
+
+logger = logging.getLogger(__name__)
 
 TREE_TIMEOUT_S = 1.0
 """Of the masks of one tree; it takes microseconds a node."""
@@ -20,9 +24,9 @@ class Vocabulary:
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
         self.info = info
 
-    def split(self, text: str) -> Iterator[int]:
+    def split(self, data: bytes) -> Iterator[int]:
         """Yield tokens that spell a text, each the longest that fits: mostly the model's own."""
-        data, start = text.encode(), 0
+        start = 0
         while start < len(data):
             most = min(self._longest, len(data) - start)
             ends = (start + size for size in range(most, 0, -1))
@@ -46,6 +50,8 @@ class Vocabulary:
 class OutputMatcher:
     """Follows one output.
 
+    Whatever the library raises ends this output, by `accept`, and nothing else.
+
     Args:
         compiled: The grammar.
     """
@@ -57,10 +63,12 @@ class OutputMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Take committed tokens; return whether the output still has the grammar."""
-        if self._is_stuck:
-            return False
-        matcher = self._matcher
-        return all(not matcher.is_terminated() and matcher.accept_token(i) for i in token_ids)
+        matcher, has_accepted = self._matcher, False
+        with self._guard():
+            has_accepted = all(
+                not matcher.is_terminated() and matcher.accept_token(i) for i in token_ids
+            )
+        return has_accepted and not self._is_stuck
 
     def fill_masks(
         self, masks: torch.Tensor, token_ids: Sequence[int], parent_index: Sequence[int]
@@ -75,15 +83,16 @@ class OutputMatcher:
         """
         first_child, next_sibling = _links(parent_index)
         masks.zero_()
-        is_done = self._matcher.traverse_draft_tree(
-            torch.tensor(first_child),
-            torch.tensor(next_sibling),
-            torch.tensor([*token_ids]),
-            masks,
-            TREE_TIMEOUT_S,
-        )
-        if not is_done:
-            self._is_stuck = True
+        with self._guard():
+            is_done = self._matcher.traverse_draft_tree(
+                torch.tensor(first_child),
+                torch.tensor(next_sibling),
+                torch.tensor([*token_ids]),
+                masks,
+                TREE_TIMEOUT_S,
+            )
+            if not is_done:
+                raise RuntimeError(f"the masks of a tree take more than {TREE_TIMEOUT_S:g} s")
         masks[(masks == 0).all(dim=1)] = -1
 
     def fill_mask_after(self, mask: torch.Tensor, path: Sequence[int]) -> None:
@@ -94,23 +103,32 @@ class OutputMatcher:
         Mutates: `mask`; all zeros if the path may not be there, or nothing may follow it.
         """
         matcher, num_accepted = self._matcher, 0
-        for token_id in path:
-            if matcher.is_terminated() or not matcher.accept_token(token_id):
-                break
-            num_accepted += 1
-        if num_accepted == len(path) and not matcher.is_terminated():
-            matcher.fill_next_token_bitmask(mask)
-        else:
-            mask.zero_()
-        if num_accepted:
-            matcher.rollback(num_accepted)
+        mask.zero_()
+        with self._guard():
+            for token_id in path:
+                if matcher.is_terminated() or not matcher.accept_token(token_id):
+                    break
+                num_accepted += 1
+            if num_accepted == len(path) and not matcher.is_terminated():
+                matcher.fill_next_token_bitmask(mask)
+            if num_accepted:
+                matcher.rollback(num_accepted)
 
     def forced(self) -> list[int]:
         """Return the tokens that must follow, as far as there is but one text that may."""
+        tokens: list[int] = []
+        with self._guard():
+            tokens = self._forced()
+        return tokens
+
+    def _forced(self) -> list[int]:
         matcher = self._matcher
         tokens: list[int] = []
-        text = matcher.find_jump_forward_string()
-        for token in self._vocabulary.split(text):
+        try:
+            data = matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # in the middle of a letter
+            data = error.object
+        for token in self._vocabulary.split(data):
             if len(tokens) == MAX_FORCED or not matcher.accept_token(token):
                 break
             tokens.append(token)
@@ -137,7 +155,8 @@ class OutputMatcher:
         for node, parent in enumerate(parent_index[1:], start=1):
             children[parent].append(node)
         chains: dict[int, list[int]] = {}  # of the nodes that are left
-        self._visit(0, token_ids, children, chains)
+        with self._guard():
+            self._visit(0, token_ids, children, chains)
         kept = sorted(chains)
         index = {node: i for i, node in enumerate(kept)}
         ids = [token_ids[node] for node in kept]
@@ -169,7 +188,16 @@ class OutputMatcher:
                 self._matcher.rollback(1)
                 is_leaf = False
         if is_leaf:
-            chains[node] = self.forced()
+            chains[node] = self._forced()
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Let the output end if the library fails."""
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._is_stuck = True
+            logger.error("an output cannot be followed any more: %s", error)
 
     def _only_stop(self) -> list[int]:
         """Return the stop token, if nothing else may follow."""
