@@ -200,10 +200,17 @@ class PenaltyInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskInput:
-    """Rows with a grammar: `rows` [M] i64, `masks` [M, ceil(V / 32)] i32 of the tokens allowed."""
+    """Rows with a grammar.
+
+    Args:
+        rows: [M] i64.
+        masks: [M, ceil(V / 32)] i32 of the tokens allowed.
+        shut: Rows, on the host, of nodes that no path may lead to.
+    """
 
     rows: torch.Tensor
     masks: torch.Tensor
+    shut: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

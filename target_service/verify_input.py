@@ -19,6 +19,7 @@ from target_service.sampler import Sampler, sampling_fields
 from target_service.tree_source import TreeSource
 
 _NO_NODE = -2
+_NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,10 @@ def build_verify(
     # What depends on the sizes alone comes first: it always lies in the same place.
     mailbox_paths = source.place_paths(trees.requests, staging, sizes.num_trees)
     sampling = sampler.prepare(nodes, staging, sizes.num_rows)
+    if sampling.masks is not None and sampling.masks.shut:
+        shut = np.array(sampling.masks.shut)
+        tree = nodes.tree[shut]
+        host["token_ids"][tree, shut - nodes.first_node[tree]] = _NO_TOKEN
     wants_logprobs = [request.open.logprobs for request in trees.requests]
     logprob_rows = None
     if any(wants_logprobs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import zlib
 
 import numpy as np
@@ -13,6 +14,8 @@ from shared.grammar.source import Grammar, GrammarKind
 
 _LOCATION = re.compile(r"^\[[0-9:]+\] \S+: ", re.MULTILINE)  # before the library's own messages
 _MOST_SAID = 500
+_TRIAL_S = 0.1
+_MOST_MASK_S = 0.5
 
 
 def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> bytes:
@@ -27,10 +30,7 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> byt
     except (RuntimeError, ValueError, TypeError) as error:
         said = _LOCATION.sub("", str(error)).strip()[:_MOST_SAID]
         raise InvalidArgumentError(said, reason="INVALID_GRAMMAR") from None
-    mask = np.zeros((1, -(-compiled.tokenizer_info.vocab_size // 32)), dtype=np.int32)
-    xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
-    if not mask.any():
-        raise InvalidArgumentError("no token of this model can begin it", reason="INVALID_GRAMMAR")
+    _try_out(compiled)
     return zlib.compress(compiled.serialize_json().encode(), level=1)
 
 
@@ -49,6 +49,34 @@ def read_compiled(data: bytes, tokens: xgrammar.TokenizerInfo) -> xgrammar.Compi
             reason="INVALID_GRAMMAR",
             field="structured_output",
         ) from None
+
+
+def _try_out(compiled: xgrammar.CompiledGrammar) -> None:
+    """Follow some outputs for a moment: nobody is to find out while others wait for a step.
+
+    Raises: InvalidArgumentError if there is none, or if a step of it takes too long.
+    """
+    matcher, rng = xgrammar.GrammarMatcher(compiled), np.random.default_rng(0)
+    mask = np.zeros((1, -(-compiled.tokenizer_info.vocab_size // 32)), dtype=np.int32)
+    end_s, is_first = time.monotonic() + _TRIAL_S, True
+    while is_first or time.monotonic() < end_s:
+        began_s = time.monotonic()
+        matcher.fill_next_token_bitmask(mask)
+        if time.monotonic() - began_s > _MOST_MASK_S:
+            raise InvalidArgumentError(
+                f"to find out which tokens may follow takes more than {_MOST_MASK_S:g} s",
+                reason="INVALID_GRAMMAR",
+            )
+        (allowed,) = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()
+        if is_first and not len(allowed):
+            raise InvalidArgumentError(
+                "no token of this model can begin it", reason="INVALID_GRAMMAR"
+            )
+        is_first = False
+        if not len(allowed) or not matcher.accept_token(int(rng.choice(allowed))):
+            return
+        if matcher.is_terminated():
+            matcher.reset()
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:

@@ -12,8 +12,10 @@ import xgrammar
 
 logger = logging.getLogger(__name__)
 
-TREE_TIMEOUT_S = 1.0
-"""Of the masks of one tree; it takes microseconds a node."""
+TREE_BUDGET_S = 0.002
+"""Of the masks of one tree below its root. Most take microseconds a node; one near the end of a
+string of limited length takes milliseconds, as every token may be too long.
+"""
 MAX_FORCED = 16
 """Tokens that are certain and looked for, of one path; more are rare."""
 
@@ -72,28 +74,30 @@ class OutputMatcher:
 
     def fill_masks(
         self, masks: torch.Tensor, token_ids: Sequence[int], parent_index: Sequence[int]
-    ) -> None:
+    ) -> list[int]:
         """Say which tokens may follow each node of a tree, whose root is committed.
 
         Args:
             masks: [N, ceil(V / 32)] i32 on the host, bit i of word w = token 32 w + i.
             token_ids, parent_index: [N], root first.
-        Mutates: `masks`. Rows of nodes that may not be there, or where nothing may follow, are all
-            ones; a path never leads to the former, and `accept` finds the latter out.
+        Returns: the nodes that no path may lead to: they may not be there, or it would take too
+            long to say what may follow them, or nothing may.
+        Mutates: `masks`. Rows of nodes that are returned are all ones; and so is the root's if
+            nothing may follow it, which `accept` finds out.
         """
         first_child, next_sibling = _links(parent_index)
         masks.zero_()
         with self._guard():
-            is_done = self._matcher.traverse_draft_tree(
+            self._matcher.traverse_draft_tree(
                 torch.tensor(first_child),
                 torch.tensor(next_sibling),
                 torch.tensor([*token_ids]),
                 masks,
-                TREE_TIMEOUT_S,
+                TREE_BUDGET_S,
             )
-            if not is_done:
-                raise RuntimeError(f"the masks of a tree take more than {TREE_TIMEOUT_S:g} s")
-        masks[(masks == 0).all(dim=1)] = -1
+        is_empty = (masks == 0).all(dim=1)
+        masks[is_empty] = -1
+        return [node for node in is_empty.nonzero().flatten().tolist() if node]
 
     def fill_mask_after(self, mask: torch.Tensor, path: Sequence[int]) -> None:
         """Say which tokens may follow some that are not committed.
@@ -133,7 +137,7 @@ class OutputMatcher:
                 break
             tokens.append(token)
         num_accepted = len(tokens)
-        if matcher.is_completed() and num_accepted < MAX_FORCED:
+        if 0 < num_accepted < MAX_FORCED and matcher.is_completed():
             tokens += self._only_stop()
         if num_accepted:
             matcher.rollback(num_accepted)

@@ -216,7 +216,7 @@ async def test_a_killed_target_costs_a_pause(model: Path) -> None:
         assert done.retries == 1
         (opened,) = [m for m in other.engine.received if isinstance(m, TargetOpen)]
         assert opened.target_epoch == 2 and len(opened.token_ids) >= 60
-        assert done.speculation.num_root_only_rounds <= 20
+        assert done.speculation.num_root_only_rounds < done.speculation.num_rounds
         await freed(other, a_draft)
 
 

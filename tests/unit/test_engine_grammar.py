@@ -248,12 +248,13 @@ def test_an_output_that_no_token_can_follow_fails(
     fill = OutputMatcher.fill_masks
     count = 0
 
-    def close(self: OutputMatcher, masks: torch.Tensor, *tree: Any) -> None:
+    def close(self: OutputMatcher, masks: torch.Tensor, *tree: Any) -> list[int]:
         nonlocal count
         count += 1
-        fill(self, masks, *tree)
+        shut = fill(self, masks, *tree)
         if count > 4:  # as of a grammar that asks for a letter that no token has
             masks.zero_()
+        return shut
 
     monkeypatch.setattr(OutputMatcher, "fill_masks", close)
     (failure,) = failures_of(pairing, open_of(pairing.target, "schema"))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import xgrammar
 
 from shared.grammar.matcher import MAX_FORCED, OutputMatcher
 from shared.messages import MAX_TREE_NODES
@@ -72,13 +71,15 @@ def test_a_trees_masks_are_those_of_each_path(directory: Path, name: str) -> Non
     while True:
         tokens, parents = random_tree(matcher, rng, 12)
         masks = torch.empty(12, NUM_WORDS, dtype=torch.int32)
-        matcher.fill_masks(masks, tokens, parents)
+        shut = matcher.fill_masks(masks, tokens, parents)
         for node in range(12):
             path = path_to(node, tokens, parents)
             if is_legal(matcher, path) and EOS_ID not in path:
                 assert allowed(masks[node]) == after(matcher, path)
-            elif EOS_ID not in path:
+                assert node not in shut
+            else:
                 assert len(allowed(masks[node])) == VOCAB_SIZE, "rows of what may not be there"
+                assert node in shut
         choices = after(matcher, [])
         token = rng.choice(choices)
         assert matcher.accept([token])
@@ -136,17 +137,16 @@ def test_a_full_tree_gets_no_more_nodes(directory: Path) -> None:
     assert parents == tuple(range(-1, len(tokens) - 1))
 
 
-def test_an_output_that_cannot_be_masked_in_time_fails(
+def test_nodes_that_take_too_long_are_shut(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library gives up; nothing can be sampled then, and the request is the one to end."""
+    """The root never is: a token must be sampled there."""
     matcher = matcher_of(directory, "schema")
-    legal = after(matcher, [])[0]
-
-    def give_up(*arguments: object) -> bool:
-        return False
-
-    monkeypatch.setattr(xgrammar.GrammarMatcher, "traverse_draft_tree", give_up)
-    masks = torch.empty(3, NUM_WORDS, dtype=torch.int32)
-    matcher.fill_masks(masks, [7, 1, 2], (-1, 0, 0))
-    assert not matcher.accept([legal])
+    forced = matcher.forced()
+    chain, parents = [7, *forced], tuple(range(-1, len(forced)))
+    masks = torch.empty(len(chain), NUM_WORDS, dtype=torch.int32)
+    assert matcher.fill_masks(masks, chain, parents) == []
+    monkeypatch.setattr("shared.grammar.matcher.TREE_BUDGET_S", 1e-9)
+    assert matcher.fill_masks(masks, chain, parents) == [*range(1, len(chain))]
+    assert allowed(masks[0]) == after(matcher, [])
+    assert matcher.accept(forced)

@@ -20,7 +20,7 @@ from shared.messages import (
 )
 from target_service.feature_log import FeatureLog
 from target_service.prompt_budget import PromptBudget
-from target_service.request import ROOT_ONLY, HostTree, Phase, TargetRequest
+from target_service.request import ROOT_ONLY, Phase, TargetRequest
 from target_service.scheduler import CHAIN_SHARE, Scheduler, StepPlan
 from target_service.step_costs import StepCosts
 
@@ -73,7 +73,7 @@ class World:
             seq_len=request.committed_len, token_ids=(0,) * num_nodes,
             parent_index=(-1,) + (0,) * (num_nodes - 1),
         )  # fmt: skip
-        request.queued = HostTree(tree) if num_nodes > 1 else ROOT_ONLY
+        request.queued = request.host_tree(tree, "relayed") if num_nodes > 1 else ROOT_ONLY
         request.queue_idx = next(self.order)
 
     def step(self, num_accepted: int = 1) -> StepPlan:
