@@ -13,7 +13,7 @@ from shared.progress import note_progress
 if TYPE_CHECKING:
     from shared.grammar.matcher import OutputMatcher, Vocabulary
 
-_MAX_GRAMMARS = 64
+_MOST_BYTES = 1 << 28
 
 
 class Grammars:
@@ -30,6 +30,7 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # xgrammar.CompiledGrammar
+        self._num_bytes = 0
 
     @property
     def are_served(self) -> bool:
@@ -74,8 +75,10 @@ class Grammars:
 
             compiled = read_compiled(data, vocabulary.info)
             self._compiled[data] = compiled
-            if len(self._compiled) > _MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
+            self._num_bytes += compiled.memory_size_bytes
+            while self._num_bytes > _MOST_BYTES and len(self._compiled) > 1:
+                _, oldest = self._compiled.popitem(last=False)
+                self._num_bytes -= oldest.memory_size_bytes
         self._compiled.move_to_end(data)
         return compiled
 

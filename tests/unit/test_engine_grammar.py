@@ -25,7 +25,6 @@ from shared.messages import (
 from tests.checkpoints import EOS_ID
 from tests.device_pair import Make, PoisonedDevicePair, check
 from tests.engines import (
-    KINDS,
     SHAPES,
     Models,
     Pairing,
@@ -94,7 +93,15 @@ def num_rounds(requests: Sequence[LocalRequest]) -> int:
     return sum(len(request.paths) - 1 for request in requests)
 
 
-@pytest.mark.parametrize("kind", first_fast(KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("eagle"),
+        pytest.param("standalone", marks=pytest.mark.slow),
+        pytest.param("eagle3", marks=pytest.mark.exhaustive),
+        pytest.param("mtp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_output_equals_the_plain_run(models: Models, kind: str) -> None:
     pairing = models.pairing(kind)
     target_page, draft_page = PAGE_SIZES[kind]
