@@ -76,6 +76,7 @@ async def serving(
             "step_timeout_s": 2.0,
             "draft_timeout_ms": 200.0,
             "drain_timeout_s": 0.2,
+            "grammar_after_s": 0.0,
             **fields,
         }
     )

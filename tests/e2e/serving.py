@@ -207,7 +207,8 @@ def stack_config(
 ) -> StackConfig:
     """Return a configuration for one core: bundled models, and a draft that is never late.
 
-    An engine that dies has no successor that waits: its worker starts again.
+    An engine that dies has no successor that waits: its worker starts again. Nor does a process
+    wait for grammars.
     """
     common = {"device": "cpu", "cpu_threads": 1, "spare_after_s": 0.0}
     config = StackConfig(
@@ -218,6 +219,7 @@ def stack_config(
                 "draft_timeout_ms": 60_000.0,
                 "draft_open_timeout_ms": 60_000.0,
                 "step_timeout_s": 120.0,
+                "grammar_after_s": 0.0,
                 **(orchestrator or {}),
             }
         ),
