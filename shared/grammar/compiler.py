@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ COMPILE_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
 MAX_COMPILED_BYTES = 1 << 22
 CACHE_BYTES = 1 << 26
+REFUSED_FOR_S = 300.0
+"""How long a refusal is remembered: what took too long may be quick another day."""
 _MAX_REFUSALS = 1024
+_ATTEMPTS = 2  # a process may die for other reasons than its grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class GrammarCompiler:
         self._turns = asyncio.Semaphore(NUM_PROCESSES)
         self._pending: dict[Grammar, asyncio.Task[bytes]] = {}
         self._compiled: OrderedDict[Grammar, bytes] = OrderedDict()
-        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        self._refused: OrderedDict[Grammar, tuple[str, float]] = OrderedDict()  # until when
         self._num_bytes = 0
 
     def known(self, grammar: Grammar) -> bytes | None:
@@ -70,8 +74,9 @@ class GrammarCompiler:
         compiled = self.known(grammar)
         if compiled is not None:
             return compiled
-        if grammar in self._refused:
-            raise _refusal(self._refused[grammar])
+        message, until_s = self._refused.get(grammar, ("", 0.0))
+        if time.monotonic() < until_s:
+            raise _refusal(message)
         task = self._pending.get(grammar)
         if task is None:
             task = self._pending[grammar] = asyncio.create_task(self._compile(grammar))
@@ -89,9 +94,7 @@ class GrammarCompiler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for process in self._idle:
-            await process.kill()
-        self._idle.clear()
+        await self._end_idle()
 
     def _settle(self, grammar: Grammar, task: asyncio.Task[bytes]) -> None:
         del self._pending[grammar]
@@ -99,24 +102,37 @@ class GrammarCompiler:
             task.exception()  # whoever asked has gone, perhaps: then nobody else looks at it
 
     async def _compile(self, grammar: Grammar) -> bytes:
-        async with self._process() as process:
-            try:
-                compiled = await process.compile(grammar, self._timeout_s)
-            except InvalidArgumentError as error:
-                self._refused[grammar] = error.message
-                while len(self._refused) > _MAX_REFUSALS:
-                    self._refused.popitem(last=False)
-                raise
+        try:
+            compiled = await self._attempt(grammar)
+        except InvalidArgumentError as error:
+            self._refused[grammar] = error.message, time.monotonic() + REFUSED_FOR_S
+            while len(self._refused) > _MAX_REFUSALS:
+                self._refused.popitem(last=False)
+            raise
         self._compiled[grammar] = compiled
         self._num_bytes += _size(grammar, compiled)
         while self._num_bytes > CACHE_BYTES:
             self._num_bytes -= _size(*self._compiled.popitem(last=False))
         return compiled
 
+    async def _attempt(self, grammar: Grammar) -> bytes:
+        for _ in range(_ATTEMPTS):
+            async with self._process() as process:
+                with contextlib.suppress(_ProcessDiedError):
+                    return await process.compile(grammar, self._timeout_s)
+            await self._end_idle()  # what killed it may have killed them as well
+        raise _invalid("it takes too much memory to compile; simplify it")
+
+    async def _end_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for process in idle:
+            await process.kill()
+
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[_Process]:
         """Lend a process; one that was killed meanwhile does not come back."""
         async with self._turns:
+            self._idle = [process for process in self._idle if process.is_alive]
             process = self._idle.pop() if self._idle else await _Process.start(self._source)
             try:
                 yield process
@@ -128,12 +144,20 @@ class GrammarCompiler:
                     self._idle.append(process)
 
 
+class _ProcessDiedError(Exception):
+    """A process that compiled has died of it, or of something else."""
+
+
 class _Process:
     """A process of `compile_main`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.is_alive = True
+        self._is_killed = False
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_killed and self._process.returncode is None
 
     @classmethod
     async def start(cls, source: TokenSource) -> _Process:
@@ -166,7 +190,7 @@ class _Process:
         return process
 
     async def compile(self, grammar: Grammar, timeout_s: float) -> bytes:
-        """Raises: InvalidArgumentError; the process may be dead then."""
+        """Raises: InvalidArgumentError, the process may be dead then, or _ProcessDiedError."""
         assert self._process.stdin is not None
         order = json.dumps({"kind": int(grammar.kind), "source": grammar.source}) + "\n"
         try:
@@ -179,7 +203,7 @@ class _Process:
             ) from None
         except (EOFError, ConnectionError):
             await self.kill()
-            raise _invalid("it takes too much memory to compile; simplify it") from None
+            raise _ProcessDiedError from None
         except ValueError:  # a line beyond the limit
             await self.kill()
             raise _invalid("it is too large once compiled; simplify it") from None
@@ -188,7 +212,7 @@ class _Process:
         return base64.b64decode(answer["compiled"])
 
     async def kill(self) -> None:
-        self.is_alive = False
+        self._is_killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
