@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
+from coppice.structured_output import structured_output
 from coppice.v1 import generation_pb2 as pb
 from shared.errors import InvalidArgumentError
 
@@ -21,6 +22,12 @@ class RequestOptions(TypedDict, total=False):
         logit_bias: Token id -> value added to its logit.
         max_new_tokens: Default: 256; None = up to the context length.
         stop_strings: Where to stop; cut from the output unless include_stop_in_output.
+        json_schema: The output is JSON of this schema: a dict, its text, or a pydantic model.
+            At most one of json_schema, regex, ebnf, choice and structural_tag may be given.
+        regex: The whole output is matched by it.
+        ebnf: The output is of this grammar, in GBNF, from its rule `root` on.
+        choice: The output is one of these texts.
+        structural_tag: Free text with parts that have grammars: a dict, or its JSON.
         speculation: None = when a draft is available, False = never, True = fail without a draft.
             The output does not depend on it, nor on the three sizes of the tree.
         num_steps: Tree depth without the root.
@@ -58,6 +65,11 @@ class RequestOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop_in_output: bool
+    json_schema: Mapping[str, Any] | type[Any] | str | bool | None
+    regex: str | None
+    ebnf: str | None
+    choice: Sequence[str] | None
+    structural_tag: Mapping[str, Any] | str | None
     speculation: bool | None
     num_steps: int
     topk: int
@@ -133,6 +145,7 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
                 **given(_SHAPE),  # type: ignore[arg-type]
             ),
             output=pb.OutputOptions(**given(_OUTPUT)),  # type: ignore[arg-type]
+            structured_output=structured_output(options),
             resume_token_ids=pb.TokenIds(ids=options.get("resume_token_ids", ())),
             **given(_REQUEST),  # type: ignore[arg-type]
         )

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from coppice.v1 import generation_pb2 as pb
+from orchestrator.json_schema import follow
+from orchestrator.patterns import problem_of
 from shared.errors import InvalidArgumentError
 from shared.grammar.source import Grammar, GrammarKind
 
@@ -55,18 +58,53 @@ def parse_grammar(message: pb.GenerateRequest) -> Grammar | None:
         raise InvalidArgumentError(
             f"{field} has {num_bytes} bytes, at most {MAX_SOURCE_BYTES} are allowed", field=field
         )
-    if kind in (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG):
-        _check_json(source, field)
-    return Grammar(kind=kind, source=source)
+    return Grammar(kind=kind, source=_followed(kind, source, field))
 
 
-def _check_json(source: str, field: str) -> None:
+def _followed(kind: GrammarKind, source: str, field: str) -> str:
+    """Return a source that is followed exactly. Raises: InvalidArgumentError if none would be."""
+    if kind is GrammarKind.EBNF:
+        return source
+    if kind is GrammarKind.REGEX:
+        _check_pattern(source, field)
+        return source
     try:
-        value = json.loads(source)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(source, parse_constant=_no_number)
+        if not isinstance(value, dict | bool):
+            raise InvalidArgumentError(f"{field} is no JSON object", field=field)
+        if kind is GrammarKind.JSON_SCHEMA:
+            follow(value, field)
+        else:
+            _follow_parts(value, field)
+        followed = json.dumps(value, ensure_ascii=False)
+        followed.encode()
+    except RecursionError:
+        raise InvalidArgumentError(f"{field} is nested too deeply", field=field) from None
+    except ValueError as error:
         raise InvalidArgumentError(f"{field} is not JSON: {error}", field=field) from None
-    if not isinstance(value, dict | bool):
-        raise InvalidArgumentError(f"{field} is no JSON object", field=field)
+    return followed
+
+
+def _follow_parts(value: Any, field: str) -> None:
+    """Write the schemas in a structural tag so that they are followed, and check its patterns."""
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, dict | list):
+            _follow_parts(part, field)
+    if isinstance(value, dict) and value.get("type") in ("json_schema", "qwen_xml_parameter"):
+        follow(value.get("json_schema"), field)
+    if isinstance(value, dict) and value.get("type") == "regex":
+        _check_pattern(str(value.get("pattern")), field)
+
+
+def _check_pattern(pattern: str, field: str) -> None:
+    if problem := problem_of(pattern, is_in_json=False):
+        raise InvalidArgumentError(
+            f"{field} cannot be followed: {problem}", reason="INVALID_GRAMMAR", field=field
+        )
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def _ebnf_of(texts: Sequence[str]) -> str:

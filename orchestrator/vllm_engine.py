@@ -48,6 +48,7 @@ _FINISH = {
     FinishReason.ABORTED: "abort",
 }
 _MEDIA = ("mm_inputs", "media_refs")
+_ANY_OBJECT = '{"type": "object"}'
 _REFUSED = ("prompt_logprobs", "truncate_prompt_tokens")
 
 
@@ -233,13 +234,35 @@ def generation_request(request: Any) -> pb.GenerateRequest:
         logprobs=given.HasField("logprobs"), top_logprobs=max(0, given.logprobs), omit_text=True
     )
     own = pb.GenerateRequest(
-        request_id=request.request_id, sampling=sampling, stopping=stopping, output=output
+        request_id=request.request_id,
+        sampling=sampling,
+        stopping=stopping,
+        output=output,
+        structured_output=_structured_output(given),
     )
     if request.WhichOneof("input") == "tokenized":
         own.token_ids.ids.extend(request.tokenized.input_ids)
     else:
         own.text = request.text
     return own
+
+
+def _structured_output(given: Any) -> pb.StructuredOutput | None:
+    """Return what the output must be; None: it is free."""
+    match given.WhichOneof("constraint"):
+        case "json_schema":
+            return pb.StructuredOutput(json_schema=given.json_schema)
+        case "json_object" if given.json_object:
+            return pb.StructuredOutput(json_schema=_ANY_OBJECT)
+        case "regex":
+            return pb.StructuredOutput(regex=given.regex)
+        case "grammar":
+            return pb.StructuredOutput(ebnf=given.grammar)
+        case "structural_tag":
+            return pb.StructuredOutput(structural_tag=given.structural_tag)
+        case "choice":
+            return pb.StructuredOutput(choice=pb.Choices(texts=given.choice.choices))
+    return None
 
 
 def _numbered(request: pb.GenerateRequest, index: int) -> pb.GenerateRequest:
@@ -254,9 +277,6 @@ def _numbered(request: pb.GenerateRequest, index: int) -> pb.GenerateRequest:
 
 
 def _check(request: Any, given: Any) -> None:
-    constraint = given.WhichOneof("constraint")
-    if constraint is not None:
-        raise _unsupported(f"sampling_params.{constraint}", "output is not constrained by grammars")
     if given.n > _MAX_OUTPUTS:
         raise InvalidArgumentError(
             f"sampling_params.n is {given.n}, at most {_MAX_OUTPUTS} are allowed",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from coppice.request import DEFAULT_MAX_NEW_TOKENS
+from coppice.structured_output import CONSTRAINTS
 from shared.config.check import check_tree_shape
 from shared.errors import ConfigError
 
@@ -71,10 +73,26 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         dest="include_stop_in_output",
         help="keep the stop in the output",
     )
+    _add_constraints(parser)
     speculation = parser.add_argument_group("speculation; the output does not depend on it")
     speculation.add_argument("--no-speculation", action="store_true", help="decode token by token")
     for flag, kind, text in SHAPE:
         speculation.add_argument(flag, type=kind, help=text)
+
+
+def _add_constraints(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("structured output; at most one of them")
+    only = group.add_mutually_exclusive_group()
+    for flag, text in (
+        ("--json-schema", "the output is JSON of this schema; a file, or the text of one"),
+        ("--ebnf", "the output is of this grammar, in GBNF; a file, or the text of one"),
+        ("--structural-tag", "free text with parts that have grammars; a file, or its JSON"),
+    ):
+        only.add_argument(flag, metavar="FILE|TEXT", help=text)
+    only.add_argument("--regex", metavar="TEXT", help="the whole output is matched by it")
+    only.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the output is one of these; repeat it"
+    )
 
 
 def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -89,6 +107,7 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("ignore_eos", "include_stop_in_output"):
         if getattr(arguments, name):
             keywords[name] = True
+    keywords |= _constraints(arguments)
     if arguments.no_speculation:
         keywords["speculation"] = False
     if arguments.logit_bias:
@@ -96,6 +115,25 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = [keywords.get(flag[2:].replace("-", "_"), 0) for flag, _, _ in SHAPE]
     check_tree_shape(*shape)
     return keywords
+
+
+def _constraints(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what the output must be. Raises: ConfigError if a file cannot be read."""
+    given = {name: value for name in CONSTRAINTS if (value := getattr(arguments, name)) is not None}
+    for name in ("json_schema", "ebnf", "structural_tag"):
+        if name in given:
+            given[name] = _text_of("--" + name.replace("_", "-"), given[name])
+    return given
+
+
+def _text_of(flag: str, value: str) -> str:
+    """Return a text as it is, or that of the file which it names."""
+    if "::=" in value or value.lstrip().startswith(("{", "true", "false")):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {flag} {value[:80]}: {error}") from None
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

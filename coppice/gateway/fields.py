@@ -31,10 +31,6 @@ _MAX_MESSAGES = 4096
 _MAX_TOOLS = 1024
 _MAX_NAME_CHARS = 1024
 _MAX_TIMEOUT_S = 365 * 86400.0
-_NO_GRAMMAR = (
-    "its output is not constrained by a grammar; leave the field out, describe the format in the "
-    "prompt, and check the answer"
-)
 _SPECULATION_MODES: dict[str, bool | None] = {"auto": None, "off": False, "on": True}
 _TREE = ("num_steps", "topk", "num_draft_tokens")
 
@@ -42,6 +38,7 @@ Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 # Lists end at their first wrong item: an error for each of a million takes gigabytes.
 Ids = Annotated[list[int], FailFast()]
 Name = Annotated[str, Field(max_length=_MAX_NAME_CHARS)]
+OptionalTexts = Annotated[list[str] | None, FailFast()]
 
 
 def _as_list(value: Any) -> Any:
@@ -141,6 +138,15 @@ class GenerationFields(_Fields):
     timeout_s: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
     return_token_ids: bool = False
     return_speculation: bool = False
+    # What the output must be: vLLM's, vLLM's of old, SGLang's.
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: OptionalTexts = None
+    guided_grammar: str | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     refused: ClassVar[Refused] = {}
 
@@ -283,16 +289,6 @@ class ChatFields(GenerationFields):
                 param="max_tokens",
             )
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-
-    def check_unconstrained(self) -> None:
-        """Refuse what needs a grammar. Raises: ApiError."""
-        if self.response_format != {"type": "text"}:
-            raise unsupported("response_format", _NO_GRAMMAR)
-        if self.tool_choice not in ("auto", "none"):
-            raise unsupported("tool_choice", f"{_NO_GRAMMAR}; auto and none are")
-        for index, tool in enumerate(self.tools):
-            if tool.function.strict:
-                raise unsupported(f"tools[{index}].function.strict", _NO_GRAMMAR)
 
 
 class TokenizeFields(_Fields):

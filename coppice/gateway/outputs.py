@@ -16,9 +16,11 @@ from coppice.gateway.reasoning import ReasoningSplitter
 from coppice.gateway.tool_calls import Parsed, ToolCall, ToolParser
 from coppice.gateway.upstreams import TokenTexts
 from coppice.request import RequestOptions
+from shared.errors import CoppiceError
 from shared.messages import (
     FinishInfo,
     FinishReason,
+    GenerateEvent,
     PromptInfo,
     TokenDelta,
     TokenLogprob,
@@ -74,6 +76,7 @@ class Output:
         splitter: None: reasoning is not told from the answer.
         parser: None: there are no tools.
         ends_after_call: One tool call is all that is wanted.
+        constraint_param: Field of the HTTP request that says what the output must be.
         tokens: Bytes of the model's tokens.
     """
 
@@ -84,6 +87,7 @@ class Output:
     splitter: ReasoningSplitter | None = None
     parser: ToolParser | None = None
     ends_after_call: bool = False
+    constraint_param: str = ""
     has_calls: bool = False
     num_tokens: int = 0
     info: PromptInfo | None = None
@@ -95,7 +99,7 @@ class Output:
         """
         stream = client.stream(self.prompt, **self.options)
         async with contextlib.aclosing(stream):
-            async for event in stream:
+            async for event in self._blamed(stream):
                 match event:
                     case PromptInfo():
                         self.info = event
@@ -110,6 +114,18 @@ class Output:
                             return
                     case FinishInfo():
                         yield self._end(event)
+
+    async def _blamed(
+        self, stream: AsyncGenerator[GenerateEvent, None]
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Yield events; what is wrong with the grammar has the field that the client has sent."""
+        try:
+            async for event in stream:
+                yield event
+        except CoppiceError as error:
+            if error.field and error.field.startswith("structured_output"):
+                error.field = self.constraint_param
+            raise
 
     def _read(self, delta: TokenDelta) -> Part:
         reasoning, text = "", delta.text

@@ -6,17 +6,19 @@ import asyncio
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from coppice.client import AsyncClient
 from coppice.gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from coppice.gateway.chat_template import ChatTemplate, TemplateError
+from coppice.gateway.constraints import Constraint, after_reasoning, constraint_of
 from coppice.gateway.errors import ApiError, bad_request, unsupported
 from coppice.gateway.fields import ChatFields, CompletionFields, GenerationFields, Tool
 from coppice.gateway.messages import template_messages, text_of
 from coppice.gateway.outputs import Output
 from coppice.gateway.reasoning import ReasoningMarks, ReasoningSplitter, reasoning_marks
 from coppice.gateway.tool_calls import needs_special_tokens, tool_format, tool_parser
+from coppice.gateway.tool_choice import must_call, tool_constraint
 from coppice.gateway.upstreams import Model
 from coppice.request import RequestOptions
 
@@ -58,6 +60,7 @@ async def completion_job(
     if fields.echo and fields.logprobs is not None:
         raise unsupported("echo", "tokens of prompts have no logprobs; leave out logprobs or echo")
     _check_count(len(prompts) * fields.n, max_choices)
+    constraint = constraint_of(fields)
     outputs = []
     for index, (prompt, choice) in enumerate(itertools.product(prompts, range(fields.n))):
         options = fields.options(choice=choice)
@@ -66,7 +69,9 @@ async def completion_job(
         options["top_logprobs"] = fields.logprobs or 0
         options["add_special_tokens"] = fields.add_special_tokens
         _name(options, fields.request_id, index, len(prompts) * fields.n)
-        outputs.append(_output(index, prompt, options, model))
+        output = _output(index, prompt, options, model)
+        _constrain(output, constraint)
+        outputs.append(output)
     echoes = [await _echo(prompt, client) if fields.echo else "" for prompt in prompts]
     answer = CompletionAnswer(
         answer_id=f"cmpl-{answer_id}",
@@ -85,13 +90,16 @@ async def chat_job(
 
     Raises: ApiError.
     """
-    fields.check_unconstrained()
+    constraint = constraint_of(fields)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs needs logprobs; set it as well", param="top_logprobs")
     _check_count(fields.n, max_choices)
     template = template_of(model)
     marks = reasoning_marks(parsers.reasoning, template)
     tools = _tools(fields, template, parsers)
+    if tools:
+        has_args_mark = template.mentions("[ARGS]")
+        constraint = tool_constraint(fields, tools, constraint, has_args_mark=has_args_mark)
     prompt = await render(
         template,
         fields.messages,
@@ -113,6 +121,9 @@ async def chat_job(
         _name(options, fields.request_id, index, fields.n)
         output = _output(index, prompt, options, model)
         output.splitter = _splitter(marks, prompt, continued)
+        if constraint is not None:
+            is_open = marks is not None and marks.is_open_in(prompt, continued=continued)
+            _constrain(output, after_reasoning(constraint, marks, is_open=is_open))
         if tools:
             names = [tool.function.name for tool in fields.tools]
             output.parser = tool_parser(tools, names)
@@ -205,6 +216,7 @@ def _tools(fields: ChatFields, template: ChatTemplate, parsers: Parsers) -> str:
 
     Raises: ApiError if it cannot take any.
     """
+    must_call(fields)
     if not fields.tools or fields.tool_choice == "none":
         return ""
     if not template.reads("tools"):
@@ -230,6 +242,13 @@ def _output(index: int, prompt: str | list[int], options: RequestOptions, model:
         return Output(index=index, prompt=prompt, options=options, tokens=model.tokens)
     options["token_ids"] = prompt
     return Output(index=index, prompt=None, options=options, tokens=model.tokens)
+
+
+def _constrain(output: Output, constraint: Constraint | None) -> None:
+    if constraint is not None:
+        options = cast(dict[str, Any], output.options)
+        options[constraint.keyword] = constraint.value
+        output.constraint_param = constraint.param
 
 
 def _answer_options(fields: GenerationFields, model: Model) -> dict[str, Any]:

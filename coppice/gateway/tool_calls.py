@@ -11,6 +11,7 @@ text like any other: nothing that the model wrote is lost.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from abc import ABC, abstractmethod
@@ -25,6 +26,7 @@ from coppice.gateway.reasoning import overlap
 _ID_CHARS, _ID_LEN = string.ascii_letters + string.digits, 9
 _SPECIAL_MARKS = frozenset({"llama3", "mistral"})
 _FAMILY_MARKS = {"mistral": "[TOOL_CALLS]", "hermes": "<tool_call>", "llama3": "<|python_tag|>"}
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
 _LLAMA_HINT = '"parameters"'
 
 
@@ -138,6 +140,9 @@ class _Hermes(ToolParser):
         """Go on to the next mark; return whether there was one."""
         mark = self.END if self._is_inside else self.BEGIN
         before, found, rest = self._held.partition(mark)
+        while found and self._is_inside and _ends_in_string(before):
+            more, found, rest = rest.partition(mark)
+            before += mark + more
         if not found:
             if not self._is_inside:
                 num_held = overlap(self._held, mark)
@@ -214,22 +219,23 @@ class _Mistral(ToolParser):
         held, self._held = self._held, ""
         if not self._is_inside:
             return Parsed(held)
-        calls = [call for part in held.split(self.MARK) for call in self._calls_of(part.strip())]
+        parts = _split_outside_strings(held, self.MARK)
+        calls = [call for part in parts for call in self._calls_of(part.strip())]
         whole = tuple(call for call in calls if call is not None)
         return (
             Parsed(calls=whole) if whole and len(whole) == len(calls) else Parsed(self.MARK + held)
         )
 
     def _calls_of(self, part: str) -> list[ToolCall | None]:
+        if part.startswith("["):
+            values = _loads(part)
+            has_calls = isinstance(values, list) and values
+            return list(map(self._call_of, values)) if has_calls else [None]
         name, mark, arguments = part.partition(self.ARGS)
-        if not mark and not part.startswith("["):
+        if not mark:
             name, _, rest = part.partition("{")
-            mark, arguments = "{", "{" + rest
-        if mark:
-            value = {"name": name.strip(), "arguments": _loads(arguments)}
-            return [self._call_of(value)]
-        values = _loads(part)
-        return list(map(self._call_of, values)) if isinstance(values, list) and values else [None]
+            arguments = "{" + rest
+        return [self._call_of({"name": name.strip(), "arguments": _loads(arguments)})]
 
 
 class _NoTools(ToolParser):
@@ -263,6 +269,23 @@ def _dumps(value: Any) -> str:
         return text if _is_sendable(text) else json.dumps(value)
     except (ValueError, RecursionError):
         return ""
+
+
+def _ends_in_string(text: str) -> bool:
+    """Return whether a beginning of JSON ends inside of a string."""
+    return _ESCAPE.sub("", text).count('"') % 2 == 1
+
+
+def _split_outside_strings(text: str, mark: str) -> list[str]:
+    """Return what stands between marks that are not in strings of JSON."""
+    first, *others = text.split(mark)
+    parts = [first]
+    for part in others:
+        if _ends_in_string(parts[-1]):
+            parts[-1] += mark + part
+        else:
+            parts.append(part)
+    return parts
 
 
 def _is_sendable(text: str) -> bool:

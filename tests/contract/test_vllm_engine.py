@@ -16,6 +16,8 @@ import pytest
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from coppice import AsyncClient
+from coppice.v1 import generation_pb2 as pb
+from orchestrator.vllm_engine import generation_request
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import FakeWorker, eventually, fake_draft, fake_target
 
@@ -167,13 +169,29 @@ async def test_who_asks_is_told_what_runs(model: Path) -> None:
         del server
 
 
+async def test_what_an_output_must_be_is_passed_on() -> None:
+    texts = vllm_engine_pb2.ChoiceConstraint(choices=["a", "b"])
+    for given, expected in (
+        ({"json_schema": "{}"}, pb.StructuredOutput(json_schema="{}")),
+        ({"json_object": True}, pb.StructuredOutput(json_schema='{"type": "object"}')),
+        ({"regex": "a"}, pb.StructuredOutput(regex="a")),
+        ({"grammar": "root ::= x"}, pb.StructuredOutput(ebnf="root ::= x")),
+        ({"structural_tag": "{}"}, pb.StructuredOutput(structural_tag="{}")),
+        ({"choice": texts}, pb.StructuredOutput(choice=pb.Choices(texts=["a", "b"]))),
+    ):
+        assert generation_request(request(**given)).structured_output == expected
+    for free in ({}, {"json_object": False}):
+        assert not generation_request(request(**free)).HasField("structured_output")
+
+
 async def test_what_cannot_be_honoured_is_refused_by_name(model: Path) -> None:
     async with engine(model) as (stub, _, target):
         media = request(max_tokens=1)
         media.mm_inputs.SetInParent()
         for asked, field in (
-            (request(json_schema="{}"), "sampling_params.json_schema"),
-            (request(json_object=True), "sampling_params.json_object"),
+            (request(json_schema="{"), "structured_output.json_schema"),
+            (request(regex="a$b"), "structured_output.regex"),
+            (request(json_object=True, ignore_eos=True), "ignore_eos does not go with"),
             (request(prompt_logprobs=1), "sampling_params.prompt_logprobs"),
             (request(logprobs=-1), "sampling_params.logprobs"),
             (request(n=129), "sampling_params.n"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,15 @@ def test_the_client_of_the_proto_alone_gets_the_same_text(pair: Server) -> None:
     assert ran.stdout == f"{text}\nFINISH_REASON_LENGTH after 48 tokens\n"
 
 
-@pytest.mark.parametrize("name", ["client.py", "raw_grpc.py"])
+def test_structured_output_is_an_object_of_python(pair: Server) -> None:
+    ran = run("structured_output.py", pair.address)
+    assert ran.returncode == 0, ran.stderr
+    choice, text, function = ran.stdout.splitlines()
+    assert choice in ("reads", "writes", "computes")
+    assert re.fullmatch("[a-z]{4}-[0-9]{4}", text) and function.startswith("Function(name=")
+
+
+@pytest.mark.parametrize("name", ["client.py", "raw_grpc.py", "structured_output.py"])
 def test_without_a_server_an_example_says_so(name: str) -> None:
     ran = run(name, "127.0.0.1:1")
     assert ran.returncode == 1

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
+import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel
 
-from coppice import Client
+from coppice import Client, CoppiceError
+from coppice.client import DeadlineExceededError
 from shared.config import GatewayConfig
-from tests.e2e.serving import Server, running, stack_config
+from shared.messages import FinishReason
+from tests.e2e.serving import Server, generate_all, generate_plain, running, stack_config
+from tests.e2e.streaming import streams
 from tests.processes import wait_for, with_path
 
 pytestmark = pytest.mark.slow
@@ -29,6 +37,12 @@ CODE = "def read_lines(path):"
 # Half of a character may be a token: the model is asked to go on with characters of four bytes.
 EMOJI = "# 🌲🌳🌴\nTREES = '🌲🌳🌴🌲🌳🌴🌲🌳"
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
+
+
+class Role(BaseModel):
+    """What an answer is parsed into."""
+
+    role: Literal["admin", "guest"]
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +166,124 @@ def test_the_example_runs_with_nothing_but_another_url(front: Server) -> None:
     )
     assert alone.returncode == 1 and "Connection" in alone.stderr
     assert "Traceback" not in alone.stderr
+
+
+USER = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green 🌲"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+}
+CALL = {"type": "json_schema", "json_schema": USER, "max_whitespace_cnt": 1}
+TAG = {"type": "tag", "begin": "<call>", "content": CALL, "end": "</call>"}
+# Of GenerateRequest; the same over HTTP; and what an output is matched by, if it is no JSON.
+KINDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"json_schema": USER}, {"guided_json": USER}, ""),
+    ({"regex": r"[a-z]{3}-[0-9]{4}"}, {"regex": r"[a-z]{3}-[0-9]{4}"}, r"[a-z]{3}-[0-9]{4}"),
+    ({"ebnf": 'root ::= "é" | "b" root'}, {"ebnf": 'root ::= "é" | "b" root'}, "b*é"),
+    ({"choice": ["yes", "no", "maybe"]}, {"guided_choice": ["yes", "no", "maybe"]}, "yes|no|maybe"),
+    (
+        {"structural_tag": {"type": "structural_tag", "format": TAG}},
+        {"structured_outputs": {"structural_tag": {"format": TAG}}},
+        r"<call>\{.*\}</call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "over_http", "pattern"), KINDS, ids=[min(k[0]) for k in KINDS])
+def test_an_output_is_what_it_must_be_with_any_speculation(
+    front: Server,
+    client: openai.OpenAI,
+    asked: dict[str, Any],
+    over_http: dict[str, Any],
+    pattern: str,
+) -> None:
+    for sampling in ({"temperature": 0.0, "seed": 1}, SAMPLED):
+        requests = [
+            {"prompt": "config = ", "max_new_tokens": 120, "speculation": mode, **sampling, **asked}
+            for mode in (False, None, True)
+        ]
+        plain, *others = generate_all(front.address, requests)
+        assert all(other.token_ids == plain.token_ids for other in others)
+        answer = client.completions.create(
+            model="demo",
+            prompt="config = ",
+            max_tokens=120,
+            extra_body=over_http,
+            **sampling,
+        )
+        assert answer.choices[0].text == plain.text
+        if plain.finish_reason is FinishReason.LENGTH:
+            continue
+        assert re.fullmatch(pattern, plain.text, re.DOTALL) or not pattern, plain.text
+        if not pattern:
+            jsonschema.validate(json.loads(plain.text), USER)
+
+
+def test_a_chat_is_parsed_into_a_model_and_a_call_is_made(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "temperature": 0.7, "seed": 5, "max_tokens": 150}
+    asked["messages"] = [{"role": "user", "content": "def role():"}]
+    answer = client.chat.completions.parse(**asked, response_format=Role)
+    assert answer.choices[0].message.parsed in (Role(role="admin"), Role(role="guest"))
+    with client.chat.completions.stream(**asked, response_format=Role) as stream:
+        assert stream.get_final_completion().choices[0].message == answer.choices[0].message
+
+
+def test_an_output_goes_on_in_its_format_when_the_target_dies(front: Server) -> None:
+    text = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 40}
+    asked = {"prompt": CODE, "json_schema": text, "max_new_tokens": 300, **SAMPLED}
+    (plain,) = generate_plain(front.address, [asked])
+    with front.slowed("target-0"), streams(front.address, [asked], max_retries=9) as (stream,):
+        stream.reaches(20)
+        os.kill(front.engine("target-0"), signal.SIGKILL)
+        stream.result()
+    assert stream.token_ids == plain.token_ids
+    front.wait_paired()
+
+
+LARGE = {"enum": [f"{i:06d}-é" for i in range(12_000)]}
+HOSTILE: list[dict[str, Any]] = [
+    {"regex": "(a{1000}){1000}"},
+    {"regex": "((a|b)*c){500}"},
+    {"json_schema": LARGE},
+    {"json_schema": '{"items":' * 10_000 + "{}" + "}" * 10_000},
+    {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
+    {"json_schema": {"$ref": "#"}},
+    {"ebnf": 'root ::= root "a"'},
+    {"ebnf": 'root ::= ("a"{1000}){1000}'},
+    {"choice": ["\x00\ufeff", "🌲" * 500]},
+]
+
+
+def test_nobody_waits_for_who_asks_for_too_much(front: Server) -> None:
+    """Each ends with an output or is refused; requests beside them are answered meanwhile."""
+    (plain,) = generate_plain(front.address, [{"prompt": CODE, "max_new_tokens": 8}])
+    with Client(front.address) as grpc_client, ThreadPoolExecutor(len(HOSTILE)) as threads:
+
+        def ask(constraint: dict[str, Any]) -> str:
+            try:
+                return grpc_client.generate(CODE, max_new_tokens=8, **constraint).text
+            except CoppiceError as error:
+                return f"{error.reason} {error.message}"
+
+        asked = [threads.submit(ask, constraint) for constraint in HOSTILE]
+        while not all(one.done() for one in asked):
+            assert grpc_client.generate(CODE, max_new_tokens=8).token_ids == plain.token_ids
+        said = [one.result() for one in asked]
+    assert sum(text.startswith("INVALID_") for text in said) >= 3, said
+    assert not any(text.startswith("INTERNAL") for text in said), said
+
+
+def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(front: Server) -> None:
+    with Client(front.address) as grpc_client:
+        with pytest.raises(DeadlineExceededError):
+            other = {"enum": [*LARGE["enum"], "x"]}
+            grpc_client.generate(CODE, json_schema=other, timeout_s=0.2)
+        front.check_idle()
+        assert grpc_client.generate(CODE, choice=["a"], max_new_tokens=8).text == "a"
 
 
 def test_a_gateway_that_dies_is_started_again_and_nothing_is_held(

@@ -49,7 +49,7 @@ ASK_ROUNDS = 16  # without a tree before another one is ordered of a draft that 
 
 @dataclass(eq=False)
 class FakeTarget(FakeFeatures):
-    """Verify trees against the hash of the tokens so far.
+    """Verify trees against the hash of the tokens so far; what an output must be is not followed.
 
     Args:
         peer_socket: Name by which drafts attach to it; "": they cannot.
@@ -91,6 +91,7 @@ class FakeTarget(FakeFeatures):
             feature_ring=self.ring.name if self.ring is not None else "",
             peer_socket=self.peer_socket,
             logits_hash=self.logits_hash,
+            has_grammars=True,
         )
 
     @property

@@ -22,9 +22,10 @@ from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
 from coppice.request import RequestOptions, build_request
 from coppice.stack import StackConfig
 from coppice.stack.stack import _free_ports
+from coppice.v1 import generation_pb2 as pb
 from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
-from shared.errors import ConfigError
+from shared.errors import ConfigError, InvalidArgumentError
 from shared.messages import (
     FinishInfo,
     FinishReason,
@@ -380,6 +381,67 @@ def test_request_flags_become_keywords() -> None:
         "min_new_tokens": 1,
     }
     assert request_keywords(parse("generate", "hi", "--no-speculation"))["speculation"] is False
+
+
+def test_flags_say_what_an_output_must_be(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object"}')
+    for argv, expected in (
+        (["--json-schema", str(file)], {"json_schema": '{"type": "object"}'}),
+        (["--json-schema", ' {"a": 1}'], {"json_schema": ' {"a": 1}'}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--ebnf", 'root ::= "a"'], {"ebnf": 'root ::= "a"'}),
+        (["--ebnf", str(file)], {"ebnf": '{"type": "object"}'}),
+        (["--structural-tag", "{}"], {"structural_tag": "{}"}),
+        (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
+    ):
+        assert request_keywords(parse("generate", "hi", *argv)) == {
+            "max_new_tokens": 256,
+            **expected,
+        }
+    with pytest.raises(ConfigError, match="cannot read --json-schema nowhere"):
+        request_keywords(parse("generate", "hi", "--json-schema", "nowhere"))
+
+
+class Model:
+    """As pydantic has it."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return {"title": "é"}
+
+
+def test_keywords_say_what_an_output_must_be() -> None:
+    def built(**options: Any) -> pb.StructuredOutput:
+        return build_request("x", RequestOptions(**options)).structured_output
+
+    for given in (Model, {"title": "é"}, '{"title": "é"}'):
+        assert built(json_schema=given) == pb.StructuredOutput(json_schema='{"title": "é"}')
+    assert built(json_schema=True) == pb.StructuredOutput(json_schema="true")
+    assert built(structural_tag={"a": 1}) == pb.StructuredOutput(structural_tag='{"a": 1}')
+    assert built(regex="a", ebnf=None) == pb.StructuredOutput(regex="a")
+    assert built(choice=("a", "b")) == pb.StructuredOutput(choice=pb.Choices(texts=["a", "b"]))
+    assert not build_request("x", RequestOptions(regex=None)).HasField("structured_output")
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "problem"),
+    [
+        ({"regex": "a", "choice": ["a"]}, "choice", "regex and choice both say"),
+        ({"regex": 3}, "regex", "must be a text, and is int"),
+        ({"choice": "ab"}, "choice", "must be a list of texts, and is str"),
+        ({"choice": [1]}, "choice", "must be a list of texts"),
+        ({"json_schema": 3}, "json_schema", "a pydantic model, and is int"),
+        ({"json_schema": {"a": object()}}, "json_schema", "cannot be JSON"),
+        ({"structural_tag": Model}, "structural_tag", "must be a dict or its JSON"),
+    ],
+)
+def test_a_keyword_that_cannot_be_is_named(
+    options: dict[str, Any], field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=problem) as caught:
+        build_request("x", RequestOptions(**options))  # type: ignore[typeddict-item]
+    assert caught.value.field == field
 
 
 def test_no_request_runs_to_the_end_of_the_context_unless_asked_to() -> None:
