@@ -52,7 +52,7 @@ def matcher_of(**constraint: Any) -> OutputMatcher:
     request = pb.GenerateRequest(structured_output=pb.StructuredOutput(**constraint))
     grammar = parse_grammar(request)
     assert grammar is not None
-    compiled = compile_grammar(_compiler(), grammar)
+    compiled = compile_grammar(_compiler(), grammar, trial_s=0.0)
     return OutputMatcher(read_compiled(compiled, vocabulary().info), vocabulary())
 
 
