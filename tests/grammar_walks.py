@@ -58,7 +58,9 @@ def matcher_of(**constraint: Any) -> OutputMatcher:
 
 def takes(matcher: OutputMatcher, text: str) -> bool:
     """Return whether a text is a whole output."""
-    if not matcher.accept(list(vocabulary().split(text))):
+    tokens = list(vocabulary().split(text.encode()))
+    assert b"".join(_spelled()[0][token] for token in tokens) == text.encode()
+    if not matcher.accept(tokens):
         return False
     return bool(_allowed(matcher) & _spelled()[1])
 

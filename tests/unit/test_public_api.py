@@ -22,6 +22,7 @@ with Client() as client:
     for e in client.stream("x", **options):
         print(e.text)
         length: int = len(e.text)
+    said: str = client.generate("x", json_schema={"type": "object"}, max_new_tokens=None).text
 
 
 async def main() -> None:
