@@ -233,13 +233,13 @@ def test_a_chat_is_parsed_into_a_model_and_a_call_is_made(client: openai.OpenAI)
 
 
 def test_an_output_goes_on_in_its_format_when_the_target_dies(front: Server) -> None:
-    text = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 40}
-    asked = {"prompt": CODE, "json_schema": text, "max_new_tokens": 300, **SAMPLED}
+    text = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 100}
+    asked = {"prompt": CODE, "json_schema": text, "max_new_tokens": 500, **SAMPLED}
     (plain,) = generate_plain(front.address, [asked])
-    with front.slowed("target-0"), streams(front.address, [asked], max_retries=9) as (stream,):
+    with streams(front.address, [asked], max_retries=9) as (stream,):
         stream.reaches(20)
         os.kill(front.engine("target-0"), signal.SIGKILL)
-        stream.result()
+        assert stream.result().retries >= 1
     assert stream.token_ids == plain.token_ids
     front.wait_paired()
 
