@@ -23,7 +23,7 @@ ANNOTATIONS = frozenset(
     "discriminator contentEncoding contentMediaType".split()
 )
 FORMATS = frozenset("date time date-time duration ipv4 ipv6 hostname uuid email uri".split())
-HINTS = frozenset("password path file-path directory-path int32 int64 float double".split())
+HINTS = frozenset("password binary path file-path directory-path int32 int64 float double".split())
 _NUMBER = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split())
 KEYWORDS: Mapping[str, frozenset[str]] = {
     "object": frozenset(

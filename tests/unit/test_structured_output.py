@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 
 from coppice.request import build_request
 from coppice.v1 import generation_pb2 as pb
@@ -188,6 +190,29 @@ def test_a_schema_is_followed(schema: Any, fine: list[str], wrong: list[str]) ->
     for text, is_fine in [*((t, True) for t in fine), *((t, False) for t in wrong)]:
         matcher = matcher_of(json_schema=json.dumps(schema))
         assert takes(matcher, text) == is_fine, text
+
+
+class Cat(BaseModel):
+    """A pet of few words."""
+
+    kind: Literal["cat"]
+    born: datetime.date | None = None
+
+
+class Dog(BaseModel):
+    """A pet with friends."""
+
+    kind: Literal["dog"]
+    friends: list[Annotated[Cat | Dog, Field(discriminator="kind")]] = Field(max_length=2)
+    tag: tuple[int, str]
+    notes: dict[str, float] = {}
+
+
+def test_models_of_pydantic_are_followed() -> None:
+    schema = json.dumps(Dog.model_json_schema())
+    outputs = [walk(matcher_of(json_schema=schema), seed) for seed in range(6)]
+    assert all(Dog.model_validate_json(output) for output in outputs if output)
+    assert any(outputs)
 
 
 def test_the_document_has_every_keyword_and_format() -> None:
