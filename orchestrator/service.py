@@ -43,6 +43,8 @@ from shared.messages.batches import pack_events
 from shared.request_ids import worker_request_id
 from shared.rpc.auth import caller_name
 
+_LARGE_BYTES = 4096  # of a grammar, from which on it takes milliseconds to check
+
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """The public service.
@@ -119,7 +121,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             max_context_len=model.max_context_len,
             default_shape=default_shape(self._config, model.device),
         )
-        parsed = parse_request(request, limits)
+        if request.structured_output.ByteSize() > _LARGE_BYTES:  # others are answered meanwhile
+            parsed = await asyncio.to_thread(parse_request, request, limits)
+        else:
+            parsed = parse_request(request, limits)
         log.request_id = parsed.request_id  # which may be made up
         self._check_services(parsed, model)
         _check_resumable(parsed, model)
