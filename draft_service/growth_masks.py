@@ -67,7 +67,7 @@ class GrowthMasks:
         Mutates: `mask`.
         """
         if self._left_s[tree] < 0:
-            mask.zero_()
+            mask.numpy().fill(0)
             return
         began_s = time.perf_counter()
         self._matchers[tree].fill_mask_after(mask, path)

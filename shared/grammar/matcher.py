@@ -86,7 +86,8 @@ class OutputMatcher:
             nothing may follow it, which `accept` finds out.
         """
         first_child, next_sibling = _links(parent_index)
-        masks.zero_()
+        words = masks.numpy()  # of which torch's threads would make a long story
+        words.fill(0)
         with self._guard():
             self._matcher.traverse_draft_tree(
                 torch.tensor(first_child),
@@ -95,9 +96,9 @@ class OutputMatcher:
                 masks,
                 TREE_BUDGET_S,
             )
-        is_empty = (masks == 0).all(dim=1)
-        masks[is_empty] = -1
-        return [node for node in is_empty.nonzero().flatten().tolist() if node]
+        is_empty = ~words.any(axis=1)
+        words[is_empty] = -1
+        return [node for node in is_empty.nonzero()[0].tolist() if node]
 
     def fill_mask_after(self, mask: torch.Tensor, path: Sequence[int]) -> None:
         """Say which tokens may follow some that are not committed.
@@ -107,7 +108,7 @@ class OutputMatcher:
         Mutates: `mask`; all zeros if the path may not be there, or nothing may follow it.
         """
         matcher, num_accepted = self._matcher, 0
-        mask.zero_()
+        mask.numpy().fill(0)
         with self._guard():
             for token_id in path:
                 if matcher.is_terminated() or not matcher.accept_token(token_id):
