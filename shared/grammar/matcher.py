@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 import xgrammar
 
@@ -98,7 +99,7 @@ class OutputMatcher:
             )
         is_empty = ~words.any(axis=1)
         words[is_empty] = -1
-        return [node for node in is_empty.nonzero()[0].tolist() if node]
+        return [node for node in np.flatnonzero(is_empty).tolist() if node]
 
     def fill_mask_after(self, mask: torch.Tensor, path: Sequence[int]) -> None:
         """Say which tokens may follow some that are not committed.
