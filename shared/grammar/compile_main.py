@@ -31,7 +31,7 @@ def main() -> None:
     parent_pid, directory, vocab_size, *eos_token_ids = sys.argv[1:]
     die_with_parent(int(parent_pid))
     tokens = token_info(Path(directory), int(vocab_size), [int(i) for i in eos_token_ids])
-    compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+    compiler = xgrammar.GrammarCompiler(tokens, max_threads=_num_threads(), cache_enabled=False)
     _limit_memory()
     _say({"ready": True})
     for line in sys.stdin:
@@ -44,6 +44,11 @@ def main() -> None:
             _say({"error": error.message})
         except MemoryError:
             os._exit(1)
+
+
+def _num_threads() -> int:
+    """Return how many threads compile: a long string of limited length takes one seconds."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 def _limit_memory() -> None:

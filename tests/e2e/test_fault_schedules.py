@@ -28,6 +28,11 @@ NUM_DEALT = 4
 NUM_SEEDS = 205
 TOO_FAR_S = 600.0
 TIMEOUTS = ("draft_timeout_ms", "draft_open_timeout_ms", "step_timeout_s")
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"is_on": {"type": "boolean"}}},
+    "minItems": 9,
+}
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "def read_config(path):\n", "max_new_tokens": 64, "ignore_eos": True},
     {
@@ -52,6 +57,7 @@ REQUESTS: list[dict[str, Any]] = [
     },
     {"prompt": "for i in range(", "max_new_tokens": 24, "stop_strings": ["\n\n"], "priority": 1},
     {"prompt": "x = ", "max_new_tokens": 60, "ignore_eos": True, "speculation": False},
+    {"prompt": "config = ", "max_new_tokens": 70, "json_schema": SCHEMA, "seed": 9},
 ]
 
 

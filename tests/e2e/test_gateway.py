@@ -232,6 +232,7 @@ def test_a_chat_is_parsed_into_a_model_and_a_call_is_made(client: openai.OpenAI)
         assert stream.get_final_completion().choices[0].message == answer.choices[0].message
 
 
+@pytest.mark.exhaustive
 def test_an_output_goes_on_in_its_format_when_the_target_dies(front: Server) -> None:
     text = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 100}
     asked = {"prompt": CODE, "json_schema": text, "max_new_tokens": 500, **SAMPLED}
