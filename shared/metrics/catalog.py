@@ -200,6 +200,13 @@ _WORKERS = (
         "For how long the engine has owed its front a report; an idle one is asked twice a second",
         roles=WORKERS,
     ),
+    _counter(
+        "coppice_engine_ends_total",
+        "Engines that ended while they served and were replaced by a spare one, by why: died (its "
+        "process ended or was killed), hung (it made no progress, and was killed for it)",
+        "cause",
+        roles=WORKERS,
+    ),
     _counter("coppice_engine_steps_total", "Steps of the engine", roles=WORKERS),
     _counter("coppice_engine_rows_total", "Rows (tokens) computed", roles=WORKERS),
     _counter(
