@@ -57,7 +57,8 @@ _EVERYWHERE = (
     _gauge("coppice_ready", "1 if it takes requests, else 0", roles=ALL),
     _counter(
         "coppice_calls_refused_total",
-        "gRPC calls of callers that did not prove who they are, by reason (docs/errors.md)",
+        "gRPC calls turned away before their request was read, by reason (docs/errors.md): no "
+        "proof of who calls, too many calls, bytes that are no message",
         "reason",
         roles=SERVICES,
     ),

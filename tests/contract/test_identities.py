@@ -33,6 +33,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import serving, write_model
 from tests.fakes import eventually, fake_draft, fake_target
+from tests.scrape import num_refused
 
 pytestmark = pytest.mark.asyncio
 
@@ -352,6 +353,8 @@ async def test_refusals_are_logged_but_not_each_and_no_token_is(
         async with open_channel(target.address) as channel:
             for _ in range(5):
                 await refusal_of(channel, method, bearer("mistaken-0123456789"))
+        seen = target.worker.server.samples
+        assert num_refused(seen, "NO_IDENTITY") == num_refused(seen) == 5
     lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(lines) == 1 and method in lines[0] and "127.0.0.1" in lines[0]
     assert "mistaken" not in caplog.text
