@@ -110,7 +110,7 @@ _REQUESTS = (
     ),
     _counter(
         "coppice_cached_prompt_tokens_total",
-        "Those that a target held already",
+        "Those that a target held already: 0, as there is no cache of prefixes",
         roles=(ORCHESTRATOR,),
     ),
     _counter(
