@@ -223,7 +223,7 @@ def test_many_more_requests_of_a_tenant_than_it_may_have_are_all_served() -> Non
             await asyncio.sleep(0.1)
         assert sum(crowd.num_served.values()) == 10 * most
         assert crowd.mean_refusals <= 5
-        assert crowd.goodput(crowd.ended_s) >= 0.8 * most / NUM_PLACES
+        assert crowd.goodput(crowd.ended_s) >= 0.5 * most / NUM_PLACES
 
     run_virtual(main())
 
