@@ -27,6 +27,10 @@ ORCHESTRATOR, GATEWAY = "orchestrator", "gateway"
 SERVICES = (TARGET, DRAFT, ORCHESTRATOR, GATEWAY)
 """In the order in which they start."""
 READY_TIMEOUT_S = 180.0
+_READ_METRICS = """
+import urllib.request
+print(urllib.request.urlopen("http://localhost:9400/metrics").read().decode())
+"""
 
 logger = logging.getLogger("compose_trial")
 
@@ -120,15 +124,25 @@ class Container:
             raise
 
     def processes(self) -> dict[str, int]:
-        """Return its processes by what they are, as process ids of the host."""
-        found = {}
+        """Return its processes by what they are, as process ids of the host.
+
+        A spare engine is younger than the engine.
+        """
+        found: dict[str, int] = {}
         for line in podman("top", self.name, "hpid", "args").splitlines()[1:]:
             pid, _, arguments = line.strip().partition(" ")
             if "spawn_main" in arguments:
-                found["engine"] = int(pid)
+                found["spare" if "engine" in found else "engine"] = int(pid)
             elif re.search(r"python\S* \S*coppice serve", arguments):
                 found.setdefault("front", int(pid))
         return found
+
+    def num_engine_ends(self, cause: str) -> int:
+        """Return how many engines ended for a cause, as its metrics say; 0 if they cannot be read."""
+        text = podman("exec", self.name, "python", "-c", _READ_METRICS, check=False)
+        pattern = rf'^coppice_engine_ends_total{{.*cause="{cause}".*}} (\d+)'
+        found = re.search(pattern, text, re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def signal(self, process: str, number: str) -> None:
         """Send a signal to one of its processes, as a fault would."""

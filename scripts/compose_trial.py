@@ -260,16 +260,11 @@ class Trials:
             self._fault(service, "front", "KILL")
 
     def try_hang(self) -> None:
-        """A process of each service hangs: its service ends itself, its container starts again."""
-        for service, process in (
-            (TARGET, "engine"),
-            (TARGET, "front"),
-            (DRAFT, "engine"),
-            (DRAFT, "front"),
-            (ORCHESTRATOR, "front"),
-            (GATEWAY, "front"),
-        ):
-            self._fault(service, process, "STOP")
+        """An engine that hangs is replaced by a spare one, a service that hangs restarts."""
+        for service in (TARGET, DRAFT):
+            self._hang_engine(service)
+        for service in SERVICES:
+            self._fault(service, "front", "STOP")
 
     def try_stop(self) -> None:
         """SIGTERM ends every service in order, within its grace; nothing stays in shared memory."""
@@ -282,6 +277,23 @@ class Trials:
             require(code == 0, f"{service} ended with {code}")
         left = podman("exec", HOLDER, "ls", "/held")
         require(not left, f"left in shared memory: {left}")
+
+    def _hang_engine(self, service: str) -> None:
+        container = self._deployment.container(service)
+        wait_for(lambda: "spare" in container.processes(), READY_TIMEOUT_S, "a spare engine")
+        before, num_hung = container.started_at(), container.num_engine_ends("hung")
+        with self._streams(1) as streams:
+            container.signal("engine", "STOP")
+            self._finish(streams)
+        wait_for(
+            lambda: container.num_engine_ends("hung") > num_hung,
+            READY_TIMEOUT_S,
+            f"the spare engine of {service} takes over",
+        )
+        require(container.started_at() == before, f"{service} was restarted")
+        self._deployment.wait_speculating()
+        pause_s = max(stream.longest_pause_s for stream in streams)
+        logger.info("the engine of %s hung: longest pause of the stream %.1f s", service, pause_s)
 
     def _fault(self, service: str, process: str, number: str) -> None:
         container = self._deployment.container(service)
