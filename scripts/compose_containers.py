@@ -138,7 +138,7 @@ class Container:
         return found
 
     def num_engine_ends(self, cause: str) -> int:
-        """Return how many engines ended for a cause, as its metrics say; 0 if they cannot be read."""
+        """Return how many engines ended for a cause, as its metrics say; 0 if nobody answers."""
         text = podman("exec", self.name, "python", "-c", _READ_METRICS, check=False)
         pattern = rf'^coppice_engine_ends_total{{.*cause="{cause}".*}} (\d+)'
         found = re.search(pattern, text, re.MULTILINE)

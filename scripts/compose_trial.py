@@ -380,7 +380,9 @@ def main() -> int:
     parser.add_argument("--base-image", default="", help="the Dockerfile's BASE_IMAGE")
     parser.add_argument("--build-args", default="", help="more arguments of `podman build`")
     parser.add_argument("--no-build", action="store_true", help=f"use {IMAGE} as it is")
-    parser.add_argument("--keep", action="store_true", help="leave the containers running")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the containers and what they mount"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     missing = [name for name in ("podman", "podman-compose") if shutil.which(name) is None]
@@ -389,19 +391,20 @@ def main() -> int:
     if not arguments.no_build:
         build(arguments.base_image, arguments.build_args)
     describe_image()
-    with tempfile.TemporaryDirectory() as folder:
-        deployment = Deployment(Path(folder), free_port(), free_port())
-        trials = Trials(deployment)
-        try:
-            deployment.up()
-            for name in arguments.trials or trials.names():
-                trials.run(name)
-        except AssertionError as error:
-            logger.error("failed: %s", error)
-            return 1
-        finally:
-            if not arguments.keep:
-                deployment.down()
+    folder = Path(tempfile.mkdtemp())
+    deployment = Deployment(folder, free_port(), free_port())
+    trials = Trials(deployment)
+    try:
+        deployment.up()
+        for name in arguments.trials or trials.names():
+            trials.run(name)
+    except AssertionError as error:
+        logger.error("failed: %s", error)
+        return 1
+    finally:
+        if not arguments.keep:
+            deployment.down()
+            shutil.rmtree(folder)
     return 0
 
 
