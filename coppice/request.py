@@ -41,7 +41,8 @@ class RequestOptions(TypedDict, total=False):
             template has.
         round_times: Have FinishInfo say where every round's time went.
         priority: Larger is served sooner when requests wait.
-        session_id: Requests with one session_id prefer the same target worker.
+        session_id: Name of a conversation, whose requests prefer the target that had the last one.
+            It saves no reading of prompts: targets keep nothing of a request that has ended.
         request_id: Name of the request, in logs too; made up by the server when absent.
         resume_token_ids: Output that is there already; goes on exactly after it.
         resume_fingerprint: `model_fingerprint` of the PromptInfo under which that output came: a

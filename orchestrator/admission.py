@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from orchestrator.siblings import Siblings
+from orchestrator.tenants import TenantLimits
 from orchestrator.virtual_queue import VirtualQueue
 from shared.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
@@ -23,11 +24,18 @@ class Place:
 
     Args:
         began_s: When the request was admitted, loop time.
+        place_idx: Among those of this process.
     """
 
     def __init__(
-        self, request_id: str, tenant: str, began_s: float, give_back: Callable[[Place], None]
+        self,
+        request_id: str,
+        tenant: str,
+        began_s: float,
+        give_back: Callable[[Place], None],
+        place_idx: int,
     ) -> None:
+        self.place_idx = place_idx
         self.request_id = request_id
         self.tenant = tenant
         self.began_s = began_s
@@ -47,13 +55,21 @@ class Admission:
 
     Args:
         max_num_requests: Waiting ones included.
-        siblings: Processes that share the limit, which it may exceed by one request of each when
+        siblings: Processes that share the limits, which they may exceed by one request of each when
             several come in the same moment; None: there are none.
+        tenants: Limits of each tenant; None: there are none.
     """
 
-    def __init__(self, max_num_requests: int, siblings: Siblings | None = None) -> None:
+    def __init__(
+        self,
+        max_num_requests: int,
+        siblings: Siblings | None = None,
+        tenants: TenantLimits | None = None,
+    ) -> None:
         self._max_num_requests = max_num_requests
         self._siblings = siblings
+        self._tenants = tenants or TenantLimits()
+        self._free = list(range(max_num_requests))
         self._places: dict[str, Place] = {}
         self._sum_began_s = 0.0
         self._num_open = 0  # also those that are generated and not read yet
@@ -61,6 +77,7 @@ class Admission:
         self._is_idle.set()
         self._is_closed = False
         self._queue = VirtualQueue()
+        self._queue_of_tenant: dict[str, VirtualQueue] = {}  # of those that have a limit
         self.num_by_tenant: Counter[str] = Counter()
         """Requests that have a place, by tenant."""
         self._refused_s = -math.inf
@@ -97,12 +114,13 @@ class Admission:
                 field="request_id",
             )
         now_s = asyncio.get_running_loop().time()
+        self._check_tenant(tenant, now_s, comes_again=comes_again)
         self._check_room(now_s, comes_again=comes_again)
-        place = Place(request_id, tenant, now_s, self._give_back)
+        place = Place(request_id, tenant, now_s, self._give_back, self._free.pop())
         self._places[request_id] = place
         self._sum_began_s += now_s
         self.num_by_tenant[tenant] += 1
-        self._tell_siblings()
+        self._tell_siblings(place.place_idx, tenant)
         self._num_open += 1
         self._is_idle.clear()
         try:
@@ -118,16 +136,35 @@ class Admission:
         self._is_closed = True
         await self._is_idle.wait()
 
+    def _check_tenant(self, tenant: str, now_s: float, *, comes_again: bool) -> None:
+        """Raise unless the tenant may have one more request here."""
+        most = self._tenants.of(tenant)
+        if not most:
+            return
+        queue = self._queue_of_tenant.setdefault(tenant, VirtualQueue())
+        num_requests = self.num_by_tenant[tenant]
+        if self._siblings is not None:
+            num_requests += self._siblings.num_others_of(tenant)
+        num_reserved = _take_turn(queue, now_s, comes_again=comes_again)
+        if num_requests + num_reserved < most:
+            return
+        ages_s = [now_s - own.began_s for own in self._places.values() if own.tenant == tenant]
+        num_places = max(1, len(ages_s))
+        raise ResourceExhaustedError(
+            f"{num_requests} requests of {tenant or 'callers without a name'} are here and "
+            f"{num_reserved} are due, the limit is {most}; try again when one of them has ended",
+            reason="TENANT_LIMIT",
+            retry_after_s=queue.refuse(
+                now_s, num_places=num_places, mean_age_s=sum(ages_s) / num_places
+            ),
+        )
+
     def _check_room(self, now_s: float, *, comes_again: bool) -> None:
         """Raise unless there is a place."""
         num_requests = len(self._places)
         if self._siblings is not None:
             num_requests += self._siblings.num_others
-        num_reserved = 0
-        if comes_again:
-            self._queue.take_turn(now_s)
-        else:
-            num_reserved = self._queue.num_reserved(now_s)
+        num_reserved = _take_turn(self._queue, now_s, comes_again=comes_again)
         if num_requests + num_reserved < self._max_num_requests:
             return
         self._refused_s = now_s
@@ -145,9 +182,22 @@ class Admission:
         self.num_by_tenant[place.tenant] -= 1
         if not self.num_by_tenant[place.tenant]:
             del self.num_by_tenant[place.tenant]
-        self._tell_siblings()
-        self._queue.note_end(asyncio.get_running_loop().time() - place.began_s)
+        self._free.append(place.place_idx)
+        self._tell_siblings(place.place_idx, None)
+        held_s = asyncio.get_running_loop().time() - place.began_s
+        self._queue.note_end(held_s)
+        if queue := self._queue_of_tenant.get(place.tenant):
+            queue.note_end(held_s)
 
-    def _tell_siblings(self) -> None:
+    def _tell_siblings(self, place_idx: int, tenant: str | None) -> None:
         if self._siblings is not None:
             self._siblings.note(len(self._places))
+            self._siblings.note_holder(place_idx, tenant)
+
+
+def _take_turn(queue: VirtualQueue, now_s: float, *, comes_again: bool) -> int:
+    """Return how many free places are for others than who comes now."""
+    if comes_again:
+        queue.take_turn(now_s)
+        return 0
+    return queue.num_reserved(now_s)

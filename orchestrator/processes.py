@@ -3,8 +3,8 @@
     parent       holds the port, starts the processes, starts again one that dies; serves nothing
     process      a whole orchestrator: sessions to all workers, admission, health
 
-The processes share the limit of requests admitted at once, and nothing else. The health that one of
-them tells is its own. Requests of one connection are served by one process.
+The processes share the limits of requests admitted at once, and nothing else. The health that one
+of them tells is its own. Requests of one connection are served by one process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 
-from orchestrator.siblings import Siblings, shared_counts
+from orchestrator.siblings import Siblings, shared_words
 from shared.config import OrchestratorConfig, admin_port
 from shared.errors import EXIT_CONFIG, ConfigError
 from shared.logs import LogSettings, configure_logging, log_settings
@@ -105,10 +105,17 @@ class _Supervisor:
     def __init__(self, config: OrchestratorConfig, serve: Serve, directory: str) -> None:
         self._config = config
         self._serve = serve
-        counts = shared_counts(config.workers)
+        counts = shared_words(config.workers)
+        holders = shared_words(config.workers * config.max_num_requests)
         self._slots = [
             _Slot(
-                Siblings(parent_pid=os.getpid(), index=index, counts=counts, directory=directory),
+                Siblings(
+                    parent_pid=os.getpid(),
+                    index=index,
+                    counts=counts,
+                    holders=holders,
+                    directory=directory,
+                ),
                 config,
                 serve,
             )
@@ -196,7 +203,7 @@ class _Slot:
                 "process %d (pid %s) ended with %d; starting again in %g s",
                 *(self._siblings.index, process.pid, process.exitcode, self._backoff_s),
             )
-            self._siblings.note(0)  # its requests ended with it
+            self._siblings.forget()  # its requests ended with it
             self._due_at, self._process = now + self._backoff_s, None
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         if self._process is None and now >= self._due_at:

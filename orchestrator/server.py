@@ -21,6 +21,7 @@ from orchestrator.pool import WorkerPool
 from orchestrator.processes import run_processes
 from orchestrator.service import GenerationService
 from orchestrator.siblings import Siblings
+from orchestrator.tenants import TenantLimits
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
 from shared.access.caller import caller_of
@@ -74,7 +75,9 @@ class Orchestrator:
         caller, gate = caller_of(config, os.environ), front_gate(config)
         log_exposure(config, gate)
         self._changed = asyncio.Event()
-        self.admission = Admission(config.max_num_requests, siblings)
+        self.admission = Admission(
+            config.max_num_requests, siblings, TenantLimits(config.max_requests_per_tenant)
+        )
         self.pool = WorkerPool(
             tokenizer_hash=tokenizer_hash(directory),
             on_change=self._changed.set,

@@ -22,10 +22,15 @@ IMAGE = "coppice:trial"
 VOLUME = f"{PROJECT}_shared_memory"
 FILLER, HOLDER = f"{PROJECT}-filler", f"{PROJECT}-holder"
 SECRET = "secret"
-TARGET, DRAFT, ORCHESTRATOR = "target_service_cpu", "draft_service_cpu", "orchestrator"
-SERVICES = (TARGET, DRAFT, ORCHESTRATOR)
+TARGET, DRAFT = "target_service_cpu", "draft_service_cpu"
+ORCHESTRATOR, GATEWAY = "orchestrator", "gateway"
+SERVICES = (TARGET, DRAFT, ORCHESTRATOR, GATEWAY)
 """In the order in which they start."""
 READY_TIMEOUT_S = 180.0
+_READ_METRICS = """
+import urllib.request
+print(urllib.request.urlopen("http://localhost:9400/metrics").read().decode())
+"""
 
 logger = logging.getLogger("compose_trial")
 
@@ -119,15 +124,25 @@ class Container:
             raise
 
     def processes(self) -> dict[str, int]:
-        """Return its processes by what they are, as process ids of the host."""
-        found = {}
+        """Return its processes by what they are, as process ids of the host.
+
+        A spare engine is younger than the engine.
+        """
+        found: dict[str, int] = {}
         for line in podman("top", self.name, "hpid", "args").splitlines()[1:]:
             pid, _, arguments = line.strip().partition(" ")
             if "spawn_main" in arguments:
-                found["engine"] = int(pid)
+                found["spare" if "engine" in found else "engine"] = int(pid)
             elif re.search(r"python\S* \S*coppice serve", arguments):
                 found.setdefault("front", int(pid))
         return found
+
+    def num_engine_ends(self, cause: str) -> int:
+        """Return how many engines ended for a cause, as its metrics say; 0 if nobody answers."""
+        text = podman("exec", self.name, "python", "-c", _READ_METRICS, check=False)
+        pattern = rf'^coppice_engine_ends_total{{.*cause="{cause}".*}} (\d+)'
+        found = re.search(pattern, text, re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def signal(self, process: str, number: str) -> None:
         """Send a signal to one of its processes, as a fault would."""
@@ -137,6 +152,16 @@ class Container:
         """Return what a command in the container says when it fails."""
         whole = ("podman", "exec", self.name, *command)
         return subprocess.run(whole, capture_output=True, text=True, check=False).stderr
+
+    def log(self) -> str:
+        """Return what it has written, also before it was started again."""
+        command = ("podman", "logs", self.name)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    def wait_restarted(self, before: str) -> float:
+        """Wait until it was started again after a moment; return how long that took, seconds."""
+        return wait_for(lambda: self.started_at() != before, 120.0, f"{self.name} starts again")
 
     def started_at(self) -> str:
         """Return when it was started last."""
@@ -149,10 +174,12 @@ class Deployment:
     Args:
         folder: For the adapted compose file; its `models` is mounted at /models.
         port: Where the orchestrator is published.
+        http_port: Where the gateway is.
     """
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, http_port: int) -> None:
         self.address = f"127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{http_port}"
         for mounted in ("models", "access"):
             (folder / mounted).mkdir()
         self._document = adapted(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
@@ -160,12 +187,12 @@ class Deployment:
         self._file.write_text(yaml.safe_dump(self._document))
         self.access = folder / "access"
         self._variables = folder / ".env"
-        self._port = port
+        self._ports = {"PORT": str(port), "HTTP_PORT": str(http_port)}
         self.configure()
 
     def configure(self, **variables: str) -> None:
         """Set the variables of the compose file, for what is started from now on."""
-        settings = {"PORT": str(self._port), "COPPICE_TAG": "trial", **variables}
+        settings = {**self._ports, "COPPICE_TAG": "trial", **variables}
         self._variables.write_text("".join(f"{k}={v}\n" for k, v in settings.items()))
 
     def compose(self, *arguments: str) -> None:
@@ -180,6 +207,19 @@ class Deployment:
         for container in containers:
             container.wait_healthy()
         return containers
+
+    def replace(self, service: str, *, is_awaited: bool = True, **variables: str) -> None:
+        """Remove the container of a service, if there is one, and start it with these variables.
+
+        Args:
+            is_awaited: Until it is healthy.
+        """
+        podman("rm", "--force", "--time", "60", f"{PROJECT}_{service}_1", check=False)
+        self.configure(**variables)
+        if is_awaited:
+            self.scale(service, 1)
+        else:
+            self.compose("up", "--detach", "--no-deps", service)
 
     def containers(self, service: str) -> list[Container]:
         """Return the running containers of a service."""
@@ -208,7 +248,7 @@ class Deployment:
         )
 
     def up(self) -> None:
-        """Start workers, then the orchestrator, as depends_on asks for."""
+        """Start workers, then the orchestrator and the gateway, as depends_on asks for."""
         self.hold_shared_memory()
         self.compose("up", "--detach", "--no-deps", SECRET)
         podman("wait", f"{PROJECT}_{SECRET}_1")

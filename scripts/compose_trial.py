@@ -26,18 +26,18 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from compose_clients import Http, HttpStream, Stream, completion
 from compose_containers import (
     DRAFT,
     FILLER,
+    GATEWAY,
     HOLDER,
     IMAGE,
     ORCHESTRATOR,
@@ -46,18 +46,20 @@ from compose_containers import (
     ROOT,
     SERVICES,
     TARGET,
+    Container,
     Deployment,
     podman,
     require,
     wait_for,
 )
 
-from coppice import Client, Completion, FinishInfo, TokenDelta
-from shared.errors import UnauthenticatedError
+from coppice import Client, Completion
+from shared.errors import EXIT_CONFIG, UnauthenticatedError
 
 USER_ID = 10001
-STREAM_TIMEOUT_S = 300.0
 NUM_TOKENS = 160
+NUM_HTTP_TOKENS = 900
+"""Of a stream that is still running when a process is found and killed."""
 CALL_WITHOUT_IDENTITY = """
 import grpc
 from coppice.v1 import target_pb2, target_pb2_grpc
@@ -67,53 +69,6 @@ target_pb2_grpc.TargetServiceStub(channel).GetInfo(target_pb2.TargetServiceGetIn
 PROMPTS = ("def read_lines(path):", "class Stack:", "import os\n\ndef main():")
 
 logger = logging.getLogger("compose_trial")
-
-
-class Stream:
-    """A request in a thread; its tokens are checked to be gapless as they come."""
-
-    def __init__(self, client: Client, prompt: str, *, round_times: bool = False) -> None:
-        self.token_ids: list[int] = []
-        self.finish: FinishInfo | None = None
-        self.longest_pause_s = 0.0
-        self._error: Exception | None = None
-        self._events = client.stream(prompt, max_new_tokens=NUM_TOKENS, round_times=round_times)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        heard = time.monotonic()
-        try:
-            for event in self._events:
-                if isinstance(event, TokenDelta):
-                    if event.token_offset != len(self.token_ids):
-                        raise AssertionError("tokens were lost or repeated")
-                    if self.token_ids:
-                        pause_s = time.monotonic() - heard
-                        self.longest_pause_s = max(self.longest_pause_s, pause_s)
-                    heard = time.monotonic()
-                    self.token_ids += event.token_ids
-                elif isinstance(event, FinishInfo):
-                    self.finish = event
-        except Exception as error:
-            self._error = error
-
-    def reaches(self, num_tokens: int) -> None:
-        """Wait until so many tokens have come."""
-        wait_for(
-            lambda: len(self.token_ids) >= num_tokens or not self._thread.is_alive(),
-            STREAM_TIMEOUT_S,
-            f"{num_tokens} tokens",
-        )
-
-    def result(self) -> FinishInfo:
-        """Wait for the end of the request."""
-        self._thread.join(STREAM_TIMEOUT_S)
-        if self._error is not None:
-            raise self._error
-        require(self.finish is not None, f"stuck after {len(self.token_ids)} tokens")
-        assert self.finish is not None
-        return self.finish
 
 
 class Trials:
@@ -147,11 +102,14 @@ class Trials:
             require("Read-only" in tried, f"{service} may write to its root: {tried}")
             ports = container.facts()["NetworkSettings"]["Ports"].values()
             published = [port["HostIp"] for found in ports for port in found or ()]
-            expected = ["127.0.0.1"] if service == ORCHESTRATOR else []
+            expected = ["127.0.0.1"] if service in (ORCHESTRATOR, GATEWAY) else []
             require(published == expected, f"{service} is published at {published}")
         target = deployment.container(TARGET)
         code = "import socket; socket.create_connection(('192.0.2.1', 80), 3)"
         require("unreachable" in target.errors_of("python", "-c", code), "a worker has a way out")
+        code = f"import socket; socket.create_connection(('{target.address()}', 50052), 3)"
+        gateway = deployment.container(GATEWAY)
+        require(gateway.errors_of("python", "-c", code), "the gateway reaches workers")
         require(
             "UNAUTHENTICATED" in target.errors_of("python", "-c", CALL_WITHOUT_IDENTITY),
             "a worker answers anybody",
@@ -162,41 +120,108 @@ class Trials:
         with self._deployment.client() as client:
             for prompt in PROMPTS:
                 expected = self._expected(client, prompt)
-                stream = Stream(client, prompt, round_times=True)
+                stream = Stream(client, prompt, NUM_TOKENS, round_times=True)
                 finish = stream.result()
                 require(tuple(stream.token_ids) == expected, f"{prompt!r} differs with trees")
                 names = {stage.name for times in finish.round_times for stage in times.stages}
                 require("draft: channel" in names, f"no peer round: {sorted(names)}")
                 logger.info("accept_length %.2f", finish.speculation.accept_length)
 
-    def try_access(self) -> None:
-        """Published to all, the orchestrator starts only with tokens, and asks for them."""
+    def try_http(self) -> None:
+        """OpenAI's API gives over HTTP what gRPC says; a chat does not depend on speculation."""
+        gateway = Http(self._deployment.url)
+        models = [found["id"] for found in gateway.ask("/v1/models")["data"]]
+        require(models == ["demo"], f"models: {models}")
+        with self._deployment.client() as client:
+            for prompt in PROMPTS:
+                stream = HttpStream(gateway, completion(prompt, NUM_TOKENS))
+                stream.wait()
+                require(stream.error is None, f"{stream.error!r}")
+                require(
+                    tuple(stream.token_ids) == self._expected(client, prompt), f"{prompt!r} differs"
+                )
+        chat = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "Write a stack in Python."}],
+            "max_tokens": 64,
+            "temperature": 0,
+        }
+        texts = [
+            gateway.ask("/v1/chat/completions", {**chat, "speculation": is_on})["choices"][0][
+                "message"
+            ]["content"]
+            for is_on in (True, False)
+        ]
+        require(texts[0] and texts[0] == texts[1], f"two chats: {texts}")
+
+    def try_http_faults(self) -> None:
+        """A stream over HTTP outlives the orchestrator; a dead gateway's successor answers."""
+        deployment, gateway = self._deployment, Http(self._deployment.url)
+        body = completion(PROMPTS[0], NUM_HTTP_TOKENS, ignore_eos=True)
+        plain = HttpStream(gateway, {**body, "speculation": False})
+        plain.wait()
+        require(len(plain.token_ids) == NUM_HTTP_TOKENS, f"{plain.error!r}")
+        for service in (ORCHESTRATOR, GATEWAY):
+            container = deployment.container(service)
+            before = container.started_at()
+            stream = HttpStream(gateway, body)
+            stream.reaches(8)
+            container.signal("front", "KILL")
+            num_tokens = len(stream.token_ids)
+            require(num_tokens < NUM_HTTP_TOKENS, "it was over before the fault")
+            stream.wait()
+            container.wait_restarted(before)
+            container.wait_healthy()
+            token_ids = stream.token_ids
+            if service == GATEWAY:
+                require(stream.error is not None, "its connection survived it")
+                stream = HttpStream(gateway, {**body, "resume_token_ids": token_ids})
+                stream.wait()
+                token_ids = token_ids + stream.token_ids
+            require(stream.error is None, f"{stream.error!r}")
+            require(token_ids == plain.token_ids, f"an output differs: {service} was killed")
+            logger.info("%s was killed after %d tokens over HTTP", service, num_tokens)
+        deployment.wait_speculating()
+
+    def try_refusal(self) -> None:
+        """A configuration that cannot work ends a container with code 2, again and again."""
         deployment = self._deployment
-        podman("rm", "--force", "--time", "60", deployment.container(ORCHESTRATOR).name)
-        deployment.configure(PUBLISH_HOST="0.0.0.0")
-        deployment.compose("up", "--detach", "--no-deps", ORCHESTRATOR)
-        name = f"{PROJECT}_{ORCHESTRATOR}_1"
-        refused = ("podman", "logs", name)
-        wait_for(
-            lambda: b"--token-file" in subprocess.run(refused, capture_output=True).stderr,
-            READY_TIMEOUT_S,
-            "it refuses to serve everybody",
-        )
-        podman("rm", "--force", "--time", "0", name)
-        (deployment.access / "tokens").write_text("trial:0123456789abcdef0123456789abcdef\n")
-        deployment.configure(PUBLISH_HOST="0.0.0.0", TOKEN_FILE="/access/tokens")
-        deployment.scale(ORCHESTRATOR, 1)
+        deployment.replace(TARGET, is_awaited=False, PAGE_SIZE="0")
+        container = Container(f"{PROJECT}_{TARGET}_1")
+        for what, is_so in (
+            ("it is restarted", lambda: container.facts()["RestartCount"] >= 2),
+            ("it ends with code 2", lambda: container.facts()["State"]["ExitCode"] == EXIT_CONFIG),
+        ):
+            wait_for(is_so, READY_TIMEOUT_S, what)
+        require("--page-size" in container.log(), "its log does not name the flag")
+        deployment.replace(TARGET)
+        deployment.wait_speculating()
+
+    def try_access(self) -> None:
+        """Published to all, orchestrator and gateway start only with tokens, and ask for them."""
+        deployment, token = self._deployment, "0123456789abcdef0123456789abcdef"
+        for service in (ORCHESTRATOR, GATEWAY):
+            deployment.replace(service, is_awaited=False, PUBLISH_HOST="0.0.0.0")
+            wait_for(
+                lambda name=f"{PROJECT}_{service}_1": "--token-file" in Container(name).log(),
+                READY_TIMEOUT_S,
+                f"{service} refuses to serve everybody",
+            )
+        (deployment.access / "tokens").write_text(f"trial:{token}\n")
+        for service in (ORCHESTRATOR, GATEWAY):
+            deployment.replace(service, PUBLISH_HOST="0.0.0.0", TOKEN_FILE="/access/tokens")
         try:
             with deployment.client() as client:
                 client.generate(PROMPTS[0], max_new_tokens=4)
             raise AssertionError("it serves a client without a token")
         except UnauthenticatedError:
             pass
-        with deployment.client("0123456789abcdef0123456789abcdef") as client:
+        with deployment.client(token) as client:
             client.generate(PROMPTS[0], max_new_tokens=4)
-        podman("rm", "--force", "--time", "60", name)
-        deployment.configure()
-        deployment.scale(ORCHESTRATOR, 1)
+        require(Http(deployment.url).status("/v1/models") == 401, "HTTP without a token")
+        Http(deployment.url, token).ask("/v1/completions", completion(PROMPTS[0], 4))
+        for service in (ORCHESTRATOR, GATEWAY):
+            deployment.replace(service)
         deployment.wait_speculating()
 
     def try_scale(self) -> None:
@@ -235,15 +260,11 @@ class Trials:
             self._fault(service, "front", "KILL")
 
     def try_hang(self) -> None:
-        """A process of each service hangs: its service ends itself, its container starts again."""
-        for service, process in (
-            (TARGET, "engine"),
-            (TARGET, "front"),
-            (DRAFT, "engine"),
-            (DRAFT, "front"),
-            (ORCHESTRATOR, "front"),
-        ):
-            self._fault(service, process, "STOP")
+        """An engine that hangs is replaced by a spare one, a service that hangs restarts."""
+        for service in (TARGET, DRAFT):
+            self._hang_engine(service)
+        for service in SERVICES:
+            self._fault(service, "front", "STOP")
 
     def try_stop(self) -> None:
         """SIGTERM ends every service in order, within its grace; nothing stays in shared memory."""
@@ -257,14 +278,29 @@ class Trials:
         left = podman("exec", HOLDER, "ls", "/held")
         require(not left, f"left in shared memory: {left}")
 
+    def _hang_engine(self, service: str) -> None:
+        container = self._deployment.container(service)
+        wait_for(lambda: "spare" in container.processes(), READY_TIMEOUT_S, "a spare engine")
+        before, num_hung = container.started_at(), container.num_engine_ends("hung")
+        with self._streams(1) as streams:
+            container.signal("engine", "STOP")
+            self._finish(streams)
+        wait_for(
+            lambda: container.num_engine_ends("hung") > num_hung,
+            READY_TIMEOUT_S,
+            f"the spare engine of {service} takes over",
+        )
+        require(container.started_at() == before, f"{service} was restarted")
+        self._deployment.wait_speculating()
+        pause_s = max(stream.longest_pause_s for stream in streams)
+        logger.info("the engine of %s hung: longest pause of the stream %.1f s", service, pause_s)
+
     def _fault(self, service: str, process: str, number: str) -> None:
         container = self._deployment.container(service)
         before = container.started_at()
         with self._streams(1) as streams:
             container.signal(process, number)
-            took_s = wait_for(
-                lambda: container.started_at() != before, 120.0, f"{service} starts again"
-            )
+            took_s = container.wait_restarted(before)
             self._finish(streams)
         ready_s = container.wait_healthy()
         self._deployment.wait_speculating()
@@ -281,11 +317,10 @@ class Trials:
 
     def _wait_found(self, address: str) -> None:
         """Wait until the orchestrator has a session with the worker at an address."""
-        command = ("podman", "logs", self._deployment.container(ORCHESTRATOR).name)
+        orchestrator = self._deployment.container(ORCHESTRATOR)
 
         def is_found() -> bool:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            return bool(re.search(rf" {re.escape(address)}:\d+ serves ", done.stdout + done.stderr))
+            return bool(re.search(rf" {re.escape(address)}:\d+ serves ", orchestrator.log()))
 
         wait_for(is_found, 60.0, f"the orchestrator finds {address}")
 
@@ -302,7 +337,7 @@ class Trials:
         with self._deployment.client() as client:
             for prompt in PROMPTS[:num_streams]:
                 self._expected(client, prompt)
-            streams = [Stream(client, prompt) for prompt in PROMPTS[:num_streams]]
+            streams = [Stream(client, prompt, NUM_TOKENS) for prompt in PROMPTS[:num_streams]]
             for stream in streams:
                 stream.reaches(8)
             yield streams
@@ -345,7 +380,9 @@ def main() -> int:
     parser.add_argument("--base-image", default="", help="the Dockerfile's BASE_IMAGE")
     parser.add_argument("--build-args", default="", help="more arguments of `podman build`")
     parser.add_argument("--no-build", action="store_true", help=f"use {IMAGE} as it is")
-    parser.add_argument("--keep", action="store_true", help="leave the containers running")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the containers and what they mount"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     missing = [name for name in ("podman", "podman-compose") if shutil.which(name) is None]
@@ -354,19 +391,20 @@ def main() -> int:
     if not arguments.no_build:
         build(arguments.base_image, arguments.build_args)
     describe_image()
-    with tempfile.TemporaryDirectory() as folder:
-        deployment = Deployment(Path(folder), free_port())
-        trials = Trials(deployment)
-        try:
-            deployment.up()
-            for name in arguments.trials or trials.names():
-                trials.run(name)
-        except AssertionError as error:
-            logger.error("failed: %s", error)
-            return 1
-        finally:
-            if not arguments.keep:
-                deployment.down()
+    folder = Path(tempfile.mkdtemp())
+    deployment = Deployment(folder, free_port(), free_port())
+    trials = Trials(deployment)
+    try:
+        deployment.up()
+        for name in arguments.trials or trials.names():
+            trials.run(name)
+    except AssertionError as error:
+        logger.error("failed: %s", error)
+        return 1
+    finally:
+        if not arguments.keep:
+            deployment.down()
+            shutil.rmtree(folder)
     return 0
 
 

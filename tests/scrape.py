@@ -41,6 +41,15 @@ class Scrape:
         return {name for name, _, _ in self.samples}
 
 
+def num_refused(samples: Mapping[str, float], reason: str = "") -> float:
+    """Return how many calls a server has turned away, for one reason or all."""
+    return sum(
+        value
+        for key, value in samples.items()
+        if key.startswith("coppice_calls_refused_total") and reason in key
+    )
+
+
 def scrape(url: str) -> Scrape:
     """Read /metrics of a process."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

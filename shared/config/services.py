@@ -298,6 +298,11 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
         "10",
         "highest priority that a request gets; of some tenants another one: 10,batch=0,web=20",
     )
+    max_requests_per_tenant: str = option(
+        "0",
+        "requests of a tenant admitted at once by all its processes, waiting ones included; of "
+        "some tenants another number: 64,batch=16; 0 = as many as there are places",
+    )
     read_timeout_s: float = option(
         60.0,
         "seconds that a client may read nothing of what it is sent; then its stream ends, and can "

@@ -57,7 +57,8 @@ _EVERYWHERE = (
     _gauge("coppice_ready", "1 if it takes requests, else 0", roles=ALL),
     _counter(
         "coppice_calls_refused_total",
-        "gRPC calls of callers that did not prove who they are, by reason (docs/errors.md)",
+        "gRPC calls turned away before their request was read, by reason (docs/errors.md): no "
+        "proof of who calls, too many calls, bytes that are no message",
         "reason",
         roles=SERVICES,
     ),
@@ -109,7 +110,7 @@ _REQUESTS = (
     ),
     _counter(
         "coppice_cached_prompt_tokens_total",
-        "Those that a target held already",
+        "Those that a target held already: 0, as there is no cache of prefixes",
         roles=(ORCHESTRATOR,),
     ),
     _counter(
@@ -198,6 +199,13 @@ _WORKERS = (
     _gauge(
         "coppice_engine_silence_seconds",
         "For how long the engine has owed its front a report; an idle one is asked twice a second",
+        roles=WORKERS,
+    ),
+    _counter(
+        "coppice_engine_ends_total",
+        "Engines that ended while they served and were replaced by a spare one, by why: died (its "
+        "process ended or was killed), hung (it made no progress, and was killed for it)",
+        "cause",
         roles=WORKERS,
     ),
     _counter("coppice_engine_steps_total", "Steps of the engine", roles=WORKERS),

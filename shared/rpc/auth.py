@@ -7,9 +7,6 @@ reflection included, is not.
 from __future__ import annotations
 
 import contextvars
-import logging
-import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, Protocol
 
@@ -19,11 +16,7 @@ from grpc_health.v1 import health
 
 from shared.errors import UnauthenticatedError
 
-logger = logging.getLogger(__name__)
-
 _OPEN_PREFIX = f"/{health.SERVICE_NAME}/"
-REFUSAL_REASONS = ("NO_IDENTITY", "WRONG_IDENTITY", "EXPIRED_IDENTITY")
-_LOG_INTERVAL_S = 10.0
 _NAME: contextvars.ContextVar[str] = contextvars.ContextVar("caller_name", default="")
 _COMMON_NAME = "x509_common_name"
 
@@ -57,9 +50,6 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, check: IdentityCheck) -> None:
         self._check = check
-        self.refusals: Counter[str] = Counter()
-        """Calls refused, by reason."""
-        self._logged_at = -_LOG_INTERVAL_S
 
     async def intercept_service(
         self,
@@ -74,34 +64,22 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
         try:
             _NAME.set(self._check.check(method, _authorization_of(handler_call_details)))
         except UnauthenticatedError as error:
-            return self._refusal(handler, method, error)
+            return _refusal(handler, error)
         return handler
 
-    def _refusal(self, handler: Any, method: str, error: UnauthenticatedError) -> Any:
-        """Return a handler of the same kind that reads nothing and raises."""
 
-        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> NoReturn:
-            self._log(method, context.peer(), error)
-            raise error
+def _refusal(handler: Any, error: UnauthenticatedError) -> Any:
+    """Return a handler of the same kind that reads nothing and raises."""
 
-        words = [
-            "stream" if is_streaming else "unary"
-            for is_streaming in (handler.request_streaming, handler.response_streaming)
-        ]
-        make_handler = getattr(grpc, f"{'_'.join(words)}_rpc_method_handler")
-        return make_handler(refuse, bytes, handler.response_serializer)
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> NoReturn:
+        raise error
 
-    def _log(self, method: str, peer: str, error: UnauthenticatedError) -> None:
-        """Say a refusal; whoever knocks again and again fills no log."""
-        self.refusals[error.reason] += 1
-        now = time.monotonic()
-        if now < self._logged_at + _LOG_INTERVAL_S:
-            return
-        logger.warning(
-            "refused %s from %s: %s (%d refused in all)",
-            *(method, peer, error.reason, self.refusals.total()),
-        )
-        self._logged_at = now
+    words = [
+        "stream" if is_streaming else "unary"
+        for is_streaming in (handler.request_streaming, handler.response_streaming)
+    ]
+    make_handler = getattr(grpc, f"{'_'.join(words)}_rpc_method_handler")
+    return make_handler(refuse, bytes, handler.response_serializer)
 
 
 def _authorization_of(details: grpc.HandlerCallDetails) -> str | None:

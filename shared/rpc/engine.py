@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.metrics.samples import Samples
@@ -130,6 +130,10 @@ class RecordProfile(EngineOrder):
     num_steps: int = 0
 
 
+EngineEnd = Literal["died", "hung"]
+"""Why an engine is no more: it ended or was killed by others; or its front killed it."""
+
+
 class EngineDiedError(RuntimeError):
     """The engine process ended or could not start; the worker must end too.
 
@@ -137,9 +141,12 @@ class EngineDiedError(RuntimeError):
         exit_code: Of the engine process; negative = the signal that killed it, None = unknown.
     """
 
-    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, exit_code: int | None = None, cause: EngineEnd = "died"
+    ) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.cause = cause
 
 
 class EngineHandle(Protocol):

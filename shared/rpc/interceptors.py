@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -20,6 +22,12 @@ from shared.rpc.status import abort
 
 logger = logging.getLogger(__name__)
 
+REFUSAL_REASONS = (
+    *("NO_IDENTITY", "WRONG_IDENTITY", "EXPIRED_IDENTITY"),
+    *("TOO_MANY_CALLS", "MALFORMED_MESSAGE"),
+)
+"""Why a call is turned away before its handler has seen anything of it."""
+_LOG_INTERVAL_S = 10.0
 _PASS = (grpc.aio.AbortError, grpc.aio.UsageError)
 _CANCELLED_WITHIN_S = 5.0
 # A status leaves at once, unless its client has not read what came before it.
@@ -31,6 +39,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     Cancellation is no error: it passes through untouched.
     """
+
+    def __init__(self) -> None:
+        self.refusals = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
+        """Calls turned away, by reason."""
+        self._logged_at = -_LOG_INTERVAL_S
 
     async def intercept_service(
         self,
@@ -47,10 +60,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         wrap = _wrap_generator if inspect.isasyncgenfunction(handle) else _wrap
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
         return make_handler(
-            wrap(handle, check, handler_call_details.method),
+            wrap(handle, check, handler_call_details.method, self._note_refusal),
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+    def _note_refusal(self, method: str, peer: str, error: CoppiceError) -> None:
+        """Count a call that is turned away; whoever knocks again and again fills no log."""
+        if error.reason not in self.refusals:
+            return
+        self.refusals[error.reason] += 1
+        now = time.monotonic()
+        if now < self._logged_at + _LOG_INTERVAL_S:
+            return
+        logger.warning(
+            "refused %s from %s: %s (%d refused in all)",
+            *(method, peer, error.reason, self.refusals.total()),
+        )
+        self._logged_at = now
 
 
 def _word(is_streaming: bool) -> str:  # noqa: FBT001 - a fact about the handler, not an option
@@ -58,7 +85,10 @@ def _word(is_streaming: bool) -> str:  # noqa: FBT001 - a fact about the handler
 
 
 def _wrap(
-    behavior: Callable[..., Any], check: Callable[[Any], Any], method: str
+    behavior: Callable[..., Any],
+    check: Callable[[Any], Any],
+    method: str,
+    note_refusal: Callable[[str, str, CoppiceError], None],
 ) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
@@ -71,13 +101,17 @@ def _wrap(
         except Exception as error:
             known = _known(error, method)
         del request
+        note_refusal(method, context.peer(), known)
         await _end(context, known)
 
     return call
 
 
 def _wrap_generator(
-    behavior: Callable[..., Any], check: Callable[[Any], Any], method: str
+    behavior: Callable[..., Any],
+    check: Callable[[Any], Any],
+    method: str,
+    note_refusal: Callable[[str, str, CoppiceError], None],
 ) -> Callable[..., Any]:
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
@@ -92,6 +126,7 @@ def _wrap_generator(
         except Exception as error:
             known = _known(error, method)
         del request
+        note_refusal(method, context.peer(), known)
         await _end(context, known)
 
     return generate
@@ -137,7 +172,6 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _readable(request: Any) -> Any:
     if isinstance(request, _Unreadable):
-        logger.info("refused a message that cannot be read: %s", request.cause)
         raise InvalidArgumentError(
             f"these bytes are no message of this method: {request.cause}; "
             "make them from its .proto file",

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import signal
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
@@ -22,7 +21,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from shared.access.tls import ServerTls
 from shared.errors import ConfigError
 from shared.metrics.samples import Samples, counted
-from shared.rpc.auth import REFUSAL_REASONS, IdentityInterceptor
+from shared.rpc.auth import IdentityInterceptor
 from shared.rpc.channel import MAX_INTERNAL_MESSAGE_BYTES, server_options
 from shared.rpc.gate import OPEN, Gate
 from shared.rpc.health_names import process_name
@@ -80,10 +79,11 @@ class RpcServer:
         self.is_draining = False
         self._gate = gate
         identity = [IdentityInterceptor(gate.check)] if gate.check is not None else []
-        self._refusals = [interceptor.refusals for interceptor in identity]
+        errors = ErrorInterceptor()
+        self._refusals = errors.refusals
         options = server_options(max_message_bytes=max_message_bytes, shares_port=shares_port)
         self.grpc_server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *identity, LimitInterceptor(limits)],
+            interceptors=[errors, *identity, LimitInterceptor(limits)],
             options=[*options, *limits.options],
         )
         self._health_server = grpc.aio.server(options=options) if gate.health_port else None
@@ -113,12 +113,9 @@ class RpcServer:
     @property
     def samples(self) -> Samples:
         """Return the named values of the server itself."""
-        refused = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
-        for refusals in self._refusals:
-            refused.update(refusals)
         return {
             "coppice_ready": self.is_ready,
-            **dict(counted("coppice_calls_refused_total", "reason", refused)),
+            **dict(counted("coppice_calls_refused_total", "reason", self._refusals)),
         }
 
     @property

@@ -14,19 +14,27 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from shared.config import WorkerConfig
 from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
 from shared.gpu_lease import lease_gpu
 from shared.logs import note_worker_id
 from shared.messages import WorkerInfo
-from shared.metrics.samples import Samples
+from shared.metrics.samples import Samples, counted
 from shared.metrics.server import MetricsServer
 from shared.rpc.control import WorkerControl
-from shared.rpc.engine import EngineDiedError, EngineHandle, EngineOrder, EnginePing, EngineReport
+from shared.rpc.engine import (
+    EngineDiedError,
+    EngineEnd,
+    EngineHandle,
+    EngineOrder,
+    EnginePing,
+    EngineReport,
+)
 from shared.rpc.engine_process import EngineProcess
 from shared.rpc.engine_watch import EngineWatch
 from shared.rpc.gate import log_exposure, worker_gate
@@ -84,6 +92,8 @@ class WorkerServer:
         self._role = role
         self._look_interval_s = min(LOOK_INTERVAL_S, config.stall_timeout_s / 4)
         self._watch: EngineWatch | None = None
+        self.engine_ends = no_engine_ends()
+        """Engines of this process that have ended while they served, by why."""
         self.identity = WorkerIdentity()
         gate = worker_gate(config, os.environ)
         log_exposure(config, gate)
@@ -213,6 +223,7 @@ class WorkerServer:
             **self.server.samples,
             "coppice_sessions": self.servicer.sessions.num_sessions,
             "coppice_engine_silence_seconds": silence_s,
+            **dict(counted("coppice_engine_ends_total", "cause", self.engine_ends)),
             **self.identity.samples,
         }
 
@@ -246,7 +257,7 @@ class WorkerServer:
             if silent_s:
                 self._engine.kill()
                 raise EngineDiedError(
-                    f"the engine made no progress for {silent_s:.1f} s, killed it"
+                    f"the engine made no progress for {silent_s:.1f} s, killed it", cause="hung"
                 )
             if not watch.owes_report:
                 self._send([EnginePing()])
@@ -257,6 +268,11 @@ class WorkerServer:
 
     def _show_progress(self, stage: str, fraction: float = 0.0) -> None:
         announce(loading_line(self._role, stage, fraction))
+
+
+def no_engine_ends() -> Counter[str]:
+    """Return a count of engines that have ended, by why: none yet."""
+    return Counter(dict.fromkeys(get_args(EngineEnd), 0))
 
 
 def run_worker(
@@ -302,17 +318,19 @@ async def _serve(
 
     Raises: ConfigError, or EngineDiedError if there is no spare one.
     """
-    engine, spare, is_draining = make_engine(), make_engine(), False
+    engine, spare, is_draining, engine_ends = make_engine(), make_engine(), False, no_engine_ends()
     try:
         while True:
             worker = create_worker(config, engine)
             worker.servicer.sessions.is_draining = is_draining
+            worker.engine_ends = engine_ends
             preparing = asyncio.create_task(_prepare(spare, worker.server, config.spare_after_s))
             try:
                 return await worker.serve()
             except EngineDiedError as error:
                 if spare.pid is None or worker.server.is_stopping:
                     raise
+                engine_ends[error.cause] += 1
                 sys.stderr.write(f"{role}: {error}; its log is above; a spare one takes over\n")
             finally:
                 preparing.cancel()

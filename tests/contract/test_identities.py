@@ -19,7 +19,7 @@ from grpc._cython.cygrpc import InternalError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from coppice import AsyncClient, UnauthenticatedError
+from coppice import AsyncClient, ResourceExhaustedError, UnauthenticatedError
 from coppice.admin import AdminClient
 from coppice.bench.workers import read_workers
 from coppice.credentials import Credentials
@@ -33,6 +33,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import serving, write_model
 from tests.fakes import eventually, fake_draft, fake_target
+from tests.scrape import free_ports, num_refused, scrape
 
 pytestmark = pytest.mark.asyncio
 
@@ -334,6 +335,34 @@ async def test_tokens_come_and_go_while_the_server_runs(model: Path, token_file:
         assert await generate("carol-0123456789abcdef") == 2
 
 
+async def test_a_token_s_tenant_has_as_many_requests_as_it_may(
+    model: Path, token_file: str
+) -> None:
+    """All its tokens together; other tenants are served meanwhile, and the refusal is counted."""
+    port = free_ports(1)
+    limits = {"max_requests_per_tenant": "alice=1", "metrics_port": port}
+    async with (
+        fake_target() as target,
+        serving(model, [target], token_file=token_file, **limits) as front,
+        AsyncClient(front.address, token="alice-0123456789abcdef") as alice,
+        AsyncClient(front.address, token="alice-second-0123456789", max_retries=0) as second,
+        AsyncClient(front.address, token="bob-0123456789abcdef") as bob,
+    ):
+        request = {"token_ids": [1, 2], "max_new_tokens": 2}
+        target.handle.pause()
+        waiting = [asyncio.create_task(each.generate(**request)) for each in (alice, bob, bob)]
+        await eventually(lambda: front.orchestrator.admission.num_requests == 3)
+        with pytest.raises(ResourceExhaustedError, match="1 requests of alice") as caught:
+            await second.generate(**request)
+        assert caught.value.reason == "TENANT_LIMIT" and caught.value.retry_after_s > 0
+        seen = await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
+        assert seen.value("coppice_refusals_total", reason="TENANT_LIMIT") == 1
+        waiting.append(asyncio.create_task(alice.generate(**request)))  # it comes again
+        target.handle.resume()
+        for whole in await asyncio.gather(*waiting):
+            assert whole.usage.num_output_tokens == 2
+
+
 async def test_a_client_without_a_token_is_told_how_to_give_one(
     model: Path, token_file: str
 ) -> None:
@@ -352,6 +381,8 @@ async def test_refusals_are_logged_but_not_each_and_no_token_is(
         async with open_channel(target.address) as channel:
             for _ in range(5):
                 await refusal_of(channel, method, bearer("mistaken-0123456789"))
+        seen = target.worker.server.samples
+        assert num_refused(seen, "NO_IDENTITY") == num_refused(seen) == 5
     lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(lines) == 1 and method in lines[0] and "127.0.0.1" in lines[0]
     assert "mistaken" not in caplog.text

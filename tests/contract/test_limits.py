@@ -27,6 +27,7 @@ from shared.rpc.status import from_rpc_error
 from tests.contract.driver import Peer, target_open
 from tests.contract.serving import freed, serving, write_model
 from tests.fakes import eventually, fake_target, generate
+from tests.scrape import free_ports, scrape
 
 pytestmark = pytest.mark.asyncio
 
@@ -84,9 +85,10 @@ async def test_three_thousand_health_watches(model: Path, num_clients: int) -> N
 
 
 async def test_too_many_calls_of_one_address_are_refused_and_come_again(model: Path) -> None:
+    port = free_ports(1)
     async with (
         fake_target() as target,
-        serving(model, [target], max_calls=8) as server,
+        serving(model, [target], max_calls=8, metrics_port=port) as server,
         open_channel(server.address) as channel,
         AsyncClient(server.address, max_retries=0) as impatient,
         AsyncClient(server.address) as client,
@@ -100,6 +102,9 @@ async def test_too_many_calls_of_one_address_are_refused_and_come_again(model: P
             await impatient.generate(token_ids=PROMPT)
         assert caught.value.reason == "TOO_MANY_CALLS"  # type: ignore[attr-defined]
         assert caught.value.retry_after_s > 0  # type: ignore[attr-defined]
+        seen = await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
+        assert seen.value("coppice_calls_refused_total", reason="TOO_MANY_CALLS") == 1
+        assert seen.value("coppice_calls_refused_total") == 1
         assert await check(channel) == SERVING
         patient = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=4))
         await asyncio.sleep(0.05)

@@ -17,6 +17,7 @@ from shared import errors
 from shared.rpc.channel import open_channel
 from shared.rpc.server import RpcServer
 from shared.rpc.status import error_of, failure_of, from_rpc_error, make_error
+from tests.scrape import num_refused
 
 pytestmark = pytest.mark.asyncio
 
@@ -223,4 +224,7 @@ async def test_unreadable_bytes_are_the_senders_fault(
     await server.stop(grace_s=0)
     assert caught.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert from_rpc_error(caught).reason == "MALFORMED_MESSAGE"
-    assert not servicer.received and not caplog.records
+    assert not servicer.received
+    assert num_refused(server.samples, "MALFORMED_MESSAGE") == num_refused(server.samples) == 1
+    (line,) = caplog.records
+    assert line.exc_info is None and f"/coppice.v1.{name} from ipv4:127.0.0.1" in line.getMessage()

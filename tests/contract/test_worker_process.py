@@ -30,6 +30,7 @@ from tests.contract.test_engine_process import wait_dead
 from tests.fakes import generate
 from tests.fakes.factories import factory
 from tests.processes import is_alive
+from tests.scrape import free_ports, scrape
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,7 +42,7 @@ WORKER = textwrap.dedent(
     from shared.config import DraftConfig, TargetConfig
     from shared.rpc.worker import run_worker
 
-    role, factory, port, lease_dir, spare_after_s = sys.argv[1:6]
+    role, factory, port, lease_dir, spare_after_s, metrics_port = sys.argv[1:7]
     if role == "target":
         from target_service.server import create_worker
         config_type = TargetConfig
@@ -53,6 +54,7 @@ WORKER = textwrap.dedent(
         port=int(port),
         gpu_lease_dir=lease_dir,
         spare_after_s=float(spare_after_s),
+        metrics_port=int(metrics_port),
     )
     code = run_worker(config, role=role, factory=factory, create_worker=create_worker)
     heavy = sorted({"torch", "transformers", "triton"} & set(sys.modules))
@@ -106,8 +108,9 @@ async def start(
     port: int = 0,
     lease_dir: str = "",
     spare_after_s: float = 0.0,
+    metrics_port: int = 0,
 ) -> AsyncIterator[Process]:
-    more = (str(port), lease_dir, str(spare_after_s))
+    more = (str(port), lease_dir, str(spare_after_s), str(metrics_port))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", WORKER, role, factory(engine), *more),
         cwd=ROOT,
@@ -225,10 +228,19 @@ async def spare_pid(worker: Process, engine: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_spare_engine_takes_over_at_the_same_address(number: signal.Signals) -> None:
-    async with start(spare_after_s=0.1) as worker:
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "hung")])
+async def test_a_spare_engine_takes_over_at_the_same_address(
+    number: signal.Signals, cause: str
+) -> None:
+    metrics_port = free_ports(1)
+
+    async def num_ends(**labels: str) -> float:
+        seen = await asyncio.to_thread(scrape, f"http://127.0.0.1:{metrics_port}/metrics")
+        return seen.value("coppice_engine_ends_total", **labels)
+
+    async with start(spare_after_s=0.1, metrics_port=metrics_port) as worker:
         address = await worker.ready()
+        assert await num_ends() == 0
         async with Peer(address) as peer:
             engine = engine_pid(await target_info(peer))
         for _ in range(2):
@@ -243,6 +255,7 @@ async def test_a_spare_engine_takes_over_at_the_same_address(number: signal.Sign
                 await session.send(target_open("after"))
                 assert (await session.next(AcceptedPath)).request_id == "after"
                 await session.send(TargetClose(request_id="after", target_epoch=1))
+        assert await num_ends(cause=cause) == await num_ends() == 2
         spare = await spare_pid(worker, engine)
         worker.process.send_signal(signal.SIGTERM)
         code, output, errors = await worker.end()

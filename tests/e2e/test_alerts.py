@@ -6,6 +6,7 @@ Skipped where there is no promtool, see test_metrics.py.
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ STEADY = f"0+60x{MINUTES}"  # one per second
 NEVER = f"0x{MINUTES}"
 # Series of a deployment in good health, one sample a minute.
 HEALTHY = {
-    'up{job="coppice",instance="o"}': f"1x{MINUTES}",
-    'coppice_ready{role="orchestrator"}': f"1x{MINUTES}",
-    'coppice_engine_silence_seconds{role="target"}': f"0.2x{MINUTES}",
+    'up{instance="o"}': f"1x{MINUTES}",
+    'up{instance="d"}': f"1x{MINUTES}",
+    'coppice_ready{role="orchestrator",instance="o"}': f"1x{MINUTES}",
+    'coppice_ready{role="draft",instance="d"}': f"1x{MINUTES}",
+    'coppice_engine_ends_total{role="target",instance="t",cause="hung"}': NEVER,
+    'process_start_time_seconds{instance="t"}': f"1000x{MINUTES}",
     'coppice_requests_total{code="OK",finish_reason="stop"}': STEADY,
     'coppice_requests_total{code="INTERNAL",finish_reason=""}': NEVER,
     'coppice_workers_lost_total{worker_role="draft",cause="error"}': NEVER,
@@ -47,9 +51,21 @@ HEALTHY = {
 }
 # What is otherwise when an alert is to fire.
 FIRES = {
-    "CoppiceProcessDown": {'up{job="coppice",instance="o"}': f"0x{MINUTES}"},
-    "CoppiceNotReady": {'coppice_ready{role="orchestrator"}': f"0x{MINUTES}"},
-    "CoppiceEngineSilent": {'coppice_engine_silence_seconds{role="target"}': f"9x{MINUTES}"},
+    "CoppiceProcessDown": {'up{instance="o"}': f"0x{MINUTES}"},
+    # Its last sample is hours old.
+    "CoppiceWorkerDown": {
+        'up{instance="d"}': f"1x10 0x{MINUTES - 11}",
+        'coppice_ready{role="draft",instance="d"}': "1x10",
+    },
+    "CoppiceNotReady": {'coppice_ready{role="orchestrator",instance="o"}': f"0x{MINUTES}"},
+    # Once, in the last ten minutes.
+    "CoppiceEngineEnded": {
+        'coppice_engine_ends_total{role="target",instance="t",cause="hung"}': (
+            f"0x{MINUTES - 10} 1x9"
+        )
+    },
+    # The process itself; it has no spare engine.
+    "CoppiceRestarts": {'process_start_time_seconds{instance="t"}': f"1000+300x{MINUTES}"},
     "CoppiceRequestsFail": {
         'coppice_requests_total{code="INTERNAL",finish_reason=""}': f"0+2x{MINUTES}"
     },
@@ -81,30 +97,59 @@ FIRES = {
 }
 
 
+# Engines that spare ones replace: four in the last twenty minutes.
+AGAIN = (
+    ("CoppiceEngineEnded", "CoppiceRestarts"),
+    {
+        'coppice_engine_ends_total{role="target",instance="t",cause="hung"}': (
+            f"0x{MINUTES - 20} 0+0.2x20"
+        )
+    },
+)
+
+
 def test_every_alert_is_tried() -> None:
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules] == list(FIRES)
 
 
+def in_namespace(namespace: str, series: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the series of one deployment as Prometheus has them on Kubernetes."""
+    found = []
+    for name, values in series.items():
+        metric, _, labels = name.rstrip("}").partition("{")
+        more = f'namespace="{namespace}",job="coppice"'
+        found.append(
+            {"series": f"{metric}{{{','.join(filter(None, (labels, more)))}}}", "values": values}
+        )
+    return found
+
+
 def test_each_alert_fires_on_its_own_reason_and_on_no_other(tmp_path: Path) -> None:
-    """`ALERTS` is a series of Prometheus: whatever fires is compared."""
+    """`ALERTS` is a series of Prometheus: whatever fires is compared.
+
+    Beside the deployment there is another one, in good health, whose figures must not be added.
+    """
     program = binary("promtool")
     tests = []
-    for alert, differs in {"": {}, **FIRES}.items():
-        assert differs.keys() <= HEALTHY.keys(), alert
-        names = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
+    cases = [((), {}), *(((alert,), differs) for alert, differs in FIRES.items()), AGAIN]
+    for alerts, differs in cases:
+        assert differs.keys() <= HEALTHY.keys(), alerts
         tests.append(
             {
                 "interval": "1m",
                 "input_series": [
-                    {"series": series, "values": values}
-                    for series, values in {**HEALTHY, **differs}.items()
+                    *in_namespace("one", {**HEALTHY, **differs}),
+                    *in_namespace("other", HEALTHY),
                 ],
                 "promql_expr_test": [
                     {
-                        "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                        "expr": 'count by (alertname, namespace) (ALERTS{alertstate="firing"})',
                         "eval_time": f"{MINUTES}m",
-                        "exp_samples": names,
+                        "exp_samples": [
+                            {"labels": f'{{alertname="{alert}",namespace="one"}}', "value": 1}
+                            for alert in alerts
+                        ],
                     }
                 ],
             }

@@ -44,6 +44,8 @@ from tests.kubernetes_files import (
     services_of,
     workloads,
 )
+from tests.kubernetes_schemas import POD_MONITOR, SCALED_OBJECT
+from tests.unit.test_metrics import ALERTS
 
 VERSIONS = ("1.29", "1.37")
 """The oldest that is promised, and the newest whose schemas there are."""
@@ -54,68 +56,6 @@ HEALTH_SERVICES = {
     "gateway": GATEWAY_SERVICE,
 }
 USER_ID = 10001
-# Of keda.sh/v1alpha1 what the manifests use.
-SCALED_OBJECT = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "keda.sh/v1alpha1"},
-        "kind": {"const": "ScaledObject"},
-        "metadata": {"type": "object"},
-        "spec": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["scaleTargetRef", "triggers"],
-            "properties": {
-                "scaleTargetRef": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "required": ["apiVersion", "kind", "name"],
-                    "properties": {
-                        key: {"type": "string"} for key in ("apiVersion", "kind", "name")
-                    },
-                },
-                "minReplicaCount": {"type": "integer", "minimum": 1},
-                "maxReplicaCount": {"type": "integer"},
-                "advanced": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "horizontalPodAutoscalerConfig": {
-                            "type": "object",
-                            "additionalProperties": False,
-                            # Its value is that of an autoscaling/v2 HorizontalPodAutoscaler.
-                            "properties": {"behavior": {"type": "object"}},
-                        }
-                    },
-                },
-                "triggers": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "additionalProperties": False,
-                        "required": ["type", "metadata"],
-                        "properties": {
-                            "type": {"const": "prometheus"},
-                            "metricType": {"enum": ["AverageValue", "Value"]},
-                            "metadata": {
-                                "type": "object",
-                                "additionalProperties": False,
-                                "required": ["serverAddress", "query", "threshold"],
-                                "properties": {
-                                    key: {"type": "string"}
-                                    for key in ("serverAddress", "query", "threshold")
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -443,6 +383,24 @@ def test_scaling_goes_by_metrics_that_there_are(variant: str) -> None:
             assert label in ("", "role", *metric.labels)
             assert label != "role" or value in metric.roles
         assert float(trigger["metadata"]["threshold"]) > 0
+
+
+@variants
+def test_the_monitor_scrapes_every_container_once_under_the_job_of_the_alerts(variant: str) -> None:
+    (monitor,) = render(FOLDER / "monitoring")
+    jsonschema.validate(monitor, POD_MONITOR)
+    spec, resources = monitor["spec"], rendered(variant)
+    ports = [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]]
+    for service in services_of(resources):
+        labels = labels_of(service.workload)
+        assert selects(spec["selector"]["matchLabels"], labels)
+        assert f'up{{job="{labels[spec["jobLabel"]]}"}}' in ALERTS.read_text()
+        named_ports = {p["name"]: p["containerPort"] for p in service.container["ports"]}
+        (scraped,) = (named_ports[port] for port in ports if port in named_ports)
+        assert scraped == config_of(service).metrics_port
+        (rule,) = named(resources, "NetworkPolicy", "coppice-default")["spec"]["ingress"]
+        (span,) = rule["ports"]
+        assert span["port"] <= scraped <= span["endPort"]
 
 
 @variants

@@ -146,7 +146,7 @@ def expressions() -> list[tuple[str, str]]:
 
 def labels_of(name: str) -> set[str]:
     """Return the labels that a sample may have once Prometheus has it."""
-    labels = {"role", "instance", "job"}
+    labels = {"role", "instance", "job", "namespace"}
     if name.startswith("process_") or name.startswith("coppice_engine_process_"):
         return labels
     metric = metric_of(name)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from orchestrator.admission import Admission
+from orchestrator.siblings import Siblings, shared_words
+from orchestrator.tenants import TenantLimits
 from shared.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from tests.fakes.in_memory import run_virtual
 
@@ -184,5 +186,64 @@ def test_a_place_is_free_before_its_request_is_read() -> None:
                 pass
         await draining
         assert not admission.num_by_tenant
+
+    run_virtual(main())
+
+
+def test_a_tenant_has_no_more_requests_than_it_may_and_others_do_not_notice() -> None:
+    async def main() -> None:
+        admission = Admission(10, tenants=TenantLimits("2,batch=1"))
+        with admission.admit("a", tenant="batch"), admission.admit("b", tenant="alice"):
+            with (
+                pytest.raises(ResourceExhaustedError) as caught,
+                admission.admit("c", tenant="batch"),
+            ):
+                pass
+            assert caught.value.reason == "TENANT_LIMIT" and caught.value.retry_after_s > 0
+            assert "1 requests of batch" in caught.value.message
+            assert not admission.is_crowded, "no reader is hurried for that"
+            with admission.admit("d", tenant="alice"), admission.admit("e", tenant="bob"):
+                assert admission.num_by_tenant == {"batch": 1, "alice": 2, "bob": 1}
+        with admission.admit("c", tenant="batch", comes_again=True):
+            pass
+
+    run_virtual(main())
+
+
+def test_many_more_requests_of_a_tenant_than_it_may_have_are_all_served() -> None:
+    """They are told their turns among themselves, as all are where the server is full."""
+    most = 6
+
+    async def main() -> None:
+        admission = Admission(NUM_PLACES, tenants=TenantLimits(f"{most}"))
+        crowd = Crowd(DURATIONS["alike"], admission=admission)
+        requests = [asyncio.create_task(crowd.request(client)) for client in range(10 * most)]
+        while not all(request.done() for request in requests):
+            assert admission.num_requests <= most
+            await asyncio.sleep(0.1)
+        assert sum(crowd.num_served.values()) == 10 * most
+        assert crowd.mean_refusals <= 5
+        assert crowd.goodput(crowd.ended_s) >= 0.5 * most / NUM_PLACES
+
+    run_virtual(main())
+
+
+def test_processes_that_share_a_port_share_the_limit_of_a_tenant() -> None:
+    async def main() -> None:
+        counts, holders = shared_words(3), shared_words(3 * 4)
+        siblings = [
+            Siblings(parent_pid=0, index=index, counts=counts, holders=holders, directory="")
+            for index in range(3)
+        ]
+        one, two, _ = [Admission(4, each, TenantLimits("2")) for each in siblings]
+        with one.admit("a", tenant="alice"), two.admit("b", tenant="alice"):
+            for admission in (one, two):
+                with pytest.raises(ResourceExhaustedError), admission.admit("c", tenant="alice"):
+                    pass
+                with admission.admit("c", tenant="bob"):
+                    pass
+            siblings[1].forget()  # it has died
+            with one.admit("c", tenant="alice"):
+                pass
 
     run_virtual(main())

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from orchestrator.pool import Need, WorkerPool
-from orchestrator.tenants import Tenants
+from orchestrator.tenants import TenantLimits, Tenants
 from orchestrator.validation import GenerationRequest
 from orchestrator.workers import WorkerSession
 from shared.errors import ConfigError
@@ -116,6 +116,15 @@ def test_priorities_are_limited_by_tenant() -> None:
     for wrong in ("high", "web=", "1000", "=x"):
         with pytest.raises(ConfigError, match="--max-priority"):
             Tenants(wrong)
+
+
+def test_limits_of_requests_are_read_as_those_of_priorities_are() -> None:
+    limits = TenantLimits("64, batch=16,root=0")
+    assert [limits.of(name) for name in ("alice", "", "batch", "root")] == [64, 64, 16, 0]
+    assert TenantLimits().of("alice") == 0
+    for wrong in ("many", "batch=", "-1", "batch=1000001"):
+        with pytest.raises(ConfigError, match="--max-requests-per-tenant"):
+            TenantLimits(wrong)
 
 
 def test_a_target_admits_by_age_as_well() -> None:
