@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,13 +11,13 @@ import torch
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
-from shared.kernels.products_cpu import Weight
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
 from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_attention
+from shared.messages import MAX_TREE_NODES
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.rope import rope_cos_sin
+from shared.models.rope import paired_rows, rope_cos_sin
 from shared.progress import note_progress
 
 
@@ -47,10 +47,17 @@ class Rows:
 
 
 class RopeTable:
-    """Cosines, and beside them sines, of positions 0..num_positions - 1."""
+    """Cosines, and beside them sines, of the positions of the longest sequence and a tree after it.
 
-    def __init__(self, config: ModelConfig, num_positions: int, device: torch.device) -> None:
-        self._angles = torch.cat(rope_cos_sin(config, num_positions, device), dim=1)  # [P, d]
+    Args:
+        context_len: Longest sequence, tokens.
+    """
+
+    def __init__(self, config: ModelConfig, context_len: int, device: torch.device) -> None:
+        cos, sin = rope_cos_sin(
+            config, context_len + MAX_TREE_NODES, device, context_len=context_len
+        )
+        self._angles = torch.cat([cos, sin], dim=1)  # [P, d]
         self._heads = (config.num_heads, config.num_kv_heads)
 
     def rows(
@@ -104,20 +111,30 @@ class Attention:
         self._scale = config.head_dim**-0.5
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        widths = [(f"{prefix}.q_proj", q_width)]
-        widths += [(f"{prefix}.{name}_proj", kv_width) for name in "kv"]
-        self._qkv = _load_rows(reader, widths, input_width)
-        self._qkv_bias = _load_biases(reader, widths) if config.has_qkv_bias else None
+        parts = {"q": q_width, "k": kv_width, "v": kv_width}
+        order = paired_rows(config.rope, config.head_dim)
+        fused = "qkv" if "qkv" in config.fused_projections else None
+        qkv = _load_rows(reader, prefix, parts, input_width, fused)
+        self._qkv = reader.products.weight(_pair_rows(qkv, order, q_width + kv_width))
+        self._qkv_bias = None
+        if config.has_qkv_bias:
+            bias = _load_biases(reader, prefix, parts)
+            self._qkv_bias = _pair_rows(bias, order, q_width + kv_width)
         self._o = reader.load_weight(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
         self._o_bias = None
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
         self._norms = None
         if config.has_qk_norm:
-            self._norms = (
-                reader.load(f"{prefix}.q_norm.weight", (config.head_dim,)),
-                reader.load(f"{prefix}.k_norm.weight", (config.head_dim,)),
+            q_norm, k_norm = (
+                _pair_rows(
+                    reader.load(f"{prefix}.{name}_norm.weight", (config.head_dim,)),
+                    order,
+                    config.head_dim,
+                )
+                for name in "qk"
             )
+            self._norms = (q_norm, k_norm)
 
     def forward(
         self, x: torch.Tensor, rows: Rows, k_cache: torch.Tensor, v_cache: torch.Tensor
@@ -155,12 +172,13 @@ class MLP:
 
     def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        widths = [(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")]
-        self._gate_up = _load_rows(reader, widths, hidden)
+        parts = {"gate": inner, "up": inner}
+        fused = "gate_up" if "gate_up" in config.fused_projections else None
+        self._gate_up = reader.products.weight(_load_rows(reader, prefix, parts, hidden, fused))
         self._down = reader.load_weight(f"{prefix}.down_proj.weight", (hidden, inner))
         self._gate_up_bias = self._down_bias = None
         if config.has_mlp_bias:
-            self._gate_up_bias = _load_biases(reader, widths)
+            self._gate_up_bias = _load_biases(reader, prefix, parts)
             self._down_bias = reader.load(f"{prefix}.down_proj.bias", (hidden,))
 
     def forward(self, x: torch.Tensor) -> Product:
@@ -253,12 +271,39 @@ def add_and_norm(
 
 
 def _load_rows(
-    reader: CheckpointReader, widths: Sequence[tuple[str, int]], input_width: int
-) -> Weight:
-    """Load the weights of several projections of one input, above each other."""
-    rows = [reader.load(f"{name}.weight", (n, input_width)) for name, n in widths]
-    return reader.products.weight(torch.cat(rows))
+    reader: CheckpointReader,
+    prefix: str,
+    parts: Mapping[str, int],
+    input_width: int,
+    fused: str | None,
+) -> torch.Tensor:
+    """Load the weights of several projections of one input, above each other.
+
+    Args:
+        parts: Projection, "q" or "gate" -> its outputs.
+        fused: Name of the one tensor that holds them all; None: each has its own.
+    """
+    if fused is not None:
+        parts = {fused: sum(parts.values())}
+    return torch.cat(
+        [
+            reader.load(f"{prefix}.{name}_proj.weight", (num_outputs, input_width))
+            for name, num_outputs in parts.items()
+        ]
+    )
 
 
-def _load_biases(reader: CheckpointReader, widths: Sequence[tuple[str, int]]) -> torch.Tensor:
-    return torch.cat([reader.load(f"{name}.bias", (n,)) for name, n in widths])
+def _load_biases(reader: CheckpointReader, prefix: str, parts: Mapping[str, int]) -> torch.Tensor:
+    return torch.cat([reader.load(f"{prefix}.{name}_proj.bias", (n,)) for name, n in parts.items()])
+
+
+def _pair_rows(rows: torch.Tensor, order: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    """Bring each head of the first `num_rows` rows, those of q and k, into an order.
+
+    Args:
+        order: [head_dim] i64, see `paired_rows`; None: they have it.
+    """
+    if order is None:
+        return rows
+    heads = rows[:num_rows].unflatten(0, (-1, len(order)))[:, order.to(rows.device)]
+    return torch.cat([heads.flatten(0, 1), rows[num_rows:]])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.families import FAMILIES, MIMO, TARGET_ARCHITECTURES, Family, Window
 from shared.models.rope_config import RopeConfig, parse_rope
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -44,20 +45,16 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
 }
 
-_PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-MIMO = "MiMoForCausalLM"
-TARGET_ARCHITECTURES = (*_PLAIN, MIMO)
-_HAS_QKV_BIAS = ("Qwen2ForCausalLM", MIMO)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama family.
+    """A decoder as config.json describes it; families.py says what differs between architectures.
 
     Args:
         num_heads, num_kv_heads: Query heads, K/V heads.
         has_qkv_bias, has_o_bias, has_mlp_bias: Which projections have a bias.
         has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
+        fused_projections: Projections that are one tensor in the checkpoint: "qkv", "gate_up".
         sliding_window: A token sees the last `sliding_window` tokens, itself included; 0 = all.
         is_tied: The output head is the embedding.
         dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
@@ -80,6 +77,7 @@ class ModelConfig:
     has_o_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    fused_projections: tuple[str, ...] = ()
     sliding_window: int = 0
     is_tied: bool = False
     dtype: str = "float32"
@@ -147,16 +145,18 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         architecture: One of TARGET_ARCHITECTURES; a draft head passes the one it resembles.
     Raises: CheckpointError naming the field.
     """
-    refuse_fields(fields, source, _UNSUPPORTED_FIELDS)
+    family = FAMILIES[architecture]
+    refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in family.implemented}
+    refuse_fields(fields, source, refused)
+    fields = {**family.defaults, **fields}
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(
             f"{source}: hidden_act = {fields['hidden_act']!r} is not supported, only silu is"
         )
-    num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, architecture)
+    num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family)
     num_layers = require_int(fields, "num_hidden_layers", source)
-    is_llama, is_qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
-    has_attention_bias = (is_llama or is_qwen3) and bool(fields.get("attention_bias", False))
     num_mtp_layers = fields.get("num_nextn_predict_layers") if architecture == MIMO else 0
+    max_positions = _parse_positions(fields, source)
     return ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
@@ -166,24 +166,38 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_parse_epsilon(fields, source),
-        max_position_embeddings=_parse_positions(fields, source),
-        rope=parse_rope(fields, source),
-        has_qkv_bias=architecture in _HAS_QKV_BIAS or has_attention_bias,
-        has_o_bias=has_attention_bias,
-        has_mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
-        has_qk_norm=is_qwen3,
-        sliding_window=_parse_window(fields, source, architecture, num_layers),
+        max_position_embeddings=max_positions,
+        rope=parse_rope(
+            fields,
+            source,
+            head_dim=head_dim,
+            max_positions=max_positions,
+            default_share=family.rotary_share,
+            is_interleaved=family.is_interleaved,
+            aliases=family.rope_aliases,
+        ),
+        has_qkv_bias=_is_set(fields, family.qkv_bias),
+        has_o_bias=_is_set(fields, family.o_bias),
+        has_mlp_bias=_is_set(fields, family.mlp_bias),
+        has_qk_norm=family.has_qk_norm,
+        fused_projections=family.fused,
+        sliding_window=_parse_window(fields, source, family.window, num_layers),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
         num_mtp_layers=int(num_mtp_layers or 0),
     )
 
 
-def _parse_heads(fields: Mapping[str, Any], source: str, architecture: str) -> tuple[int, int, int]:
+def _is_set(fields: Mapping[str, Any], switch: bool | str) -> bool:  # noqa: FBT001
+    """Return a switch of a family, read from its field if it has one."""
+    return bool(fields.get(switch, False)) if isinstance(switch, str) else switch
+
+
+def _parse_heads(fields: Mapping[str, Any], source: str, family: Family) -> tuple[int, int, int]:
     """Return num_heads, num_kv_heads and head_dim."""
     num_heads = require_int(fields, "num_attention_heads", source)
     # transformers' default of the other classes is a constant that no real checkpoint relies on.
-    if architecture == "LlamaForCausalLM" and fields.get("num_key_value_heads") is None:
+    if family.is_mha_by_default and fields.get("num_key_value_heads") is None:
         num_kv_heads = num_heads
     else:
         num_kv_heads = require_int(fields, "num_key_value_heads", source)
@@ -192,7 +206,7 @@ def _parse_heads(fields: Mapping[str, Any], source: str, architecture: str) -> t
             f"{source}: num_attention_heads = {num_heads} is not a multiple of "
             f"num_key_value_heads = {num_kv_heads}"
         )
-    if fields.get("head_dim") is None and architecture != "Qwen3ForCausalLM":
+    if fields.get("head_dim") is None and not family.has_own_head_dim:
         head_dim = require_int(fields, "hidden_size", source) // num_heads
     else:
         head_dim = require_int(fields, "head_dim", source)
@@ -244,20 +258,16 @@ def refuse_fields(
             raise CheckpointError(f"{source}: {name} = {value!r} is not supported")
 
 
-def _parse_window(
-    fields: Mapping[str, Any], source: str, architecture: str, num_layers: int
-) -> int:
-    if architecture == "LlamaForCausalLM":
+def _parse_window(fields: Mapping[str, Any], source: str, when: Window, num_layers: int) -> int:
+    if when is Window.NEVER:
         return 0
-    # 4096 is what transformers' MistralConfig means when the field is absent.
-    is_mistral = architecture == "MistralForCausalLM"
-    window = fields.get("sliding_window", 4096 if is_mistral else None)
+    window = fields.get("sliding_window")
     if fields.get("layer_types") is not None:
         is_windowed = _parse_layer_types(fields["layer_types"], source, num_layers)
-    elif window is None or not (is_mistral or fields.get("use_sliding_window")):
+    elif window is None or not (when is Window.IF_SET or fields.get("use_sliding_window")):
         is_windowed = [False] * num_layers
     else:
-        first = 0 if is_mistral else fields.get("max_window_layers", 0)
+        first = 0 if when is Window.IF_SET else fields.get("max_window_layers", 0)
         is_windowed = [first is not None and layer >= first for layer in range(num_layers)]
     if not any(is_windowed):
         return 0

@@ -38,7 +38,7 @@ class Head:
         feature_spec: FeatureSpec,
         embedding: torch.Tensor,
         num_layers: int,
-        num_positions: int,
+        context_len: int,
     ) -> None:
         self.kind = kind
         self.feature_spec = feature_spec
@@ -53,7 +53,7 @@ class Head:
         self.dtype = embedding.dtype
         self._eps = config.rms_norm_eps
         self._embedding = embedding
-        self._rope = RopeTable(config, num_positions, self.device)
+        self._rope = RopeTable(config, context_len, self.device)
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features in the draft's dtype: what projects them comes with the embedding."""

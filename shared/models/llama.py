@@ -1,4 +1,4 @@
-"""Causal language models of the Llama family: Llama, Mistral, Qwen2, Qwen3, MiMo."""
+"""Causal language models: those of families.py, which are Llama with switches."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class CausalLM:
     """A language model on one device.
 
     Args:
-        num_positions: Length of the rotary tables; None = max_position_embeddings.
+        context_len: Longest sequence, tokens; None = max_position_embeddings.
 
     Attributes:
         products: How its weights and its attention are multiplied on a CPU.
     """
 
     def __init__(
-        self, reader: CheckpointReader, config: ModelConfig, *, num_positions: int | None = None
+        self, reader: CheckpointReader, config: ModelConfig, *, context_len: int | None = None
     ) -> None:
         self.config = config
         self._embedding = load_embedding(reader, config)
@@ -61,7 +61,7 @@ class CausalLM:
         self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
-        self._rope = RopeTable(config, num_positions or config.max_position_embeddings, self.device)
+        self._rope = RopeTable(config, context_len or config.max_position_embeddings, self.device)
 
     @classmethod
     def from_checkpoint(
@@ -70,7 +70,7 @@ class CausalLM:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        num_positions: int | None = None,
+        context_len: int | None = None,
     ) -> CausalLM:
         """Load a checkpoint, every tensor accounted for.
 
@@ -78,7 +78,7 @@ class CausalLM:
         """
         config = ModelConfig.from_checkpoint(directory)
         with CheckpointReader(directory, device=device, dtype=dtype) as reader:
-            model = cls(reader, config, num_positions=num_positions)
+            model = cls(reader, config, context_len=context_len)
             reader.finish(_KNOWN_EXTRAS + (_MTP_EXTRAS if config.num_mtp_layers else ()))
         return model
 

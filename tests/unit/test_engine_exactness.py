@@ -7,13 +7,14 @@ nothing is committed, and target and draft have different page sizes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shared.messages import FinishReason, SamplingParams, TokenTree
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.engines import (
     KINDS,
     SHAPES,
@@ -182,3 +183,32 @@ def test_any_tree_at_all_changes_nothing(models: Models, family: str, dtype: str
         assert got.logprob_rows == want.logprob_rows
     assert target.load.num_moved_rounds > 0
     assert max(path.num_accepted_drafts for r in speculative for path in r.paths) >= 3
+
+
+BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
+    "phi3": lambda d: families.write(d, "phi3", **families.PHI3),
+    "glm": lambda d: families.write(d, "glm", head_dim=16),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["phi3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("glm",))],
+)
+def test_families_with_a_head_and_a_standalone_draft(models: Models, family: str) -> None:
+    """Their switches hold in every row: prompt chunks, trees, plain rounds, and in the draft."""
+    path = models.get(family, BY_TRANSFORMERS[family])
+    head = models.get(f"{family}-eagle3", lambda d: checkpoints.write_eagle3(d, path))
+    requests = requests_of(1, (1, 9, 40))[4:8]
+    plain = []
+    for algorithm, draft in (("eagle3", head), ("standalone", path)):
+        pairing = Pairing(target=path, draft=draft, algorithm=algorithm)
+        target = make_target(pairing, page_size=4, self_test=not plain)
+        plain = plain or plain_of(target, requests, alone=True)
+        speculative = [fresh(request) for request in requests]
+        PoisonedPair(target, make_draft(pairing, page_size=16)).run(speculative)
+        for got, want in zip(speculative, plain, strict=True):
+            assert got.output == want.output
+            assert got.logprob_rows == want.logprob_rows
+        accepted = sum(path.num_accepted_drafts for r in speculative for path in r.paths)
+        assert accepted or algorithm == "eagle3", "the target does not agree with itself"

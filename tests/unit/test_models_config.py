@@ -25,6 +25,7 @@ from shared.models.rope import rope_cos_sin, rope_frequencies
 from shared.models.rope_config import RopeConfig, RopeKind
 from tests import checkpoints
 from tests.checkpoints import EOS_ID, LLAMA3_ROPE, Shape, edit_checkpoint
+from tests.families import YARN, longrope
 
 CPU = torch.device("cpu")
 
@@ -166,8 +167,13 @@ UNSUPPORTED = [
     ({"max_position_embeddings": 1e12}, "max_position_embeddings"),
     ({"rms_norm_eps": 0}, "rms_norm_eps"),
     ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position"),
+    ({"rope_parameters": {**YARN, "factor": "4"}}, "factor"),
+    ({"rope_parameters": {**YARN, "beta_slow": -1}}, "beta_slow"),
+    ({"rope_parameters": {**YARN, "short_factor": [1.0]}}, "short_factor"),
+    ({"rope_parameters": longrope(7)}, "short_factor must be a list of 8 numbers"),
+    ({"rope_parameters": {**longrope(8), "long_factor": [0.0] * 8}}, "long_factor"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic.*write yarn"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_parameters": {**LLAMA3_ROPE, "beta_fast": 32}}, "beta_fast"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
@@ -182,6 +188,15 @@ def test_what_is_not_supported_is_named(tmp_path: Path, fields: dict[str, Any], 
     directory = checkpoints.write_qwen2(tmp_path)
     edit_checkpoint(directory, config=lambda c: c.update(fields))
     with pytest.raises(CheckpointError, match=name):
+        read(directory)
+
+
+@pytest.mark.parametrize("share", [0, 1.5, 0.2, "half"])
+def test_an_odd_share_of_rotated_values_is_refused(tmp_path: Path, share: Any) -> None:
+    directory = checkpoints.write_llama(tmp_path, rope={"rope_type": "default"})
+    fields = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": share}
+    edit_checkpoint(directory, config=lambda c: c.update(fields))
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
         read(directory)
 
 
@@ -227,7 +242,7 @@ def test_an_end_of_text_outside_the_vocabulary_is_refused(tmp_path: Path, eos: A
 
 def test_plain_rope_table_by_hand(tmp_path: Path) -> None:
     config = read(checkpoints.write_llama(tmp_path, rope={"rope_type": "default"}))
-    cos, sin = rope_cos_sin(config, 5, CPU)
+    cos, sin = rope_cos_sin(config, 5, CPU, context_len=5)
     assert cos.shape == sin.shape == (5, 8)
     assert cos.dtype is torch.float32
     angle = torch.tensor(3 * 20000.0 ** (-2 * 2 / 16), dtype=torch.float64)
@@ -236,13 +251,14 @@ def test_plain_rope_table_by_hand(tmp_path: Path) -> None:
 
 
 def test_llama3_rope_keeps_fast_pairs_and_stretches_slow_ones() -> None:
-    plain = rope_frequencies(RopeConfig(theta=10000.0), 64)
+    plain = rope_frequencies(RopeConfig(theta=10000.0), 64, context_len=4096)
     scaled = rope_frequencies(
         RopeConfig(
             theta=10000.0, kind=RopeKind.LLAMA3, factor=8.0, low_freq_factor=1.0,
             high_freq_factor=4.0, original_max_position=1024,
         ),
         64,
+        context_len=4096,
     )  # fmt: skip
     wavelength = 2 * torch.pi / plain
     is_fast, is_slow = wavelength < 1024 / 4, wavelength > 1024

@@ -1,0 +1,91 @@
+"""What distinguishes the supported architectures from each other, as switches. No torch here."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MIMO = "MiMoForCausalLM"
+
+
+class Window(enum.Enum):
+    """When a checkpoint's `sliding_window` holds."""
+
+    NEVER = enum.auto()
+    IF_SET = enum.auto()
+    IF_USED = enum.auto()
+    """`use_sliding_window` says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the class of one architecture in transformers computes, beside what all do.
+
+    Args:
+        qkv_bias, o_bias, mlp_bias: Whether these projections have a bias, or the field of
+            config.json that says so.
+        has_qk_norm: q and k are RMS-normalised per head.
+        has_own_head_dim: `head_dim` must be in config.json; else hidden_size / heads by default.
+        is_mha_by_default: Without `num_key_value_heads` every head has its own K and V.
+        fused: Projections that are one tensor: "qkv", "gate_up".
+        rotary_share: What an absent `partial_rotary_factor` means; None: there is no such field.
+        is_interleaved: The rotary embedding pairs neighbours.
+        rope_aliases: Its own names of rope types.
+        defaults: What absent fields mean, where it is not what they mean for all.
+    """
+
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    has_qk_norm: bool = False
+    window: Window = Window.NEVER
+    has_own_head_dim: bool = False
+    is_mha_by_default: bool = False
+    fused: tuple[str, ...] = ()
+    rotary_share: float | None = None
+    is_interleaved: bool = False
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def implemented(self) -> frozenset[str]:
+        """Return fields that change the result of this family and are refused for others."""
+        return frozenset(() if self.rotary_share is None else ("partial_rotary_factor",))
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        is_mha_by_default=True,
+    ),
+    "MistralForCausalLM": Family(window=Window.IF_SET, defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window=Window.IF_USED),
+    "Qwen3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_qk_norm=True,
+        window=Window.IF_USED,
+        has_own_head_dim=True,
+    ),
+    MIMO: Family(qkv_bias=True, window=Window.IF_USED),
+    "Phi3ForCausalLM": Family(
+        window=Window.IF_SET,
+        is_mha_by_default=True,
+        fused=("qkv", "gate_up"),
+        rotary_share=1.0,
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+    ),
+    "GlmForCausalLM": Family(
+        qkv_bias="attention_bias",
+        has_own_head_dim=True,
+        fused=("gate_up",),
+        rotary_share=0.5,
+        is_interleaved=True,
+        defaults={"attention_bias": True},
+    ),
+}
+TARGET_ARCHITECTURES = tuple(FAMILIES)
