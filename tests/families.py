@@ -41,6 +41,14 @@ PHI3 = {
     "original_max_position_embeddings": 32,
     "rope_parameters": longrope(8),
 }
+GRANITE = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.17,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+}
 _SIZES = {
     "vocab_size": TINY.vocab_size,
     "hidden_size": 64,
@@ -73,16 +81,17 @@ def write(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> 
     return write_tokenizer(directory)
 
 
-def fill(model: torch.nn.Module, seed: int) -> None:
+def fill(model: Any, seed: int) -> None:
     """Fill a model's parameters at random, so that logits have a spread of about LOGIT_SCALE."""
     generator = torch.Generator().manual_seed(seed)
+    is_tied = model.config.tie_word_embeddings
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             values = 1 + 0.2 * values
         elif parameter.ndim == 1:
             values = 0.3 * values
-        elif "embed" not in name:
-            scale = LOGIT_SCALE if "lm_head" in name else 1.0
+        elif "embed" not in name or is_tied:
+            scale = LOGIT_SCALE if "lm_head" in name or "embed" in name else 1.0
             values = values * scale / math.sqrt(parameter.shape[-1])
         parameter.data.copy_(values)

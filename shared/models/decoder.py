@@ -11,6 +11,7 @@ import torch
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.products_cpu import Weight
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
 from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_attention
@@ -108,7 +109,8 @@ class Attention:
     ) -> None:
         self._products = reader.products
         self._eps = config.rms_norm_eps
-        self._scale = config.head_dim**-0.5
+        self._scale = config.attention_multiplier or config.head_dim**-0.5
+        self._residual_multiplier = config.residual_multiplier
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         parts = {"q": q_width, "k": kv_width, "v": kv_width}
@@ -124,6 +126,7 @@ class Attention:
         self._o_bias = None
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
+            self._o_bias *= config.residual_multiplier
         self._norms = None
         if config.has_qk_norm:
             q_norm, k_norm = (
@@ -160,7 +163,7 @@ class Attention:
         out = tree_attention(
             q, k_cache, v_cache, rows.attention, self._scale, products=self._products
         )
-        return Product(addends=linear_addends(out.flatten(1), self._o), bias=self._o_bias)
+        return _multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)
 
 
 class MLP:
@@ -172,6 +175,7 @@ class MLP:
 
     def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
+        self._residual_multiplier = config.residual_multiplier
         parts = {"gate": inner, "up": inner}
         fused = "gate_up" if "gate_up" in config.fused_projections else None
         self._gate_up = reader.products.weight(_load_rows(reader, prefix, parts, hidden, fused))
@@ -180,6 +184,7 @@ class MLP:
         if config.has_mlp_bias:
             self._gate_up_bias = _load_biases(reader, prefix, parts)
             self._down_bias = reader.load(f"{prefix}.down_proj.bias", (hidden,))
+            self._down_bias *= config.residual_multiplier
 
     def forward(self, x: torch.Tensor) -> Product:
         """Return what to add to the residual stream.
@@ -188,7 +193,7 @@ class MLP:
             x: [T, h].
         """
         inner = linear_swiglu(x, self._gate_up, self._gate_up_bias)
-        return Product(addends=linear_addends(inner, self._down), bias=self._down_bias)
+        return _multiply(inner, self._down, self._down_bias, self._residual_multiplier)
 
 
 class DecoderLayer:
@@ -268,6 +273,14 @@ def add_and_norm(
     if pending is None:
         return x, rms_norm(x, weight, eps)
     return add_rms_norm(x, pending.addends, pending.bias, weight, eps)
+
+
+def _multiply(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, multiplier: float
+) -> Product:
+    """Return a projection times `multiplier`, which its bias has been multiplied by."""
+    addends = linear_addends(x, weight)
+    return Product(addends=addends if multiplier == 1 else addends * multiplier, bias=bias)
 
 
 def _load_rows(

@@ -7,15 +7,14 @@ only describe (use_cache, initializer_range, ...) are not looked at.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
-from shared.models.families import FAMILIES, MIMO, TARGET_ARCHITECTURES, Family, Window
-from shared.models.rope_config import RopeConfig, parse_rope
+from shared.models.families import FAMILIES, MIMO, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
+from shared.models.rope_config import RopeConfig, parse_rope, require_positive
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_POSITIONS = 1 << 22
@@ -55,6 +54,10 @@ class ModelConfig:
         has_qkv_bias, has_o_bias, has_mlp_bias: Which projections have a bias.
         has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
         fused_projections: Projections that are one tensor in the checkpoint: "qkv", "gate_up".
+        embedding_multiplier: What embeddings are multiplied by before the first layer.
+        attention_multiplier: What scores are multiplied by; None: 1 / sqrt(head_dim).
+        residual_multiplier: What attention and MLP are multiplied by before they are added.
+        logits_scaling: What logits are divided by.
         sliding_window: A token sees the last `sliding_window` tokens, itself included; 0 = all.
         is_tied: The output head is the embedding.
         dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
@@ -78,6 +81,10 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     fused_projections: tuple[str, ...] = ()
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     sliding_window: int = 0
     is_tied: bool = False
     dtype: str = "float32"
@@ -185,6 +192,11 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
         num_mtp_layers=int(num_mtp_layers or 0),
+        **{
+            name: require_positive(fields[name], f"{source}: {name}")
+            for name in MULTIPLIERS
+            if name in family.implemented and fields.get(name) is not None
+        },
     )
 
 
@@ -233,14 +245,7 @@ def _parse_positions(fields: Mapping[str, Any], source: str) -> int:
 
 
 def _parse_epsilon(fields: Mapping[str, Any], source: str) -> float:
-    value = fields.get("rms_norm_eps", 1e-6)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # written so that NaN fails too
-        raise CheckpointError(
-            f"{source}: rms_norm_eps must be a finite number > 0, got {value!r}; 1e-5 or 1e-6 is "
-            "usual"
-        )
-    return float(value)
+    return require_positive(fields.get("rms_norm_eps", 1e-6), f"{source}: rms_norm_eps")
 
 
 def refuse_fields(

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MIMO = "MiMoForCausalLM"
+MULTIPLIERS = (
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+)  # fmt: skip
 
 
 class Window(enum.Enum):
@@ -33,6 +36,7 @@ class Family:
         rotary_share: What an absent `partial_rotary_factor` means; None: there is no such field.
         is_interleaved: The rotary embedding pairs neighbours.
         rope_aliases: Its own names of rope types.
+        implemented: Fields that are refused for other families, and computed for this one.
         defaults: What absent fields mean, where it is not what they mean for all.
     """
 
@@ -47,12 +51,8 @@ class Family:
     rotary_share: float | None = None
     is_interleaved: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    implemented: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def implemented(self) -> frozenset[str]:
-        """Return fields that change the result of this family and are refused for others."""
-        return frozenset(() if self.rotary_share is None else ("partial_rotary_factor",))
 
 
 FAMILIES: dict[str, Family] = {
@@ -77,6 +77,7 @@ FAMILIES: dict[str, Family] = {
         is_mha_by_default=True,
         fused=("qkv", "gate_up"),
         rotary_share=1.0,
+        implemented=("partial_rotary_factor",),
         rope_aliases={"su": "longrope", "yarn": "longrope"},
     ),
     "GlmForCausalLM": Family(
@@ -85,7 +86,16 @@ FAMILIES: dict[str, Family] = {
         fused=("gate_up",),
         rotary_share=0.5,
         is_interleaved=True,
+        implemented=("partial_rotary_factor",),
         defaults={"attention_bias": True},
+    ),
+    "GraniteForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        is_mha_by_default=True,
+        implemented=MULTIPLIERS,
+        defaults={"attention_multiplier": 1.0},
     ),
 }
 TARGET_ARCHITECTURES = tuple(FAMILIES)

@@ -86,10 +86,11 @@ def read_target_embedding(
 
 
 def read_target_head(target_dir: Path, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Read the target's output layer and nothing else. [V, h]."""
+    """Read the target's output layer, with the scaling of its logits, and nothing else. [V, h]."""
     config = ModelConfig.from_checkpoint(target_dir)
     with CheckpointReader(target_dir, device=device, dtype=dtype) as reader:
-        return load_head(reader, config)
+        head = load_head(reader, config)
+    return head if config.logits_scaling == 1 else head / config.logits_scaling
 
 
 def without_model_prefix(name: str) -> str:

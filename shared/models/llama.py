@@ -58,6 +58,8 @@ class CausalLM:
         self._norm = reader.load("model.norm.weight", (config.hidden_size,))
         head = load_head(reader, config, self._embedding)
         self._head = reader.products.weight(head)
+        if config.embedding_multiplier != 1:  # not in place: the head may be the same tensor
+            self._embedding = self._embedding * config.embedding_multiplier
         self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
@@ -130,7 +132,8 @@ class CausalLM:
             hidden: [R, h] after the final norm.
         Returns: [R, V] f32.
         """
-        return linear(hidden, self._head, out_dtype=torch.float32)
+        logits = linear(hidden, self._head, out_dtype=torch.float32)
+        return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
 
 
 def load_embedding(reader: CheckpointReader, config: ModelConfig) -> torch.Tensor:

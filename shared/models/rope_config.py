@@ -193,7 +193,7 @@ def _number(
     value = values.get(name)
     if value is None and default is not None:
         return default
-    return _positive(value, f"{place}.{name}")
+    return require_positive(value, f"{place}.{name}")
 
 
 def _numbers(values: Mapping[str, Any], place: str, name: str, num_pairs: int) -> tuple[float, ...]:
@@ -203,10 +203,11 @@ def _numbers(values: Mapping[str, Any], place: str, name: str, num_pairs: int) -
             f"{place}.{name} must be a list of {num_pairs} numbers, one for each pair of rotated "
             f"values of a head, got {value!r}"
         )
-    return tuple(_positive(one, f"{place}.{name}") for one in value)
+    return tuple(require_positive(one, f"{place}.{name}") for one in value)
 
 
-def _positive(value: Any, name: str) -> float:
+def require_positive(value: Any, name: str) -> float:
+    """Return a field that must be a finite number above 0. Raises: CheckpointError naming it."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:  # written so that NaN fails too
         raise CheckpointError(f"{name} must be a finite number > 0, got {value!r}")
@@ -214,7 +215,7 @@ def _positive(value: Any, name: str) -> float:
 
 
 def _check_share(share: Any, head_dim: int, source: str) -> None:
-    share = _positive(share, f"{source}: partial_rotary_factor")
+    share = require_positive(share, f"{source}: partial_rotary_factor")
     if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
         raise CheckpointError(
             f"{source}: partial_rotary_factor = {share} rotates {int(head_dim * share)} of "

@@ -188,12 +188,20 @@ def test_any_tree_at_all_changes_nothing(models: Models, family: str, dtype: str
 BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "phi3": lambda d: families.write(d, "phi3", **families.PHI3),
     "glm": lambda d: families.write(d, "glm", head_dim=16),
+    "granite": lambda d: families.write(d, "granite", **families.GRANITE),
 }
 
 
 @pytest.mark.parametrize(
     "family",
-    ["phi3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("glm",))],
+    [
+        "phi3",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in BY_TRANSFORMERS
+            if name != "phi3"
+        ),
+    ],
 )
 def test_families_with_a_head_and_a_standalone_draft(models: Models, family: str) -> None:
     """Their switches hold in every row: prompt chunks, trees, plain rounds, and in the draft."""

@@ -151,6 +151,8 @@ UNSUPPORTED = [
     ({"attention_sinks": True}, "attention_sinks"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"residual_multiplier": 0.5}, "residual_multiplier"),
+    ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"hidden_size": None}, "hidden_size"),
     ({"vocab_size": "many"}, "vocab_size"),

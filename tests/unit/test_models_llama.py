@@ -52,6 +52,10 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
         d, "phi3", **PHI3 | {"sliding_window": None, "rope_parameters": PARTIAL_LONGROPE}
     ),
     "glm": lambda d: families.write(d, "glm", head_dim=16),
+    "granite": lambda d: families.write(d, "granite", **families.GRANITE),
+    "granite-tied": lambda d: families.write(
+        d, "granite", **families.GRANITE | {"tie_word_embeddings": True}
+    ),
 }
 
 
