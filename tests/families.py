@@ -49,6 +49,13 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.7,
 }
+SMOLLM3 = {
+    "no_rope_layers": [1, 0, 1],
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+}
+SEED_OSS = {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}
 _SIZES = {
     "vocab_size": TINY.vocab_size,
     "hidden_size": 64,
@@ -77,6 +84,30 @@ def write(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> 
     config = transformers.AutoConfig.for_model(model_type, **(_SIZES | fields))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill(model, seed)
+    model.save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
+def write_mistral3(directory: Path) -> Path:
+    """Write a Mistral with a vision tower; head_dim is not hidden_size / heads."""
+    import transformers
+
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Mistral3Config(
+        text_config=_SIZES | {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        vision_config={"model_type": "pixtral", **vision},
+        tie_word_embeddings=False,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    fill(model, seed=0)
     model.save_pretrained(directory)
     return write_tokenizer(directory)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -45,6 +45,10 @@ class Rows:
     sin: torch.Tensor
     attention: TreeAttentionMetadata
     slot_mapping: torch.Tensor
+
+    def unrotated(self) -> Rows:
+        """Return the same rows for a layer without a rotary embedding."""
+        return replace(self, cos=torch.ones_like(self.cos), sin=torch.zeros_like(self.sin))
 
 
 class RopeTable:

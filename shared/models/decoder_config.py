@@ -61,6 +61,8 @@ class ModelConfig:
         sliding_window: A token sees the last `sliding_window` tokens, itself included; 0 = all.
         is_tied: The output head is the embedding.
         dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
+        unrotated_layers: Layers without a rotary embedding.
+        has_vision: A vision tower is in the checkpoint, too, and left out.
         num_mtp_layers: Layers of multi-token prediction in the checkpoint (MiMo).
         eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
             config.json.
@@ -88,6 +90,8 @@ class ModelConfig:
     sliding_window: int = 0
     is_tied: bool = False
     dtype: str = "float32"
+    unrotated_layers: tuple[int, ...] = ()
+    has_vision: bool = False
     num_mtp_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
 
@@ -132,7 +136,9 @@ def read_eos_token_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        value = _read_json(path).get("eos_token_id") if path.exists() else None
+        fields = _read_json(path) if path.exists() else {}
+        text = fields.get("text_config") or {}
+        value = fields.get("eos_token_id", text.get("eos_token_id"))
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
@@ -154,7 +160,9 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     """
     family = FAMILIES[architecture]
     refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in family.implemented}
-    refuse_fields(fields, source, refused)
+    if family.has_vision:
+        fields = _language_fields(fields, source)
+    refuse_fields(fields, source, {**refused, **family.refused})
     fields = {**family.defaults, **fields}
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(
@@ -164,6 +172,11 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     num_layers = require_int(fields, "num_hidden_layers", source)
     num_mtp_layers = fields.get("num_nextn_predict_layers") if architecture == MIMO else 0
     max_positions = _parse_positions(fields, source)
+    multipliers: dict[str, Any] = {
+        name: require_positive(fields[name], f"{source}: {name}")
+        for name in MULTIPLIERS
+        if name in family.implemented and fields.get(name) is not None
+    }
     return ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
@@ -191,13 +204,42 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         sliding_window=_parse_window(fields, source, family.window, num_layers),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
+        unrotated_layers=_parse_unrotated(fields, source, family, num_layers),
+        has_vision=family.has_vision,
         num_mtp_layers=int(num_mtp_layers or 0),
-        **{
-            name: require_positive(fields[name], f"{source}: {name}")
-            for name in MULTIPLIERS
-            if name in family.implemented and fields.get(name) is not None
-        },
+        **multipliers,
     )
+
+
+def _language_fields(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of the language model in the config.json of one that sees, too."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", "mistral") != "mistral":
+        raise CheckpointError(
+            f"{source}: text_config must be an object of model_type 'mistral', got {text!r}"
+        )
+    is_tied = fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    said = {name: value for name, value in text.items() if value is not None or name not in fields}
+    return {**fields, **said, "tie_word_embeddings": is_tied}
+
+
+def _parse_unrotated(
+    fields: Mapping[str, Any], source: str, family: Family, num_layers: int
+) -> tuple[int, ...]:
+    """Return the layers without a rotary embedding; `no_rope_layers` has a 0 for each of them."""
+    if "no_rope_layers" not in family.implemented:
+        return ()
+    is_rotated = fields.get("no_rope_layers")
+    if is_rotated is None:
+        interval = require_int(fields, "no_rope_layer_interval", source)
+        is_rotated = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    is_list = isinstance(is_rotated, list) and len(is_rotated) == num_layers
+    if not is_list or any(one not in (0, 1) for one in is_rotated):
+        raise CheckpointError(
+            f"{source}: no_rope_layers must hold 1 (with RoPE) or 0 for each of {num_layers} "
+            f"layers, got {is_rotated!r}"
+        )
+    return tuple(layer for layer, one in enumerate(is_rotated) if not one)
 
 
 def _is_set(fields: Mapping[str, Any], switch: bool | str) -> bool:  # noqa: FBT001

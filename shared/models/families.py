@@ -36,6 +36,10 @@ class Family:
         rotary_share: What an absent `partial_rotary_factor` means; None: there is no such field.
         is_interleaved: The rotary embedding pairs neighbours.
         rope_aliases: Its own names of rope types.
+        has_vision: The checkpoint has a vision tower beside the language model, whose fields are in
+            `text_config`; the tower is left out.
+        refused: Fields that this family alone reads, and that are not implemented -> the values,
+            besides None, that ask for nothing.
         implemented: Fields that are refused for other families, and computed for this one.
         defaults: What absent fields mean, where it is not what they mean for all.
     """
@@ -51,6 +55,8 @@ class Family:
     rotary_share: float | None = None
     is_interleaved: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    has_vision: bool = False
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     implemented: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -63,6 +69,11 @@ FAMILIES: dict[str, Family] = {
         is_mha_by_default=True,
     ),
     "MistralForCausalLM": Family(window=Window.IF_SET, defaults={"sliding_window": 4096}),
+    "Mistral3ForConditionalGeneration": Family(
+        window=Window.IF_SET,
+        has_vision=True,
+        defaults={"sliding_window": 4096},
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window=Window.IF_USED),
     "Qwen3ForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -96,6 +107,26 @@ FAMILIES: dict[str, Family] = {
         is_mha_by_default=True,
         implemented=MULTIPLIERS,
         defaults={"attention_multiplier": 1.0},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        refused={"use_sliding_window": (False,)},
+        implemented=("no_rope_layers",),
+        defaults={
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "SeedOssForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        has_own_head_dim=True,
+        is_mha_by_default=True,
+        defaults={"attention_bias": True},
     ),
 }
 TARGET_ARCHITECTURES = tuple(FAMILIES)

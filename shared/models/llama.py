@@ -21,6 +21,11 @@ HEAD = "lm_head.weight"
 # multi-token prediction, which belong to the draft.
 _KNOWN_EXTRAS = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 _MTP_EXTRAS = ("model.mtp_layers.*",)
+_VISION_EXTRAS = tuple(
+    f"{prefix}{name}.*"
+    for prefix in ("", "model.")
+    for name in ("vision_tower", "multi_modal_projector")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +84,11 @@ class CausalLM:
         Raises: CheckpointError naming what is missing, left over, mis-shaped or unsupported.
         """
         config = ModelConfig.from_checkpoint(directory)
-        with CheckpointReader(directory, device=device, dtype=dtype) as reader:
+        with open_language_model(directory, device, dtype) as reader:
             model = cls(reader, config, context_len=context_len)
-            reader.finish(_KNOWN_EXTRAS + (_MTP_EXTRAS if config.num_mtp_layers else ()))
+            mtp = _MTP_EXTRAS if config.num_mtp_layers else ()
+            vision = _VISION_EXTRAS if config.has_vision else ()
+            reader.finish([*_KNOWN_EXTRAS, *mtp, *vision])
         return model
 
     def forward(
@@ -108,6 +115,7 @@ class CausalLM:
         Mutates: `kv` rows named by `slot_mapping`.
         """
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
+        unrotated = rows.unrotated() if self.config.unrotated_layers else rows
         x = embed(token_ids, self._embedding, roots, root_idx)
         pending: Product | None = None
         captured = {}
@@ -115,7 +123,8 @@ class CausalLM:
             x, normed = layer.enter(x, pending)
             if layer_id - 1 in capture_layers:
                 captured[layer_id - 1] = x
-            x, pending = layer.forward(x, normed, rows, kv.k[layer_id], kv.v[layer_id])
+            turned = unrotated if layer_id in self.config.unrotated_layers else rows
+            x, pending = layer.forward(x, normed, turned, kv.k[layer_id], kv.v[layer_id])
         x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(
@@ -134,6 +143,21 @@ class CausalLM:
         """
         logits = linear(hidden, self._head, out_dtype=torch.float32)
         return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+
+
+def open_language_model(
+    directory: Path, device: torch.device, dtype: torch.dtype
+) -> CheckpointReader:
+    """Open the checkpoint of a language model, or of one within a model that sees, too."""
+    return CheckpointReader(directory, device=device, dtype=dtype, rename=_language_name)
+
+
+def _language_name(name: str) -> str:
+    """Return a tensor's name without what says that it belongs to the language model."""
+    for old, new in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def load_embedding(reader: CheckpointReader, config: ModelConfig) -> torch.Tensor:

@@ -188,6 +188,9 @@ def test_any_tree_at_all_changes_nothing(models: Models, family: str, dtype: str
 BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "phi3": lambda d: families.write(d, "phi3", **families.PHI3),
     "glm": lambda d: families.write(d, "glm", head_dim=16),
+    "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
+    "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
+    "mistral3": families.write_mistral3,
     "granite": lambda d: families.write(d, "granite", **families.GRANITE),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shared.models.config import (
     feature_spec,
     resolve_draft,
 )
+from shared.models.llama import CausalLM
 from shared.models.rope import rope_cos_sin, rope_frequencies
 from shared.models.rope_config import RopeConfig, RopeKind
 from tests import checkpoints
@@ -199,6 +201,56 @@ def test_an_odd_share_of_rotated_values_is_refused(tmp_path: Path, share: Any) -
     fields = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": share}
     edit_checkpoint(directory, config=lambda c: c.update(fields))
     with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        read(directory)
+
+
+def test_language_model_within_a_model_that_sees(tmp_path: Path) -> None:
+    """Its fields lie in text_config, its tensors have a prefix of either era, or an old one."""
+    alone = checkpoints.write_mistral(tmp_path / "alone")
+    nested = checkpoints.write_mistral(tmp_path / "nested")
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {}}
+
+    def nest(fields: dict[str, Any]) -> None:
+        text = dict(fields)
+        fields.clear()
+        fields.update(outer, text_config=text)
+
+    edit_checkpoint(nested, config=nest)
+    assert replace(read(nested), has_vision=False) == read(alone)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in sorted(tensors):
+            old = name.startswith("model.layers.0") or not name.startswith("model.")
+            new = (
+                f"language_model.{name}" if old else name.replace("model.", "model.language_model.")
+            )
+            tensors[new] = tensors.pop(name)
+        tensors["vision_tower.patch_conv.weight"] = torch.zeros(2)
+
+    edit_checkpoint(nested, tensors=rename)
+    CausalLM.from_checkpoint(nested, CPU, torch.float32)
+    edit_checkpoint(nested, config=lambda c: c.update(quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        read(nested)
+    edit_checkpoint(nested, config=lambda c: c.update(text_config={"model_type": "ministral3"}))
+    with pytest.raises(CheckpointError, match=r"text_config.*ministral3"):
+        read(nested)
+
+
+def test_layers_without_rope(tmp_path: Path) -> None:
+    directory = checkpoints.write_llama(tmp_path, rope={"rope_type": "default"})
+    smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2}
+    edit_checkpoint(directory, config=lambda c: c.update(smollm3))
+    assert read(directory).unrotated_layers == (1,)
+    edit_checkpoint(directory, config=lambda c: c.update(no_rope_layers=[0, 1, 0]))
+    assert read(directory).unrotated_layers == (0, 2)
+    edit_checkpoint(directory, config=lambda c: c.update(use_sliding_window=True))
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        read(directory)
+    edit_checkpoint(
+        directory, config=lambda c: c.update(use_sliding_window=False, no_rope_layers=[1, 1])
+    )
+    with pytest.raises(CheckpointError, match="no_rope_layers"):
         read(directory)
 
 

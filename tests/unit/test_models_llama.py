@@ -52,6 +52,9 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
         d, "phi3", **PHI3 | {"sliding_window": None, "rope_parameters": PARTIAL_LONGROPE}
     ),
     "glm": lambda d: families.write(d, "glm", head_dim=16),
+    "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
+    "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
+    "mistral3": families.write_mistral3,
     "granite": lambda d: families.write(d, "granite", **families.GRANITE),
     "granite-tied": lambda d: families.write(
         d, "granite", **families.GRANITE | {"tie_word_embeddings": True}
@@ -73,6 +76,10 @@ def load_transformers(directory: Path) -> Any:
         known = {k: v for k, v in fields.items() if k not in ("architectures", "model_type")}
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**known))
         model.load_state_dict(state)
+    elif fields["model_type"] == "mistral3":
+        model = transformers.Mistral3ForConditionalGeneration.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
