@@ -125,4 +125,6 @@ def fill(model: Any, seed: int) -> None:
         elif "embed" not in name or is_tied:
             scale = LOGIT_SCALE if "lm_head" in name or "embed" in name else 1.0
             values = values * scale / math.sqrt(parameter.shape[-1])
+        if is_tied and name == "model.norm.weight":  # or the head would echo the newest token
+            values *= torch.randn(values.shape, generator=generator).sign()
         parameter.data.copy_(values)

@@ -131,17 +131,25 @@ class Attention:
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
             self._o_bias *= config.residual_multiplier
-        self._norms = None
+        self._widths = list(parts.values())
+        self._norms = self._wide_norms = None
         if config.has_qk_norm:
-            q_norm, k_norm = (
-                _pair_rows(
-                    reader.load(f"{prefix}.{name}_norm.weight", (config.head_dim,)),
-                    order,
-                    config.head_dim,
-                )
-                for name in "qk"
-            )
-            self._norms = (q_norm, k_norm)
+            self._norms = self._load_norms(reader, prefix, order, config.head_dim, config.head_dim)
+        if config.has_wide_qk_norm:
+            self._wide_norms = self._load_norms(reader, prefix, order, q_width, kv_width)
+
+    @staticmethod
+    def _load_norms(
+        reader: CheckpointReader,
+        prefix: str,
+        order: torch.Tensor | None,
+        q_width: int,
+        k_width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Load the weights of the norms of q and k."""
+        q_norm = reader.load(f"{prefix}.q_norm.weight", (q_width,))
+        k_norm = reader.load(f"{prefix}.k_norm.weight", (k_width,))
+        return _pair_rows(q_norm, order, q_width), _pair_rows(k_norm, order, k_width)
 
     def forward(
         self, x: torch.Tensor, rows: Rows, k_cache: torch.Tensor, v_cache: torch.Tensor
@@ -153,9 +161,12 @@ class Attention:
         Returns: What to add to the residual stream.
         Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
         """
+        addends, bias = linear_addends(x, self._qkv), self._qkv_bias
+        if self._wide_norms is not None:
+            addends, bias = self._normed(addends, x.dtype), None
         q = rope_store(
-            linear_addends(x, self._qkv),
-            self._qkv_bias,
+            addends,
+            bias,
             self._norms,
             self._eps,
             rows.cos,
@@ -168,6 +179,15 @@ class Attention:
             q, k_cache, v_cache, rows.attention, self._scale, products=self._products
         )
         return _multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)
+
+    def _normed(self, addends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Add up q, k and v, and norm q and k over all heads. [1, T, Hq d + 2 Hkv d] f32."""
+        assert self._wide_norms is not None
+        qkv = sum_addends(addends, self._qkv_bias, dtype)
+        q, k, v = qkv.split(self._widths, dim=1)
+        q = rms_norm(q.contiguous(), self._wide_norms[0], self._eps)
+        k = rms_norm(k.contiguous(), self._wide_norms[1], self._eps)
+        return torch.cat([q, k, v], dim=1).float()[None]
 
 
 class MLP:
@@ -258,6 +278,48 @@ class DecoderLayer:
         pending = self._attention.forward(normed, rows, k_cache, v_cache)
         x, normed = add_and_norm(x, pending, self._post_norm, self._eps)
         return x, self._mlp.forward(normed)
+
+
+class PostNormLayer:
+    """Attention and MLP with norms behind them; the same interface as a DecoderLayer's.
+
+    Args:
+        prefix: Name of the layer in the checkpoint, "model.layers.0".
+    """
+
+    def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
+        hidden = config.hidden_size
+        self._eps = config.rms_norm_eps
+        self._attention = Attention(reader, f"{prefix}.self_attn", config, hidden)
+        self._attention_norm = reader.load(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+        self._mlp = MLP(reader, f"{prefix}.mlp", config)
+        self._mlp_norm = reader.load(f"{prefix}.post_feedforward_layernorm.weight", (hidden,))
+
+    def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream twice: attention reads it as it is."""
+        x = add(x, pending)
+        return x, x
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        rows: Rows,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """Run the layer on what `enter` returned; nothing is left to be added.
+
+        Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
+        """
+        note_progress()
+        product = self._attention.forward(normed, rows, k_cache, v_cache)
+        x = self._add_normed(x, product, self._attention_norm)
+        return self._add_normed(x, self._mlp.forward(x), self._mlp_norm), None
+
+    def _add_normed(self, x: torch.Tensor, product: Product, weight: torch.Tensor) -> torch.Tensor:
+        delta = sum_addends(product.addends, product.bias, x.dtype)
+        return x + rms_norm(delta, weight, self._eps)
 
 
 def add(x: torch.Tensor, pending: Product | None) -> torch.Tensor:

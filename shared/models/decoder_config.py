@@ -53,6 +53,8 @@ class ModelConfig:
         num_heads, num_kv_heads: Query heads, K/V heads.
         has_qkv_bias, has_o_bias, has_mlp_bias: Which projections have a bias.
         has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
+        has_wide_qk_norm: They are, over the values of all heads at once.
+        has_post_norms: Norms are behind attention and MLP, not before them.
         fused_projections: Projections that are one tensor in the checkpoint: "qkv", "gate_up".
         embedding_multiplier: What embeddings are multiplied by before the first layer.
         attention_multiplier: What scores are multiplied by; None: 1 / sqrt(head_dim).
@@ -82,6 +84,8 @@ class ModelConfig:
     has_o_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    has_post_norms: bool = False
     fused_projections: tuple[str, ...] = ()
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
@@ -200,6 +204,8 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_o_bias=_is_set(fields, family.o_bias),
         has_mlp_bias=_is_set(fields, family.mlp_bias),
         has_qk_norm=family.has_qk_norm,
+        has_wide_qk_norm=family.has_wide_qk_norm,
+        has_post_norms=family.has_post_norms,
         fused_projections=family.fused,
         sliding_window=_parse_window(fields, source, family.window, num_layers),
         is_tied=bool(fields.get("tie_word_embeddings", False)),

@@ -30,6 +30,8 @@ class Family:
         qkv_bias, o_bias, mlp_bias: Whether these projections have a bias, or the field of
             config.json that says so.
         has_qk_norm: q and k are RMS-normalised per head.
+        has_wide_qk_norm: They are, all heads at once.
+        has_post_norms: Norms are behind attention and MLP, not before them.
         has_own_head_dim: `head_dim` must be in config.json; else hidden_size / heads by default.
         is_mha_by_default: Without `num_key_value_heads` every head has its own K and V.
         fused: Projections that are one tensor: "qkv", "gate_up".
@@ -48,6 +50,8 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    has_post_norms: bool = False
     window: Window = Window.NEVER
     has_own_head_dim: bool = False
     is_mha_by_default: bool = False
@@ -119,6 +123,14 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
         },
+    ),
+    "Olmo2ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_wide_qk_norm=True,
+        has_post_norms=True,
+        is_mha_by_default=True,
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "SeedOssForCausalLM": Family(
         qkv_bias="attention_bias",

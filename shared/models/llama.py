@@ -13,7 +13,14 @@ from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.decoder import DecoderLayer, KVCaches, Product, RopeTable, add_and_norm
+from shared.models.decoder import (
+    DecoderLayer,
+    KVCaches,
+    PostNormLayer,
+    Product,
+    RopeTable,
+    add_and_norm,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -57,8 +64,9 @@ class CausalLM:
     ) -> None:
         self.config = config
         self._embedding = load_embedding(reader, config)
+        layer_class = PostNormLayer if config.has_post_norms else DecoderLayer
         self._layers = [
-            DecoderLayer(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
+            layer_class(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
         ]
         self._norm = reader.load("model.norm.weight", (config.hidden_size,))
         head = load_head(reader, config, self._embedding)

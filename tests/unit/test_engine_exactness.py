@@ -191,6 +191,7 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
     "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
     "mistral3": families.write_mistral3,
+    "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
     "granite": lambda d: families.write(d, "granite", **families.GRANITE),
 }
 
