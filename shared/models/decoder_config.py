@@ -293,7 +293,8 @@ def _parse_positions(fields: Mapping[str, Any], source: str) -> int:
 
 
 def _parse_epsilon(fields: Mapping[str, Any], source: str) -> float:
-    return require_positive(fields.get("rms_norm_eps", 1e-6), f"{source}: rms_norm_eps")
+    epsilon = fields.get("rms_norm_eps", 1e-6)
+    return require_positive(epsilon, f"{source}: rms_norm_eps", hint="; 1e-5 or 1e-6 is usual")
 
 
 def refuse_fields(

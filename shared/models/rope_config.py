@@ -206,11 +206,11 @@ def _numbers(values: Mapping[str, Any], place: str, name: str, num_pairs: int) -
     return tuple(require_positive(one, f"{place}.{name}") for one in value)
 
 
-def require_positive(value: Any, name: str) -> float:
+def require_positive(value: Any, name: str, *, hint: str = "") -> float:
     """Return a field that must be a finite number above 0. Raises: CheckpointError naming it."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:  # written so that NaN fails too
-        raise CheckpointError(f"{name} must be a finite number > 0, got {value!r}")
+        raise CheckpointError(f"{name} must be a finite number > 0, got {value!r}{hint}")
     return float(value)
 
 

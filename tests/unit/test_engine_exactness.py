@@ -196,15 +196,14 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+OFTEN_FAMILIES = ("phi3", "olmo2")  # most switches between them
+
+
 @pytest.mark.parametrize(
     "family",
     [
-        "phi3",
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in BY_TRANSFORMERS
-            if name != "phi3"
-        ),
+        pytest.param(name, marks=[] if name in OFTEN_FAMILIES else pytest.mark.exhaustive)
+        for name in BY_TRANSFORMERS
     ],
 )
 def test_families_with_a_head_and_a_standalone_draft(models: Models, family: str) -> None:
