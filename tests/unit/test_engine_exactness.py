@@ -196,13 +196,10 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-OFTEN_FAMILIES = ("phi3", "olmo2")  # most switches between them
-
-
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=[] if name in OFTEN_FAMILIES else pytest.mark.exhaustive)
+        pytest.param(name, marks=pytest.mark.slow if name == "phi3" else pytest.mark.exhaustive)
         for name in BY_TRANSFORMERS
     ],
 )
