@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -235,6 +236,22 @@ def test_language_model_within_a_model_that_sees(tmp_path: Path) -> None:
     edit_checkpoint(nested, config=lambda c: c.update(text_config={"model_type": "ministral3"}))
     with pytest.raises(CheckpointError, match=r"text_config.*ministral3"):
         read(nested)
+
+
+def test_phi3_config_of_either_era(tmp_path: Path) -> None:
+    scaling = longrope(6)
+    shared = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 32}
+    new = checkpoints.write_llama(tmp_path / "new")
+    parameters = scaling | {"partial_rotary_factor": 0.75}
+    edit_checkpoint(new, config=lambda c: c.update(shared, rope_parameters=parameters))
+    old = checkpoints.write_llama(tmp_path / "old", old_names=True)
+    scaling = {"type": "su"} | {key: scaling[key] for key in ("short_factor", "long_factor")}
+    edit_checkpoint(
+        old, config=lambda c: c.update(shared, rope_scaling=scaling, partial_rotary_factor=0.75)
+    )
+    assert read(old) == read(new)
+    assert read(new).rope.rotary_dim(16) == 12
+    assert read(new).rope.attention_factor == (1 + math.log(512 / 32) / math.log(32)) ** 0.5
 
 
 def test_layers_without_rope(tmp_path: Path) -> None:
