@@ -220,3 +220,19 @@ def test_families_with_a_head_and_a_standalone_draft(models: Models, family: str
             assert got.logprob_rows == want.logprob_rows
         accepted = sum(path.num_accepted_drafts for r in speculative for path in r.paths)
         assert accepted or algorithm == "eagle3", "the target does not agree with itself"
+
+
+@pytest.mark.slow
+def test_longrope_factors_follow_the_context_that_an_engine_is_configured_for(
+    models: Models,
+) -> None:
+    """They are one choice for all its requests; targets that differ in it are not the same."""
+    fields = families.PHI3 | {"original_max_position_embeddings": 96}
+    path = models.get("phi3-96", lambda d: families.write(d, "phi3", **fields))
+    pairing = Pairing(target=path, draft=path, algorithm="none")
+    # In ten pages are 80 tokens beside a tree: how many there are changes no factor.
+    short, long, long_in_ten_pages = (
+        make_target(pairing, max_context_len=length, num_pages=pages).info.logits_hash
+        for length, pages in ((96, 64), (97, 64), (97, 10))
+    )
+    assert short != long == long_in_ten_pages
