@@ -59,7 +59,7 @@ def _final_hidden_rows(target_dir: Path, head_dir: Path, num_prompts: int) -> Hi
         spec,
         device=_CPU,
         dtype=torch.float32,
-        num_positions=target.config.max_position_embeddings,
+        context_len=target.config.max_position_embeddings,
     )
     target_rows, draft_rows = [], []
     for prompt in read_prompts(target_dir, num_prompts):

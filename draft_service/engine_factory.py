@@ -92,7 +92,7 @@ def create_engine(
             target,
             device=device,
             dtype=dtype,
-            num_positions=longest + MAX_NUM_STEPS + 1,
+            context_len=longest,
             is_projected=config.project_features,
         )
     window = min(config.window or model.max_position, model.max_position, longest)

@@ -42,12 +42,12 @@ def load_model(
     require_room(
         num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
     )
-    num_positions = longest_context(config, model_config) + MAX_TREE_NODES
+    context_len = longest_context(config, model_config)
     progress("loading weights")
     with report_reads(
         lambda text, share: progress(text, LOADED * share), num_bytes=stored_bytes(directory)
     ):
-        model = CausalLM.from_checkpoint(directory, device, dtype, num_positions=num_positions)
+        model = CausalLM.from_checkpoint(directory, device, dtype, context_len=context_len)
     projection = None
     if features.projection:
         projection = FeatureProjection.from_checkpoint(

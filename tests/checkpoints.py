@@ -186,6 +186,7 @@ def write_eagle3(
     """
     generator = _generator(seed)
     target = json.loads((target_dir / "config.json").read_text())
+    target |= target.get("text_config", {})
     target_width = target["hidden_size"]
     shape = _head_shape(target, hidden_size or target_width, max_position_embeddings)
     width = shape.hidden_size

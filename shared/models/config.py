@@ -20,7 +20,6 @@ from shared.models.checkpoint import (
     tokenizer_hash,
 )
 from shared.models.decoder_config import (
-    MIMO,
     ModelConfig,
     architecture_of,
     parse_model_config,
@@ -29,6 +28,7 @@ from shared.models.decoder_config import (
     require_int,
 )
 from shared.models.digest import model_hash
+from shared.models.families import MIMO
 
 __all__ = [
     "DraftKind",

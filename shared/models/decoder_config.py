@@ -7,14 +7,14 @@ only describe (use_cache, initializer_range, ...) are not looked at.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
-from shared.models.rope_config import RopeConfig, parse_rope
+from shared.models.families import FAMILIES, MIMO, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
+from shared.models.rope_config import RopeConfig, parse_rope, require_positive
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_POSITIONS = 1 << 22
@@ -44,23 +44,27 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
 }
 
-_PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-MIMO = "MiMoForCausalLM"
-TARGET_ARCHITECTURES = (*_PLAIN, MIMO)
-_HAS_QKV_BIAS = ("Qwen2ForCausalLM", MIMO)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama family.
+    """A decoder as config.json describes it; families.py says what differs between architectures.
 
     Args:
         num_heads, num_kv_heads: Query heads, K/V heads.
         has_qkv_bias, has_o_bias, has_mlp_bias: Which projections have a bias.
         has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
+        has_wide_qk_norm: They are, over the values of all heads at once.
+        has_post_norms: Norms are behind attention and MLP, not before them.
+        fused_projections: Projections that are one tensor in the checkpoint: "qkv", "gate_up".
+        embedding_multiplier: What embeddings are multiplied by before the first layer.
+        attention_multiplier: What scores are multiplied by; None: 1 / sqrt(head_dim).
+        residual_multiplier: What attention and MLP are multiplied by before they are added.
+        logits_scaling: What logits are divided by.
         sliding_window: A token sees the last `sliding_window` tokens, itself included; 0 = all.
         is_tied: The output head is the embedding.
         dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
+        unrotated_layers: Layers without a rotary embedding.
+        has_vision: A vision tower is in the checkpoint, too, and left out.
         num_mtp_layers: Layers of multi-token prediction in the checkpoint (MiMo).
         eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
             config.json.
@@ -80,9 +84,18 @@ class ModelConfig:
     has_o_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    has_wide_qk_norm: bool = False
+    has_post_norms: bool = False
+    fused_projections: tuple[str, ...] = ()
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     sliding_window: int = 0
     is_tied: bool = False
     dtype: str = "float32"
+    unrotated_layers: tuple[int, ...] = ()
+    has_vision: bool = False
     num_mtp_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
 
@@ -127,7 +140,9 @@ def read_eos_token_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        value = _read_json(path).get("eos_token_id") if path.exists() else None
+        fields = _read_json(path) if path.exists() else {}
+        text = fields.get("text_config") or {}
+        value = fields.get("eos_token_id", text.get("eos_token_id"))
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
@@ -147,16 +162,25 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         architecture: One of TARGET_ARCHITECTURES; a draft head passes the one it resembles.
     Raises: CheckpointError naming the field.
     """
-    refuse_fields(fields, source, _UNSUPPORTED_FIELDS)
+    family = FAMILIES[architecture]
+    refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in family.implemented}
+    if family.has_vision:
+        fields = _language_fields(fields, source)
+    refuse_fields(fields, source, {**refused, **family.refused})
+    fields = {**family.defaults, **fields}
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(
             f"{source}: hidden_act = {fields['hidden_act']!r} is not supported, only silu is"
         )
-    num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, architecture)
+    num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family)
     num_layers = require_int(fields, "num_hidden_layers", source)
-    is_llama, is_qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
-    has_attention_bias = (is_llama or is_qwen3) and bool(fields.get("attention_bias", False))
     num_mtp_layers = fields.get("num_nextn_predict_layers") if architecture == MIMO else 0
+    max_positions = _parse_positions(fields, source)
+    multipliers: dict[str, Any] = {
+        name: require_positive(fields[name], f"{source}: {name}")
+        for name in MULTIPLIERS
+        if name in family.implemented and fields.get(name) is not None
+    }
     return ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
@@ -166,24 +190,74 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_parse_epsilon(fields, source),
-        max_position_embeddings=_parse_positions(fields, source),
-        rope=parse_rope(fields, source),
-        has_qkv_bias=architecture in _HAS_QKV_BIAS or has_attention_bias,
-        has_o_bias=has_attention_bias,
-        has_mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
-        has_qk_norm=is_qwen3,
-        sliding_window=_parse_window(fields, source, architecture, num_layers),
+        max_position_embeddings=max_positions,
+        rope=parse_rope(
+            fields,
+            source,
+            head_dim=head_dim,
+            max_positions=max_positions,
+            default_share=family.rotary_share,
+            is_interleaved=family.is_interleaved,
+            aliases=family.rope_aliases,
+        ),
+        has_qkv_bias=_is_set(fields, family.qkv_bias),
+        has_o_bias=_is_set(fields, family.o_bias),
+        has_mlp_bias=_is_set(fields, family.mlp_bias),
+        has_qk_norm=family.has_qk_norm,
+        has_wide_qk_norm=family.has_wide_qk_norm,
+        has_post_norms=family.has_post_norms,
+        fused_projections=family.fused,
+        sliding_window=_parse_window(fields, source, family.window, num_layers),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
+        unrotated_layers=_parse_unrotated(fields, source, family, num_layers),
+        has_vision=family.has_vision,
         num_mtp_layers=int(num_mtp_layers or 0),
+        **multipliers,
     )
 
 
-def _parse_heads(fields: Mapping[str, Any], source: str, architecture: str) -> tuple[int, int, int]:
+def _language_fields(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of the language model in the config.json of one that sees, too."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", "mistral") != "mistral":
+        raise CheckpointError(
+            f"{source}: text_config must be an object of model_type 'mistral', got {text!r}"
+        )
+    is_tied = fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    said = {name: value for name, value in text.items() if value is not None or name not in fields}
+    return {**fields, **said, "tie_word_embeddings": is_tied}
+
+
+def _parse_unrotated(
+    fields: Mapping[str, Any], source: str, family: Family, num_layers: int
+) -> tuple[int, ...]:
+    """Return the layers without a rotary embedding; `no_rope_layers` has a 0 for each of them."""
+    if "no_rope_layers" not in family.implemented:
+        return ()
+    is_rotated = fields.get("no_rope_layers")
+    if is_rotated is None:
+        interval = require_int(fields, "no_rope_layer_interval", source)
+        is_rotated = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    is_list = isinstance(is_rotated, list) and len(is_rotated) == num_layers
+    if not is_list or any(one not in (0, 1) for one in is_rotated):
+        raise CheckpointError(
+            f"{source}: no_rope_layers must hold 1 (with RoPE) or 0 for each of {num_layers} "
+            f"layers, got {is_rotated!r}"
+        )
+    return tuple(layer for layer, one in enumerate(is_rotated) if not one)
+
+
+def _is_set(fields: Mapping[str, Any], switch: bool | str) -> bool:  # noqa: FBT001
+    """Return a switch of a family, read from its field if it has one."""
+    return bool(fields.get(switch, False)) if isinstance(switch, str) else switch
+
+
+def _parse_heads(fields: Mapping[str, Any], source: str, family: Family) -> tuple[int, int, int]:
     """Return num_heads, num_kv_heads and head_dim."""
     num_heads = require_int(fields, "num_attention_heads", source)
     # transformers' default of the other classes is a constant that no real checkpoint relies on.
-    if architecture == "LlamaForCausalLM" and fields.get("num_key_value_heads") is None:
+    if family.is_mha_by_default and fields.get("num_key_value_heads") is None:
         num_kv_heads = num_heads
     else:
         num_kv_heads = require_int(fields, "num_key_value_heads", source)
@@ -192,7 +266,7 @@ def _parse_heads(fields: Mapping[str, Any], source: str, architecture: str) -> t
             f"{source}: num_attention_heads = {num_heads} is not a multiple of "
             f"num_key_value_heads = {num_kv_heads}"
         )
-    if fields.get("head_dim") is None and architecture != "Qwen3ForCausalLM":
+    if fields.get("head_dim") is None and not family.has_own_head_dim:
         head_dim = require_int(fields, "hidden_size", source) // num_heads
     else:
         head_dim = require_int(fields, "head_dim", source)
@@ -219,14 +293,8 @@ def _parse_positions(fields: Mapping[str, Any], source: str) -> int:
 
 
 def _parse_epsilon(fields: Mapping[str, Any], source: str) -> float:
-    value = fields.get("rms_norm_eps", 1e-6)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # written so that NaN fails too
-        raise CheckpointError(
-            f"{source}: rms_norm_eps must be a finite number > 0, got {value!r}; 1e-5 or 1e-6 is "
-            "usual"
-        )
-    return float(value)
+    epsilon = fields.get("rms_norm_eps", 1e-6)
+    return require_positive(epsilon, f"{source}: rms_norm_eps", hint="; 1e-5 or 1e-6 is usual")
 
 
 def refuse_fields(
@@ -244,20 +312,16 @@ def refuse_fields(
             raise CheckpointError(f"{source}: {name} = {value!r} is not supported")
 
 
-def _parse_window(
-    fields: Mapping[str, Any], source: str, architecture: str, num_layers: int
-) -> int:
-    if architecture == "LlamaForCausalLM":
+def _parse_window(fields: Mapping[str, Any], source: str, when: Window, num_layers: int) -> int:
+    if when is Window.NEVER:
         return 0
-    # 4096 is what transformers' MistralConfig means when the field is absent.
-    is_mistral = architecture == "MistralForCausalLM"
-    window = fields.get("sliding_window", 4096 if is_mistral else None)
+    window = fields.get("sliding_window")
     if fields.get("layer_types") is not None:
         is_windowed = _parse_layer_types(fields["layer_types"], source, num_layers)
-    elif window is None or not (is_mistral or fields.get("use_sliding_window")):
+    elif window is None or not (when is Window.IF_SET or fields.get("use_sliding_window")):
         is_windowed = [False] * num_layers
     else:
-        first = 0 if is_mistral else fields.get("max_window_layers", 0)
+        first = 0 if when is Window.IF_SET else fields.get("max_window_layers", 0)
         is_windowed = [first is not None and layer >= first for layer in range(num_layers)]
     if not any(is_windowed):
         return 0

@@ -108,7 +108,7 @@ def load_draft(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    num_positions: int | None = None,
+    context_len: int | None = None,
     is_projected: bool = False,
 ) -> DraftModel:
     """Load a draft, every tensor of its checkpoint accounted for.
@@ -117,15 +117,15 @@ def load_draft(
         algorithm: "auto" or a DraftKind.
         target_dir: The target's checkpoint: what a head lacks (embedding, output layer) is read
             from there, and nothing else.
-        num_positions: Length of the rotary tables; None = the target's max_position_embeddings,
-            which may exceed the draft's: past its own it attends to a sliding window.
+        context_len: Longest sequence, tokens; None = the target's max_position_embeddings, which
+            may exceed the draft's: past its own it attends to a sliding window.
         is_projected: As in `feature_spec`.
     Raises: CheckpointError naming what is missing, left over, mis-shaped or does not fit.
     """
     kind, spec = feature_spec(draft_dir, target_dir, algorithm, is_projected=is_projected)
-    if num_positions is None:
-        num_positions = ModelConfig.from_checkpoint(target_dir).max_position_embeddings
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "num_positions": num_positions}
+    if context_len is None:
+        context_len = ModelConfig.from_checkpoint(target_dir).max_position_embeddings
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "context_len": context_len}
     match kind:
         case DraftKind.EAGLE3:
             return Eagle3Draft.from_checkpoint(draft_dir, target_dir, spec, **place)

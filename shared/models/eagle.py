@@ -47,7 +47,7 @@ class EagleDraft(Head):
         *,
         embedding: torch.Tensor,
         target_head: torch.Tensor,
-        num_positions: int,
+        context_len: int,
     ) -> None:
         decoder = config.decoder
         super().__init__(
@@ -56,7 +56,7 @@ class EagleDraft(Head):
             feature_spec=feature_spec,
             embedding=embedding,
             num_layers=decoder.num_layers,
-            num_positions=num_positions,
+            context_len=context_len,
         )
         hidden = decoder.hidden_size
         self._fc = reader.load_weight("fc.weight", (hidden, 2 * hidden))
@@ -80,7 +80,7 @@ class EagleDraft(Head):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        num_positions: int,
+        context_len: int,
     ) -> EagleDraft:
         """Load a head; embedding and output layer are the target's.
 
@@ -96,7 +96,7 @@ class EagleDraft(Head):
                 feature_spec,
                 embedding=read_target_embedding(target_dir, device, dtype),
                 target_head=read_target_head(target_dir, device, dtype),
-                num_positions=num_positions,
+                context_len=context_len,
             )
             reader.finish(_KNOWN_EXTRAS)
         return draft

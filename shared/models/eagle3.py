@@ -87,7 +87,7 @@ class Eagle3Draft(Head):
         *,
         embedding: torch.Tensor,
         target_head: torch.Tensor | None,
-        num_positions: int,
+        context_len: int,
     ) -> None:
         decoder = config.decoder
         super().__init__(
@@ -96,7 +96,7 @@ class Eagle3Draft(Head):
             feature_spec=feature_spec,
             embedding=embedding,
             num_layers=1,
-            num_positions=num_positions,
+            context_len=context_len,
         )
         hidden = decoder.hidden_size
         self._feeds_back_norm = config.feeds_back_norm
@@ -126,7 +126,7 @@ class Eagle3Draft(Head):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        num_positions: int,
+        context_len: int,
     ) -> Eagle3Draft:
         """Load a head; embedding and output layer come from the target where it has none.
 
@@ -150,7 +150,7 @@ class Eagle3Draft(Head):
                 feature_spec,
                 embedding=embedding,
                 target_head=target_head,
-                num_positions=num_positions,
+                context_len=context_len,
             )
             reader.finish([*_KNOWN_EXTRAS, *(_PROJECTION if feature_spec.projection else ())])
         return draft

@@ -10,10 +10,9 @@ from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
 from shared.kernels.products_cpu import Weight
 from shared.messages import FeatureSpec
-from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import RopeTable
-from shared.models.llama import load_embedding, load_head
+from shared.models.llama import load_embedding, load_head, open_language_model
 
 
 class Head:
@@ -38,7 +37,7 @@ class Head:
         feature_spec: FeatureSpec,
         embedding: torch.Tensor,
         num_layers: int,
-        num_positions: int,
+        context_len: int,
     ) -> None:
         self.kind = kind
         self.feature_spec = feature_spec
@@ -53,7 +52,7 @@ class Head:
         self.dtype = embedding.dtype
         self._eps = config.rms_norm_eps
         self._embedding = embedding
-        self._rope = RopeTable(config, num_positions, self.device)
+        self._rope = RopeTable(config, context_len, self.device)
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features in the draft's dtype: what projects them comes with the embedding."""
@@ -81,15 +80,16 @@ def read_target_embedding(
 ) -> torch.Tensor:
     """Read the target's embedding and nothing else. [V, h]."""
     config = ModelConfig.from_checkpoint(target_dir)
-    with CheckpointReader(target_dir, device=device, dtype=dtype) as reader:
+    with open_language_model(target_dir, device, dtype) as reader:
         return load_embedding(reader, config)
 
 
 def read_target_head(target_dir: Path, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Read the target's output layer and nothing else. [V, h]."""
+    """Read the target's output layer, with the scaling of its logits, and nothing else. [V, h]."""
     config = ModelConfig.from_checkpoint(target_dir)
-    with CheckpointReader(target_dir, device=device, dtype=dtype) as reader:
-        return load_head(reader, config)
+    with open_language_model(target_dir, device, dtype) as reader:
+        head = load_head(reader, config)
+    return head if config.logits_scaling == 1 else head / config.logits_scaling
 
 
 def without_model_prefix(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Causal language models of the Llama family: Llama, Mistral, Qwen2, Qwen3, MiMo."""
+"""Causal language models: those of families.py, which are Llama with switches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.decoder import DecoderLayer, KVCaches, Product, RopeTable, add_and_norm
+from shared.models.decoder import (
+    DecoderLayer,
+    KVCaches,
+    PostNormLayer,
+    Product,
+    RopeTable,
+    add_and_norm,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -21,6 +28,11 @@ HEAD = "lm_head.weight"
 # multi-token prediction, which belong to the draft.
 _KNOWN_EXTRAS = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 _MTP_EXTRAS = ("model.mtp_layers.*",)
+_VISION_EXTRAS = tuple(
+    f"{prefix}{name}.*"
+    for prefix in ("", "model.")
+    for name in ("vision_tower", "multi_modal_projector")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +53,30 @@ class CausalLM:
     """A language model on one device.
 
     Args:
-        num_positions: Length of the rotary tables; None = max_position_embeddings.
+        context_len: Longest sequence, tokens; None = max_position_embeddings.
 
     Attributes:
         products: How its weights and its attention are multiplied on a CPU.
     """
 
     def __init__(
-        self, reader: CheckpointReader, config: ModelConfig, *, num_positions: int | None = None
+        self, reader: CheckpointReader, config: ModelConfig, *, context_len: int | None = None
     ) -> None:
         self.config = config
         self._embedding = load_embedding(reader, config)
+        layer_class = PostNormLayer if config.has_post_norms else DecoderLayer
         self._layers = [
-            DecoderLayer(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
+            layer_class(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
         ]
         self._norm = reader.load("model.norm.weight", (config.hidden_size,))
         head = load_head(reader, config, self._embedding)
         self._head = reader.products.weight(head)
+        if config.embedding_multiplier != 1:  # not in place: the head may be the same tensor
+            self._embedding = self._embedding * config.embedding_multiplier
         self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
-        self._rope = RopeTable(config, num_positions or config.max_position_embeddings, self.device)
+        self._rope = RopeTable(config, context_len or config.max_position_embeddings, self.device)
 
     @classmethod
     def from_checkpoint(
@@ -70,16 +85,18 @@ class CausalLM:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        num_positions: int | None = None,
+        context_len: int | None = None,
     ) -> CausalLM:
         """Load a checkpoint, every tensor accounted for.
 
         Raises: CheckpointError naming what is missing, left over, mis-shaped or unsupported.
         """
         config = ModelConfig.from_checkpoint(directory)
-        with CheckpointReader(directory, device=device, dtype=dtype) as reader:
-            model = cls(reader, config, num_positions=num_positions)
-            reader.finish(_KNOWN_EXTRAS + (_MTP_EXTRAS if config.num_mtp_layers else ()))
+        with open_language_model(directory, device, dtype) as reader:
+            model = cls(reader, config, context_len=context_len)
+            mtp = _MTP_EXTRAS if config.num_mtp_layers else ()
+            vision = _VISION_EXTRAS if config.has_vision else ()
+            reader.finish([*_KNOWN_EXTRAS, *mtp, *vision])
         return model
 
     def forward(
@@ -106,6 +123,7 @@ class CausalLM:
         Mutates: `kv` rows named by `slot_mapping`.
         """
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
+        unrotated = rows.unrotated() if self.config.unrotated_layers else rows
         x = embed(token_ids, self._embedding, roots, root_idx)
         pending: Product | None = None
         captured = {}
@@ -113,7 +131,8 @@ class CausalLM:
             x, normed = layer.enter(x, pending)
             if layer_id - 1 in capture_layers:
                 captured[layer_id - 1] = x
-            x, pending = layer.forward(x, normed, rows, kv.k[layer_id], kv.v[layer_id])
+            turned = unrotated if layer_id in self.config.unrotated_layers else rows
+            x, pending = layer.forward(x, normed, turned, kv.k[layer_id], kv.v[layer_id])
         x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(
@@ -130,7 +149,23 @@ class CausalLM:
             hidden: [R, h] after the final norm.
         Returns: [R, V] f32.
         """
-        return linear(hidden, self._head, out_dtype=torch.float32)
+        logits = linear(hidden, self._head, out_dtype=torch.float32)
+        return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+
+
+def open_language_model(
+    directory: Path, device: torch.device, dtype: torch.dtype
+) -> CheckpointReader:
+    """Open the checkpoint of a language model, or of one within a model that sees, too."""
+    return CheckpointReader(directory, device=device, dtype=dtype, rename=_language_name)
+
+
+def _language_name(name: str) -> str:
+    """Return a tensor's name without what says that it belongs to the language model."""
+    for old, new in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def load_embedding(reader: CheckpointReader, config: ModelConfig) -> torch.Tensor:

@@ -49,7 +49,7 @@ class MTPDraft(Head):
         config: ModelConfig,
         feature_spec: FeatureSpec,
         *,
-        num_positions: int,
+        context_len: int,
     ) -> None:
         embedding = load_embedding(reader, config)
         super().__init__(
@@ -58,7 +58,7 @@ class MTPDraft(Head):
             feature_spec=feature_spec,
             embedding=embedding,
             num_layers=1,
-            num_positions=num_positions,
+            context_len=context_len,
         )
         hidden = config.hidden_size
         self._token_norm = reader.load(f"{_PREFIX}.token_layernorm.weight", (hidden,))
@@ -77,7 +77,7 @@ class MTPDraft(Head):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        num_positions: int,
+        context_len: int,
     ) -> MTPDraft:
         """Load the layer, the embedding and the output layer out of a target's checkpoint.
 
@@ -85,7 +85,7 @@ class MTPDraft(Head):
         """
         config = ModelConfig.from_checkpoint(directory)
         with CheckpointReader(directory, device=device, dtype=dtype) as reader:
-            draft = cls(reader, config, feature_spec, num_positions=num_positions)
+            draft = cls(reader, config, feature_spec, context_len=context_len)
             reader.finish(_KNOWN_EXTRAS)
         return draft
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shared.errors import CheckpointError
@@ -16,6 +18,16 @@ class RopeKind(enum.StrEnum):
     DEFAULT = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
+    YARN = "yarn"
+    LONGROPE = "longrope"
+
+
+# What asks for another computation with every request, and so cannot be served.
+_REFUSED_KINDS = {
+    "dynamic": "its angles depend on how long a request has become, so that the keys of one token "
+    "would differ between requests, and between a round and a replay; write yarn or linear with a "
+    "fixed factor, or remove the scaling",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +36,18 @@ class RopeConfig:
 
     Args:
         theta: Base of the frequencies.
-        factor: Context extension; 1 for the default kind.
-        low_freq_factor, high_freq_factor, original_max_position: llama3 only.
+        factor: Context extension; 1 for the default kind and for longrope.
+        low_freq_factor, high_freq_factor: llama3 only.
+        original_max_position: Context before the extension, tokens; llama3, yarn and longrope.
+        attention_factor: What cosines and sines are multiplied by; yarn and longrope.
+        beta_fast, beta_slow: Turns within the original context between which yarn blends.
+        is_truncated: yarn blends between whole pairs.
+        short_factors, long_factors: What longrope divides the frequency of each pair by; the long
+            ones if the longest sequence that the engine is configured for exceeds
+            `original_max_position`. It is one choice for all requests of an engine, however short:
+            a token's keys must not depend on what comes after it.
+        rotary_share: Share of each head's values that is rotated, its first ones; (0, 1].
+        is_interleaved: Pairs are neighbours (2i, 2i + 1), not (i, i + half).
     """
 
     theta: float
@@ -34,57 +56,186 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    rotary_share: float = 1.0
+    is_interleaved: bool = False
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many values of a head are rotated."""
+        return int(head_dim * self.rotary_share)
 
 
-# Key of config.json -> the RopeConfig field that the key fills, and its type.
-_FIELDS: dict[str, tuple[str, type[Any]]] = {
-    "factor": ("factor", float),
-    "low_freq_factor": ("low_freq_factor", float),
-    "high_freq_factor": ("high_freq_factor", float),
-    "original_max_position_embeddings": ("original_max_position", int),
-}
+_ORIGINAL = "original_max_position_embeddings"
+# Kind -> keys of config.json that must be there, and those that may be.
 _KEYS: dict[RopeKind, tuple[str, ...]] = {
     RopeKind.DEFAULT: (),
     RopeKind.LINEAR: ("factor",),
-    RopeKind.LLAMA3: tuple(_FIELDS),
+    RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    RopeKind.YARN: ("factor", _ORIGINAL),
+    RopeKind.LONGROPE: ("short_factor", "long_factor", _ORIGINAL),
 }
-# transformers fills every key in; the default kind does not read them.
-_ALLOWED = _KEYS | {RopeKind.DEFAULT: tuple(_FIELDS)}
+_OPTIONAL: dict[RopeKind, tuple[str, ...]] = {
+    # transformers fills every key in; the default kind does not read them.
+    RopeKind.DEFAULT: _KEYS[RopeKind.LLAMA3],
+    RopeKind.LINEAR: (),
+    RopeKind.LLAMA3: (),
+    RopeKind.YARN: (
+        "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"
+    ),
+    RopeKind.LONGROPE: ("attention_factor", "factor"),
+}  # fmt: skip
 _ALWAYS = ("rope_type", "type", "rope_theta")
 _NEUTRAL = {"partial_rotary_factor": 1.0, "attention_factor": 1.0}
 
 
-def parse_rope(fields: Mapping[str, Any], source: str) -> RopeConfig:
+def parse_rope(
+    fields: Mapping[str, Any],
+    source: str,
+    *,
+    head_dim: int,
+    max_positions: int,
+    default_share: float | None = None,
+    is_interleaved: bool = False,
+    aliases: Mapping[str, str] | None = None,
+) -> RopeConfig:
     """Read the rotary embedding of a config.json.
 
     Args:
         fields: The whole config.json: `rope_parameters` (transformers >= 5), or `rope_theta` and
             `rope_scaling` beside it (older files).
         source: File to name in errors.
+        head_dim: Values of a head.
+        max_positions: max_position_embeddings, tokens.
+        default_share: What an absent `partial_rotary_factor` means; None: there is no such field.
+        is_interleaved: As in RopeConfig.
+        aliases: Names that this architecture has for a kind.
     Raises: CheckpointError naming the field, for a kind or key that is not supported.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     values = fields.get(name) or {}
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{source}: {name} must be an object, got {values!r}")
-    kind = _parse_kind(values, f"{source}: {name}")
-    _check_keys(values, kind, f"{source}: {name}")
-    theta = _parse_theta(values.get("rope_theta", fields.get("rope_theta")), source)
-    scaling = {_FIELDS[key][0]: _FIELDS[key][1](values[key]) for key in _KEYS[kind]}
-    return RopeConfig(theta=theta, kind=kind, **scaling)
+    place = f"{source}: {name}"
+    kind = _parse_kind(values, place, aliases or {})
+    share = 1.0
+    if default_share is not None:
+        share = values.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+        share = default_share if share is None else share
+        values = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
+        _check_share(share, head_dim, source)
+    if kind is not RopeKind.DEFAULT and fields.get(_ORIGINAL) is not None:
+        values = {**values, _ORIGINAL: fields[_ORIGINAL]}  # it goes first in transformers, too
+    _check_keys(values, kind, place)
+    num_pairs = int(head_dim * share) // 2
+    return RopeConfig(
+        theta=_parse_theta(values.get("rope_theta", fields.get("rope_theta")), source),
+        kind=kind,
+        rotary_share=float(share),
+        is_interleaved=is_interleaved,
+        **_parse_scaling(kind, values, place, max_positions=max_positions, num_pairs=num_pairs),
+    )
 
 
-def _parse_kind(values: Mapping[str, Any], place: str) -> RopeKind:
+def _parse_scaling(
+    kind: RopeKind, values: Mapping[str, Any], place: str, *, max_positions: int, num_pairs: int
+) -> dict[str, Any]:
+    """Return the fields of RopeConfig that a kind reads."""
+    number = partial(_number, values, place)
+    scaling: dict[str, Any] = {}
+    if _ORIGINAL in _KEYS[kind]:
+        scaling["original_max_position"] = int(number(_ORIGINAL))
+    if kind in (RopeKind.LINEAR, RopeKind.LLAMA3, RopeKind.YARN):
+        scaling["factor"] = number("factor")
+    if kind is RopeKind.LLAMA3:
+        scaling |= {name: number(name) for name in ("low_freq_factor", "high_freq_factor")}
+    if kind is RopeKind.YARN:
+        truncate = values.get("truncate")
+        scaling |= {
+            "attention_factor": number("attention_factor", _yarn_attention_factor(values, place)),
+            "beta_fast": number("beta_fast", 32.0),
+            "beta_slow": number("beta_slow", 1.0),
+            "is_truncated": truncate is None or bool(truncate),
+        }
+    if kind is RopeKind.LONGROPE:
+        original = scaling["original_max_position"]
+        factor = number("factor", max_positions / original)
+        attention_factor = 1.0
+        if factor > 1:
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+        scaling |= {
+            "attention_factor": number("attention_factor", attention_factor),
+            "short_factors": _numbers(values, place, "short_factor", num_pairs),
+            "long_factors": _numbers(values, place, "long_factor", num_pairs),
+        }
+    return scaling
+
+
+def _yarn_attention_factor(values: Mapping[str, Any], place: str) -> float:
+    factor = _number(values, place, "factor")
+
+    def scale(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        shares = [_number(values, place, name) for name in ("mscale", "mscale_all_dim")]
+        return scale(shares[0]) / scale(shares[1])
+    return scale(1.0)
+
+
+def _number(
+    values: Mapping[str, Any], place: str, name: str, default: float | None = None
+) -> float:
+    value = values.get(name)
+    if value is None and default is not None:
+        return default
+    return require_positive(value, f"{place}.{name}")
+
+
+def _numbers(values: Mapping[str, Any], place: str, name: str, num_pairs: int) -> tuple[float, ...]:
+    value = values[name]
+    if not isinstance(value, list) or len(value) != num_pairs:
+        raise CheckpointError(
+            f"{place}.{name} must be a list of {num_pairs} numbers, one for each pair of rotated "
+            f"values of a head, got {value!r}"
+        )
+    return tuple(require_positive(one, f"{place}.{name}") for one in value)
+
+
+def require_positive(value: Any, name: str, *, hint: str = "") -> float:
+    """Return a field that must be a finite number above 0. Raises: CheckpointError naming it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # written so that NaN fails too
+        raise CheckpointError(f"{name} must be a finite number > 0, got {value!r}{hint}")
+    return float(value)
+
+
+def _check_share(share: Any, head_dim: int, source: str) -> None:
+    share = require_positive(share, f"{source}: partial_rotary_factor")
+    if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
+        raise CheckpointError(
+            f"{source}: partial_rotary_factor = {share} rotates {int(head_dim * share)} of "
+            f"{head_dim} values of a head; it must be an even number of them, at least 2"
+        )
+
+
+def _parse_kind(values: Mapping[str, Any], place: str, aliases: Mapping[str, str]) -> RopeKind:
     name = values.get("rope_type", values.get("type", RopeKind.DEFAULT))
+    if name in _REFUSED_KINDS:
+        raise CheckpointError(f"{place} has rope_type {name!r}: {_REFUSED_KINDS[name]}")
     try:
-        return RopeKind(name)
+        return RopeKind(aliases.get(name, name))
     except ValueError:
         kinds = ", ".join(RopeKind)
         raise CheckpointError(f"{place} has rope_type {name!r}; supported are {kinds}") from None
 
 
 def _check_keys(values: Mapping[str, Any], kind: RopeKind, place: str) -> None:
-    allowed = _ALLOWED[kind] + _ALWAYS
+    allowed = _KEYS[kind] + _OPTIONAL[kind] + _ALWAYS
     for key, value in values.items():
         if key not in allowed and value is not None and _NEUTRAL.get(key) != value:
             raise CheckpointError(f"{place}.{key} = {value!r} is not supported for {kind}")

@@ -47,13 +47,13 @@ class StandaloneDraft:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        num_positions: int,
+        context_len: int,
     ) -> StandaloneDraft:
         """Load a language model as draft.
 
         Raises: CheckpointError naming what is missing, left over or mis-shaped.
         """
-        model = CausalLM.from_checkpoint(directory, device, dtype, num_positions=num_positions)
+        model = CausalLM.from_checkpoint(directory, device, dtype, context_len=context_len)
         target = ModelConfig.from_checkpoint(target_dir)
         return cls(model, target_vocab_size=target.vocab_size)
 

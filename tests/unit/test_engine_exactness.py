@@ -7,13 +7,14 @@ nothing is committed, and target and draft have different page sizes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shared.messages import FinishReason, SamplingParams, TokenTree
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.engines import (
     KINDS,
     SHAPES,
@@ -182,3 +183,56 @@ def test_any_tree_at_all_changes_nothing(models: Models, family: str, dtype: str
         assert got.logprob_rows == want.logprob_rows
     assert target.load.num_moved_rounds > 0
     assert max(path.num_accepted_drafts for r in speculative for path in r.paths) >= 3
+
+
+BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
+    "phi3": lambda d: families.write(d, "phi3", **families.PHI3),
+    "glm": lambda d: families.write(d, "glm", head_dim=16),
+    "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
+    "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
+    "mistral3": families.write_mistral3,
+    "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
+    "granite": lambda d: families.write(d, "granite", **families.GRANITE),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "phi3" else pytest.mark.exhaustive)
+        for name in BY_TRANSFORMERS
+    ],
+)
+def test_families_with_a_head_and_a_standalone_draft(models: Models, family: str) -> None:
+    """Their switches hold in every row: prompt chunks, trees, plain rounds, and in the draft."""
+    path = models.get(family, BY_TRANSFORMERS[family])
+    head = models.get(f"{family}-eagle3", lambda d: checkpoints.write_eagle3(d, path))
+    requests = requests_of(1, (1, 9, 40))[4:8]
+    plain = []
+    for algorithm, draft in (("eagle3", head), ("standalone", path)):
+        pairing = Pairing(target=path, draft=draft, algorithm=algorithm)
+        target = make_target(pairing, page_size=4, self_test=not plain)
+        plain = plain or plain_of(target, requests, alone=True)
+        speculative = [fresh(request) for request in requests]
+        PoisonedPair(target, make_draft(pairing, page_size=16)).run(speculative)
+        for got, want in zip(speculative, plain, strict=True):
+            assert got.output == want.output
+            assert got.logprob_rows == want.logprob_rows
+        accepted = sum(path.num_accepted_drafts for r in speculative for path in r.paths)
+        assert accepted or algorithm == "eagle3", "the target does not agree with itself"
+
+
+@pytest.mark.slow
+def test_longrope_factors_follow_the_context_that_an_engine_is_configured_for(
+    models: Models,
+) -> None:
+    """They are one choice for all its requests; targets that differ in it are not the same."""
+    fields = families.PHI3 | {"original_max_position_embeddings": 96}
+    path = models.get("phi3-96", lambda d: families.write(d, "phi3", **fields))
+    pairing = Pairing(target=path, draft=path, algorithm="none")
+    # In ten pages are 80 tokens beside a tree: how many there are changes no factor.
+    short, long, long_in_ten_pages = (
+        make_target(pairing, max_context_len=length, num_pages=pages).info.logits_hash
+        for length, pages in ((96, 64), (97, 64), (97, 10))
+    )
+    assert short != long == long_in_ten_pages

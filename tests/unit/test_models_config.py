@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from shared.models.config import (
     feature_spec,
     resolve_draft,
 )
-from shared.models.rope import rope_cos_sin, rope_frequencies
+from shared.models.llama import CausalLM
 from shared.models.rope_config import RopeConfig, RopeKind
 from tests import checkpoints
 from tests.checkpoints import EOS_ID, LLAMA3_ROPE, Shape, edit_checkpoint
+from tests.families import YARN, longrope
 
 CPU = torch.device("cpu")
 
@@ -150,6 +152,8 @@ UNSUPPORTED = [
     ({"attention_sinks": True}, "attention_sinks"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"residual_multiplier": 0.5}, "residual_multiplier"),
+    ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"hidden_size": None}, "hidden_size"),
     ({"vocab_size": "many"}, "vocab_size"),
@@ -166,8 +170,13 @@ UNSUPPORTED = [
     ({"max_position_embeddings": 1e12}, "max_position_embeddings"),
     ({"rms_norm_eps": 0}, "rms_norm_eps"),
     ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position"),
+    ({"rope_parameters": {**YARN, "factor": "4"}}, "factor"),
+    ({"rope_parameters": {**YARN, "beta_slow": -1}}, "beta_slow"),
+    ({"rope_parameters": {**YARN, "short_factor": [1.0]}}, "short_factor"),
+    ({"rope_parameters": longrope(7)}, "short_factor must be a list of 8 numbers"),
+    ({"rope_parameters": {**longrope(8), "long_factor": [0.0] * 8}}, "long_factor"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic.*write yarn"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_parameters": {**LLAMA3_ROPE, "beta_fast": 32}}, "beta_fast"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
@@ -182,6 +191,56 @@ def test_what_is_not_supported_is_named(tmp_path: Path, fields: dict[str, Any], 
     directory = checkpoints.write_qwen2(tmp_path)
     edit_checkpoint(directory, config=lambda c: c.update(fields))
     with pytest.raises(CheckpointError, match=name):
+        read(directory)
+
+
+def test_language_model_within_a_model_that_sees(tmp_path: Path) -> None:
+    """Its fields lie in text_config, its tensors have a prefix of either era, or an old one."""
+    alone = checkpoints.write_mistral(tmp_path / "alone")
+    nested = checkpoints.write_mistral(tmp_path / "nested")
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {}}
+
+    def nest(fields: dict[str, Any]) -> None:
+        text = dict(fields)
+        fields.clear()
+        fields.update(outer, text_config=text)
+
+    edit_checkpoint(nested, config=nest)
+    assert replace(read(nested), has_vision=False) == read(alone)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in sorted(tensors):
+            old = name.startswith("model.layers.0") or not name.startswith("model.")
+            new = (
+                f"language_model.{name}" if old else name.replace("model.", "model.language_model.")
+            )
+            tensors[new] = tensors.pop(name)
+        tensors["vision_tower.patch_conv.weight"] = torch.zeros(2)
+
+    edit_checkpoint(nested, tensors=rename)
+    CausalLM.from_checkpoint(nested, CPU, torch.float32)
+    edit_checkpoint(nested, config=lambda c: c.update(quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        read(nested)
+    edit_checkpoint(nested, config=lambda c: c.update(text_config={"model_type": "ministral3"}))
+    with pytest.raises(CheckpointError, match=r"text_config.*ministral3"):
+        read(nested)
+
+
+def test_layers_without_rope(tmp_path: Path) -> None:
+    directory = checkpoints.write_llama(tmp_path, rope={"rope_type": "default"})
+    smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2}
+    edit_checkpoint(directory, config=lambda c: c.update(smollm3))
+    assert read(directory).unrotated_layers == (1,)
+    edit_checkpoint(directory, config=lambda c: c.update(no_rope_layers=[0, 1, 0]))
+    assert read(directory).unrotated_layers == (0, 2)
+    edit_checkpoint(directory, config=lambda c: c.update(use_sliding_window=True))
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        read(directory)
+    edit_checkpoint(
+        directory, config=lambda c: c.update(use_sliding_window=False, no_rope_layers=[1, 1])
+    )
+    with pytest.raises(CheckpointError, match="no_rope_layers"):
         read(directory)
 
 
@@ -223,34 +282,6 @@ def test_an_end_of_text_outside_the_vocabulary_is_refused(tmp_path: Path, eos: A
         read(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": size - 1}))
     assert read(directory).eos_token_ids == (size - 1,)
-
-
-def test_plain_rope_table_by_hand(tmp_path: Path) -> None:
-    config = read(checkpoints.write_llama(tmp_path, rope={"rope_type": "default"}))
-    cos, sin = rope_cos_sin(config, 5, CPU)
-    assert cos.shape == sin.shape == (5, 8)
-    assert cos.dtype is torch.float32
-    angle = torch.tensor(3 * 20000.0 ** (-2 * 2 / 16), dtype=torch.float64)
-    assert cos[3, 2] == angle.cos().float()
-    assert sin[3, 2] == angle.sin().float()
-
-
-def test_llama3_rope_keeps_fast_pairs_and_stretches_slow_ones() -> None:
-    plain = rope_frequencies(RopeConfig(theta=10000.0), 64)
-    scaled = rope_frequencies(
-        RopeConfig(
-            theta=10000.0, kind=RopeKind.LLAMA3, factor=8.0, low_freq_factor=1.0,
-            high_freq_factor=4.0, original_max_position=1024,
-        ),
-        64,
-    )  # fmt: skip
-    wavelength = 2 * torch.pi / plain
-    is_fast, is_slow = wavelength < 1024 / 4, wavelength > 1024
-    assert torch.equal(scaled[is_fast], plain[is_fast])
-    torch.testing.assert_close(scaled[is_slow], plain[is_slow] / 8)
-    between = ~is_fast & ~is_slow
-    assert between.any()
-    assert ((scaled > plain / 8) & (scaled < plain))[between].all()
 
 
 KINDS = {

@@ -257,6 +257,16 @@ def test_eagle_reads_embedding_then_feature_and_has_no_norm(tmp_path: Path) -> N
     assert_rows(draft.logits(hidden), [[603.25, 804.5, 1407.75]])
 
 
+def test_eagle_divides_logits_as_its_target_does(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target")
+    fields = json.loads((target / "config.json").read_text())
+    fields |= {"architectures": ["GraniteForCausalLM"], "logits_scaling": 4.0}
+    (target / "config.json").write_text(json.dumps(fields))
+    head = write_eagle(tmp_path / "draft")
+    draft = load_draft("auto", head, target, device=CPU, dtype=torch.float32)
+    assert_rows(draft.logits(torch.tensor([[1.0, 2.0]])), [[0.25, 0.5, 0.75]])
+
+
 def test_eagle_attention_has_no_input_norm(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target")
     fc = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]

@@ -12,14 +12,17 @@ import pytest
 import torch
 import transformers
 
+from shared.messages import MAX_TREE_NODES
 from shared.models.llama import CausalLM, ForwardOutput
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.checkpoints import EOS_ID, Shape
+from tests.families import PHI3, YARN, longrope
 from tests.paged import Block, PagedKV
 from tests.reference.causal_lm import ReferenceLM
 
 CPU = torch.device("cpu")
 LINEAR_ROPE = {"rope_type": "linear", "factor": 2.0}
+PARTIAL_LONGROPE = longrope(6) | {"partial_rotary_factor": 0.75}
 ODD_SHAPE = Shape(head_dim=20, num_heads=6, num_kv_heads=1)
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
@@ -41,6 +44,23 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3": checkpoints.write_qwen3,
     "mimo": checkpoints.write_mimo,
 }
+# The plain reference of other tests does not know these.
+BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
+    "llama-yarn": lambda d: families.write(d, "llama", rope_parameters=YARN),
+    "phi3": lambda d: families.write(d, "phi3", **PHI3),
+    "phi4-mini": lambda d: families.write(
+        d, "phi3", **PHI3 | {"sliding_window": None, "rope_parameters": PARTIAL_LONGROPE}
+    ),
+    "glm": lambda d: families.write(d, "glm", head_dim=16),
+    "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
+    "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
+    "mistral3": families.write_mistral3,
+    "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
+    "granite": lambda d: families.write(d, "granite", **families.GRANITE),
+    "granite-tied": lambda d: families.write(
+        d, "granite", **families.GRANITE | {"tie_word_embeddings": True}
+    ),
+}
 
 
 def tokens_of(num_tokens: int, seed: int = 7) -> list[int]:
@@ -57,6 +77,10 @@ def load_transformers(directory: Path) -> Any:
         known = {k: v for k, v in fields.items() if k not in ("architectures", "model_type")}
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**known))
         model.load_state_dict(state)
+    elif fields["model_type"] == "mistral3":
+        model = transformers.Mistral3ForConditionalGeneration.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
@@ -102,9 +126,10 @@ class Runner:
         return output
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES | BY_TRANSFORMERS)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+    write = (FAMILIES | BY_TRANSFORMERS)[request.param]
+    return write(tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +171,7 @@ def test_chunks_then_decode_rows_match_transformers(
 
 
 def test_greedy_text_equals_generate(model: CausalLM, oracle: Any) -> None:
-    prompt = tokens_of(9, seed=11)
+    prompt = tokens_of(40, seed=11)  # past the original context of longrope
     ids = torch.tensor([prompt])
     want = oracle.generate(
         ids,
@@ -162,7 +187,7 @@ def test_greedy_text_equals_generate(model: CausalLM, oracle: Any) -> None:
 
 
 def test_captured_layers_are_layer_outputs(model: CausalLM, oracle: Any) -> None:
-    ids = tokens_of(20)
+    ids = tokens_of(40)
     want = oracle(torch.tensor([ids]), output_hidden_states=True).hidden_states
     output = Runner(model).extend(ids, capture=(1, 0))
     assert output.captured is not None
@@ -174,6 +199,7 @@ def test_captured_layers_are_layer_outputs(model: CausalLM, oracle: Any) -> None
     assert Runner(model).extend(ids).captured is None
 
 
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_reference_matches_transformers(family: Path, oracle: Any) -> None:
     ids = tokens_of(40)
     want = oracle(torch.tensor([ids]), output_hidden_states=True)
@@ -246,13 +272,28 @@ def test_half_types_stay_close(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_positions_past_the_table_need_a_longer_table(tmp_path: Path) -> None:
     directory = checkpoints.write_llama(tmp_path, shape=Shape(max_position_embeddings=16))
-    ids = tokens_of(20)
+    ids = tokens_of(16 + MAX_TREE_NODES + 1)
     with pytest.raises(IndexError):
         Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids)
-    model = CausalLM.from_checkpoint(directory, CPU, torch.float32, num_positions=20)
+    model = CausalLM.from_checkpoint(directory, CPU, torch.float32, context_len=17)
     want = ReferenceLM(directory).forward(ids).logits
     got = model.logits(Runner(model).extend(ids).hidden)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def test_longrope_is_chosen_by_the_context_of_the_engine(tmp_path: Path) -> None:
+    directory = families.write(tmp_path, "phi3", **PHI3)
+    oracle = load_transformers(directory)
+    short = CausalLM.from_checkpoint(directory, CPU, torch.float32, context_len=32)
+    long = CausalLM.from_checkpoint(directory, CPU, torch.float32, context_len=33)
+    for model, ids in ((short, tokens_of(32)), (long, tokens_of(33))):
+        want = oracle(torch.tensor([ids])).logits[0]
+        got = model.logits(Runner(model).extend(ids).hidden)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    # A prefix of a long text has the bits that the whole text has.
+    ids = tokens_of(40)
+    whole = Runner(long).extend(ids).hidden
+    assert torch.equal(Runner(long).extend(ids[:9]).hidden, whole[:9])
 
 
 def test_loading_does_not_alias_the_file(tmp_path: Path) -> None:

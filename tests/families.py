@@ -1,0 +1,130 @@
+"""Tiny random checkpoints of architectures, written by their own classes in transformers.
+
+`checkpoints.py` writes the others by hand, for tests that have no time to import transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoints import EOS_ID, LOGIT_SCALE, TINY, write_tokenizer
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 20000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+
+def longrope(num_pairs: int) -> dict[str, Any]:
+    """Return factors of longrope that differ from each other, for an original context of 32."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 20000.0,
+        "short_factor": [1 + 0.1 * i for i in range(num_pairs)],
+        "long_factor": [2 + 0.7 * i for i in range(num_pairs)],
+        "original_max_position_embeddings": 32,
+    }
+
+
+# A window that hides tokens, and long factors from token 33 on.
+PHI3 = {
+    "sliding_window": 20,
+    "original_max_position_embeddings": 32,
+    "rope_parameters": longrope(8),
+}
+GRANITE = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.17,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+}
+SMOLLM3 = {
+    "no_rope_layers": [1, 0, 1],
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+}
+SEED_OSS = {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}
+_SIZES = {
+    "vocab_size": TINY.vocab_size,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "eos_token_id": EOS_ID,
+}
+
+
+def write(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Path:
+    """Write a checkpoint of an architecture; matrices keep the size of what they multiply.
+
+    Args:
+        model_type: As in config.json.
+        fields: Of config.json, beside the sizes.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.for_model(model_type, **(_SIZES | fields))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill(model, seed)
+    model.save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
+def write_mistral3(directory: Path) -> Path:
+    """Write a Mistral with a vision tower; head_dim is not hidden_size / heads."""
+    import transformers
+
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Mistral3Config(
+        text_config=_SIZES | {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        vision_config={"model_type": "pixtral", **vision},
+        tie_word_embeddings=False,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
+def fill(model: Any, seed: int) -> None:
+    """Fill a model's parameters at random, so that logits have a spread of about LOGIT_SCALE."""
+    generator = torch.Generator().manual_seed(seed)
+    is_tied = model.config.tie_word_embeddings
+    for name, parameter in sorted(model.named_parameters()):
+        values = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            values = 1 + 0.2 * values
+        elif parameter.ndim == 1:
+            values = 0.3 * values
+        elif "embed" not in name or is_tied:
+            scale = LOGIT_SCALE if "lm_head" in name or "embed" in name else 1.0
+            values = values * scale / math.sqrt(parameter.shape[-1])
+        if is_tied and name == "model.norm.weight":  # or the head would echo the newest token
+            values *= torch.randn(values.shape, generator=generator).sign()
+        parameter.data.copy_(values)
