@@ -130,11 +130,8 @@ class GatewayServer:
     async def serve_until_stopped(self) -> None:
         """Serve until SIGTERM, SIGINT or `request_stop`; then let running requests end."""
         self._health.install_signal_handlers()
-        stopped = asyncio.create_task(self._health.serve_until_stopped())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         try:
-            for task in done:
-                task.result()  # a background task ends only by a bug: end the process
+            await self._health.serve_until_stopped(*self._tasks)
         finally:
             await self.stop()
 
