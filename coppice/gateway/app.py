@@ -39,7 +39,7 @@ from coppice.gateway.prompts import (
     template_of,
 )
 from coppice.gateway.replies import EventStream, send_stream, unless_gone
-from coppice.gateway.upstreams import Model, Upstreams
+from coppice.gateway.upstreams import QUESTION_TIMEOUT_S, Model, Upstreams
 from coppice.model import ServedModel
 from shared.access.tokens import TokenCheck
 from shared.config import GatewayConfig
@@ -223,7 +223,9 @@ class Gateway:
             adds_special = bool(adds_special)
         client = upstream.client(metadata)
         ids = await client.tokenize(
-            text, add_special_tokens=True if adds_special is None else adds_special
+            text,
+            add_special_tokens=True if adds_special is None else adds_special,
+            timeout_s=QUESTION_TIMEOUT_S,
         )
         answer: dict[str, Any] = {
             "tokens": list(ids),
@@ -239,7 +241,8 @@ class Gateway:
         fields: DetokenizeFields = await self._fields(DetokenizeFields, exchange)
         metadata = passed_on(exchange.request)
         upstream, _ = await self._upstreams.find(fields.model, metadata)
-        found = await upstream.client(metadata).detokenize(fields.tokens)
+        client = upstream.client(metadata)
+        found = await client.detokenize(fields.tokens, timeout_s=QUESTION_TIMEOUT_S)
         await exchange.reply({"prompt": found.text})
 
     async def _health(self, exchange: Exchange) -> None:
