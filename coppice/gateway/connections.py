@@ -17,6 +17,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coppice.gateway.proxies import TrustedProxies
+
 # Files of the process that are no connections of clients.
 _OTHER_FILES = 256
 # Connections beyond the limit that are still told so (503) if they ask for anything.
@@ -29,21 +31,23 @@ class ConnectionLimits:
 
     Args:
         connections: At most; one address may have half of them.
+        proxies: May have all of them.
         read_timeout_s: Seconds for a request's head, and for reading what was answered.
         num_of_address: Open connections.
     """
 
     connections: int
+    proxies: TrustedProxies
     read_timeout_s: float
     num_of_address: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, most: int, *, read_timeout_s: float) -> ConnectionLimits:
+    def of(cls, most: int, *, read_timeout_s: float, proxies: TrustedProxies) -> ConnectionLimits:
         """Return the limits of this process: fewer if it may not open so many files."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             most = min(most, max(files - _OTHER_FILES - NUM_TOLD, files // 2))
-        return cls(connections=most, read_timeout_s=read_timeout_s)
+        return cls(connections=most, proxies=proxies, read_timeout_s=read_timeout_s)
 
 
 class Connection(H11Protocol):
@@ -65,7 +69,9 @@ class Connection(H11Protocol):
         self._limits.num_of_address[self._address] += 1
         most = self._limits.connections
         is_share = self._limits.num_of_address[self._address] <= max(1, most // 2)
-        if is_share and len(self.connections) <= most + NUM_TOLD:
+        if (is_share or self._address in self._limits.proxies) and len(
+            self.connections
+        ) <= most + NUM_TOLD:
             self._watch_head()
         else:
             transport.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,11 @@ class Exchange:
             (name.encode(), value.encode("latin-1", "replace")) for name, value in found.items()
         ]
 
+    @property
+    def address(self) -> str:
+        """Return the client's: a trusted proxy says whose request it passes on."""
+        return self.request.client.host if self.request.client is not None else ""
+
     def begin(self) -> None:
         """Note that the head of the answer is sent."""
         self.status, self.has_begun = 200, True
@@ -109,6 +115,7 @@ class Exchanges:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._running: set[asyncio.Task[Any]] = set()
+        self._num_of_address: Counter[str] = Counter()
 
     def endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Return what answers requests of a path.
@@ -151,7 +158,7 @@ class Exchanges:
         )
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        with self._counted():
+        with self._counted(exchange.address):
             try:
                 await self._answer(path, handler, exchange)
             finally:
@@ -202,28 +209,41 @@ class Exchanges:
             exchange.caller = caller_of(exchange.request, self._check)
         if path in _GENERATION_PATHS and (reason := self.ending()) is not None:
             raise reason
+        if path not in _UNLIMITED_PATHS:
+            self._check_room(exchange.address)
+
+    def _check_room(self, address: str) -> None:
         most = self._config.max_num_requests
-        if self.counts.num_running > most and path not in _UNLIMITED_PATHS:
-            raise ResourceExhaustedError(
-                f"the gateway answers {most} requests at once; try again later",
-                reason="TOO_MANY_CALLS",
-                retry_after_s=_RETRY_S,
-            )
+        if self.counts.num_running > most:
+            raise _too_many(f"the gateway answers {most} requests at once")
+        # Without proxies an address has its share of the connections.
+        share = max(1, most // 2)
+        if self._config.trusted_proxies and self._num_of_address[address] > share:
+            raise _too_many(f"the gateway answers {share} requests of one address at once")
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, address: str) -> Iterator[None]:
         task = asyncio.current_task()
         assert task is not None
         self.counts.num_running += 1
+        self._num_of_address[address] += 1
         self._running.add(task)
         self._is_idle.clear()
         try:
             yield
         finally:
             self.counts.num_running -= 1
+            self._num_of_address[address] -= 1
+            if not self._num_of_address[address]:
+                del self._num_of_address[address]
             self._running.discard(task)
             if not self._running:
                 self._is_idle.set()
+
+
+def _too_many(why: str) -> ResourceExhaustedError:
+    message = f"{why}; try again later"
+    return ResourceExhaustedError(message, reason="TOO_MANY_CALLS", retry_after_s=_RETRY_S)
 
 
 def _log(path: str, exchange: Exchange, duration_s: float) -> None:
