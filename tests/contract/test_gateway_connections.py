@@ -119,7 +119,7 @@ async def test_files_that_a_process_may_open_are_a_limit(monkeypatch: pytest.Mon
 async def test_a_proxy_may_have_all_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_server, "_MAX_CONNECTIONS", 6)
     async with listening(max_num_requests=2, trusted_proxies="127.0.0.0/8") as front:
-        held = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(8)]
+        held = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(7)]
         reader, writer = held[-1]
         writer.write(b"GET /v1/none HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert (await ended(reader)).startswith(b"HTTP/1.1 404")
@@ -181,6 +181,12 @@ async def narrow(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
     return await asyncio.open_connection(sock=bare, limit=1024)
 
 
+def takes_little(connection: Any) -> None:
+    """Let the kernel keep little of what a connection of the gateway sends."""
+    sending = connection.transport.get_extra_info("socket")
+    sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
 async def test_a_whole_answer_that_is_not_read_holds_no_connection(model: Path) -> None:
     async with one(model, read_timeout_s=0.5) as (front, _, target, draft):
         asked: dict[str, Any] = {"model": model.name, "prompt": [3, 1, 4], "ignore_eos": True}
@@ -191,6 +197,7 @@ async def test_a_whole_answer_that_is_not_read_holds_no_connection(model: Path) 
         connections = front.server._http.server_state.connections  # type: ignore[union-attr]
         await eventually(lambda: bool(target.engine.requests), what="a request")
         held = next(iter(connections))
+        takes_little(held)
         await freed(target, draft)
         await eventually(lambda: held not in connections, what="the end of its connection")
         writer.close()
