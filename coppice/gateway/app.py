@@ -46,6 +46,11 @@ from shared.config import GatewayConfig
 from shared.metrics.exposition import Exposition
 
 _OTHER = "other"
+# The page holds a client's token: it runs its own script, and calls nobody else.
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
 
 
 class Gateway:
@@ -256,6 +261,7 @@ class Gateway:
 
     async def _page(self, exchange: Exchange) -> None:
         body = resources.files("coppice.gateway").joinpath("page.html").read_bytes()
+        exchange.extra_headers["content-security-policy"] = _PAGE_POLICY
         await exchange.reply_bytes(body, "text/html; charset=utf-8")
 
 
