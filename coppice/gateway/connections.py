@@ -78,7 +78,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._stop_timers()
+        self._stop_head_timer()
+        self._stop_unread_timer()
         self._unset_keepalive_if_required()
         counts = self._limits.num_of_address
         counts[self._address] -= 1
@@ -92,12 +93,26 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self._watch_head()
         else:
-            self._stop_timers()
+            self._stop_head_timer()
+            if not self.flow.write_paused:
+                self._stop_unread_timer()
 
     def on_response_complete(self) -> None:
         """Go on with the next request; what was answered must be read in time."""
         super().on_response_complete()
         self._watch_unread()
+
+    def pause_writing(self) -> None:
+        """Let an answer wait for its reader, who must read some of it in time."""
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        """Go on with an answer: much of it was read."""
+        super().resume_writing()
+        self._stop_unread_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            self._watch_unread()
 
     async def _answer_or_abort(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request; without a whole answer the connection is of no use."""
@@ -126,8 +141,12 @@ class Connection(H11Protocol):
         else:
             self._watch_unread()
 
-    def _stop_timers(self) -> None:
-        for timer in (self._head_timer, self._unread_timer):
-            if timer is not None:
-                timer.cancel()
-        self._head_timer = self._unread_timer = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coppice.gateway.access import caller_of, request_id_of
 from coppice.gateway.counts import HttpCounts
@@ -153,7 +153,7 @@ class Exchanges:
         exchange = Exchange(
             request=request,
             receive=receive,
-            send=self._timed(send),
+            send=send,
             request_id=request_id_of(request),
         )
         loop = asyncio.get_running_loop()
@@ -168,15 +168,6 @@ class Exchanges:
                 )
                 _log(path, exchange, duration_s)
 
-    def _timed(self, send: Send) -> Send:
-        """Return what sends, and gives up on a client that reads nothing: TimeoutError."""
-
-        async def timed_send(message: Message) -> None:
-            async with asyncio.timeout(self._config.read_timeout_s):
-                await send(message)
-
-        return timed_send
-
     async def _answer(self, path: str, handler: Handler, exchange: Exchange) -> None:
         """Answer a request, whatever happens."""
         try:
@@ -188,8 +179,6 @@ class Exchanges:
             await exchange.fail(api_error(error))
         except (ClientGoneError, ClientDisconnect):
             exchange.status, exchange.ending = CLIENT_CLOSED, "the client went away"
-        except TimeoutError:  # without a whole answer the server closes the connection
-            exchange.status, exchange.ending = CLIENT_CLOSED, "the client read nothing"
         except asyncio.CancelledError:
             reason = self.ending()
             if reason is None:

@@ -188,9 +188,9 @@ def takes_little(connection: Any) -> None:
 
 
 async def test_a_whole_answer_that_is_not_read_holds_no_connection(model: Path) -> None:
-    async with one(model, read_timeout_s=0.5) as (front, _, target, draft):
+    async with one(model, step_s=0.001, read_timeout_s=0.5) as (front, _, target, draft):
         asked: dict[str, Any] = {"model": model.name, "prompt": [3, 1, 4], "ignore_eos": True}
-        asked |= {"logprobs": 20, "max_tokens": 3500, "n": 4}
+        asked |= {"logprobs": 20, "max_tokens": 500}
         body = json.dumps(asked).encode()
         _, writer = await narrow(front.port)
         writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -209,4 +209,22 @@ async def test_requests_that_follow_closely_are_all_answered() -> None:
         asked = b"GET /health HTTP/1.1\r\nhost: x\r\n"
         writer.write(20 * (asked + b"\r\n") + asked + b"connection: close\r\n\r\n")
         assert (await ended(reader)).count(b'{"status":"not ready"}') == 21
+        writer.close()
+
+
+async def test_who_reads_nothing_is_cut_whatever_it_sends(model: Path) -> None:
+    async with one(model, read_timeout_s=0.3) as (front, _, target, draft):
+        asked: dict[str, Any] = {"model": model.name, "prompt": [3, 1, 4], "ignore_eos": True}
+        asked |= {"logprobs": 20, "max_tokens": 3500, "n": 4, "stream": True}
+        body = json.dumps(asked).encode()
+        _, writer = await narrow(front.port)
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        connections = front.server._http.server_state.connections  # type: ignore[union-attr]
+        await eventually(lambda: bool(target.engine.requests), what="a request")
+        held = next(iter(connections))
+        takes_little(held)
+        await eventually(lambda: held.flow.write_paused, what="an answer that waits")
+        writer.write(b"GET /health")
+        await freed(target, draft)
+        await eventually(lambda: held not in connections, what="the end of its connection")
         writer.close()
