@@ -69,9 +69,8 @@ class Connection(H11Protocol):
         self._limits.num_of_address[self._address] += 1
         most = self._limits.connections
         is_share = self._limits.num_of_address[self._address] <= max(1, most // 2)
-        if (is_share or self._address in self._limits.proxies) and len(
-            self.connections
-        ) <= most + NUM_TOLD:
+        may_stay = is_share or self._address in self._limits.proxies
+        if may_stay and len(self.connections) <= most + NUM_TOLD:
             self._watch_head()
         else:
             transport.abort()
