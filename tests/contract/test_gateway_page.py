@@ -55,7 +55,7 @@ def test_the_script_names_what_is_there() -> None:
 
 def test_it_loads_nothing_from_elsewhere() -> None:
     assert not re.findall(r"""(?:https?:)?//\w[^\s"']*\.\w+""", SOURCE)
-    assert not re.findall(r'\b(?:src|href)="(?!data:)', SOURCE)
+    assert not re.findall(r'(?:src|href)="(?!data:)|@import|url\(', SOURCE)
 
 
 @pytest.fixture(scope="module")
