@@ -144,19 +144,27 @@ class Client:
             )
         return tuple(map(ServedModel.of, reply.models))
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
         """Return the token ids of a text, by the target's tokenizer. Raises: CoppiceError."""
         request = tokenize_request(text, add_special_tokens=add_special_tokens)
         with _typed_errors():
-            return tuple(self._stub.Tokenize(request, metadata=self._metadata).token_ids)
+            reply = self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
+        return tuple(reply.token_ids)
 
     def detokenize(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        timeout_s: float | None = None,
     ) -> TokenText:
         """Return the text of token ids, and the bytes of each. Raises: CoppiceError."""
         request = detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
-            return TokenText.of(self._stub.Detokenize(request, metadata=self._metadata))
+            reply = self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)
+        return TokenText.of(reply)
 
     def close(self) -> None:
         """Close the connection; running requests are cancelled."""
@@ -240,20 +248,27 @@ class AsyncClient:
             )
         return tuple(map(ServedModel.of, reply.models))
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
         """Return the token ids of a text, by the target's tokenizer. Raises: CoppiceError."""
         request = tokenize_request(text, add_special_tokens=add_special_tokens)
         with _typed_errors():
-            reply = await self._stub.Tokenize(request, metadata=self._metadata)
+            reply = await self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
         return tuple(reply.token_ids)
 
     async def detokenize(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        timeout_s: float | None = None,
     ) -> TokenText:
         """Return the text of token ids, and the bytes of each. Raises: CoppiceError."""
         request = detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
-            return TokenText.of(await self._stub.Detokenize(request, metadata=self._metadata))
+            reply = await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)
+        return TokenText.of(reply)
 
     def on_behalf_of(
         self, metadata: Sequence[tuple[str, str]], *, num_refusals: int = 0

@@ -1,4 +1,4 @@
-"""Tokenizing prompts: off the event loop, within a budget of bytes, and no more than can be served.
+"""Tokenizing prompts, off the event loop, within a budget of bytes; and the way back.
 
     longer in bytes than any prompt that fits      refused at once
     a few thousand characters                      tokenized on the spot
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator.tokenizer import Tokenizer
@@ -25,10 +26,11 @@ _PIECE_CHARS = 64 << 10
 # Texts have 3 to 5 bytes per token; one of more than this many is counted first.
 _USUAL_TOKEN_BYTES = 8
 _NUM_THREADS = 2
+_INLINE_IDS = 1024
 
 
 class PromptEncoder:
-    """Tokenizes the prompts of all requests.
+    """Tokenizes the prompts of all requests, and spells tokens for those who ask.
 
     Args:
         budget_bytes: Text in threads at once; a longer text goes alone.
@@ -81,6 +83,23 @@ class PromptEncoder:
         except asyncio.CancelledError:
             stop.set()
             raise
+
+    async def spell(
+        self, token_ids: Sequence[int], *, skips_special: bool
+    ) -> tuple[str, list[bytes]]:
+        """Return the text of token ids, and the bytes of each.
+
+        Args:
+            skips_special: The text is without special tokens; the bytes always spell them.
+        """
+        decode = self._tokenizer.decode if skips_special else self._tokenizer.decode_all
+
+        def work() -> tuple[str, list[bytes]]:
+            return decode(token_ids), list(map(self._tokenizer.token_bytes, token_ids))
+
+        if len(token_ids) <= _INLINE_IDS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _check_size(self, text: str, max_num_tokens: int) -> int:
         """Return the size of a text in bytes, if that many can be a prompt."""

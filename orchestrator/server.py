@@ -193,11 +193,8 @@ class Orchestrator:
     async def serve_until_stopped(self) -> None:
         """Serve until SIGTERM, SIGINT or `request_stop`; then let running requests end."""
         self._server.install_signal_handlers()
-        stopped = asyncio.create_task(self._server.serve_until_stopped())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         try:
-            for task in done:
-                task.result()  # a background task ends only by a bug: end the process
+            await self._server.serve_until_stopped(*self._tasks)
         finally:
             await self.stop()
 

@@ -193,8 +193,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.DetokenizeRequest, context: Any
     ) -> pb.DetokenizeResponse:
         """Return the text of token ids, and the bytes of each."""
-        model, tokenizer, ids = self._served(), self._tokenizer, request.token_ids
-        if tokenizer is None:
+        model, encoder, ids = self._served(), self._encoder, request.token_ids
+        if encoder is None:
             raise _no_tokenizer("token_ids")
         if len(ids) > model.max_context_len:
             raise InvalidArgumentError(
@@ -203,10 +203,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 field="token_ids",
             )
         check_vocabulary(ids, model.vocab_size, field="token_ids")
-        decode = tokenizer.decode if request.skip_special_tokens else tokenizer.decode_all
-        return pb.DetokenizeResponse(
-            text=decode(ids), token_bytes=[tokenizer.token_bytes(token_id) for token_id in ids]
-        )
+        text, token_bytes = await encoder.spell(ids, skips_special=request.skip_special_tokens)
+        return pb.DetokenizeResponse(text=text, token_bytes=token_bytes)
 
     def _served(self) -> WorkerInfo:
         """Return what is served, or was until just now.

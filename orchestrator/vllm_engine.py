@@ -13,6 +13,7 @@ import datetime
 import hashlib
 import io
 import json
+import threading
 import time
 import zipfile
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +29,7 @@ from coppice.v1 import generation_pb2 as pb
 from orchestrator.admission import Admission
 from orchestrator.pool import WorkerPool
 from orchestrator.service import GenerationService
+from shared.access.watched_file import WatchedFiles
 from shared.config import OrchestratorConfig, served_name
 from shared.errors import AbortedError, InvalidArgumentError, UnavailableError
 from shared.messages import FinishInfo, FinishReason, PromptInfo, TokenDelta, TokenLogprob
@@ -75,6 +77,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._admission = admission
         self._open: dict[tuple[str, str], _Open] = {}  # by who asks and the gateway's id
         self._directory = directory
+        self._archive = TokenizerArchive(directory)
         self._began_s = time.monotonic()
         self._model_config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
@@ -193,8 +196,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Stream the tokenizer's files as a zip; the last chunk has its hash."""
-        data = await asyncio.to_thread(_zipped, self._directory)
-        digest = hashlib.sha256(data).hexdigest()
+        data, digest = await asyncio.to_thread(self._archive.current)
         for start in range(0, len(data), _CHUNK_BYTES):
             is_last = start + _CHUNK_BYTES >= len(data)
             yield common_pb2.GetTokenizerChunk(
@@ -406,10 +408,31 @@ def _logprobs(entries: Any) -> Any:
     )
 
 
-def _zipped(directory: Path) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in _TOKENIZER_FILES:
-            if (directory / name).is_file():
-                archive.write(directory / name, name)
-    return buffer.getvalue()
+class TokenizerArchive:
+    """The tokenizer's files as a zip, made again when they change. Any thread may ask.
+
+    Args:
+        directory: Of the checkpoint.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: WatchedFiles[tuple[bytes, str]] | None = None
+        self._lock = threading.Lock()
+
+    def current(self) -> tuple[bytes, str]:
+        """Return the zip and its SHA-256."""
+        with self._lock:
+            if self._files is None:  # whoever calls no such gateway makes no zip
+                paths = (str(self._directory / name) for name in _TOKENIZER_FILES)
+                self._files = WatchedFiles(tuple(paths), self._zip)
+            return self._files.current()[0]
+
+    def _zip(self) -> tuple[bytes, str]:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in _TOKENIZER_FILES:
+                if (self._directory / name).is_file():
+                    archive.write(self._directory / name, name)
+        data = buffer.getvalue()
+        return data, hashlib.sha256(data).hexdigest()

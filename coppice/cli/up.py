@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from coppice.cli.options import add_config_option, known_variables, read_sections
 from coppice.stack import ServiceFailedError, Stack, StackConfig
@@ -22,6 +22,9 @@ from shared.config.loader import (
     variables_of,
 )
 from shared.errors import EXIT_CONFIG, ConfigError
+
+if TYPE_CHECKING:
+    from coppice.cli.progress import StackProgress
 
 Config = TypeVar("Config")
 
@@ -79,16 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"coppice: {error}\n")
         return EXIT_CONFIG if error.exit_code == EXIT_CONFIG else 1
     starting.clear()
-    speculation = "" if config.num_drafts else ", without speculation"
-    progress.say(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.")
-    if stack.http_url:
-        progress.say(
-            f"OpenAI's API is at {stack.http_url}/v1, a page to try it at {stack.http_url}/"
-        )
-    elif config.orchestrator.tls_cert_file:
-        progress.say("No HTTP: with TLS the gateway needs tls_ca_file in [gateway] of --config.")
-    for name, url in sorted(stack.metrics_urls.items()):
-        progress.say(f"Metrics of {name}: {url}")
+    _announce(progress, stack, config)
     while not asked_to_stop.wait(1.0):
         pass
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -96,6 +90,27 @@ def run(arguments: argparse.Namespace) -> int:
     progress.note("stopping; running requests may finish, Ctrl-C again ends them")
     stack.stop()
     return 0
+
+
+def _announce(progress: StackProgress, stack: Stack, config: StackConfig) -> None:
+    """Say where everything is.
+
+    Args:
+        config: As it was asked for; a port that is taken may have become another one.
+    """
+    speculation = "" if config.num_drafts else ", without speculation"
+    progress.say(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.")
+    if stack.http_url:
+        wanted = config.gateway.port if config.gateway is not None else 0
+        if wanted and not stack.http_url.endswith(f":{wanted}"):
+            progress.say(f"Port {wanted} is taken, so HTTP has a free one; --http-port names one.")
+        progress.say(
+            f"OpenAI's API is at {stack.http_url}/v1, a page to try it at {stack.http_url}/"
+        )
+    elif config.orchestrator.tls_cert_file:
+        progress.say("No HTTP: with TLS the gateway needs tls_ca_file in [gateway] of --config.")
+    for name, url in sorted(stack.metrics_urls.items()):
+        progress.say(f"Metrics of {name}: {url}")
 
 
 def config_of(arguments: argparse.Namespace) -> StackConfig:

@@ -6,23 +6,20 @@ two requests but what orchestrators say of their models.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from coppice.client import AsyncClient
-from coppice.gateway.access import caller_of, json_body, num_refusals, passed_on, request_id_of
-from coppice.gateway.counts import HttpCounts
-from coppice.gateway.errors import CLIENT_CLOSED, ApiError, api_error, bad_request
+from coppice.gateway.access import json_body, num_refusals, passed_on
+from coppice.gateway.errors import bad_request
+from coppice.gateway.exchange import CHAT, COMPLETIONS, Exchange, Exchanges, Handler
 from coppice.gateway.fields import (
     ChatFields,
     CompletionFields,
@@ -41,81 +38,19 @@ from coppice.gateway.prompts import (
     render,
     template_of,
 )
-from coppice.gateway.replies import (
-    ClientGoneError,
-    EventStream,
-    send_json,
-    send_stream,
-    unless_gone,
-)
-from coppice.gateway.upstreams import Model, Upstreams
+from coppice.gateway.replies import EventStream, send_stream, unless_gone
+from coppice.gateway.upstreams import QUESTION_TIMEOUT_S, Model, Upstreams
 from coppice.model import ServedModel
 from shared.access.tokens import TokenCheck
 from shared.config import GatewayConfig
-from shared.errors import CoppiceError, ResourceExhaustedError, UnavailableError
-from shared.logs import log_request
 from shared.metrics.exposition import Exposition
 
-logger = logging.getLogger(__name__)
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-_OPEN_PATHS = frozenset({"/", "/health"})
 _OTHER = "other"
-_RETRY_S = 1.0
-
-Headers = list[tuple[bytes, bytes]]
-Handler = Callable[["Exchange"], Awaitable[None]]
-
-
-@dataclass(kw_only=True)
-class Exchange:
-    """One HTTP request and its answer.
-
-    Args:
-        caller: Name of who asks, "" if nobody is asked.
-        status: That was answered; 499: the client went away before.
-        ending: Why a stream ended early; "": it did not.
-    """
-
-    request: Request
-    receive: Receive
-    send: Send
-    request_id: str
-    caller: str = ""
-    status: int = 0
-    num_tokens: int = 0
-    ending: str = ""
-    user: str = ""
-    has_begun: bool = False
-    extra_headers: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def headers(self) -> Headers:
-        """Return those of every answer."""
-        found = {"x-request-id": self.request_id, **self.extra_headers}
-        return [
-            (name.encode(), value.encode("latin-1", "replace")) for name, value in found.items()
-        ]
-
-    def begin(self) -> None:
-        """Note that the head of the answer is sent."""
-        self.status, self.has_begun = 200, True
-
-    async def reply(self, value: Any, status: int = 200) -> None:
-        """Answer with JSON."""
-        self.status, self.has_begun = status, True
-        await send_json(self.send, value, status=status, headers=self.headers)
-
-    async def reply_bytes(self, body: bytes, content_type: str) -> None:
-        """Answer with a text."""
-        self.status, self.has_begun = 200, True
-        head = [
-            (b"content-type", content_type.encode()),
-            (b"content-length", str(len(body)).encode()),
-            *self.headers,
-        ]
-        await self.send({"type": "http.response.start", "status": 200, "headers": head})
-        await self.send({"type": "http.response.body", "body": body})
+# The page holds a client's token: it runs its own script, and calls nobody else.
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
 
 
 class Gateway:
@@ -130,15 +65,10 @@ class Gateway:
     ) -> None:
         self._config = config
         self._upstreams = upstreams
-        self._check = check
+        self._exchanges = Exchanges(config, check)
         self._parsers = Parsers(
             tool_calls=config.tool_call_parser, reasoning=config.reasoning_parser
         )
-        self.counts = HttpCounts()
-        self.is_draining = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-        self._running: set[asyncio.Task[Any]] = set()
         self._metrics = Exposition("gateway", self.samples, lambda: None)
         self._paths: frozenset[str] = frozenset()
 
@@ -158,7 +88,7 @@ class Gateway:
         ]
         self._paths = frozenset(path for _, path, _ in endpoints)
         routes = [
-            Route(path, self._endpoint(path, handler), methods=[method])
+            Route(path, self._exchanges.endpoint(path, handler), methods=[method])
             for method, path, handler in endpoints
         ]
         handlers = {404: self._not_found, 405: self._not_found}
@@ -166,139 +96,21 @@ class Gateway:
 
     def samples(self) -> dict[str, float]:
         """Return what /metrics says."""
-        return self.counts.samples(is_ready=self.is_ready)
+        return self._exchanges.counts.samples(is_ready=self.is_ready)
 
     @property
     def is_ready(self) -> bool:
         """Return whether it takes requests, and an orchestrator does."""
         return self._upstreams.is_ready and not self.is_draining
 
+    @property
+    def is_draining(self) -> bool:
+        """Return whether it lets running requests end and takes no new ones."""
+        return self._exchanges.is_draining
+
     async def drain(self) -> None:
         """Take no new requests and let running ones end within the budget; then end them."""
-        self.is_draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_timeout_s):
-                await self._is_idle.wait()
-        for task in self._running:
-            task.cancel("the gateway shuts down")
-
-    # --- one request -----------------------------------------------------------------------------
-
-    def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
-        async def endpoint(request: Request) -> ASGIApp:
-            async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-                await self._respond(path, handler, Request(scope, receive), receive, send)
-
-            return respond
-
-        return endpoint
-
-    async def _respond(
-        self, path: str, handler: Handler, request: Request, receive: Receive, send: Send
-    ) -> None:
-        exchange = Exchange(
-            request=request,
-            receive=receive,
-            send=self._timed(send),
-            request_id=request_id_of(request),
-        )
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        with self._counted():
-            try:
-                await self._answer(path, handler, exchange)
-            finally:
-                self.counts.note_end(
-                    path,
-                    exchange.status,
-                    num_tokens=exchange.num_tokens,
-                    duration_s=loop.time() - began_s,
-                )
-                self._log(path, exchange, loop.time() - began_s)
-
-    def _timed(self, send: Send) -> Send:
-        """Return what sends, and gives up on a client that reads nothing: TimeoutError."""
-
-        async def timed_send(message: Message) -> None:
-            async with asyncio.timeout(self._config.read_timeout_s):
-                await send(message)
-
-        return timed_send
-
-    async def _answer(self, path: str, handler: Handler, exchange: Exchange) -> None:
-        """Answer a request, whatever happens."""
-        try:
-            if path not in _OPEN_PATHS:
-                exchange.caller = caller_of(exchange.request, self._check)
-                self._check_room(path)
-            await handler(exchange)
-        except ApiError as error:
-            await self._fail(exchange, error)
-        except CoppiceError as error:
-            await self._fail(exchange, api_error(error))
-        except (ClientGoneError, ClientDisconnect):
-            exchange.status, exchange.ending = CLIENT_CLOSED, "the client went away"
-        except TimeoutError:  # without a whole answer the server closes the connection
-            exchange.status, exchange.ending = CLIENT_CLOSED, "the client read nothing"
-        except asyncio.CancelledError:
-            if not self.is_draining:
-                raise
-            exchange.ending = "the gateway shut down"
-            await self._fail(exchange, api_error(_draining()))
-        except Exception:
-            logger.exception("%s %s failed", exchange.request.method, path)
-            message = "the gateway failed; its log says why"
-            await self._fail(exchange, api_error(CoppiceError(message)))
-
-    async def _fail(self, exchange: Exchange, error: ApiError) -> None:
-        exchange.ending = error.code or ""
-        if exchange.has_begun:
-            return
-        exchange.extra_headers.update(error.headers)
-        await exchange.reply(error.body, error.status)
-
-    def _check_room(self, path: str) -> None:
-        if path in (CHAT, COMPLETIONS) and self.is_draining:
-            raise _draining()
-        most = self._config.max_num_requests
-        if self.counts.num_running > most and path != "/metrics":
-            raise ResourceExhaustedError(
-                f"the gateway answers {most} requests at once; try again later",
-                reason="TOO_MANY_CALLS",
-                retry_after_s=_RETRY_S,
-            )
-
-    @contextlib.contextmanager
-    def _counted(self) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        self.counts.num_running += 1
-        self._running.add(task)
-        self._is_idle.clear()
-        try:
-            yield
-        finally:
-            self.counts.num_running -= 1
-            self._running.discard(task)
-            if not self._running:
-                self._is_idle.set()
-
-    def _log(self, path: str, exchange: Exchange, duration_s: float) -> None:
-        is_work = path in (CHAT, COMPLETIONS) or exchange.status >= 500
-        log_request(
-            logger,
-            logging.INFO if is_work else logging.DEBUG,
-            exchange.request_id,
-            "%s %s: %d after %.0f ms, %d tokens%s",
-            exchange.request.method,
-            path,
-            exchange.status,
-            duration_s * 1e3,
-            exchange.num_tokens,
-            f", {exchange.ending}" if exchange.ending else "",
-            tenant=exchange.caller,
-            user=exchange.user,
-        )
+        await self._exchanges.drain()
 
     async def _not_found(self, request: Request, error: Exception) -> ASGIApp:
         """Say what there is, as OpenAI's API says errors."""
@@ -309,7 +121,7 @@ class Gateway:
             message = f"no such endpoint: {request.method} {request.url.path}; there are {known}"
             raise bad_request(message, param=None, code="unknown_url", status=status)
 
-        return await self._endpoint(_OTHER, handler)(request)
+        return await self._exchanges.endpoint(_OTHER, handler)(request)
 
     async def _fields(self, kind: Any, exchange: Exchange) -> Any:
         config = self._config
@@ -319,8 +131,6 @@ class Gateway:
             timeout_s=config.read_timeout_s,
         )
         return parse_fields(kind, body)
-
-    # --- generation ------------------------------------------------------------------------------
 
     async def _completions(self, exchange: Exchange) -> None:
         fields: CompletionFields = await self._fields(CompletionFields, exchange)
@@ -384,7 +194,7 @@ class Gateway:
                 exchange.send,
                 headers=exchange.headers,
                 on_start=exchange.begin,
-                ending=lambda: _draining() if self.is_draining else None,
+                ending=self._exchanges.ending,
             )
             exchange.ending = await send_stream(
                 stream, parts, job.answer, has_usage=fields.wants_usage
@@ -394,8 +204,6 @@ class Gateway:
             async for part in parts:
                 job.answer.note(part)
         await exchange.reply(job.answer.whole())
-
-    # --- models and tokenizers -------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange) -> None:
         models = await self._upstreams.models(passed_on(exchange.request))
@@ -420,7 +228,9 @@ class Gateway:
             adds_special = bool(adds_special)
         client = upstream.client(metadata)
         ids = await client.tokenize(
-            text, add_special_tokens=True if adds_special is None else adds_special
+            text,
+            add_special_tokens=True if adds_special is None else adds_special,
+            timeout_s=QUESTION_TIMEOUT_S,
         )
         answer: dict[str, Any] = {
             "tokens": list(ids),
@@ -436,10 +246,9 @@ class Gateway:
         fields: DetokenizeFields = await self._fields(DetokenizeFields, exchange)
         metadata = passed_on(exchange.request)
         upstream, _ = await self._upstreams.find(fields.model, metadata)
-        found = await upstream.client(metadata).detokenize(fields.tokens)
+        client = upstream.client(metadata)
+        found = await client.detokenize(fields.tokens, timeout_s=QUESTION_TIMEOUT_S)
         await exchange.reply({"prompt": found.text})
-
-    # --- operators -------------------------------------------------------------------------------
 
     async def _health(self, exchange: Exchange) -> None:
         status = "ready" if self.is_ready else "draining" if self.is_draining else "not ready"
@@ -452,6 +261,7 @@ class Gateway:
 
     async def _page(self, exchange: Exchange) -> None:
         body = resources.files("coppice.gateway").joinpath("page.html").read_bytes()
+        exchange.extra_headers["content-security-policy"] = _PAGE_POLICY
         await exchange.reply_bytes(body, "text/html; charset=utf-8")
 
 
@@ -482,7 +292,3 @@ def _model_object(card: ServedModel) -> dict[str, Any]:
         "can_speculate": card.can_speculate,
         "has_chat_template": bool(card.chat_templates),
     }
-
-
-def _draining() -> UnavailableError:
-    return UnavailableError("the gateway shuts down; send the request again", reason="DRAINING")

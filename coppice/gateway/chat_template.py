@@ -2,7 +2,8 @@
 
 Templates see what transformers' `apply_chat_template` shows them, byte for byte the same: its
 filters and functions, the special tokens, messages without empty fields. What a template cannot do
-is reach anything else: the sandbox forbids attributes of Python, and messages are plain JSON.
+is reach anything else, or go on for ever: the sandbox forbids attributes of Python, messages are
+plain JSON, and the compiled code looks at the time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
@@ -24,6 +26,7 @@ import jinja2.sandbox
 DEFAULT, TOOL_USE = "default", "tool_use"
 MAX_CHARS = 64 << 20
 MAX_RENDER_S = 10.0
+_MAX_NUMBER_BITS = 1 << 16
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Ends in a space, so that a template that strips its messages can be told.
 _END_MARK = "COPPICE_CONTINUES_HERE "
@@ -127,16 +130,13 @@ class ChatTemplate:
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """Return the text of pieces. Raises: TemplateError if it takes too long, or gets too large."""
+    """Return the text of pieces. Raises: TemplateError if it gets too large."""
     found: list[str] = []
     num_chars = 0
-    until_s = time.monotonic() + MAX_RENDER_S
     for piece in pieces:
         num_chars += len(piece)
         if num_chars > MAX_CHARS:
             raise TemplateError(f"the prompt has more than {MAX_CHARS} characters")
-        if time.monotonic() > until_s:
-            raise TemplateError(f"the prompt takes more than {MAX_RENDER_S:g} s to render")
         found.append(piece)
     return "".join(found)
 
@@ -188,18 +188,53 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, in which no product is huge."""
+class _Context(jinja2.runtime.Context):
+    """The variables of one rendering, and the time at which it must have ended."""
 
-    intercepted_binops = frozenset({"*"})
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._until_s = time.monotonic() + MAX_RENDER_S
+
+    def check_time(self) -> None:
+        """Raise TemplateError if the rendering takes too long."""
+        if time.monotonic() > self._until_s:
+            raise TemplateError(f"the prompt takes more than {MAX_RENDER_S:g} s to render")
+
+
+class _TimedCode(jinja2.compiler.CodeGenerator):
+    """Code that looks at the time in every turn of a loop and every call of a macro."""
+
+    def blockvisit(self, nodes: Iterable[jinja2.nodes.Node], frame: Any) -> None:
+        """Write a block of statements: the body of a loop, of a macro, of a branch."""
+        self.writeline("context.check_time()")
+        super().blockvisit(nodes, frame)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, in which no product is huge and nothing goes on for ever."""
+
+    context_class = _Context
+    code_generator_class = _TimedCode
+    intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """Return a product unless it is larger than a prompt may be."""
+        """Return a product or a power unless it is larger than any prompt needs."""
         if _product_len(left, right) > MAX_CHARS:
             raise TemplateError(f"a product has more than {MAX_CHARS} characters or items")
+        if _num_bits(operator, left, right) > _MAX_NUMBER_BITS:
+            raise TemplateError(f"a number has more than {_MAX_NUMBER_BITS} bits")
         return super().call_binop(context, operator, left, right)
+
+
+def _num_bits(operator: str, left: Any, right: Any) -> int:
+    """Return the most bits that a product or a power of integers has; 0: others are no danger."""
+    if not (isinstance(left, int) and isinstance(right, int)):
+        return 0
+    if operator == "**":
+        return left.bit_length() * right
+    return left.bit_length() + right.bit_length()
 
 
 def _product_len(left: Any, right: Any) -> int:

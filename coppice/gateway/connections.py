@@ -17,6 +17,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coppice.gateway.proxies import TrustedProxies
+
 # Files of the process that are no connections of clients.
 _OTHER_FILES = 256
 # Connections beyond the limit that are still told so (503) if they ask for anything.
@@ -29,21 +31,23 @@ class ConnectionLimits:
 
     Args:
         connections: At most; one address may have half of them.
+        proxies: May have all of them.
         read_timeout_s: Seconds for a request's head, and for reading what was answered.
         num_of_address: Open connections.
     """
 
     connections: int
+    proxies: TrustedProxies
     read_timeout_s: float
     num_of_address: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, most: int, *, read_timeout_s: float) -> ConnectionLimits:
+    def of(cls, most: int, *, read_timeout_s: float, proxies: TrustedProxies) -> ConnectionLimits:
         """Return the limits of this process: fewer if it may not open so many files."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             most = min(most, max(files - _OTHER_FILES - NUM_TOLD, files // 2))
-        return cls(connections=most, read_timeout_s=read_timeout_s)
+        return cls(connections=most, proxies=proxies, read_timeout_s=read_timeout_s)
 
 
 class Connection(H11Protocol):
@@ -65,14 +69,16 @@ class Connection(H11Protocol):
         self._limits.num_of_address[self._address] += 1
         most = self._limits.connections
         is_share = self._limits.num_of_address[self._address] <= max(1, most // 2)
-        if is_share and len(self.connections) <= most + NUM_TOLD:
+        may_stay = is_share or self._address in self._limits.proxies
+        if may_stay and len(self.connections) <= most + NUM_TOLD:
             self._watch_head()
         else:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._stop_timers()
+        self._stop_head_timer()
+        self._stop_unread_timer()
         self._unset_keepalive_if_required()
         counts = self._limits.num_of_address
         counts[self._address] -= 1
@@ -86,12 +92,26 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self._watch_head()
         else:
-            self._stop_timers()
+            self._stop_head_timer()
+            if not self.flow.write_paused:
+                self._stop_unread_timer()
 
     def on_response_complete(self) -> None:
         """Go on with the next request; what was answered must be read in time."""
         super().on_response_complete()
         self._watch_unread()
+
+    def pause_writing(self) -> None:
+        """Let an answer wait for its reader, who must read some of it in time."""
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        """Go on with an answer: much of it was read."""
+        super().resume_writing()
+        self._stop_unread_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            self._watch_unread()
 
     async def _answer_or_abort(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request; without a whole answer the connection is of no use."""
@@ -120,8 +140,12 @@ class Connection(H11Protocol):
         else:
             self._watch_unread()
 
-    def _stop_timers(self) -> None:
-        for timer in (self._head_timer, self._unread_timer):
-            if timer is not None:
-                timer.cancel()
-        self._head_timer = self._unread_timer = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None

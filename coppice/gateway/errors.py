@@ -27,9 +27,21 @@ _STATUS_OF_CODE = {
     14: 503,
     16: 401,
 }
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Reasons whose status or code is another one than their gRPC code says.
-_STATUS_OF_REASON = {"MESSAGE_TOO_LARGE": 413, "DEADLINE_EXCEEDED": 504, "CANCELLED": CLIENT_CLOSED}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+# Reasons whose status is another one than their gRPC code says. Of a code that Coppice itself does
+# not send, such as a proxy's, the reason is the code's name.
+_STATUS_OF_REASON = {
+    "MESSAGE_TOO_LARGE": 413,
+    "DEADLINE_EXCEEDED": 504,
+    "CANCELLED": CLIENT_CLOSED,
+    "PERMISSION_DENIED": 403,
+    "UNIMPLEMENTED": 501,
+}
 _CODE_OF_REASON = {
     "INVALID_ARGUMENT": "invalid_value",
     "PROMPT_TOO_LONG": "context_length_exceeded",
@@ -40,7 +52,7 @@ _CODE_OF_REASON = {
 # What the same request would end with again, though its status says otherwise.
 _FINAL_REASONS = frozenset(
     {"ABORTED", "NO_DRAFT", "NO_PROGRESS", "NON_FINITE_LOGITS", "REQUEST_KILLED_WORKERS"}
-    | {"DEADLINE_EXCEEDED"}
+    | {"DEADLINE_EXCEEDED", "UNIMPLEMENTED"}
 )
 # Fields of GenerateRequest that OpenAI's API calls otherwise; of others the last part is the name.
 _PARAMS = {

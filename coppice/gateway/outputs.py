@@ -2,6 +2,8 @@
 
 n outputs of a prompt have the seeds seed, seed + 1, ...; each is resumed by itself if an
 orchestrator goes away, and all are cancelled when one of them fails or nobody reads them any more.
+GenerateRequest has no n: one call for all would have to say of each event, refusal and resumption
+whose it is, and would save but the bytes of the prompt, as targets share no KV between requests.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from coppice.gateway.outputs import Output
 from coppice.gateway.reasoning import ReasoningMarks, ReasoningSplitter, reasoning_marks
 from coppice.gateway.tool_calls import needs_special_tokens, tool_format, tool_parser
 from coppice.gateway.tool_choice import must_call, tool_constraint
-from coppice.gateway.upstreams import Model
+from coppice.gateway.upstreams import QUESTION_TIMEOUT_S, Model
 from coppice.request import RequestOptions
 
 _RESERVED = frozenset(
@@ -271,7 +271,8 @@ def _name(options: RequestOptions, request_id: str, index: int, count: int) -> N
 async def _echo(prompt: str | list[int], client: AsyncClient) -> str:
     if isinstance(prompt, str):
         return prompt
-    return (await client.detokenize(prompt, skip_special_tokens=True)).text
+    found = await client.detokenize(prompt, skip_special_tokens=True, timeout_s=QUESTION_TIMEOUT_S)
+    return found.text
 
 
 def _check_count(count: int, most: int) -> None:

@@ -142,8 +142,6 @@ async def send_stream(
         if stream.has_started and reason is not None:
             await stream.fail(reason)
         raise
-    except TimeoutError:  # the client reads nothing, this neither
-        raise
     except Exception:
         if not stream.has_started:
             raise

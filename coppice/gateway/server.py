@@ -20,6 +20,7 @@ import uvicorn
 
 from coppice.gateway.app import Gateway
 from coppice.gateway.connections import Connection, ConnectionLimits
+from coppice.gateway.proxies import TrustedProxies
 from coppice.gateway.tls import server_context
 from coppice.gateway.upstreams import Upstreams
 from shared.access.caller import dialled_tls
@@ -65,6 +66,7 @@ class GatewayServer:
         log_exposure(config, gate)
         self._config = config
         self._tls = server_context(config)
+        self._proxies = TrustedProxies(config.trusted_proxies)
         self.upstreams = Upstreams(
             addresses,
             tls=dialled_tls(config, cert_file=config.tls_cert_file, key_file=config.tls_key_file),
@@ -99,6 +101,7 @@ class GatewayServer:
         limits = ConnectionLimits.of(
             _MAX_CONNECTIONS + self._config.max_num_requests,
             read_timeout_s=self._config.read_timeout_s,
+            proxies=self._proxies,
         )
         config = uvicorn.Config(
             self.gateway.app,
@@ -107,6 +110,8 @@ class GatewayServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=bool(self._proxies),
+            forwarded_allow_ips=self._proxies.names,
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_END_WITHIN_S,
@@ -130,11 +135,8 @@ class GatewayServer:
     async def serve_until_stopped(self) -> None:
         """Serve until SIGTERM, SIGINT or `request_stop`; then let running requests end."""
         self._health.install_signal_handlers()
-        stopped = asyncio.create_task(self._health.serve_until_stopped())
-        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         try:
-            for task in done:
-                task.result()  # a background task ends only by a bug: end the process
+            await self._health.serve_until_stopped(*self._tasks)
         finally:
             await self.stop()
 

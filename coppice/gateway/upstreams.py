@@ -16,11 +16,13 @@ from weakref import WeakValueDictionary
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tenacity import AsyncRetrying
 
 from coppice.client import AsyncClient
 from coppice.gateway.chat_template import ChatTemplate
 from coppice.gateway.errors import model_not_found
 from coppice.model import ServedModel
+from coppice.retries import Retries
 from shared.access.tls import Tls
 from shared.errors import CoppiceError, UnavailableError
 from shared.rpc.channel import open_channel
@@ -30,9 +32,12 @@ logger = logging.getLogger(__name__)
 
 MODELS_FRESH_S = 10.0
 _HEALTH_INTERVAL_S = 1.0
+QUESTION_TIMEOUT_S = 60.0
+"""For a client's question about texts and tokens; a long text takes tens of seconds."""
 _ASK_TIMEOUT_S = 5.0
+_LEARN_TIMEOUT_S = 15.0  # longer than an orchestrator that hangs is left to live
+_MAX_RETRIES = 5
 _MAX_TOKENS_KNOWN = 1 << 20
-
 _MAX_CALLERS_KNOWN = 4096
 
 Metadata = tuple[tuple[str, str], ...]
@@ -45,14 +50,19 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     async def learn(self, token_ids: Iterator[int], client: AsyncClient) -> None:
-        """Ask for those that are not known. Raises: CoppiceError."""
+        """Ask for those that are not known, again if the orchestrator is just away.
+
+        Raises: CoppiceError.
+        """
         missing = sorted({token_id for token_id in token_ids if token_id not in self._known})
         if not missing:
             return
         if len(self._known) + len(missing) > _MAX_TOKENS_KNOWN:
             self._known.clear()
-        found = await client.detokenize(missing)
-        self._known.update(zip(missing, found.token_bytes, strict=True))
+        async for attempt in AsyncRetrying(**Retries(_MAX_RETRIES, None).policy):
+            with attempt:
+                found = await client.detokenize(missing, timeout_s=_LEARN_TIMEOUT_S)
+                self._known.update(zip(missing, found.token_bytes, strict=True))
 
     def __getitem__(self, token_id: int) -> bytes:
         return self._known[token_id]

@@ -43,6 +43,7 @@ class StackConfig:
         start_timeout_s: Budget for everything to become ready.
         metrics_port: Port of the first service's metrics, the others have the next ones; 0: none.
         gateway: Its `orchestrators` are filled in; None: there is no HTTP.
+        any_http_port: Where the gateway's port is taken, any free one will do.
     """
 
     orchestrator: OrchestratorConfig = field(
@@ -57,6 +58,7 @@ class StackConfig:
     start_timeout_s: float = 600.0
     metrics_port: int = 0
     gateway: GatewayConfig | None = None
+    any_http_port: bool = False
 
     @property
     def stop_budget_s(self) -> float:
@@ -139,7 +141,7 @@ class UpConfig:
     http_port: int = option(
         DEFAULT_HTTP_PORT,
         "port that the HTTP gateway listens on, with OpenAI's API; 0 = no gateway; where it is not "
-        "given, any free one if --port is 0",
+        "given, any free one if --port is 0 or 8000 is taken",
         minimum=0,
         maximum=65535,
     )
@@ -265,6 +267,7 @@ def stack_config(
     return StackConfig(
         orchestrator=orchestrator,
         gateway=_gateway(up, given, orchestrator, gateway or GatewayConfig()),
+        any_http_port="http_port" not in given,
         target=target,
         draft=draft,
         num_targets=up.num_targets,

@@ -137,7 +137,8 @@ class Stack:
         front_gate(self.config.orchestrator)
         if self.config.gateway is not None:
             host, port = self.config.gateway.host, self.config.gateway.port
-            _require_free(host, port, option="--http-port")
+            if not self.config.any_http_port:
+                _require_free(host, port, option="--http-port")
             front_gate(self.config.gateway)
         self.build()
         try:
@@ -190,9 +191,12 @@ class Stack:
             self._with_metrics(f"orchestrator.{index}", orchestrator, ports_of_processes)
         self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
         if config.gateway is not None:
+            host, http_port = config.gateway.host, config.gateway.port
+            if config.any_http_port and _is_taken(host, http_port):
+                http_port = 0
             gateway = replace(
                 config.gateway,
-                port=config.gateway.port or http_ports[0],
+                port=http_port or http_ports[0],
                 health_port=config.gateway.health_port or http_ports[1],
                 orchestrators=self.address,
             )
@@ -374,13 +378,7 @@ def _require_free(host: str, port: int, *, option: str = "--port") -> None:
     if not port:
         return
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
-            probe.bind(address)
-            probe.listen()
+        _listen_once(host, port)
     except OSError as error:
         where = f"{host}:{port}"
         if error.errno != errno.EADDRINUSE:
@@ -393,6 +391,25 @@ def _require_free(host: str, port: int, *, option: str = "--port") -> None:
             f"cannot listen on {where}: {_occupant(host, port)}; stop it, or choose another "
             f"{option} (0 = {zero})"
         ) from None
+
+
+def _is_taken(host: str, port: int) -> bool:
+    try:
+        _listen_once(host, port)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _listen_once(host: str, port: int) -> None:
+    """Listen for a moment. Raises: OSError if that cannot be."""
+    family, _, _, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+        probe.bind(address)
+        probe.listen()
 
 
 def _occupant(host: str, port: int) -> str:

@@ -361,6 +361,11 @@ class GatewayConfig(PortConfig, DialConfig, LogConfig):
     orchestrators: str = option(
         "", "orchestrators: comma-separated HOST:PORT; those of one model share its requests"
     )
+    trusted_proxies: str = option(
+        "",
+        "reverse proxies whose X-Forwarded-For names the client: addresses and networks, e.g. "
+        "10.0.0.0/8, with commas between them; empty = none",
+    )
     token_file: str = option(
         "",
         "file with a line name:token[:until] for each token of clients, the orchestrators' own; "

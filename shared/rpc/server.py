@@ -170,8 +170,24 @@ class RpcServer:
         """Wait for `request_stop` or a signal."""
         await self._stop_requested.wait()
 
-    async def serve_until_stopped(self) -> None:
-        """Serve until `request_stop` or a signal, then drain."""
+    async def serve_until_stopped(self, *background: asyncio.Task[None]) -> None:
+        """Serve until `request_stop` or a signal, then drain.
+
+        Args:
+            background: Tasks that end only by a fault; then so does this, without draining. Of
+                several that have ended the first one says why.
+        """
+        stopped = asyncio.create_task(self._drain_when_asked())
+        tasks = [stopped, *background]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            stopped.cancel()
+
+    async def _drain_when_asked(self) -> None:
         await self.wait_stop_requested()
         await self.drain()
 

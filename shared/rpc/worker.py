@@ -171,14 +171,9 @@ class WorkerServer:
 
         Raises: EngineDiedError if the engine dies first.
         """
-        stopped = asyncio.create_task(self.server.serve_until_stopped())
         try:
-            await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in (stopped, *self._tasks):
-                if task.done():
-                    task.result()
+            await self.server.serve_until_stopped(*self._tasks)
         finally:
-            stopped.cancel()
             await self.close()
 
     async def close(self) -> None:

@@ -584,6 +584,8 @@ async def test_a_reader_that_does_not_read_slows_nobody_and_is_cut(model: Path) 
         assert front.server._http is not None
         connections = front.server._http.server_state.connections
         (held,) = connections
+        sending = held.transport.get_extra_info("socket")
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else the kernel takes all
         answer = await front.client().completions.create(
             model=model.name, prompt="ab", max_tokens=50
         )

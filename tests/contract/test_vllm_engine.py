@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 
 from coppice import AsyncClient
 from coppice.v1 import generation_pb2 as pb
-from orchestrator.vllm_engine import generation_request
+from orchestrator.vllm_engine import TokenizerArchive, generation_request
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import FakeWorker, eventually, fake_draft, fake_target
 
@@ -182,6 +182,17 @@ async def test_what_an_output_must_be_is_passed_on() -> None:
         assert generation_request(request(**given)).structured_output == expected
     for free in ({}, {"json_object": False}):
         assert not generation_request(request(**free)).HasField("structured_output")
+
+
+async def test_the_tokenizer_is_packed_once_until_its_files_change(tmp_path: Path) -> None:
+    archive = TokenizerArchive(write_model(tmp_path / "model"))
+    before = archive.current()
+    assert archive.current() is before
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    data, digest = archive.current()
+    assert digest == hashlib.sha256(data).hexdigest() != before[1]
+    with zipfile.ZipFile(io.BytesIO(data)) as found:
+        assert found.read("chat_template.jinja") == b"{{ messages }}"
 
 
 async def test_what_cannot_be_honoured_is_refused_by_name(model: Path) -> None:

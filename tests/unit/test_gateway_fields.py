@@ -216,15 +216,6 @@ def test_errors_say_when_to_come_again_or_not_to() -> None:
     assert late.status == 504 and late.headers == {"x-should-retry": "false"}
 
 
-def test_the_page_asks_nobody_else_and_for_fields_that_there_are() -> None:
-    text = (ROOT / "coppice" / "gateway" / "page.html").read_text()
-    assert not re.findall(r"(?:src|href)=|https?://|@import|url\(", text)
-    body = text.partition("const body = {")[2].partition("};")[0]
-    names = set(re.findall(r"(\w+):", body)) - {"role", "content"}
-    assert names <= set(ChatFields.model_fields) | set(CompletionFields.model_fields)
-    assert len(names) > 7
-
-
 MANY = 300_000
 
 

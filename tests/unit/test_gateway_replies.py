@@ -89,9 +89,3 @@ async def test_an_error_before_the_head_has_a_status_of_its_own(kind: type[Excep
             has_usage=False,
         )
     assert not sent.messages
-
-
-async def test_a_reader_that_reads_nothing_is_told_nothing() -> None:
-    stream = EventStream(Sent(), headers=[])
-    with pytest.raises(TimeoutError):
-        await send_stream(stream, broken(TimeoutError(), num_parts=1), answer(), has_usage=False)

@@ -316,6 +316,8 @@ def test_a_message_that_cannot_be_is_refused_by_name(message: dict[str, Any], pa
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "MAX_RENDER_S", -1.0, "to render"),
         ("{{ 'x' * count }}", "MAX_CHARS", 5, "a product"),
         ("{{ count * [1, 2] }}", "MAX_CHARS", 5, "a product"),
+        ("{{ 2 ** (count - 3) }}", "_MAX_NUMBER_BITS", 5, "a number"),
+        ("{{ 2 * count }}", "_MAX_NUMBER_BITS", 4, "a number"),
     ],
 )
 def test_a_chat_has_a_largest_size_and_a_longest_time(
@@ -329,9 +331,30 @@ def test_a_chat_has_a_largest_size_and_a_longest_time(
         template.render([ASK, ASK], options={"count": 6})
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}"
+        "{% set x = i * j %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{{ m(n - 1) ~ m(n - 1) if n }}{% endmacro %}{{ m(99) }}",
+        "{% for i in [0] recursive %}{{ loop([0, 0]) if loop.depth < 99 }}{% endfor %}",
+        "{% macro m(n) %}{{ caller() }}{% endmacro %}{% for i in range(99999) %}"
+        "{% for j in range(99999) if j < 0 or m is none %}{% endfor %}{% endfor %}",
+    ],
+    ids=["loops", "assignments", "macros", "recursion", "filtered"],
+)
+def test_what_would_go_on_for_ever_without_a_word_is_ended(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.02)
+    with pytest.raises(TemplateError, match=r"more than 0\.02 s to render"):
+        ChatTemplate({"default": source}, {}).render([ASK])
+
+
 def test_products_are_what_they_were() -> None:
-    source = "{{ 'ab' * 2 }} {{ 3 * 4 }} {{ 2.5 * 2 }} {{ [1] * 2 }}"
-    assert ChatTemplate({"default": source}, {}).render([ASK]) == "abab 12 5.0 [1, 1]"
+    source = "{{ 'ab' * 2 }} {{ 3 * 4 }} {{ 2.5 * 2 }} {{ [1] * 2 }} {{ 2 ** 3 }} {{ 2 ** -1 }}"
+    assert ChatTemplate({"default": source}, {}).render([ASK]) == "abab 12 5.0 [1, 1] 8 0.5"
 
 
 @pytest.mark.asyncio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +43,12 @@ class Slow:
         self.started.release()
         assert self.gate.acquire(timeout=60)
         return len(text)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        return "x" * self.count("x" * len(token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"x"
 
     async def has_started(self) -> None:
         assert await asyncio.to_thread(self.started.acquire, timeout=60)
@@ -141,3 +148,21 @@ async def test_a_text_larger_than_the_budget_goes_alone() -> None:
     tokenizer = Slow(is_open=True)
     texts = encoder(tokenizer, budget_bytes=1000)
     assert len(await texts.encode("x" * 9000, max_num_tokens=9000)) == 9000
+
+
+async def test_many_tokens_are_spelled_while_others_are_served() -> None:
+    tokenizer = Slow()
+    coming = asyncio.create_task(encoder(tokenizer).spell(range(5000), skips_special=False))
+    await tokenizer.has_started()  # in a thread: here it would stand still
+    assert not coming.done()
+    tokenizer.gate.release()
+    assert await coming == ("x" * 5000, [b"x"] * 5000)
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+async def test_tokens_are_spelled_as_the_tokenizer_does(real: Tokenizer, size: int) -> None:
+    ids = real.encode("naïve 日本 " * size)
+    for skips, decode in ((True, real.decode), (False, real.decode_all)):
+        text, token_bytes = await encoder(real).spell(ids, skips_special=skips)
+        assert text == decode(ids) and token_bytes == list(map(real.token_bytes, ids))
+    assert b"".join(token_bytes).decode() == text

@@ -181,6 +181,17 @@ def test_a_taken_port_of_the_gateway_is_refused_by_its_own_name() -> None:
     assert stack.services == {}
 
 
+def test_a_port_that_nobody_asked_for_makes_room() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for given, is_moved in (({}, True), ({"http_port": port}, False)):
+            config = stack_config({"port": 0, **given})
+            assert config.gateway is not None
+            config = replace(config, gateway=replace(config.gateway, port=port))
+            url = built(config).http_url
+            assert url and url.endswith(f":{port}") is not is_moved
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     config = StackConfig(orchestrator=OrchestratorConfig(host="192.0.2.1", port=50051))
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:50051: .*--host"):
