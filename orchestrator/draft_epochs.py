@@ -15,12 +15,9 @@ class DraftEpochs:
         request_id: As the workers know it.
         sampling: Temperature and seed matter to the draft.
         is_timed: Have the draft say where its time goes.
-        handler: Takes what a worker says about the request.
     """
 
-    def __init__(
-        self, *, request_id: str, sampling: SamplingParams, is_timed: bool, handler: Handler
-    ) -> None:
+    def __init__(self, *, request_id: str, sampling: SamplingParams, is_timed: bool) -> None:
         self.draft_epoch = 0
         """Of the newest state, which may be closed."""
         self.worker: WorkerSession | None = None
@@ -31,22 +28,22 @@ class DraftEpochs:
         self._request_id = request_id
         self._sampling = sampling
         self._is_timed = is_timed
-        self._handler = handler
 
     def set_target(self, target: WorkerSession, target_epoch: int) -> None:
         """Take note of the target that holds the request from now on."""
         self.target, self._target_epoch = target, target_epoch
 
-    def open(self, worker: WorkerSession, tokens: Sequence[int]) -> None:
+    def open(self, worker: WorkerSession, tokens: Sequence[int], handler: Handler) -> None:
         """Begin the next draft_epoch.
 
         Args:
             tokens: Prompt and output so far.
+            handler: Takes what the worker says about the request.
         """
         assert self.target is not None
         self.worker = worker
         self.draft_epoch += 1
-        worker.attach(self._request_id, self._handler)
+        worker.attach(self._request_id, handler)
         worker.send(
             DraftOpen(
                 request_id=self._request_id,
@@ -100,9 +97,9 @@ class DraftEpochs:
         self.worker.send(order)
         return order
 
-    def close(self) -> None:
-        """Free what the draft holds, wherever that is."""
+    def close(self, handler: Handler) -> None:
+        """Free what the draft holds, wherever that is; the handler is the one of `open`."""
         if self.worker is not None:
             self.worker.send(DraftClose(request_id=self._request_id, draft_epoch=self.draft_epoch))
-            self.worker.detach(self._request_id, self._handler)
+            self.worker.detach(self._request_id, handler)
             self.worker = None
