@@ -22,6 +22,7 @@ from shared.config import WorkerConfig
 from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
 from shared.gpu_lease import lease_gpu
 from shared.logs import note_worker_id
+from shared.memory import tended
 from shared.messages import WorkerInfo
 from shared.metrics.samples import Samples
 from shared.metrics.server import MetricsServer
@@ -282,7 +283,7 @@ def run_worker(
         def make_engine() -> EngineProcess:
             return EngineProcess(factory, config, kept_fds=fds)
 
-        asyncio.run(watched(_serve(config, role, make_engine, create_worker)))
+        asyncio.run(watched(tended(_serve(config, role, make_engine, create_worker))))
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_CONFIG

@@ -68,6 +68,37 @@ def test_large_buffers_go_back_to_the_system() -> None:
     assert int(done.stdout) < 16
 
 
+HOLES = """
+import asyncio, json, mmap
+from shared.memory import tended
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE >> 20
+
+async def work():
+    blocks = [b"x" * (100 << 10) for _ in range(800)]
+    kept = blocks[::8]
+    sizes = [resident_mb()]
+    del blocks
+    sizes.append(resident_mb())
+    for _ in range(200):
+        await asyncio.sleep(0.05)
+        if resident_mb() < sizes[0] - 50:
+            break
+    print(json.dumps([*sizes, resident_mb(), len(kept)]))
+
+asyncio.run(tended(work(), interval_s=0.02))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_is_free_between_blocks_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], check=True, capture_output=True, text=True)
+    full, freed, trimmed, _ = json.loads(done.stdout)
+    assert full - freed < 20, "else the test shows nothing"
+    assert full - trimmed > 50
+
+
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     gc.disable()
