@@ -57,6 +57,9 @@ class WorkerServicer(Protocol):
     async def close(self) -> None:
         """End whatever the servicer runs by itself."""
 
+    def clean_up(self) -> None:
+        """Remove what engines have left that were killed, as this one may have been; it is over."""
+
 
 Register = Callable[[Any, WorkerIdentity, Callable[[Sequence[Any]], None]], WorkerServicer]
 
@@ -181,6 +184,7 @@ class WorkerServer:
         await self.metrics.close()
         await self.server.stop(grace_s=0)
         await self._engine.close()
+        self.servicer.clean_up()
 
     @property
     def num_requests(self) -> int:
