@@ -60,7 +60,7 @@ MIN_LIFE_S = 1800.0
 """Growth is judged of processes that live for more than half of the time, and for so long."""
 _HEADER = (
     "| process | minutes | RSS MiB, first and last quarter | per hour "
-    "| USS MiB | per hour | fds | threads |"
+    "| anonymous | per hour | fds | threads |"
 )
 
 
@@ -209,7 +209,7 @@ def _results(
         "not_flat": [text for summary in summaries for text in growth(summary)],
         "long_lived": summaries,
         "lives": [
-            {"role": life.role, "pid": life.pid, "minute_rss_uss_mib": life.per_minute()}
+            {"role": life.role, "pid": life.pid, "minute_rss_anonymous_mib": life.per_minute()}
             for life in list(sampler.lives)
         ],
     }
@@ -224,15 +224,15 @@ def _write(path: str, results: dict[str, Any]) -> None:
 def _print(results: dict[str, Any]) -> None:
     lines = [_HEADER, "|---|---|---|---|---|---|---|---|"]
     for row in results["long_lived"]:
-        rss, uss, fds, threads = (
-            row[name] for name in ("rss_mib", "uss_mib", "num_fds", "num_threads")
+        rss, anonymous, fds, threads = (
+            row[name] for name in ("rss_mib", "anonymous_mib", "num_fds", "num_threads")
         )
         lines.append(
             f"| {row['role']} | {row['minutes']:.0f} "
             f"| {rss['first_quarter']:.1f}, {rss['last_quarter']:.1f} "
             f"| {rss['slope_per_hour']:+.2f} "
-            f"| {uss['first_quarter']:.1f}, {uss['last_quarter']:.1f} "
-            f"| {uss['slope_per_hour']:+.2f} "
+            f"| {anonymous['first_quarter']:.1f}, {anonymous['last_quarter']:.1f} "
+            f"| {anonymous['slope_per_hour']:+.2f} "
             f"| {fds['first_quarter']:.1f}, {fds['last_quarter']:.1f} "
             f"| {threads['first_quarter']:.1f}, {threads['last_quarter']:.1f} |"
         )

@@ -1,4 +1,11 @@
-"""Memory, file descriptors and threads of the processes of a stack over time, and their slopes."""
+"""Memory, file descriptors and threads of the processes of a stack over time, and their slopes.
+
+Two sizes are judged: what is resident (RSS), and the anonymous part of that, which is all that the
+process has allocated itself. The rest of RSS is pages of files, libraries for the most part, as far
+as they were touched: no more than those files have. What the process has for itself (USS) is no
+measure of growth, for it counts such pages, and those of a fork's parent, from the moment at which
+the last other process that maps them ends.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +31,8 @@ ALLOCATOR_MIB = 1.0
 """An hour, on top: pages that allocators of C, Python and torch take and keep."""
 MAX_MORE = 2.0
 """File descriptors or threads, last quarter against first: connections come and go."""
+_SIZES = ("rss_mib", "anonymous_mib")
+_COUNTS = ("num_fds", "num_threads")
 _MIB = float(1 << 20)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -34,7 +43,7 @@ class Life:
 
     Args:
         role: Service and part, such as "target-0 engine".
-        samples: (time s since the start, RSS MiB, USS MiB, file descriptors, threads) in turn.
+        samples: (time s since the start, RSS MiB, anonymous MiB, file descriptors, threads).
         cpu_s: Used until the last sample, seconds.
     """
 
@@ -60,7 +69,7 @@ class Life:
             "pid": self.pid,
             "minutes": round(self.length_s / 60, 1),
         }
-        for column, name in enumerate(("rss_mib", "uss_mib", "num_fds", "num_threads"), start=1):
+        for column, name in enumerate((*_SIZES, *_COUNTS), start=1):
             values = kept[:, column]
             result[name] = {
                 "first_quarter": round(float(values[:quarter].mean()), 2),
@@ -71,10 +80,10 @@ class Life:
         return result
 
     def per_minute(self) -> list[list[float]]:
-        """Return minute, median RSS and median USS, MiB."""
+        """Return minute, median RSS and median anonymous part, MiB."""
         rows: dict[int, list[tuple[float, float]]] = {}
-        for at_s, rss, uss, _, _ in self.samples:
-            rows.setdefault(int(at_s // 60), []).append((rss, uss))
+        for at_s, rss, anonymous, _, _ in self.samples:
+            rows.setdefault(int(at_s // 60), []).append((rss, anonymous))
         return [
             [minute, *(round(float(m), 2) for m in np.median(values, axis=0))]
             for minute, values in rows.items()
@@ -86,13 +95,13 @@ def growth(summary: dict[str, Any]) -> list[str]:
     found: list[str] = []
     if summary["role"] == CLIENTS:
         return found
-    for name in ("rss_mib", "uss_mib"):
+    for name in _SIZES:
         part = summary[name]
         mean = (part["first_quarter"] + part["last_quarter"]) / 2
         limit = MAX_GROWTH * mean + ALLOCATOR_MIB
         if part["slope_per_hour"] > limit:
             found.append(f"{name} grows by {part['slope_per_hour']} an hour, limit {limit:.2f}")
-    for name in ("num_fds", "num_threads"):
+    for name in _COUNTS:
         part = summary[name]
         if part["last_quarter"] > part["first_quarter"] + MAX_MORE:
             found.append(f"{name} was {part['first_quarter']}, is {part['last_quarter']}")
@@ -145,11 +154,11 @@ class Sampler:
                 life = self._lives.get(pid)
                 if life is None or life.role != role:
                     life = Life(pid=pid, role=role)
-                rss, uss = _memory(pid)
+                rss, anonymous = _memory(pid)
                 num_fds = len(os.listdir(f"/proc/{pid}/fd"))
                 stat = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
                 life.cpu_s = (int(stat[11]) + int(stat[12])) / _TICKS
-                life.samples.append((round(now_s, 1), rss, uss, num_fds, int(stat[17])))
+                life.samples.append((round(now_s, 1), rss, anonymous, num_fds, int(stat[17])))
                 if len(life.samples) == 1:
                     self.lives.append(life)
                 lives[pid] = life
@@ -167,12 +176,12 @@ def _parts(front: int) -> dict[int, str]:
 
 
 def _memory(pid: int) -> tuple[float, float]:
-    """Return RSS and USS, MiB. Raises: OSError if the process has ended."""
+    """Return RSS and its anonymous part, MiB. Raises: OSError if the process has ended."""
     sizes = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, value, _ = line.split()
         sizes[name] = int(value) * 1024 / _MIB
-    return round(sizes["Rss:"], 2), round(sizes["Private_Clean:"] + sizes["Private_Dirty:"], 2)
+    return round(sizes["Rss:"], 2), round(sizes["Anonymous:"], 2)
 
 
 def _slope(times: np.ndarray, values: np.ndarray) -> float:

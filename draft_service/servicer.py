@@ -80,6 +80,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         await self._targets.close()
         await self.features.close()
 
+    def clean_up(self) -> None:
+        """Do nothing: a draft's engine leaves nothing."""
+
     def _unpack(self, request: draft_pb2.DraftServiceSessionRequest) -> Batch[Any]:
         return self._targets.filter(unpack_draft_request(request))
 

@@ -25,7 +25,6 @@ class DraftEpochs:
         sampling: Temperature and seed matter to the draft.
         grammar: Of the output; None: it is free.
         is_timed: Have the draft say where its time goes.
-        handler: Takes what a worker says about the request.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class DraftEpochs:
         sampling: SamplingParams,
         grammar: OutputGrammar | None = None,
         is_timed: bool,
-        handler: Handler,
     ) -> None:
         self.draft_epoch = 0
         """Of the newest state, which may be closed."""
@@ -48,22 +46,22 @@ class DraftEpochs:
         self._sampling = sampling
         self._grammar = grammar
         self._is_timed = is_timed
-        self._handler = handler
 
     def set_target(self, target: WorkerSession, target_epoch: int) -> None:
         """Take note of the target that holds the request from now on."""
         self.target, self._target_epoch = target, target_epoch
 
-    def open(self, worker: WorkerSession, tokens: Sequence[int]) -> None:
+    def open(self, worker: WorkerSession, tokens: Sequence[int], handler: Handler) -> None:
         """Begin the next draft_epoch.
 
         Args:
             tokens: Prompt and output so far.
+            handler: Takes what the worker says about the request.
         """
         assert self.target is not None
         self.worker = worker
         self.draft_epoch += 1
-        worker.attach(self._request_id, self._handler)
+        worker.attach(self._request_id, handler)
         worker.send(
             DraftOpen(
                 request_id=self._request_id,
@@ -119,9 +117,9 @@ class DraftEpochs:
         self.worker.send(order)
         return order
 
-    def close(self) -> None:
-        """Free what the draft holds, wherever that is."""
+    def close(self, handler: Handler) -> None:
+        """Free what the draft holds, wherever that is; the handler is the one of `open`."""
         if self.worker is not None:
             self.worker.send(DraftClose(request_id=self._request_id, draft_epoch=self.draft_epoch))
-            self.worker.detach(self._request_id, self._handler)
+            self.worker.detach(self._request_id, handler)
             self.worker = None

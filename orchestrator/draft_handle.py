@@ -84,18 +84,14 @@ class DraftHandle:
         self._log = log
         self._on_revoke = on_revoke
         self._epochs = DraftEpochs(
-            request_id=request_id,
-            sampling=sampling,
-            grammar=grammar,
-            is_timed=is_timed,
-            handler=self,
+            request_id=request_id, sampling=sampling, grammar=grammar, is_timed=is_timed
         )
         self._orders = DraftOrders()
         self._trust = PeerTrust()
         self._trees: PeerTrees | RootOnly = _ROOT_ONLY
         self._was_silent = False
         self._news = News()
-        self._watch = PeerWatch(lambda: self._patience_s, self._peer_round_overdue)
+        self._watch = PeerWatch()
         self._retry = DraftRetry()
 
     @property
@@ -185,7 +181,7 @@ class DraftHandle:
     def note_credit(self) -> None:
         """Take note that the target has credit for `trees`, and may wait for one from now on."""
         if isinstance(self.trees, PeerTrees):
-            self._watch.start()
+            self._watch.start(lambda: self._patience_s, self._peer_round_overdue)
 
     def note_path(self, *, had_tree: bool) -> None:
         """Take note that a round is done that began by credit.
@@ -243,6 +239,11 @@ class DraftHandle:
     def close(self) -> None:
         """Free whatever the draft holds."""
         self._fire(DraftEvent.CLOSED)
+
+    def end(self) -> None:
+        """Close for good: the request is over, and nobody is told of anything any more."""
+        self.close()
+        self._on_revoke = _tell_nobody
 
     def receive(self, message: Any) -> None:
         """Take a tree, or bad news."""
@@ -324,14 +325,14 @@ class DraftHandle:
         self._orders.restart(len(tokens))
         self.is_resting = False
         self._fire(DraftEvent.OPENED)
-        epochs.open(worker, tokens)  # the worker may turn out to be gone
+        epochs.open(worker, tokens, self)  # the worker may turn out to be gone
         self._trees = PeerTrees(
             draft_epoch=epochs.draft_epoch, shape=self._shape, adapts=self._adapts
         )
 
     def _close(self) -> None:
         """Free what the draft holds, and let no round wait for it."""
-        self._epochs.close()
+        self._epochs.close(self)
         self._orders.clear()
         self._news.tell()
 
@@ -348,3 +349,11 @@ class DraftHandle:
         if target is not None and self._pool.pick_draft(target) is not None:
             self._log.info("the draft's worker is draining, another one takes over")
             self._fire(DraftEvent.LOST)
+
+
+def _tell_nobody() -> None:
+    """Stand for the callback of a request that is over.
+
+    The callback leads back to who holds this handle: a circle would keep all of the request, its
+    tokens too, until the next garbage collection, which is rare.
+    """

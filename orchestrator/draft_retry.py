@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tenacity import RetryCallState, wait_exponential_jitter
+from tenacity.wait import wait_base
 
 _NO_WORKER_WAIT_S = 0.5
 _REOPEN_WAIT = wait_exponential_jitter(multiplier=0.05, max=5.0, jitter=0.05)
@@ -52,6 +53,11 @@ class DraftRetry:
         if address is not None:
             self.avoid = frozenset({address})
         self._num_losses += 1
-        attempt = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
-        attempt.attempt_number = self._num_losses
-        self._next_at = now + _REOPEN_WAIT(attempt)
+        self._next_at = now + wait_s(_REOPEN_WAIT, self._num_losses)
+
+
+def wait_s(wait: wait_base, num_failures: int) -> float:
+    """Return how long to wait after so many failures in a row, seconds."""
+    attempt = RetryCallState(None, None, (), {})  # type: ignore[arg-type]
+    attempt.attempt_number = num_failures
+    return wait(attempt)

@@ -93,7 +93,6 @@ class WorkerEndpoints:
         self._on_lost = on_lost
         self._lookup = lookup
         self._caller = caller
-        self._hosts: dict[str, str] = {}  # address -> host as configured
         self._sessions: dict[str, asyncio.Task[None]] = {}
         self._workers: dict[str, WorkerSession] = {}
 
@@ -128,12 +127,14 @@ class WorkerEndpoints:
         found = await asyncio.gather(
             *(self._lookup(endpoint.host, endpoint.port) for endpoint in self._endpoints)
         )
-        wanted = set().union(*found)
-        for endpoint, addresses in zip(self._endpoints, found, strict=True):
-            self._hosts |= dict.fromkeys(addresses, endpoint.host)
-        for address in wanted - self._sessions.keys():
+        wanted = {
+            address: endpoint.host
+            for endpoint, addresses in zip(self._endpoints, found, strict=True)
+            for address in addresses
+        }
+        for address in wanted.keys() - self._sessions.keys():
             logger.info("found %s %s", self._role.name, address)
-            self._sessions[address] = asyncio.create_task(self.maintain(address))
+            self._sessions[address] = asyncio.create_task(self.maintain(address, wanted[address]))
         if not all(found):
             return  # a name service that fails must not end sessions
         for address in list(self._sessions):
@@ -144,8 +145,12 @@ class WorkerEndpoints:
                 logger.info("%s %s is gone from the name service", self._role.name, address)
                 self._sessions.pop(address).cancel()
 
-    async def maintain(self, address: str) -> None:
-        """Connect to one address again and again, with backoff while it does not answer."""
+    async def maintain(self, address: str, host: str) -> None:
+        """Connect to one address again and again, with backoff while it does not answer.
+
+        Args:
+            host: As configured; its certificate may have this name.
+        """
         while True:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception_type(_RETRIED),
@@ -154,12 +159,10 @@ class WorkerEndpoints:
                 reraise=True,
             ):
                 with attempt:
-                    await self._run_once(address)
+                    await self._run_once(address, host)
 
-    async def _run_once(self, address: str) -> None:
-        channel = open_channel(
-            address, tls=self._caller.tls, server_name=self._hosts.get(address, "")
-        )
+    async def _run_once(self, address: str, host: str) -> None:
+        channel = open_channel(address, tls=self._caller.tls, server_name=host)
         loop = asyncio.get_running_loop()
         try:
             worker = await shake_hands(self._role, channel, address, self._caller)

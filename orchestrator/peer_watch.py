@@ -49,30 +49,28 @@ class PeerTrust:
 
 
 class PeerWatch:
-    """Notices when peer rounds cease. One timer serves many rounds.
+    """Notices when peer rounds cease. One timer serves many rounds."""
 
-    Args:
-        patience_s: Returns how long a round may take, seconds.
-        on_overdue: Called once when a round has taken longer.
-    """
-
-    def __init__(self, patience_s: Callable[[], float], on_overdue: Callable[[], None]) -> None:
-        self._patience_s = patience_s
-        self._on_overdue = on_overdue
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._round_began = 0.0  # loop time
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # it alone holds the callbacks of `start`
 
     @property
     def is_running(self) -> bool:
         """Return whether rounds are watched."""
         return self._timer is not None
 
-    def start(self) -> None:
-        """Begin to watch, unless rounds are watched already: the first one begins now."""
+    def start(self, patience_s: Callable[[], float], on_overdue: Callable[[], None]) -> None:
+        """Begin to watch, unless rounds are watched already: the first one begins now.
+
+        Args:
+            patience_s: Returns how long a round may take, seconds.
+            on_overdue: Called once when a round has taken longer.
+        """
         if self._timer is None:
             self._round_began = self._loop.time()
-            self._look()
+            self._look(patience_s, on_overdue)
 
     def next_round(self) -> float:
         """Take note that a round is done and the next one begins; return what it took, seconds."""
@@ -86,10 +84,10 @@ class PeerWatch:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
-        deadline = self._round_began + self._patience_s()
+    def _look(self, patience_s: Callable[[], float], on_overdue: Callable[[], None]) -> None:
+        deadline = self._round_began + patience_s()
         if deadline > self._loop.time():
-            self._timer = self._loop.call_at(deadline, self._look)
+            self._timer = self._loop.call_at(deadline, self._look, patience_s, on_overdue)
         else:
             self._timer = None
-            self._on_overdue()
+            on_overdue()

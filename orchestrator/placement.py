@@ -132,6 +132,7 @@ class Placement:
         """Free what is held for the request, here and on a target: it is over."""
         self.close()
         self._pool.moves.end(self.terms.worker_request_id)
+        self._on_admitted = _tell_nobody
 
     def _may_move(self, tokens: Sequence[int]) -> bool:
         """Return whether to leave the target, which drains, for one that has room."""
@@ -140,3 +141,9 @@ class Placement:
     def _is_running(self, tokens: Sequence[int]) -> bool:
         """Return whether the request has output, or was moved: it goes before new requests."""
         return self.target_epoch > 1 or len(tokens) > len(self.terms.request.prompt_ids)
+
+
+def _tell_nobody(worker: WorkerSession, admitted: TargetAdmitted) -> None:
+    """Stand for the callback of a request that is over: that led back to who holds the placement,
+    and a circle would keep all of the request until the next garbage collection.
+    """

@@ -17,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+from tenacity import wait_exponential_jitter
 
 from orchestrator.draft_epochs import OutputGrammar
 from orchestrator.draft_handle import DraftHandle
+from orchestrator.draft_retry import wait_s
 from orchestrator.figures import RequestStatus
 from orchestrator.losses import Loss, TargetGone
 from orchestrator.metrics import RequestMetrics
@@ -152,7 +153,7 @@ class Generation:
                     self._lose_target(gone)
             self._finish()
         finally:
-            self._draft.close()
+            self._draft.end()
             self._placement.end()
             self._reply.close()
             self._metrics.end(self._reply)
@@ -299,17 +300,17 @@ class Generation:
 
     async def _build(self) -> None:
         """Have a target prefill the request's tokens (round 0), again and again until one does."""
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(TargetGone), wait=_REBUILD_WAIT
-        ):
-            with attempt:
-                try:
-                    self._begin_round(0)
-                    path = await self._placement.prefill(self._tokens)
-                    self._commit(path)
-                except TargetGone as gone:
-                    self._lose_target(gone)  # raises when enough is enough
-                    raise
+        num_lost = 0
+        while True:
+            try:
+                self._begin_round(0)
+                path = await self._placement.prefill(self._tokens)
+                self._commit(path)
+                break
+            except TargetGone as gone:
+                self._lose_target(gone)  # raises when enough is enough
+            num_lost += 1
+            await asyncio.sleep(wait_s(_REBUILD_WAIT, num_lost))
         if self._prepare_next_round(path):
             await asyncio.sleep(0)  # the orders of all requests leave now
         self._reply.emit(path)
@@ -331,6 +332,7 @@ class Generation:
         self._metrics.note_rebuild("target", gone.loss.name.lower())
         self._placement.lose(gone)
         self._close()
+        gone.with_traceback(None)  # its frames hold the request, and it them: a circle
 
     def _begin_round(self, round_idx: int) -> None:
         self._round_idx = self._log.round_idx = round_idx

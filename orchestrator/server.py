@@ -27,7 +27,7 @@ from orchestrator.workers import DRAFT, TARGET
 from shared.access.caller import caller_of
 from shared.config import OrchestratorConfig, served_name
 from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
-from shared.memory import return_large_buffers, settle_garbage
+from shared.memory import settle_garbage, tended
 from shared.metrics.samples import Samples
 from shared.metrics.server import MetricsServer
 from shared.models.checkpoint import resolve_model, tokenizer_hash
@@ -268,7 +268,6 @@ async def serve(config: OrchestratorConfig, *, siblings: Siblings | None = None)
         siblings: Orchestrator processes that share the port; None: there are none.
     Raises: ConfigError if the configuration cannot work.
     """
-    return_large_buffers()
     orchestrator = Orchestrator(config, siblings=siblings)
     await orchestrator.start()
     settle_garbage()
@@ -290,7 +289,7 @@ def main(config: OrchestratorConfig) -> int:
 
 def _run(config: OrchestratorConfig, siblings: Siblings | None = None) -> int:
     try:
-        asyncio.run(watched(serve(config, siblings=siblings)))
+        asyncio.run(watched(tended(serve(config, siblings=siblings))))
     except ConfigError as error:
         return _refuse(error)
     return 0

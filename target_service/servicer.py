@@ -22,8 +22,8 @@ from shared.messages import (
     to_proto,
 )
 from shared.messages.batches import pack_target_response, unpack_target_request
-from shared.peer.channel import remove_socket
-from shared.peer.shared_files import MAILBOXES, RINGS, mailbox_name
+from shared.peer.channel import remove_stale_sockets
+from shared.peer.shared_files import MAILBOXES, RINGS
 from shared.rpc.engine import EngineReport
 from shared.rpc.identity import WorkerIdentity
 from shared.rpc.protocol import check_caller
@@ -62,13 +62,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.sessions = SessionHub(PROTOCOL, send)
         self.features = FeatureHub(send)
         self._identity = identity
-        self._channel = ""
 
     def set_info(self, info: WorkerInfo) -> None:
         """Take note of what the engine is."""
         self._identity.set(info)
         self.features.ring_name = info.feature_ring
-        self._channel = info.peer_socket
 
     def deliver(self, report: EngineReport) -> None:
         """Route what the engine answered: answers first, they have a longer way to the draft."""
@@ -78,13 +76,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.features.deliver([o for o in report.outputs if isinstance(o, feature_types)])
 
     async def close(self) -> None:
-        """Remove ring, socket and mailbox, should the engine have crashed.
+        """Do nothing: streams end with the server."""
 
-        Streams end with the server.
+    def clean_up(self) -> None:
+        """Remove rings, sockets and mailboxes of engines that were killed.
+
+        One that was killed while it was loading has not said their names.
         """
-        RINGS.remove(self.features.ring_name)
-        remove_socket(self._channel)
-        MAILBOXES.remove(mailbox_name(self._channel))
+        RINGS.remove_stale()
+        remove_stale_sockets()
+        MAILBOXES.remove_stale()
 
     async def Session(
         self,

@@ -27,6 +27,7 @@ from shared.access.caller import dialled_tls
 from shared.access.tokens import TokenCheck
 from shared.config import GatewayConfig
 from shared.errors import EXIT_CONFIG, ConfigError
+from shared.memory import tended
 from shared.metrics.server import MetricsServer
 from shared.rpc.gate import Gate, front_gate, log_exposure
 from shared.rpc.health_names import GATEWAY_SERVICE
@@ -202,7 +203,7 @@ def main(config: GatewayConfig) -> int:
     """
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # errors of requests are logged here
     try:
-        asyncio.run(watched(serve(config)))
+        asyncio.run(watched(tended(serve(config))))
     except ConfigError as error:
         sys.stderr.write(f"gateway: {error}\n")
         return EXIT_CONFIG

@@ -325,12 +325,6 @@ def is_socket_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def remove_socket(name: str, *, directory: Path = RING_DIR) -> None:
-    """Remove the socket of a target that has ended."""
-    if is_socket_name(name):
-        (directory / name).unlink(missing_ok=True)
-
-
 def remove_stale_sockets(directory: Path = RING_DIR) -> None:
     """Remove the sockets of targets that were killed: nobody listens there.
 

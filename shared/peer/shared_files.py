@@ -58,13 +58,11 @@ class SharedFiles:
             raise PermissionError(f"{name} is not a file of this user")
         return fd
 
-    def remove(self, name: str, *, directory: Path = RING_DIR) -> None:
-        """Remove a file whose maker has ended; what is mapped stays valid."""
-        if self.is_name(name):
-            (directory / name).unlink(missing_ok=True)
-
     def remove_stale(self, directory: Path = RING_DIR) -> None:
-        """Remove the files of makers that were killed: nobody holds their locks."""
+        """Remove the files of makers that were killed: nobody holds their locks.
+
+        What is mapped stays valid.
+        """
         for path in directory.glob(f"{self.prefix}*"):
             with contextlib.suppress(OSError):  # another user's, locked, or gone meanwhile
                 fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

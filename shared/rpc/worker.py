@@ -23,6 +23,7 @@ from shared.config import WorkerConfig
 from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
 from shared.gpu_lease import lease_gpu
 from shared.logs import note_worker_id
+from shared.memory import tended
 from shared.messages import WorkerInfo
 from shared.metrics.samples import Samples, counted
 from shared.metrics.server import MetricsServer
@@ -63,6 +64,9 @@ class WorkerServicer(Protocol):
 
     async def close(self) -> None:
         """End whatever the servicer runs by itself."""
+
+    def clean_up(self) -> None:
+        """Remove what engines have left that were killed, as this one may have been; it is over."""
 
 
 Register = Callable[[Any, WorkerIdentity, Callable[[Sequence[Any]], None]], WorkerServicer]
@@ -185,6 +189,7 @@ class WorkerServer:
         await self.metrics.close()
         await self.server.stop(grace_s=0)
         await self._engine.close()
+        self.servicer.clean_up()
 
     @property
     def num_requests(self) -> int:
@@ -293,7 +298,7 @@ def run_worker(
         def make_engine() -> EngineProcess:
             return EngineProcess(factory, config, kept_fds=fds)
 
-        asyncio.run(watched(_serve(config, role, make_engine, create_worker)))
+        asyncio.run(watched(tended(_serve(config, role, make_engine, create_worker))))
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_CONFIG

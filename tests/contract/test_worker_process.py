@@ -21,6 +21,7 @@ import pytest
 from coppice.health import health_probe
 from coppice.v1 import control_pb2, control_pb2_grpc, draft_pb2, target_pb2
 from shared.messages import AcceptedPath, TargetClose, WorkerInfo, from_proto
+from shared.peer.shared_files import RING_DIR, RINGS
 from shared.rpc.channel import open_channel
 from shared.rpc.health_names import TARGET_SERVICE
 from shared.rpc.protocol import METADATA
@@ -326,6 +327,17 @@ async def test_signal_while_loading_leaves_no_engine(number: signal.Signals) -> 
         code, _, _ = await worker.end()
         assert code == (0 if number == signal.SIGTERM else -9)
         await wait_dead(engine)
+
+
+async def test_an_engine_that_is_ended_while_it_loads_leaves_no_shared_memory() -> None:
+    async with start(engine="create_ring_slowly") as worker:
+        event = await worker.next_event()
+        assert isinstance(event, Loading)
+        ring = RING_DIR / event.stage
+        assert RINGS.is_name(ring.name) and ring.exists()
+        worker.process.send_signal(signal.SIGTERM)
+        assert (await worker.end())[0] == 0
+        assert not ring.exists()
 
 
 async def test_killed_front_takes_its_engine_along() -> None:

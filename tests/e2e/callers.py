@@ -15,6 +15,9 @@ END_TIMEOUT_S = 180.0
 # A client that resumes tries again every 2 s at most.
 MAX_RETRIES = 100
 HANG_UP_SHARE = 0.15
+NUM_DELTAS = 3
+"""Until a client goes on: the first may have been on its way, the second may be of a prefill. Only
+with the round after that is its request no suspect any more of having brought its target down."""
 
 
 class Caller:
@@ -38,8 +41,8 @@ class Caller:
         self._is_over = threading.Event()
         self._hangs_up = False
         self._error: BaseException | None = None
-        self.num_tokens = 0
-        """Received in all."""
+        self.num_deltas = 0
+        """Received in all: rounds, prefills included."""
         self.num_outputs = 0
         """That were compared, to the end or up to where it was given up."""
         self.doing = "nothing yet"
@@ -93,7 +96,7 @@ class Caller:
             token_ids += event.token_ids
             logprobs += event.logprobs
             text += event.text
-            self.num_tokens += len(event.token_ids)
+            self.num_deltas += 1
             self.doing = f"request {index}, {len(token_ids)} of {len(plain.token_ids)} tokens"
             if len(token_ids) > wanted or self._hangs_up:
                 break
@@ -126,12 +129,14 @@ def calling(callers: Sequence[Caller]) -> Iterator[None]:
 
 
 def go_on(callers: Sequence[Caller], *, timeout_s: float) -> bool:
-    """Wait until each of these clients has new tokens, or has failed; return whether it was so."""
-    before = [caller.num_tokens for caller in callers]
+    """Wait until each of these clients has new rounds, or has failed; return whether it was so."""
+    before = [caller.num_deltas for caller in callers]
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         time.sleep(0.02)
         counts = zip(callers, before, strict=True)
-        if all(caller.num_tokens > count or caller.has_failed for caller, count in counts):
+        if all(
+            caller.num_deltas >= count + NUM_DELTAS or caller.has_failed for caller, count in counts
+        ):
             return True
     return False

@@ -13,6 +13,7 @@ from typing import Any
 from shared.config import TargetConfig, WorkerConfig
 from shared.errors import CheckpointError
 from shared.messages import WorkerInfo, WorkerLoad
+from shared.peer.ring import FeatureRing
 from shared.progress import note_progress
 from shared.rpc.engine import ProgressCallback
 from tests.fakes.draft import FakeDraft
@@ -37,6 +38,14 @@ def create_slowly(config: WorkerConfig, progress: ProgressCallback) -> FakeTarge
     progress(f"pid {os.getpid()}", 0.1)
     time.sleep(60)
     return FakeTarget()
+
+
+def create_ring_slowly(config: WorkerConfig, progress: ProgressCallback) -> FakeTarget:
+    """Make a ring in shared memory, say its name, and take a minute for the rest."""
+    ring = FeatureRing(1)
+    progress(ring.name, 0.1)
+    time.sleep(60)
+    return FakeTarget(ring=ring)
 
 
 def refuse(config: TargetConfig, progress: ProgressCallback) -> FakeTarget:

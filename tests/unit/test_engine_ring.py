@@ -15,7 +15,6 @@ from shared.device import DTYPES
 from shared.messages import FeatureChunk, FeatureSpec, RingSpan, SamplingParams
 from shared.models.digest import model_hash
 from shared.peer.ring import RING_DIR, RingReader
-from shared.peer.shared_files import RINGS
 from target_service.engine import TargetEngine
 from target_service.phases import StepOutputs
 from tests import checkpoints
@@ -225,7 +224,7 @@ def test_a_ring_that_somebody_removed_does_no_harm(
 
     class Removing(Wire):
         def __call__(self, chunk: FeatureChunk) -> FeatureChunk:
-            RINGS.remove(target.info.feature_ring)
+            (RING_DIR / target.info.feature_ring).unlink(missing_ok=True)
             self.num_bytes += chunk.num_inline_bytes
             return chunk
 

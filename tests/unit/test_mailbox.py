@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import gc
 import mmap
 import os
-import secrets
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +20,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.messages import FeatureSpec, WorkerInfo
 from shared.peer import mailbox as mailbox_module
 from shared.peer.mailbox import (
     NUM_TAGS,
@@ -35,8 +31,6 @@ from shared.peer.mailbox import (
     tag_of,
 )
 from shared.peer.shared_files import MAILBOXES, RING_DIR, mailbox_name
-from shared.rpc.identity import WorkerIdentity
-from target_service.servicer import TargetServicer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LINK = "coppice-channel-" + "a" * 32
@@ -237,26 +231,6 @@ def test_it_joins_two_processes_and_what_a_killed_one_left_is_swept(folder: Path
     MAILBOXES.remove_stale(folder)
     assert list(folder.iterdir()) == [], "though the draft has it mapped"
     assert draft.trees[2, 3] == 12345
-
-
-def test_the_front_removes_what_a_killed_engine_left() -> None:
-    channel = "coppice-channel-" + secrets.token_hex(16)
-    mailbox = Mailbox(channel, num_slots=1, width=0, dtype=None, device=CPU)
-    info = WorkerInfo(
-        incarnation="i", model="m", model_hash="", tokenizer_hash="", vocab_size=2,
-        max_context_len=2, page_size=1, dtype="float32", device="cpu", features=FeatureSpec(),
-        kind="target",
-    )  # fmt: skip
-    try:
-        front = TargetServicer(WorkerIdentity(), lambda messages: None)
-        front.set_info(info)
-        asyncio.run(front.close())
-        assert (RING_DIR / mailbox.name).exists(), "of a channel that it does not know"
-        front.set_info(replace(info, peer_socket=channel))
-        asyncio.run(front.close())
-        assert not (RING_DIR / mailbox.name).exists()
-    finally:
-        mailbox.close()
 
 
 # --- GPUs ----------------------------------------------------------------------------------------

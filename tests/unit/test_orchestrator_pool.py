@@ -428,7 +428,7 @@ def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
             return answers[min(len(seen), len(answers)) - 1]
 
         class Unconnected(WorkerEndpoints):
-            async def maintain(self, address: str) -> None:
+            async def maintain(self, address: str, host: str) -> None:
                 await asyncio.Event().wait()
 
         endpoints = Unconnected(

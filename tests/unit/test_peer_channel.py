@@ -28,7 +28,6 @@ from shared.peer.channel import (
     PeerLost,
     connect,
     is_socket_name,
-    remove_socket,
     remove_stale_sockets,
     target_end,
 )
@@ -413,11 +412,3 @@ def test_names_of_other_files_are_refused(place: Path, name: str) -> None:
     assert not is_socket_name(name)
     with pytest.raises(FileNotFoundError, match="no name of a channel"):
         connect(name, directory=place)
-    remove_socket(name, directory=place)
-
-
-def test_the_front_removes_what_a_killed_engine_left(place: Path) -> None:
-    path = dead_socket(place)
-    remove_socket(path.name, directory=place)
-    assert not path.exists()
-    remove_socket(path.name, directory=place)
