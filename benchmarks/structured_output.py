@@ -125,7 +125,8 @@ def main() -> None:
     arguments = parser.parse_args()
     masks = measure_masks(arguments.vocab, _numbers(arguments.requests), arguments.repeat)
     config = stack_config({"device": arguments.device, "num_drafts": 1, "port": 0})
-    with Server(config) as server:
+    server = Server(config)
+    with server:
         server.wait_paired()
         streams = measure_streams(server.address, _numbers(arguments.streams), arguments.repeat)
         first_ms = measure_first_tokens(server.address, arguments.repeat)
