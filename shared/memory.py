@@ -35,9 +35,6 @@ def settle_garbage() -> None:
 async def tended(work: Coroutine[Any, Any, None], *, interval_s: float = TRIM_INTERVAL_S) -> None:
     """Run the work of a process that serves, and give back free memory beside it.
 
-    glibc keeps what is free between blocks that are not: tens of megabytes, for good, after a burst
-    of messages of some 100 KB. Giving them back takes about a millisecond.
-
     Args:
         interval_s: Between two times that free memory is given back, seconds.
     Mutates: the allocator of this process; nothing without glibc.
@@ -51,9 +48,21 @@ async def tended(work: Coroutine[Any, Any, None], *, interval_s: float = TRIM_IN
 
 
 async def _trim(interval_s: float) -> None:
-    libc = _glibc()
-    while libc is not None:
+    while True:
         await asyncio.sleep(interval_s)
+        return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Give what is free in the heap back to the system; does nothing without glibc.
+
+    glibc keeps what is free between blocks that are not: tens of megabytes, for good, after a burst
+    of messages of some 100 KB. Giving them back takes about a millisecond.
+
+    Mutates: the allocator of this process.
+    """
+    libc = _glibc()
+    if libc is not None:
         libc.malloc_trim(0)
 
 

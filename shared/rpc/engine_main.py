@@ -20,7 +20,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.logs import LogSettings, configure_logging, note_worker_id, set_level
-from shared.memory import settle_garbage
+from shared.memory import TRIM_INTERVAL_S, return_free_memory, settle_garbage
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.progress import heard_by
 from shared.rpc.engine import (
@@ -149,7 +149,7 @@ class _EngineLoop:
         self._busy_poll_s = busy_poll_s
         self._num_received = 0
         self._reported: tuple[WorkerLoad, int, bool] | None = None  # load, num_received, has_work
-        self._next_check = self._next_report = self._next_counts = 0.0
+        self._next_check = self._next_report = self._next_counts = self._next_trim = 0.0
         self._profile: Any = None  # what records the steps, if they are recorded
 
     def submit(self, received: Sequence[Sequence[Any]]) -> None:
@@ -223,7 +223,7 @@ class _EngineLoop:
         if begins_in_s is not None or engine.has_work:  # it may have begun between two looks
             return
         load = engine.load
-        self._check_integrity(load)
+        self._tidy(load)
         is_reported = self._report_idle(load)
         has_message = False
         if self._busy_poll_s and load.num_running:
@@ -235,11 +235,16 @@ class _EngineLoop:
         if not has_message:
             pipe.poll(None, channels)
 
-    def _check_integrity(self, load: WorkerLoad) -> None:
+    def _tidy(self, load: WorkerLoad) -> None:
+        """Check that all pages are accounted for; give memory back while nobody is served."""
         is_empty = not (load.num_running or load.num_waiting)
-        if is_empty or time.monotonic() >= self._next_check:
+        now = time.monotonic()
+        if is_empty or now >= self._next_check:
             self._engine.check_integrity()
-            self._next_check = time.monotonic() + CHECK_INTERVAL_S
+            self._next_check = now + CHECK_INTERVAL_S
+        if is_empty and now >= self._next_trim:
+            return_free_memory()
+            self._next_trim = now + TRIM_INTERVAL_S
 
     def _report_idle(self, load: WorkerLoad) -> bool:
         """Report what may not wait; return whether the front knows all there is to say."""

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 ALIGNMENT = 256  # bytes
 # Steps whose copy may still be under way when the next one is written.
 _NUM_HOST_BUFFERS = 3
-# Steps of prompts have many sizes; what is kept of them is no more than a convenience.
+# Steps of prompts have many sizes; what is kept of them is no more than a convenience. Of each it is
+# 20 KB, and on a CPU it saves a step next to nothing.
 _MAX_LAYOUTS = 1024
+_MAX_CPU_LAYOUTS = 256
 
 _DTYPES = {
     np.dtype(np.int64): torch.int64,
@@ -66,6 +68,7 @@ class Staging:
         self._updates: list[tuple[torch.Tensor, NDArray[Any], NDArray[Any]]] = []
         self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from)
         self._is_cpu = device.type == "cpu"
+        self._max_layouts = _MAX_CPU_LAYOUTS if self._is_cpu else _MAX_LAYOUTS
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         if self._is_cpu:
             self._on_host = [self._on_device]
@@ -173,7 +176,7 @@ class Staging:
             on_device[name] = self._on_device[part].view(dtype).view(shape)
             for arrays, buffer in zip(on_host, self._on_host, strict=True):
                 arrays[name] = _as_array(buffer[part].view(dtype).view(shape))
-        if len(self._layouts) >= _MAX_LAYOUTS:
+        if len(self._layouts) >= self._max_layouts:
             self._layouts.clear()
         layout = _Layout(
             on_host=on_host,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from shared.memory import TRIM_INTERVAL_S
 from shared.messages import WorkerInfo, WorkerLoad
 from shared.rpc import engine_main
 from shared.rpc.engine import EngineReport
@@ -308,3 +309,25 @@ def test_work_that_begins_in_a_while_is_not_slept_through(
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
     assert ["a"] in [report.outputs for report in pipe.reports]
+
+
+class Rare(ScriptedPipe):
+    """Messages that come one by one, long after each other."""
+
+    def _wait(self) -> bool:
+        self._clock.now += 0.6 * TRIM_INTERVAL_S
+        return super()._wait()
+
+
+@pytest.mark.parametrize(("num_running", "num_trims"), [(0, 3), (1, 0)])
+def test_an_engine_without_requests_gives_memory_back_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, num_running: int, num_trims: int
+) -> None:
+    trims: list[float] = []
+    clock = Clock()
+    monkeypatch.setattr(engine_main.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(engine_main, "return_free_memory", lambda: trims.append(clock.now))
+    pipe = Rare(clock, [["x"]] * 4, [], poll_s=0.0)
+    with pytest.raises(EOFError):
+        run_engine(Scripted(clock, [], num_running=num_running), pipe)  # type: ignore[arg-type]
+    assert len(trims) == num_trims

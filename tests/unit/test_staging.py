@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -95,3 +97,18 @@ def test_entries_of_a_table_are_set_at_the_flush(device: torch.device) -> None:
     table.zero_()
     staging.flush()
     assert table.tolist() == [0] * 6, "an update is made once"
+
+
+def num_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects())
+
+
+def test_what_is_kept_of_steps_of_all_sizes_on_a_cpu_is_bounded() -> None:
+    """Prompts of hours would otherwise take tens of megabytes."""
+    staging = Staging(torch.device("cpu"), 1 << 14)
+    before = num_tensors()
+    for size in range(1, 1000):
+        staging.begin()
+        staging.place(a=(torch.int32, (size,)))
+    assert num_tensors() - before < 2000, "of each size there are four"
