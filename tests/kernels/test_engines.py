@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import xgrammar
+
+from shared.grammar.compile import compile_grammar
+from shared.grammar.source import Grammar, GrammarKind
 from shared.kernels.dispatch import launch_counts
 from shared.messages import SamplingParams, TreeShape
 from tests.checkpoints import Shape, write_eagle3, write_llama
 from tests.engines import Pairing, make_draft, make_target, run_plain
+from tests.grammars import vocabulary_of
 from tests.kernels.launches import counted_kernels
 from tests.local_pair import LocalPair, LocalRequest
 
 # Hot enough that the noise, which draft and target share, decides most tokens.
 HOT = SamplingParams(temperature=4.0, top_k=200, top_p=0.98, min_p=0.0001, seed=1)
+ANYTHING = Grammar(kind=GrammarKind.EBNF, source=r"root ::= [\0-\U0010ffff]*")
 PENALIZED = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
 
 
@@ -24,6 +30,7 @@ def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
     # What a target computes at its start is no longer than the context.
     small = {"max_context_len": 16, "max_batch_rows": 64}
     target, draft = make_target(pairing, **small), make_draft(pairing, **small)
+    compiler = xgrammar.GrammarCompiler(vocabulary_of(target_dir).info)
     requests = [
         LocalRequest(
             prompt=[72, 101, 108],
@@ -38,6 +45,7 @@ def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
             logprobs=True,
             top_logprobs=2,
             shape=TreeShape(num_steps=2, topk=2, num_draft_tokens=4),
+            compiled_grammar=compile_grammar(compiler, ANYTHING),
         ),
     ]
     plain = run_plain(target, requests)
