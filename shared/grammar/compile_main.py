@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def main() -> None:
     """Say "ready", then answer."""
     parent_pid, directory, vocab_size, *eos_token_ids = sys.argv[1:]
     die_with_parent(int(parent_pid))
+    # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tokens = token_info(Path(directory), int(vocab_size), [int(i) for i in eos_token_ids])
     compiler = xgrammar.GrammarCompiler(tokens, max_threads=_num_threads(), cache_enabled=False)
     _limit_memory()

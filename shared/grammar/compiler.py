@@ -170,7 +170,6 @@ class _Process:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=MAX_COMPILED_BYTES * 4 // 3,
-                start_new_session=True,  # a terminal's Ctrl-C is not for it
             )
         )
         try:
