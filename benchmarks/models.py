@@ -19,7 +19,7 @@ from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine as create_draft_engine
 from shared.config import DraftConfig, TargetConfig
 from shared.device import resolve_device
-from shared.models import eagle3, head, llama
+from shared.models import eagle3, llama
 from shared.models.checkpoint import CheckpointReader, resolve_model
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
@@ -101,6 +101,6 @@ def open_pair(model: str, draft_model: str = "demo") -> Iterator[Pair]:
                 return InflatedReader(directory, recipes[directory], **options)
             return CheckpointReader(directory, **options)
 
-        for module in (llama, eagle3, head):
+        for module in (llama, eagle3):
             stack.enter_context(mock.patch.object(module, "CheckpointReader", open_reader))
         yield Pair(target=Path(root) / TARGET, draft=Path(root) / HEAD)
