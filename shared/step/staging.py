@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 ALIGNMENT = 256  # bytes
 # Steps whose copy may still be under way when the next one is written.
 _NUM_HOST_BUFFERS = 3
-# Steps of prompts have many sizes; what is kept of them is no more than a convenience. Of each it
-# is 20 KB, and on a CPU it saves a step next to nothing.
+# Steps of prompts have many sizes; what is kept of them is no more than a convenience. It takes
+# 20 KB per size, and saves a step on a CPU next to nothing.
 _MAX_LAYOUTS = 1024
 _MAX_CPU_LAYOUTS = 256
 
