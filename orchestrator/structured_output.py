@@ -17,6 +17,7 @@ from shared.grammar.source import Grammar, GrammarKind
 
 MAX_SOURCE_BYTES = 1 << 18
 _FIELD = "structured_output"
+_MAX_DEPTH = 500
 _KINDS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
@@ -79,21 +80,27 @@ def _followed(kind: GrammarKind, source: str, field: str) -> str:
         followed = json.dumps(value, ensure_ascii=False)
         followed.encode()
     except RecursionError:
-        raise InvalidArgumentError(f"{field} is nested too deeply", field=field) from None
+        raise _too_deep(field) from None
     except ValueError as error:
         raise InvalidArgumentError(f"{field} is not JSON: {error}", field=field) from None
     return followed
 
 
-def _follow_parts(value: Any, field: str) -> None:
+def _follow_parts(value: Any, field: str, depth: int = 0) -> None:
     """Write the schemas in a structural tag so that they are followed, and check its patterns."""
+    if depth > _MAX_DEPTH:
+        raise _too_deep(field)
     for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, dict | list):
-            _follow_parts(part, field)
+            _follow_parts(part, field, depth + 1)
     if isinstance(value, dict) and value.get("type") in ("json_schema", "qwen_xml_parameter"):
         follow(value.get("json_schema"), field)
     if isinstance(value, dict) and value.get("type") == "regex":
         _check_pattern(str(value.get("pattern")), field)
+
+
+def _too_deep(field: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{field} is nested too deeply", field=field)
 
 
 def _check_pattern(pattern: str, field: str) -> None:
