@@ -119,7 +119,6 @@ async def test_a_restarted_target_is_read_through_its_new_ring(ring: FeatureRing
             listener.subscribe(target.address)
             await eventually(lambda: listener.end == 40)
             assert listener.data == feature_rows(PROMPT, 0, 40)
-        assert not (RING_DIR / ring.name).exists(), "the front removes what its engine left"
         listener.chunks.clear()
         successor = FeatureRing(1 << 16)
         tokens = (*PROMPT, *path.token_ids)
