@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from pathlib import Path
 
 import torch
 
@@ -113,10 +114,7 @@ def create_engine(
     listener, tcp_listener = open_listener(config), open_tcp_listener(config, secret)
     channels = PeerChannels(*[one for one in (listener, tcp_listener) if one is not None])
     costs = time_padded_forwards(runner, progress)
-    grammars = Grammars(directory, model_config.vocab_size, model_config.eos_token_ids)
-    if device.type == "cuda" and grammars.are_served:
-        grammars.load()
-        compile_token_masks(model_config.vocab_size, device)
+    grammars = make_grammars(directory, model_config, device)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=config.model if config.model == "demo" else directory.name,
@@ -173,6 +171,15 @@ def create_engine(
         warm_up(engine)
     engine.serving.begin()
     return engine
+
+
+def make_grammars(directory: Path, model: ModelConfig, device: torch.device) -> Grammars:
+    """Return the grammars of outputs; on a GPU all that the first one needs is loaded."""
+    grammars = Grammars(directory, model.vocab_size, model.eos_token_ids)
+    if device.type == "cuda" and grammars.are_served:
+        grammars.load()
+        compile_token_masks(model.vocab_size, device)
+    return grammars
 
 
 def prove_exactness(
