@@ -14,8 +14,8 @@ import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
+from shared.models.attention import KVCaches
 from shared.models.config import DraftKind, ModelConfig, feature_spec
-from shared.models.decoder import KVCaches
 from shared.models.eagle import EagleDraft
 from shared.models.eagle3 import Eagle3Draft
 from shared.models.mtp import MTPDraft

@@ -17,15 +17,17 @@ import torch
 from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
+from shared.models.attention import KVCaches
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
-from shared.models.decoder import DecoderLayer, KVCaches, Product, add
+from shared.models.decoder import DecoderLayer
 from shared.models.head import (
     Head,
     read_target_embedding,
     read_target_head,
     without_model_prefix,
 )
+from shared.models.projections import Product, add
 
 # Copies of the target's, which is used instead.
 _KNOWN_EXTRAS = ("embed_tokens.weight", "lm_head.weight", "layers.*.self_attn.rotary_emb.inv_freq")

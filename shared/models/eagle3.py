@@ -19,15 +19,17 @@ from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
+from shared.models.attention import Attention, KVCaches
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
-from shared.models.decoder import MLP, Attention, KVCaches, add, add_and_norm
+from shared.models.feed_forward import MLP
 from shared.models.head import (
     Head,
     read_target_embedding,
     read_target_head,
     without_model_prefix,
 )
+from shared.models.projections import add, add_and_norm
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"

@@ -10,8 +10,8 @@ from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
 from shared.kernels.products_cpu import Weight
 from shared.messages import FeatureSpec
+from shared.models.attention import RopeTable
 from shared.models.config import DraftKind, ModelConfig
-from shared.models.decoder import RopeTable
 from shared.models.llama import load_embedding, load_head, open_language_model
 
 

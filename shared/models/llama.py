@@ -11,16 +11,11 @@ from shared.errors import CheckpointError
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.models.attention import KVCaches, RopeTable
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.decoder import (
-    DecoderLayer,
-    KVCaches,
-    PostNormLayer,
-    Product,
-    RopeTable,
-    add_and_norm,
-)
+from shared.models.decoder import DecoderLayer, PostNormLayer
+from shared.models.projections import Product, add_and_norm
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -18,11 +18,13 @@ from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
+from shared.models.attention import KVCaches
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
-from shared.models.decoder import DecoderLayer, KVCaches, add_and_norm
+from shared.models.decoder import DecoderLayer
 from shared.models.head import Head
 from shared.models.llama import load_embedding, load_head
+from shared.models.projections import add_and_norm
 
 _PREFIX = "model.mtp_layers.0"
 # The rest of the checkpoint is the target; what is left over of the layer itself is an error.

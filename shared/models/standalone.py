@@ -8,8 +8,8 @@ import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
+from shared.models.attention import KVCaches
 from shared.models.config import DraftKind, ModelConfig
-from shared.models.decoder import KVCaches
 from shared.models.llama import CausalLM
 
 

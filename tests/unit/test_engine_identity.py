@@ -124,7 +124,7 @@ def test_a_failed_self_test_ends_the_start_unless_that_is_allowed(
         return out if metadata.is_chain.all() else out * 3 / 3
 
     directory = checkpoints.write_llama(tmp_path)
-    monkeypatch.setattr("shared.models.decoder.tree_attention", by_node)
+    monkeypatch.setattr("shared.models.attention.tree_attention", by_node)
     with pytest.raises(ConfigError, match="--allow-inexact"):
         info_of(directory, self_test=True)
     assert info_of(directory, self_test=True, allow_inexact=True).logits_hash

@@ -251,7 +251,7 @@ def test_the_self_test_notices_an_inexact_op(
     inexact: Any,
 ) -> None:
     target = self_test_target(models)
-    monkeypatch.setattr(f"shared.models.decoder.{op}", inexact)
+    monkeypatch.setattr(f"shared.models.attention.{op}", inexact)
     result = run(target)
     assert not result.is_exact
     assert max(result.max_logit_difference, result.max_kv_difference) > 0
@@ -283,7 +283,7 @@ def test_kv_that_was_never_written_is_noticed(
         *others, k_cache, v_cache, slots = args
         return rope_store(*others, k_cache.clone(), v_cache.clone(), slots)
 
-    monkeypatch.setattr("shared.models.decoder.rope_store", store_at_first)
+    monkeypatch.setattr("shared.models.attention.rope_store", store_at_first)
     assert not run(target).is_exact
 
 

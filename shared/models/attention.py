@@ -1,0 +1,175 @@
+"""Self-attention over paged K/V, and what its layers share about the rows of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from shared.kernels.embedding import embed
+from shared.kernels.linear import linear_addends, sum_addends
+from shared.kernels.rms_norm import rms_norm
+from shared.kernels.rope_store import rope_store
+from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_attention
+from shared.messages import MAX_TREE_NODES
+from shared.models.checkpoint import CheckpointReader
+from shared.models.config import ModelConfig
+from shared.models.projections import Product, load_biases, load_rows, multiply, pair_rows
+from shared.models.rope import paired_rows, rope_cos_sin
+
+
+class KVCaches(Protocol):
+    """K and V of every layer, [num_slots, Hkv, d] each."""
+
+    @property
+    def k(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def v(self) -> Sequence[torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What all layers of one forward share about its T rows.
+
+    Args:
+        cos, sin: [T, d / 2] f32.
+        slot_mapping: [T] i32.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    attention: TreeAttentionMetadata
+    slot_mapping: torch.Tensor
+
+    def unrotated(self) -> Rows:
+        """Return the same rows for a layer without a rotary embedding."""
+        return replace(self, cos=torch.ones_like(self.cos), sin=torch.zeros_like(self.sin))
+
+
+class RopeTable:
+    """Cosines, and beside them sines, of the positions of the longest sequence and a tree after it.
+
+    Args:
+        context_len: Longest sequence, tokens.
+    """
+
+    def __init__(self, config: ModelConfig, context_len: int, device: torch.device) -> None:
+        cos, sin = rope_cos_sin(
+            config, context_len + MAX_TREE_NODES, device, context_len=context_len
+        )
+        self._angles = torch.cat([cos, sin], dim=1)  # [P, d]
+        self._heads = (config.num_heads, config.num_kv_heads)
+
+    def rows(
+        self,
+        position_ids: torch.Tensor,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> Rows:
+        """Gather the rows' angles, and cut their attention.
+
+        Args:
+            position_ids: [T] i64.
+            dtype: Of queries, keys and values.
+        """
+        cos, sin = embed(position_ids, self._angles).chunk(2, dim=1)
+        return Rows(
+            cos=cos,
+            sin=sin,
+            attention=prepared(attention, dtype, *self._heads),
+            slot_mapping=slot_mapping,
+        )
+
+
+class Attention:
+    """Self-attention over paged K/V, projections included.
+
+    Args:
+        prefix: Name of the module in the checkpoint, "model.layers.0.self_attn".
+        input_width: Width of its input; EAGLE-3 reads two vectors at once.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, prefix: str, config: ModelConfig, input_width: int
+    ) -> None:
+        self._products = reader.products
+        self._eps = config.rms_norm_eps
+        self._scale = config.attention_multiplier or config.head_dim**-0.5
+        self._residual_multiplier = config.residual_multiplier
+        q_width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        parts = {"q": q_width, "k": kv_width, "v": kv_width}
+        order = paired_rows(config.rope, config.head_dim)
+        fused = "qkv" if "qkv" in config.fused_projections else None
+        qkv = load_rows(reader, prefix, parts, input_width, fused)
+        self._qkv = reader.products.weight(pair_rows(qkv, order, q_width + kv_width))
+        self._qkv_bias = None
+        if config.has_qkv_bias:
+            bias = load_biases(reader, prefix, parts)
+            self._qkv_bias = pair_rows(bias, order, q_width + kv_width)
+        self._o = reader.load_weight(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
+        self._o_bias = None
+        if config.has_o_bias:
+            self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
+            self._o_bias *= config.residual_multiplier
+        self._widths = list(parts.values())
+        self._norms = self._wide_norms = None
+        if config.has_qk_norm:
+            self._norms = self._load_norms(reader, prefix, order, config.head_dim, config.head_dim)
+        if config.has_wide_qk_norm:
+            self._wide_norms = self._load_norms(reader, prefix, order, q_width, kv_width)
+
+    @staticmethod
+    def _load_norms(
+        reader: CheckpointReader,
+        prefix: str,
+        order: torch.Tensor | None,
+        q_width: int,
+        k_width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Load the weights of the norms of q and k."""
+        q_norm = reader.load(f"{prefix}.q_norm.weight", (q_width,))
+        k_norm = reader.load(f"{prefix}.k_norm.weight", (k_width,))
+        return pair_rows(q_norm, order, q_width), pair_rows(k_norm, order, k_width)
+
+    def forward(
+        self, x: torch.Tensor, rows: Rows, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> Product:
+        """Store the rows' K/V, then attend.
+
+        Args:
+            x: [T, input_width].
+        Returns: What to add to the residual stream.
+        Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
+        """
+        addends, bias = linear_addends(x, self._qkv), self._qkv_bias
+        if self._wide_norms is not None:
+            addends, bias = self._normed(addends, x.dtype), None
+        q = rope_store(
+            addends,
+            bias,
+            self._norms,
+            self._eps,
+            rows.cos,
+            rows.sin,
+            k_cache,
+            v_cache,
+            rows.slot_mapping,
+        )
+        out = tree_attention(
+            q, k_cache, v_cache, rows.attention, self._scale, products=self._products
+        )
+        return multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)
+
+    def _normed(self, addends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Add up q, k and v, and norm q and k over all heads. [1, T, Hq d + 2 Hkv d] f32."""
+        assert self._wide_norms is not None
+        qkv = sum_addends(addends, self._qkv_bias, dtype)
+        q, k, v = qkv.split(self._widths, dim=1)
+        q = rms_norm(q.contiguous(), self._wide_norms[0], self._eps)
+        k = rms_norm(k.contiguous(), self._wide_norms[1], self._eps)
+        return torch.cat([q, k, v], dim=1).float()[None]

@@ -1,0 +1,92 @@
+"""Projections of a checkpoint: their weights, and what they add to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shared.kernels.linear import linear_addends, sum_addends
+from shared.kernels.products_cpu import Weight
+from shared.kernels.rms_norm import add_rms_norm, rms_norm
+from shared.models.checkpoint import CheckpointReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """The output of a projection, still in addends: whoever reads it adds them up on its way.
+
+    Args:
+        addends: [S, T, h] f32, see `linear_addends`.
+        bias: [h] or None.
+    """
+
+    addends: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def add(x: torch.Tensor, pending: Product | None) -> torch.Tensor:
+    """Add what is pending to the residual stream. [T, h]."""
+    if pending is None:
+        return x
+    return sum_addends(pending.addends, pending.bias, x.dtype, x)
+
+
+def add_and_norm(
+    x: torch.Tensor, pending: Product | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add what is pending to the residual stream, and norm the sum.
+
+    Returns: (residual stream [T, h], normalised [T, h]).
+    """
+    if pending is None:
+        return x, rms_norm(x, weight, eps)
+    return add_rms_norm(x, pending.addends, pending.bias, weight, eps)
+
+
+def multiply(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, multiplier: float
+) -> Product:
+    """Return a projection times `multiplier`, which its bias has been multiplied by."""
+    addends = linear_addends(x, weight)
+    return Product(addends=addends if multiplier == 1 else addends * multiplier, bias=bias)
+
+
+def load_rows(
+    reader: CheckpointReader,
+    prefix: str,
+    parts: Mapping[str, int],
+    input_width: int,
+    fused: str | None,
+) -> torch.Tensor:
+    """Load the weights of several projections of one input, above each other.
+
+    Args:
+        parts: Projection, "q" or "gate" -> its outputs.
+        fused: Name of the one tensor that holds them all; None: each has its own.
+    """
+    if fused is not None:
+        parts = {fused: sum(parts.values())}
+    return torch.cat(
+        [
+            reader.load(f"{prefix}.{name}_proj.weight", (num_outputs, input_width))
+            for name, num_outputs in parts.items()
+        ]
+    )
+
+
+def load_biases(reader: CheckpointReader, prefix: str, parts: Mapping[str, int]) -> torch.Tensor:
+    return torch.cat([reader.load(f"{prefix}.{name}_proj.bias", (n,)) for name, n in parts.items()])
+
+
+def pair_rows(rows: torch.Tensor, order: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    """Bring each head of the first `num_rows` rows, those of q and k, into an order.
+
+    Args:
+        order: [head_dim] i64, see `paired_rows`; None: they have it.
+    """
+    if order is None:
+        return rows
+    heads = rows[:num_rows].unflatten(0, (-1, len(order)))[:, order.to(rows.device)]
+    return torch.cat([heads.flatten(0, 1), rows[num_rows:]])
