@@ -5,14 +5,15 @@
 Masks: a vocabulary of `--vocab` made-up tokens, outputs that stand anywhere in a document, trees of
 5/4/16: what the target's host takes for the masks of a round, and the draft's for those of a tree,
 which is grown depth by depth; for a schema of strings of any length, and one of strings that end
-near where the outputs stand. Streams: a stack of the bundled pair, as many at a time as `--streams`
-says, in each mode of speculation, every output compared with that without speculation. Each schema
-of the cold cell is new: its first token comes after it was compiled.
+near where the outputs stand. Streams: a stack of the bundled pair, or `--server`, as many at a time
+as `--streams` says, in each mode of speculation, every output compared with that without
+speculation. Each schema of the cold cell is new: its first token comes after it was compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,15 +122,13 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8", help="at a time, comma-separated")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--server", help="one that runs; default: a stack of the bundled pair")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     masks = measure_masks(arguments.vocab, _numbers(arguments.requests), arguments.repeat)
-    config = stack_config({"device": arguments.device, "num_drafts": 1, "port": 0})
-    server = Server(config)
-    with server:
-        server.wait_paired()
-        streams = measure_streams(server.address, _numbers(arguments.streams), arguments.repeat)
-        first_ms = measure_first_tokens(server.address, arguments.repeat)
+    with _running(arguments.server, arguments.device) as address:
+        streams = measure_streams(address, _numbers(arguments.streams), arguments.repeat)
+        first_ms = measure_first_tokens(address, arguments.repeat)
     document = {
         **describe_machine(),
         "load_average": os.getloadavg()[0],
@@ -142,6 +141,18 @@ def main() -> None:
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     if not all(row.identical for row in streams):
         sys.exit("speculation changed an output: that is a bug")
+
+
+@contextlib.contextmanager
+def _running(address: str | None, device: str) -> Iterator[str]:
+    """Yield the address of a server; of a stack's own where none is given."""
+    if address is not None:
+        yield address
+        return
+    server = Server(stack_config({"device": device, "num_drafts": 1, "port": 0}))
+    with server:
+        server.wait_paired()
+        yield server.address
 
 
 # --- masks ---------------------------------------------------------------------------------------
