@@ -234,7 +234,7 @@ def _time_masks(
         matcher.fill_masks(masks[: len(tokens)], tokens, parents)
     masked = time.perf_counter()
     for matcher, (tokens, _) in zip(matchers, trees, strict=True):
-        growth = GrowthMasks([matcher], num_places=1, vocab_size=vocab_size)
+        growth = GrowthMasks([matcher], num_places=1)
         for depth in range(_DEPTH):
             path = tokens[1 : 3 * depth : 3]  # of the right child at each depth
             for _ in range(_WIDTH if depth else 1):

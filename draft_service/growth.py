@@ -21,22 +21,47 @@ padding, which nothing reads:
 
 where no request has req_idx 0, kv_len 0, topk 0 and num_steps 0.
 
+A growth is one function of device tensors, or, where grammars say which children there may be, one
+for each depth, between which the host fills in masks.
+
 Source: EAGLE-2, arXiv:2406.16858.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
-from draft_service.growth_masks import GrowthMasks
 from draft_service.phases import DraftInput
 from shared.kernels.embedding import embed
+from shared.kernels.token_mask import apply_token_masks
 from shared.kernels.tree_attention import TreeAttentionMetadata
-from shared.kernels.tree_beams import Candidates, next_beams
+from shared.kernels.tree_beams import Beams, Candidates, next_beams
 from shared.kernels.tree_children import best_children
 from shared.kernels.tree_select import select_nodes
 from shared.kv.pool import KVPool
 from shared.models.draft import DraftModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Trees of which some depths are grown.
+
+    Args:
+        candidates: Of these depths.
+        row_indptr, is_chain: Of their forwards, as TreeAttentionMetadata has them.
+        beams: The deepest nodes, which are expanded next; None: the roots.
+        hidden: [B, h] of the roots, or [B * K, h] of the beams.
+        logits: [B, Vd] or [B * K, Vd] f32, of their children.
+    """
+
+    candidates: Candidates
+    row_indptr: torch.Tensor
+    is_chain: torch.Tensor
+    beams: Beams | None
+    hidden: torch.Tensor
+    logits: torch.Tensor
 
 
 class TreeGrower:
@@ -50,56 +75,103 @@ class TreeGrower:
         ids = torch.arange(model.vocab_size, device=pool.device)
         self._target_ids = model.to_target_ids(ids)  # [Vd]
 
-    def grow(
-        self,
-        inputs: DraftInput,
-        last_hidden: torch.Tensor,
-        masks: GrowthMasks | None = None,
-    ) -> torch.Tensor:
+    @torch.inference_mode()
+    def grow(self, inputs: DraftInput, last_hidden: torch.Tensor) -> torch.Tensor:
         """Return one tree per request, as `select_nodes` packs them; launches only.
 
         Args:
             last_hidden: [max_num_requests + 1, h], by req_idx: hidden of the last committed row.
-            masks: Say what the grammars of the requests allow, for which they wait for the device
-                at every depth; None: they are free.
         Mutates: KV slots past kv_len of each request (scratch), and the sink.
         """
-        trees, bounds = inputs.trees, inputs.bounds
-        batch, topk = trees.topk.shape[0], bounds.topk
-        device = self._pool.device
-        candidates = Candidates.allocate(batch, topk, bounds.num_steps, device)
-        row_indptr = torch.arange(0, batch * topk + 1, topk, dtype=torch.int32, device=device)
-        is_chain = torch.zeros(batch, dtype=torch.bool, device=device)
-        beams = None
+        growth = self.begin(inputs, last_hidden)
+        for step in range(inputs.bounds.num_steps - 1):
+            growth = self.deepen(inputs, growth, step)
+        return self.finish(inputs, growth)
+
+    @torch.inference_mode()
+    def begin(self, inputs: DraftInput, last_hidden: torch.Tensor) -> Growth:
+        """Return trees that are their roots; launches only, as all of the following does."""
+        trees, bounds, device = inputs.trees, inputs.bounds, self._pool.device
+        batch, topk = len(trees.topk), bounds.topk
         # `embed` looks up rows of any kind, and begins before the kernel before it ends.
         hidden = embed(trees.req_idx, last_hidden)  # [B, h]
-        for step in range(bounds.num_steps):
-            if beams is not None:
-                attention = TreeAttentionMetadata(
-                    page_table=trees.page_table,
-                    req_idx=trees.req_idx,
-                    prefix_len=beams.prefix_len,
-                    row_indptr=row_indptr,
-                    path_len=beams.path_len,
-                    path_offset=beams.path_offset,
-                    is_chain=is_chain,
-                    page_size=trees.page_size,
-                    window=self._window,
-                )
-                hidden = self._model.forward(
-                    beams.token_ids,
-                    beams.position_ids,
-                    embed(beams.parent_row, hidden) if self._has_recurrent else None,
-                    self._pool,
-                    attention,
-                    beams.slot_mapping,
-                )  # [B * K, h]
-            noise = inputs.noise(step) if inputs.is_random else None
-            logits = self._model.logits(hidden)
-            if masks is not None:
-                masks.apply(logits, beams, self._target_ids)
-            score, token = best_children(logits, self._target_ids, topk, noise)
-            beams = next_beams(
-                trees, candidates, beams, score, token, step=step, most_steps=bounds.num_steps
-            )
-        return select_nodes(candidates, inputs.num_nodes, most_nodes=bounds.num_draft_tokens - 1)
+        return Growth(
+            candidates=Candidates.allocate(batch, topk, bounds.num_steps, device),
+            row_indptr=torch.arange(0, batch * topk + 1, topk, dtype=torch.int32, device=device),
+            is_chain=torch.zeros(batch, dtype=torch.bool, device=device),
+            beams=None,
+            hidden=hidden,
+            logits=self._model.logits(hidden),
+        )
+
+    @torch.inference_mode()
+    def deepen(
+        self, inputs: DraftInput, growth: Growth, step: int, masks: torch.Tensor | None = None
+    ) -> Growth:
+        """Return trees with the children of the roots or beams, the best of which are beams now.
+
+        Args:
+            step: Depth of the roots or beams.
+            masks: As `finish` has it.
+        Mutates: KV slots of the new beams; the candidates, and the logits that masks forbid.
+        """
+        trees = inputs.trees
+        beams = self._choose(inputs, growth, step, masks)
+        assert beams is not None, "the last children are not expanded"
+        attention = TreeAttentionMetadata(
+            page_table=trees.page_table,
+            req_idx=trees.req_idx,
+            prefix_len=beams.prefix_len,
+            row_indptr=growth.row_indptr,
+            path_len=beams.path_len,
+            path_offset=beams.path_offset,
+            is_chain=growth.is_chain,
+            page_size=trees.page_size,
+            window=self._window,
+        )
+        hidden = self._model.forward(
+            beams.token_ids,
+            beams.position_ids,
+            embed(beams.parent_row, growth.hidden) if self._has_recurrent else None,
+            self._pool,
+            attention,
+            beams.slot_mapping,
+        )  # [B * K, h]
+        logits = self._model.logits(hidden)
+        return replace(growth, beams=beams, hidden=hidden, logits=logits)
+
+    @torch.inference_mode()
+    def finish(
+        self, inputs: DraftInput, growth: Growth, masks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the best nodes, with the children of the last beams, as `select_nodes` packs them.
+
+        Args:
+            masks: [rows, ceil(V / 32)] i32, which children the roots or beams may have, as
+                `apply_token_masks` reads it; None: all.
+        Mutates: The candidates, and the logits that masks forbid.
+        """
+        bounds = inputs.bounds
+        self._choose(inputs, growth, bounds.num_steps - 1, masks)
+        most_nodes = bounds.num_draft_tokens - 1
+        return select_nodes(growth.candidates, inputs.num_nodes, most_nodes=most_nodes)
+
+    def _choose(
+        self, inputs: DraftInput, growth: Growth, step: int, masks: torch.Tensor | None
+    ) -> Beams | None:
+        """Note the best children as candidates; return the best of them, but for the last ones."""
+        if masks is not None:
+            rows = torch.arange(len(masks), device=masks.device)
+            apply_token_masks(growth.logits, rows, masks, self._target_ids)
+        bounds = inputs.bounds
+        noise = inputs.noise(step) if inputs.is_random else None
+        score, token = best_children(growth.logits, self._target_ids, bounds.topk, noise)
+        return next_beams(
+            inputs.trees,
+            growth.candidates,
+            growth.beams,
+            score,
+            token,
+            step=step,
+            most_steps=bounds.num_steps,
+        )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shared.kernels.token_mask import apply_token_masks
 from shared.kernels.tree_beams import Beams
 
 if TYPE_CHECKING:
+    from draft_service.growth import Growth
     from shared.grammar.matcher import OutputMatcher
 
 
@@ -25,26 +25,21 @@ class GrowthMasks:
     Args:
         matchers: Of the requests, each where its root is.
         num_places: B, of the requests and of padding.
-        vocab_size: Of the target.
     """
 
-    def __init__(
-        self, matchers: Sequence[OutputMatcher], *, num_places: int, vocab_size: int
-    ) -> None:
+    def __init__(self, matchers: Sequence[OutputMatcher], *, num_places: int) -> None:
         self._matchers = matchers
         self._num_places = num_places
-        self._num_words = -(-vocab_size // 32)
         self._left_s = [BUDGET_S] * len(matchers)
         self._paths: list[list[int]] = [[] for _ in range(num_places)]  # of the last forward's rows
 
-    def apply(self, logits: torch.Tensor, beams: Beams | None, target_ids: torch.Tensor) -> None:
-        """Forbid what may not follow; waits for the device.
+    def fill_in(self, masks: torch.Tensor, beams: Beams | None) -> None:
+        """Say which children the roots or beams may have; waits for the device.
 
         Args:
-            logits: [B, V] of the roots, or [B * K, V] of the beams.
+            masks: [rows, ceil(V / 32)] i32 on the host.
             beams: None: these are the roots.
-            target_ids: [V] of the draft's ids.
-        Mutates: `logits`.
+        Mutates: `masks`, but for rows of padding.
         """
         if beams is not None:
             parents, tokens = beams.parent_row.tolist(), beams.token_ids.tolist()
@@ -52,12 +47,8 @@ class GrowthMasks:
                 [*self._paths[parent], token] for parent, token in zip(parents, tokens, strict=True)
             ]
         rows_per_tree = len(self._paths) // self._num_places
-        num_rows = len(self._matchers) * rows_per_tree
-        masks = torch.empty(num_rows, self._num_words, dtype=torch.int32)
-        for row, path in enumerate(self._paths[:num_rows]):
+        for row, path in enumerate(self._paths[: len(self._matchers) * rows_per_tree]):
             self.fill(row // rows_per_tree, masks[row : row + 1], path)
-        rows = torch.arange(num_rows, device=logits.device)
-        apply_token_masks(logits, rows, masks.to(logits.device), target_ids)
 
     def fill(self, tree: int, mask: torch.Tensor, path: Sequence[int]) -> None:
         """Say what may follow a path of a tree, unless its time is up.
@@ -72,3 +63,37 @@ class GrowthMasks:
         began_s = time.perf_counter()
         self._matchers[tree].fill_mask_after(mask, path)
         self._left_s[tree] -= time.perf_counter() - began_s
+
+
+class MaskBuffers:
+    """Where masks lie on the device: those of so many rows at the same place every time.
+
+    Args:
+        vocab_size: Of the target.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._device = device
+        self._of_rows: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # (on the host, on the device)
+
+    def filled(self, masks: GrowthMasks, growth: Growth) -> torch.Tensor:
+        """Return the masks of the roots or beams of a growth, [rows, ceil(V / 32)] i32, valid until
+        the next masks of as many rows; waits for the device.
+        """
+        num_rows = len(growth.logits)
+        if num_rows not in self._of_rows:
+            self._of_rows[num_rows] = self._allocate(num_rows)
+        on_host, on_device = self._of_rows[num_rows]
+        # Whoever read them last has been waited for: for the beams that it left, or for the trees.
+        masks.fill_in(on_host, growth.beams)
+        if on_device is not on_host:
+            on_device.copy_(on_host, non_blocking=True)
+        return on_device
+
+    def _allocate(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, is_cpu = (num_rows, self._num_words), self._device.type == "cpu"
+        on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=not is_cpu)
+        return on_host, on_host if is_cpu else torch.zeros_like(on_host, device=self._device)

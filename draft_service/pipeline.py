@@ -152,7 +152,7 @@ class DraftPipeline:
         inputs = runner.pack_growth(
             growing, [request.pending_tree.order.shape for request in growing]
         )
-        masks = GrowthMasks(matchers, num_places=len(inputs.seed), vocab_size=runner.vocab_size)
+        masks = GrowthMasks(matchers, num_places=len(inputs.seed))
         packed = runner.launch_masked_growth(inputs, masks)
         timer.device("grow")
         runner.results.start(packed)

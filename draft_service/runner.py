@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.extend_input import ExtendPacker, ExtendWork, parts_of
-from draft_service.growth import TreeGrower
+from draft_service.growth import Growth, TreeGrower
 from draft_service.growth_input import pack_growth
-from draft_service.growth_masks import GrowthMasks
+from draft_service.growth_masks import GrowthMasks, MaskBuffers
 from draft_service.phases import DraftExtendInput, DraftInput, DraftOutput
 from draft_service.request import DraftRequest
 from shared.kernels.mailbox_words import MAX_PATH
@@ -67,6 +68,7 @@ class DraftRunner:
         staging = Staging(device, self.row_buckets[-1] * feature_bytes + STAGED_BYTES)
         self.packer = ExtendPacker(pool, staging, window=window)
         self._growth_staging = Staging(device, STAGED_BYTES)
+        self._masks = MaskBuffers(vocab_size, device)
         # Hidden row of every request's last committed row, by req_idx; the last is a spare.
         self.last_hidden = torch.zeros(
             (pool.max_num_requests + 1, model.hidden_size), dtype=model.dtype, device=device
@@ -140,14 +142,32 @@ class DraftRunner:
         """
         packed: torch.Tensor = self.graphs.run(
             ("grow", len(inputs.seed), inputs.bounds, inputs.is_random),
-            lambda: self._forward_growth(inputs),
+            lambda: self._grower.grow(inputs, self.last_hidden),
             inputs.tensors,
         )
         return packed
 
     def launch_masked_growth(self, inputs: DraftInput, masks: GrowthMasks) -> torch.Tensor:
         """Grow trees as `launch_growth` does, kept to what masks allow; waits at every depth."""
-        return self._forward_growth(inputs, masks)
+        key = (len(inputs.seed), inputs.bounds, inputs.is_random)
+        grower, last_step = self._grower, inputs.bounds.num_steps - 1
+        growth: Growth = self.graphs.run(
+            ("begin growth", *key), lambda: grower.begin(inputs, self.last_hidden), inputs.tensors
+        )
+        for step in range(last_step):
+            mask = self._masks.filled(masks, growth)
+            growth = self.graphs.run(
+                ("deepen growth", step, *key, growth.logits.data_ptr()),
+                functools.partial(grower.deepen, inputs, growth, step, mask),
+                [*inputs.tensors, mask],
+            )
+        mask = self._masks.filled(masks, growth)
+        packed: torch.Tensor = self.graphs.run(
+            ("finish growth", *key, growth.logits.data_ptr()),
+            functools.partial(grower.finish, inputs, growth, mask),
+            [*inputs.tensors, mask],
+        )
+        return packed
 
     def read(self, timer: StepTimer) -> DraftOutput:
         """Return what was grown last, valid until the next growth; waits for the device."""
@@ -162,10 +182,6 @@ class DraftRunner:
             staging.begin()
             self.pool.stage_page_table(staging)
             staging.flush()
-
-    @torch.inference_mode()
-    def _forward_growth(self, inputs: DraftInput, masks: GrowthMasks | None = None) -> torch.Tensor:
-        return self._grower.grow(inputs, self.last_hidden, masks)
 
     @torch.inference_mode()
     def _forward(self, inputs: DraftExtendInput) -> None:

@@ -7,8 +7,8 @@ reading of KV, transport) from those without trees; what trees take beside it (t
 they make both hosts do) from those with trees. An entry is the median of the last few rounds of its
 kind: one that had to wait for something else says nothing. Rungs and numbers of trees that were
 never tried take as much more than was expected of their growth as the nearest ones do, in seconds
-or as a factor, whichever is less. So what was never tried looks rather too cheap than too dear, is
-tried, and is known then.
+or as a factor, whichever is less, but no less than smaller trees do. So what was never tried looks
+rather too cheap than too dear, is tried, and is known then.
 """
 
 from __future__ import annotations
@@ -211,7 +211,11 @@ class RoundCosts:
         extra = _filled((known - growth) / unit) * unit
         guess = growth * factor
         guess = np.where(extra > 0, np.minimum(guess, growth + extra), guess)
-        self._draft[1:] = np.where(np.isnan(known), guess, known)
+        is_known = ~np.isnan(known)
+        draft = np.where(is_known, known, guess)
+        for smaller, larger, is_measured in zip(draft, draft[1:], is_known[1:], strict=False):
+            larger[~is_measured] = np.maximum(larger, smaller)[~is_measured]
+        self._draft[1:] = draft
 
 
 def _filled(table: Floats) -> Floats:

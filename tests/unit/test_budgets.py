@@ -149,6 +149,17 @@ def test_a_dearer_draft_brings_no_more(count: int, easiness: int, dearer_s: floa
     assert rates[1] <= rates[0] * (1 + 1e-6)
 
 
+def test_what_was_never_tried_is_no_cheaper_than_smaller_trees() -> None:
+    """Small trees were slow beside the prompts of many requests, large ones of a few are not."""
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    for count, rung, took_s in ((8, 0, 5e-3), (8, 5, 6e-3), (8, 6, 7e-3), (32, 3, 20e-3)):
+        for _ in range(9):
+            rows = count * int(costs.rows[rung])
+            costs.note_round(RoundKind(count, rows, rung, count), took_s, now_s=1.0)
+    of_32 = [float(costs.draft_s(r, np.array(32), 32, 32.0)) for r in range(1, NUM_RUNGS)]
+    assert (np.diff(of_32[2:]) >= 0).all(), "trees for 32 requests were slow, larger ones will be, too"
+
+
 def test_rows_go_where_they_bring_most() -> None:
     """Of requests that may have trees, half are easy: those have larger ones."""
     costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)

@@ -21,6 +21,7 @@ from shared.messages import SamplingParams, TreeShape
 from shared.step.staging import Staging
 from target_service.engine import TargetEngine
 from target_service.start_up import capture_verifies
+from tests.checkpoints import EOS_ID
 from tests.emulated_graphs import EmulatedGraphs
 from tests.engines import (
     KINDS,
@@ -34,7 +35,9 @@ from tests.engines import (
     random_tokens,
     run_plain,
 )
+from tests.grammars import CASES, compiled_for
 from tests.local_pair import LocalPair, LocalRequest
+from tests.marks import first_fast
 
 
 class Event:
@@ -148,3 +151,37 @@ def test_replayed_steps_give_the_plain_output(models: Models, kind: str) -> None
     accepted = sum(path.num_accepted_drafts for request in requests for path in request.paths)
     assert accepted > 0
     assert all(cache.num_replays > 10 for cache in graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", first_fast(["eagle3", "standalone"]))
+def test_trees_with_grammars_grow_by_replays(models: Models, kind: str) -> None:
+    """Depth by depth: each reads what the graph of the depth before has left."""
+    pairing = models.pairing(kind)
+    rng = random.Random(5)
+    requests = [
+        LocalRequest(
+            prompt=random_tokens(rng, 5 + 9 * i),
+            max_new_tokens=40,
+            shape=SHAPES[i % len(SHAPES)],
+            sampling=SamplingParams(temperature=(0.0, 1.0)[i % 2], seed=i),
+            stop_token_ids=(EOS_ID,),
+            compiled_grammar=compiled_for(pairing.target, name) if name else b"",
+        )
+        for i, name in enumerate([*CASES, "", ""])
+    ]
+    expected = run_plain(make_target(pairing, page_size=4), requests)
+    target, draft = make_target(pairing, page_size=4), make_draft(pairing, page_size=2)
+    graphs = replaying(draft)
+    poison(pool_of(draft))
+    LocalPair(target, draft).run(requests)
+    for request, plain in zip(requests, expected, strict=True):
+        assert request.output == plain.output
+    constrained = requests[: len(CASES)]
+    assert sum(p.num_accepted_drafts for request in constrained for p in request.paths) > 0
+    assert graphs.num_replays > 10
+    assert {key[0] for key in graphs._captured} >= {
+        "begin growth",
+        "deepen growth",
+        "finish growth",
+    }
