@@ -278,11 +278,14 @@ class CheckpointReader:
         """Return the shape of a tensor that is in `names`."""
         return self._infos[name].shape
 
-    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return a floating-point tensor on the device, in the dtype.
+    def load(
+        self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return a floating-point tensor on the device.
 
         Args:
             shape: What the tensor must measure.
+            dtype: What it becomes; None: the reader's.
         Raises: CheckpointError naming a tensor that is missing, mis-shaped or quantised.
         """
         info = self._take(name, shape)
@@ -291,7 +294,7 @@ class CheckpointReader:
                 f"{self.directory}: tensor {info.name!r} is {info.dtype}; quantised weights are "
                 f"not supported, only {', '.join(sorted(FLOAT_DTYPES))}"
             )
-        return self._read(info, self._dtype)
+        return self._read(info, dtype or self._dtype)
 
     def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a linear layer, ready to be multiplied by; see `load`."""

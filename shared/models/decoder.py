@@ -9,19 +9,20 @@ from shared.kernels.rms_norm import rms_norm
 from shared.models.attention import Attention, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.feed_forward import MLP
+from shared.models.feed_forward import MLP, load_feed_forward
 from shared.models.projections import Product, add, add_and_norm
 from shared.progress import note_progress
 
 
 class DecoderLayer:
-    """Attention and MLP with their norms and residuals.
+    """Attention and feed-forward with their norms and residuals.
 
     What a layer adds to the residual stream last is added by whoever reads the stream next, so that
     one kernel adds and normalises.
 
     Args:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
+        layer_id: Which layer of the decoder it is; says whether it has experts.
         has_input_norm: False: attention reads the residual stream as it is (EAGLE-1/2, layer 0).
     """
 
@@ -30,6 +31,7 @@ class DecoderLayer:
         reader: CheckpointReader,
         prefix: str,
         config: ModelConfig,
+        layer_id: int = 0,
         *,
         has_input_norm: bool = True,
     ) -> None:
@@ -40,7 +42,7 @@ class DecoderLayer:
             self._input_norm = reader.load(f"{prefix}.input_layernorm.weight", (hidden,))
         self._attention = Attention(reader, f"{prefix}.self_attn", config, hidden)
         self._post_norm = reader.load(f"{prefix}.post_attention_layernorm.weight", (hidden,))
-        self._mlp = MLP(reader, f"{prefix}.mlp", config)
+        self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
 
     def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add what the layer before left, and norm.
@@ -71,7 +73,7 @@ class DecoderLayer:
         note_progress()
         pending = self._attention.forward(normed, rows, k_cache, v_cache)
         x, normed = add_and_norm(x, pending, self._post_norm, self._eps)
-        return x, self._mlp.forward(normed)
+        return x, self._feed_forward.forward(normed, rows)
 
 
 class PostNormLayer:
@@ -81,7 +83,10 @@ class PostNormLayer:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
     """
 
-    def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
+    def __init__(
+        self, reader: CheckpointReader, prefix: str, config: ModelConfig, layer_id: int = 0
+    ) -> None:
+        assert config.experts is None or layer_id in config.experts.dense_layers
         hidden = config.hidden_size
         self._eps = config.rms_norm_eps
         self._attention = Attention(reader, f"{prefix}.self_attn", config, hidden)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
-from shared.models.families import FAMILIES, MIMO, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
+from shared.models.experts_config import ExpertsConfig, parse_experts
+from shared.models.families import FAMILIES, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
 from shared.models.rope_config import RopeConfig, parse_rope, require_positive
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -65,9 +66,10 @@ class ModelConfig:
         dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
         unrotated_layers: Layers without a rotary embedding.
         has_vision: A vision tower is in the checkpoint, too, and left out.
-        num_mtp_layers: Layers of multi-token prediction in the checkpoint (MiMo).
+        num_mtp_layers: Layers of multi-token prediction in the checkpoint (MiMo, GLM-4.5).
         eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
             config.json.
+        experts: Feed-forwards that a router chooses from; None: every layer has one, dense.
     """
 
     vocab_size: int
@@ -98,6 +100,7 @@ class ModelConfig:
     has_vision: bool = False
     num_mtp_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> ModelConfig:
@@ -174,7 +177,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         )
     num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family)
     num_layers = require_int(fields, "num_hidden_layers", source)
-    num_mtp_layers = fields.get("num_nextn_predict_layers") if architecture == MIMO else 0
+    num_mtp_layers = fields.get("num_nextn_predict_layers") if family.has_mtp else 0
     max_positions = _parse_positions(fields, source)
     multipliers: dict[str, Any] = {
         name: require_positive(fields[name], f"{source}: {name}")
@@ -203,7 +206,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_qkv_bias=_is_set(fields, family.qkv_bias),
         has_o_bias=_is_set(fields, family.o_bias),
         has_mlp_bias=_is_set(fields, family.mlp_bias),
-        has_qk_norm=family.has_qk_norm,
+        has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
         has_post_norms=family.has_post_norms,
         fused_projections=family.fused,
@@ -213,6 +216,9 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         unrotated_layers=_parse_unrotated(fields, source, family, num_layers),
         has_vision=family.has_vision,
         num_mtp_layers=int(num_mtp_layers or 0),
+        experts=parse_experts(fields, source, family.experts, num_layers)
+        if family.experts
+        else None,
         **multipliers,
     )
 
