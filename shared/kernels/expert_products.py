@@ -82,18 +82,20 @@ def _expert_swiglu_kernel(
     wait_for_previous(IS_DEPENDENT)
     first_n = tl.program_id(1) * BLOCK_N
     expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, NUM_EXPERTS, IS_DIRECT)
-    end = tl.where(expert < NUM_EXPERTS, end, begin)
+    # Pairs of padding get zeros. Their block of weights is outside of the matrix: nothing is read.
+    is_expert = expert < NUM_EXPERTS
+    end_k = tl.where(is_expert, width_k, 1)
+    tl.assume(end_k > 0)
     first_row = expert * 2 * width_f + first_n
     n = first_n + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
-    tl.assume(width_k > 0)
     for first in range(begin + tl.program_id(0) * BLOCK_T, end, num_lanes * BLOCK_T):
         place = first + tl.arange(0, BLOCK_T)
         pair = _pairs_at(pairs_ptr, place, end, IS_DIRECT).to(tl.int64)
         x_ptrs = x_ptr + (pair // SLOTS)[:, None] * width_k + column[None, :]
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-        for k in range(0, width_k, BLOCK_K):
+        for k in range(0, end_k, BLOCK_K):
             if IS_WHOLE:
                 x = tl.load(x_ptrs + k)
             else:
@@ -106,7 +108,7 @@ def _expert_swiglu_kernel(
         out = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
         tl.store(
             out_ptr + pair[None, :] * width_f + n[:, None],
-            out.to(out_ptr.dtype.element_ty),
+            tl.where(is_expert, out, 0.0).to(out_ptr.dtype.element_ty),
             mask=(place < end)[None, :] & (n < width_f)[:, None],
         )
 
@@ -137,9 +139,7 @@ def _expert_down_kernel(
     wait_for_previous(IS_DEPENDENT)
     first_n = tl.program_id(1) * BLOCK_N
     expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, NUM_EXPERTS, IS_DIRECT)
-    # Pairs of padding get zeros. Their block of weights is outside of the matrix: nothing is read.
-    is_expert = expert < NUM_EXPERTS
-    end_k = tl.where(is_expert, width_k, 1)
+    end_k = tl.where(expert < NUM_EXPERTS, width_k, 1)  # zeros for padding, as above
     tl.assume(end_k > 0)
     first_row = expert * width_n + first_n
     n = first_n + tl.arange(0, BLOCK_N)
@@ -160,7 +160,7 @@ def _expert_down_kernel(
         addend = (pair % SLOTS) * num_rows + pair // SLOTS
         tl.store(
             out_ptr + addend[None, :] * width_n + n[:, None],
-            tl.where(is_expert, total, 0.0),
+            total,
             mask=(place < end)[None, :] & (n < width_n)[:, None],
         )
 
@@ -251,16 +251,14 @@ def _launch_swiglu(
     grid: _Grid,
     out: torch.Tensor,
 ) -> None:
-    """Launch gate and up. Mutates: `out`, but for rows of padding."""
+    """Launch gate and up. Mutates: `out`, all of it."""
     num_experts, width_f, width_k = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     tiles = INTERPRETED_TILES
     if x.is_cuda:
         tiles = choose_up_tiles(grid.rows_per_expert, x.element_size())
     num_lanes = grid.num_lanes(tiles)
-    # Padding has no rows here, so that of experts alone there are programs.
-    num_items = grid.num_items if grid.is_direct else num_experts
     count_launch("expert_swiglu")
-    _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), num_items)](
+    _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), grid.num_items)](
         x,
         _describe(weight, tiles),
         ids,
