@@ -53,6 +53,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "llama-3:1x96-tied": lambda d: checkpoints.write_llama(d, shape=shape(3, 1, 96), is_tied=True),
     "qwen2-4:2x128": lambda d: checkpoints.write_qwen2(d, shape=shape(4, 2, 128)),
     "qwen3-16:1x20": lambda d: checkpoints.write_qwen3(d, shape=shape(16, 1, 20)),
+    "qwen3-moe-6-experts": lambda d: checkpoints.write_qwen3_moe(d, shape=shape(4, 2, 16)),
     "mistral-2x256-window": lambda d: checkpoints.write_mistral(
         d, shape=shape(2, 2, 256), sliding_window=9
     ),

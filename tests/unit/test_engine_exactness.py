@@ -29,6 +29,7 @@ from tests.engines import (
     random_tokens,
 )
 from tests.local_pair import LocalRequest
+from tests.marks import EXHAUSTIVE
 
 PAGE_SIZES = {1: 16, 2: 64, 4: 1, 16: 2, 64: 4}  # the target's: the draft's
 # Shorter than a page and around its edges, whatever its size: 128 is two of the largest.
@@ -193,13 +194,17 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "mistral3": families.write_mistral3,
     "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
     "granite": lambda d: families.write(d, "granite", **families.GRANITE),
+    "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
+    "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
+    "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
 }
+IN_EVERY_RUN = ("phi3", "glm4-moe")
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "phi3" else pytest.mark.exhaustive)
+        pytest.param(name, marks=pytest.mark.slow if name in IN_EVERY_RUN else EXHAUSTIVE)
         for name in BY_TRANSFORMERS
     ],
 )

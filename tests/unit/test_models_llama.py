@@ -60,6 +60,9 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "granite-tied": lambda d: families.write(
         d, "granite", **families.GRANITE | {"tie_word_embeddings": True}
     ),
+    "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
+    "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
+    "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
 }
 
 

@@ -15,9 +15,11 @@ from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
 from target_service.start_up import capture_forwards
+from tests import checkpoints
 from tests.engines import (
     SHAPES,
     Models,
+    Pairing,
     make_draft,
     make_target,
     pool_of,
@@ -87,9 +89,14 @@ class Trees:
         return self.runner.extend(inputs)
 
 
-@pytest.fixture
-def trees(models: Models) -> Trees:
-    target = make_target(models.pairing("eagle3"), page_size=PAGE_SIZE, num_pages=200)
+@pytest.fixture(params=["llama", "qwen3-moe"])
+def trees(request: pytest.FixtureRequest, models: Models) -> Trees:
+    pairing = models.pairing("eagle3")
+    if request.param != "llama":
+        path = models.get("qwen3-moe", checkpoints.write_qwen3_moe)
+        head = models.get("qwen3-moe-eagle3", lambda d: checkpoints.write_eagle3(d, path))
+        pairing = Pairing(target=path, draft=head, algorithm="eagle3")
+    target = make_target(pairing, page_size=PAGE_SIZE, num_pages=200)
     return Trees(target, 5)
 
 
