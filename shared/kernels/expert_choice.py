@@ -77,16 +77,13 @@ def _best_groups(
     group_score = tl.full(column.shape, lowest, tl.float32)
     for i in tl.static_range(NUM_GROUPS):
         members = tl.where((group == i) & is_expert, choice, lowest)
-        best = tl.max(members, axis=0)
-        score = best
+        score, first = tl.max(members, axis=0, return_indices=True)
         if JUDGES_BY_TWO:
-            first = tl.min(tl.where(members == best, expert, expert.shape[0]), axis=0)
             score += tl.max(tl.where(expert == first, lowest, members), axis=0)
         group_score = tl.where(column == i, score, group_score)
     is_open = expert < 0
     for _ in tl.static_range(NUM_CHOSEN_GROUPS):
-        best = tl.max(group_score, axis=0)
-        first = tl.min(tl.where(group_score == best, column, GROUP_BLOCK), axis=0)
+        _, first = tl.max(group_score, axis=0, return_indices=True)
         is_open = is_open | (group == first)
         group_score = tl.where(column == first, lowest, group_score)
     return is_open
@@ -155,8 +152,7 @@ def _choose_experts_kernel(
     left = tl.where(is_expert, choice, lowest)
     is_chosen = expert < 0
     for _ in tl.static_range(COUNT):
-        best = tl.max(left, axis=0)
-        first = tl.min(tl.where(left == best, expert, BLOCK), axis=0)
+        _, first = tl.max(left, axis=0, return_indices=True)  # of equal ones the lowest
         is_chosen = is_chosen | (expert == first)
         left = tl.where(expert == first, lowest, left)
     weights = scores
