@@ -44,6 +44,7 @@ from shared.kernels import (
 )
 from shared.kernels.dispatch import LAUNCH_OPTIONS
 from tests.kernels.compile_experts import choice_kernels, expert_kernels
+from tests.kernels.compile_latents import latent_kernels
 from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launch_options
 
 # What one program may use on Hopper.
@@ -56,6 +57,7 @@ def kernels(dtype: str):
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
     yield from attention_kernels(dtype)
+    yield from latent_kernels(dtype)
     yield from expert_kernels(dtype)
     sizes = [(rows, 4, 4096) for rows in (1, 64, 128, 256, 512, 2048)]
     for num_rows, num_splits, width_n in (*sizes, (256, 1, 4096), (128, 1, 128256)):
@@ -432,7 +434,7 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
     assert binary.metadata.shared <= SHARED_MEMORY_BYTES, kernel.__name__
     if constexprs.get("IS_DEPENDENT"):
         # Attention reads its tables before: no layer writes them.
-        may_load = kernel.__module__ == tree_attention_kernels.__name__
+        may_load = "_attention_kernels" in kernel.__module__
         assert waits_first(binary.asm["ptx"], may_load=may_load), (
             f"{kernel.__name__} does not wait first"
         )

@@ -50,6 +50,10 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_post_rows_kernel",
         "_take_rows_kernel",
         "_move_paths_kernel",
+        "_shared_latents_kernel",
+        "_finish_latents_kernel",
+        "_head_linear_kernel",
+        "_latent_store_kernel",
     }
     of_no_dtype = {
         "_post_trees_kernel",
@@ -84,6 +88,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         assert compiled_dtype == dtype
         of_experts = ("_expert_swiglu_kernel", "_expert_down_kernel")
         of_weights = ("_linear_kernel", "_linear_swiglu_kernel", *of_experts)
-        has_products = name in (*attention, *of_halves, *of_weights)
+        of_latents = ("_shared_latents_kernel", "_finish_latents_kernel", "_head_linear_kernel")
+        has_products = name in (*attention, *of_halves, *of_weights, *of_latents)
         assert (products != "none") == (has_products and dtype != "fp32"), name
         assert products in ("none", attention.get(name, products)), name
