@@ -314,17 +314,19 @@ class CheckpointReader:
             )
         return self._read(info, torch.int64)
 
-    def finish(self, extras: Collection[str] = ()) -> None:
+    def finish(self, extras: Collection[str] = (), *, within: str = "") -> None:
         """Raise unless every tensor was loaded or is a known extra.
 
         Args:
             extras: fnmatch patterns of tensors that are known and not needed.
+            within: Only tensors whose names begin so are meant.
         Raises: CheckpointError naming the tensors that are left over.
         """
         left_over = sorted(
             self._infos[name].name
             for name in set(self._infos) - self._loaded
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
+            if name.startswith(within)
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
         )
         if left_over:
             shown = ", ".join(left_over[:8]) + (", ..." if len(left_over) > 8 else "")

@@ -6,10 +6,11 @@ import torch
 
 from shared.kernels.linear import sum_addends
 from shared.kernels.rms_norm import rms_norm
-from shared.models.attention import Attention, Rows
+from shared.models.attention import Attention, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.feed_forward import MLP, load_feed_forward
+from shared.models.latent_attention import LatentAttention
 from shared.models.projections import Product, add, add_and_norm
 from shared.progress import note_progress
 
@@ -40,7 +41,8 @@ class DecoderLayer:
         self._input_norm = None
         if has_input_norm:
             self._input_norm = reader.load(f"{prefix}.input_layernorm.weight", (hidden,))
-        self._attention = Attention(reader, f"{prefix}.self_attn", config, hidden)
+        attention_class = Attention if config.latent is None else LatentAttention
+        self._attention = attention_class(reader, f"{prefix}.self_attn", config, hidden)
         self._post_norm = reader.load(f"{prefix}.post_attention_layernorm.weight", (hidden,))
         self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
 
@@ -62,16 +64,15 @@ class DecoderLayer:
         x: torch.Tensor,
         normed: torch.Tensor,
         rows: Rows,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        caches: LayerCaches,
     ) -> tuple[torch.Tensor, Product]:
         """Run the layer on what `enter` returned.
 
         Returns: (residual stream [T, h], what is still to be added to it).
-        Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
+        Mutates: rows of `caches` named by the slot mapping.
         """
         note_progress()
-        pending = self._attention.forward(normed, rows, k_cache, v_cache)
+        pending = self._attention.forward(normed, rows, caches)
         x, normed = add_and_norm(x, pending, self._post_norm, self._eps)
         return x, self._feed_forward.forward(normed, rows)
 
@@ -104,15 +105,14 @@ class PostNormLayer:
         x: torch.Tensor,
         normed: torch.Tensor,
         rows: Rows,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        caches: LayerCaches,
     ) -> tuple[torch.Tensor, None]:
         """Run the layer on what `enter` returned; nothing is left to be added.
 
-        Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
+        Mutates: rows of `caches` named by the slot mapping.
         """
         note_progress()
-        product = self._attention.forward(normed, rows, k_cache, v_cache)
+        product = self._attention.forward(normed, rows, caches)
         x = self._add_normed(x, product, self._attention_norm)
         return self._add_normed(x, self._mlp.forward(x), self._mlp_norm), None
 

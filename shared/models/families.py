@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.models.experts_config import ExpertsFamily, ExpertTensors, Scoring
+from shared.models.experts_config import ExpertsFamily, ExpertTensors, GroupScore, Scoring
 
 MIMO = "MiMoForCausalLM"
 MULTIPLIERS = (
@@ -40,6 +40,7 @@ class Family:
         rotary_share: What an absent `partial_rotary_factor` means; None: there is no such field.
         is_interleaved: The rotary embedding pairs neighbours.
         rope_aliases: Its own names of rope types.
+        has_latent_attention: Multi-head latent attention.
         has_vision: The checkpoint has a vision tower beside the language model, whose fields are in
             `text_config`; the tower is left out.
         refused: Fields that this family alone reads, and that are not implemented -> the values,
@@ -63,6 +64,7 @@ class Family:
     rotary_share: float | None = None
     is_interleaved: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    has_latent_attention: bool = False
     has_vision: bool = False
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     implemented: tuple[str, ...] = ()
@@ -71,6 +73,8 @@ class Family:
     has_mtp: bool = False
 
 
+_DEEPSEEK_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_DEEPSEEK_FIELDS = ("kv_lora_rank", *_DEEPSEEK_COUNTS)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -175,6 +179,38 @@ FAMILIES: dict[str, Family] = {
         | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
         experts=ExpertsFamily(
             count_fields=("n_routed_experts", "num_local_experts"),
+            scoring=Scoring.SIGMOID,
+            has_correction_bias=True,
+            has_shared=True,
+            has_groups=True,
+        ),
+        has_mtp=True,
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        has_latent_attention=True,
+        is_interleaved=True,
+        implemented=_DEEPSEEK_FIELDS,
+        # It never divides weights by their sum.
+        refused={"attention_bias": (False,), "mlp_bias": (False,), "norm_topk_prob": (False,)}
+        | {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)}
+        | {"moe_layer_freq": (1,)},
+        experts=ExpertsFamily(
+            count_fields=_DEEPSEEK_COUNTS,
+            has_shared=True,
+            has_groups=True,
+            group_score=GroupScore.BEST,
+        ),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        has_latent_attention=True,
+        is_interleaved=True,
+        implemented=_DEEPSEEK_FIELDS,
+        refused={"attention_bias": (False,), "rope_interleave": (True,)}
+        | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+        defaults={"norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
+        | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+        experts=ExpertsFamily(
+            count_fields=_DEEPSEEK_COUNTS,
             scoring=Scoring.SIGMOID,
             has_correction_bias=True,
             has_shared=True,

@@ -126,7 +126,7 @@ class CausalLM:
             if layer_id - 1 in capture_layers:
                 captured[layer_id - 1] = x
             turned = unrotated if layer_id in self.config.unrotated_layers else rows
-            x, pending = layer.forward(x, normed, turned, kv.k[layer_id], kv.v[layer_id])
+            x, pending = layer.forward(x, normed, turned, kv.layers[layer_id])
         x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(

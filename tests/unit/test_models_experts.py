@@ -44,7 +44,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
 def test_routers_choose_whom_those_of_transformers_choose(
     tmp_path: Path, name: str, chosen: list[ChosenExperts]
 ) -> None:

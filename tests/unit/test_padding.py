@@ -60,7 +60,7 @@ class Trees:
 
     def kv(self) -> torch.Tensor:
         """Return all K and V but the sink's."""
-        return torch.stack([cache[PAGE_SIZE:] for cache in (*self.pool.k, *self.pool.v)])
+        return torch.stack([cache[PAGE_SIZE:] for cache in self.pool.caches])
 
     @torch.inference_mode()
     def _extend(
@@ -117,7 +117,7 @@ def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
         [1], [2], [1, 2], [7], [3, 5], [9], [8, 8], [17], [20, 4, 1], [31], [16, 16], [11, 11, 11],
         [50], [1, 1, 1, 1, 1], [13, 13, 13, 13, 12], [3],
     ]  # fmt: skip
-    for cache in (*trees.pool.k, *trees.pool.v):
+    for cache in trees.pool.caches:
         cache[0:PAGE_SIZE] = torch.nan
     for sizes in around_edges:
         count = sum(sizes)
