@@ -41,6 +41,7 @@ from shared.kernels.linear import linear_addends
 from shared.kernels.products_cpu import CpuProducts
 from shared.models import experts as experts_module
 from shared.models.decoder_config import ModelConfig
+from shared.models.latent_config import LatentConfig
 from shared.models.llama import CausalLM
 
 _MAX_ROUTES = 16
@@ -270,16 +271,14 @@ def _steps(
     """Measure steps of one token of each request."""
     model = random_model(config, device, dtype, context_len=args.context + 8)
     pool, req_idx = new_pool(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        config.kv_layout,
         num_requests=max(args.rows),
         num_tokens=args.context + 8,
         dtype=dtype,
         device=device,
     )
     fill_noise(pool)
-    kv_bytes = args.context * sum(cache[0].nbytes for cache in pool.caches)
+    kv_bytes = args.context * config.kv_layout.bytes_per_token(dtype.itemsize)
     rng = np.random.default_rng(0)
     lines = []
     for count in args.rows:
@@ -290,7 +289,7 @@ def _steps(
         is_right = torch.equal(together[-1:], _logits(model, alone))
         us = time_ms([lambda rows=rows: _logits(model, rows)], device) * 1e3  # type: ignore[misc]
         num_bytes = _dense_bytes(config, dtype.itemsize) + count * kv_bytes
-        num_bytes += num_experts * config.num_layers * _expert_bytes(config, dtype.itemsize)
+        num_bytes += num_experts * _num_sparse(config) * _expert_bytes(config, dtype.itemsize)
         limit_us = num_bytes / bandwidth * 1e6
         lines.append(
             Line(
@@ -325,6 +324,12 @@ def _count_experts(model: CausalLM, rows: Rows) -> tuple[torch.Tensor, float]:
     return logits.clone(), float(np.mean(counts))
 
 
+def _num_sparse(config: ModelConfig) -> int:
+    """Return how many layers have experts."""
+    assert config.experts is not None
+    return config.num_layers - len(config.experts.dense_layers)
+
+
 def _expert_bytes(config: ModelConfig, itemsize: int) -> int:
     assert config.experts is not None
     return 3 * config.hidden_size * config.experts.width * itemsize
@@ -333,10 +338,25 @@ def _expert_bytes(config: ModelConfig, itemsize: int) -> int:
 def _dense_bytes(config: ModelConfig, itemsize: int) -> int:
     """Return the bytes of weights that every row passes."""
     assert config.experts is not None
-    attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
-    experts = config.experts
-    layer = config.hidden_size * (attention + experts.num_experts + 3 * experts.shared_width)
-    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * itemsize
+    hidden, experts = config.hidden_size, config.experts
+    attention = 2 * hidden * config.head_dim * (config.num_heads + config.num_kv_heads)
+    if config.latent is not None:
+        attention = _latent_values(config, config.latent)
+    values = config.num_layers * attention + config.vocab_size * hidden
+    for layer in range(config.num_layers):
+        is_dense = layer in experts.dense_layers
+        width = config.intermediate_size if is_dense else experts.shared_width
+        values += 3 * hidden * width + (0 if is_dense else hidden * experts.num_experts)
+    return values * itemsize
+
+
+def _latent_values(config: ModelConfig, widths: LatentConfig) -> int:
+    """Return the values in the matrices of a layer's latent attention."""
+    hidden, heads = config.hidden_size, config.num_heads
+    rank = widths.q_lora_rank
+    queries = (rank or hidden) * heads * widths.qk_head_dim + rank * hidden
+    made = widths.kv_lora_rank * heads * (widths.qk_nope_head_dim + widths.v_head_dim)
+    return queries + hidden * widths.cached_width + made + heads * widths.v_head_dim * hidden
 
 
 def _some_of(num_rows: int) -> set[int]:

@@ -11,6 +11,7 @@ from shared.kernels.products_cpu import CpuProducts
 from shared.models.checkpoint import CheckpointReader
 from shared.models.decoder_config import ModelConfig
 from shared.models.experts_config import ExpertsConfig
+from shared.models.latent_config import LatentConfig
 from shared.models.llama import CausalLM
 from shared.models.rope_config import RopeConfig
 
@@ -29,6 +30,46 @@ CONFIGS = {
         has_qk_norm=True,
         dtype="bfloat16",
         experts=ExpertsConfig(num_experts=128, num_experts_per_tok=8, width=768),
+    ),
+    "deepseek-v2-lite": ModelConfig(
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        num_layers=27,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=192,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=163840,
+        rope=RopeConfig(theta=1e4, is_interleaved=True),
+        dtype="bfloat16",
+        latent=LatentConfig(
+            kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ),
+        experts=ExpertsConfig(
+            num_experts=64,
+            num_experts_per_tok=6,
+            width=1408,
+            is_normalised=False,
+            shared_width=2816,
+            dense_layers=frozenset({0}),
+        ),
+    ),
+    "small-latent": ModelConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=24,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        rope=RopeConfig(theta=1e4, is_interleaved=True),
+        latent=LatentConfig(
+            kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
+        ),
+        experts=ExpertsConfig(num_experts=8, num_experts_per_tok=2, width=32),
     ),
     "small": ModelConfig(
         vocab_size=300,
