@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
 from benchmarks.rows import Rows, build_rows, new_pool
+from shared.kv.layout import KVLayout
 from shared.models.config import feature_spec
 from shared.models.eagle3 import Eagle3Draft
 from shared.models.llama import CausalLM
@@ -63,10 +63,10 @@ def _final_hidden_rows(target_dir: Path, head_dir: Path, num_prompts: int) -> Hi
     )
     target_rows, draft_rows = [], []
     for prompt in read_prompts(target_dir, num_prompts):
-        rows = _chain(target.config, target.config.num_layers, prompt)
+        rows = _chain(target.config.kv_layout, prompt)
         output = rows.forward(target, spec.layer_ids)
         assert output.captured is not None
-        rows = _chain(head, 1, prompt[1:])
+        rows = _chain(head.kv_layout, prompt[1:])
         hidden = head.forward(
             rows.token_ids,
             rows.position_ids,
@@ -80,12 +80,10 @@ def _final_hidden_rows(target_dir: Path, head_dir: Path, num_prompts: int) -> Hi
     return HiddenRows(target=torch.cat(target_rows), draft=head.normed(torch.cat(draft_rows)))
 
 
-def _chain(shape: Any, num_layers: int, token_ids: list[int]) -> Rows:
+def _chain(layout: KVLayout, token_ids: list[int]) -> Rows:
     """Return the rows of a prompt over a pool of its own."""
     pool, req_idx = new_pool(
-        num_layers=num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        layout,
         num_requests=1,
         num_tokens=len(token_ids),
         dtype=torch.float32,

@@ -220,9 +220,8 @@ def _weight_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 def _kv_bytes(engine: TargetEngine) -> int:
-    """Return the bytes of K and V per token, all layers."""
-    pool = engine.runner.pool
-    return sum(cache[0].nbytes for cache in (*pool.k, *pool.v))
+    """Return the bytes of a token in all caches."""
+    return sum(cache[0].nbytes for cache in engine.runner.pool.caches)
 
 
 def _prefill_flop(config: ModelConfig, num_tokens: int) -> float:

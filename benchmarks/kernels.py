@@ -39,6 +39,7 @@ from shared.kernels.rms_norm import add_rms_norm
 from shared.kernels.rope_store import rope_store, rope_store_ref
 from shared.kernels.sampling import sample
 from shared.kernels.tree_attention import tree_attention
+from shared.kv.layout import KVLayout
 from shared.tree import lay_out_tree, paths_of
 
 HEAD_DIM = 128
@@ -227,16 +228,14 @@ class _Bench:
         # What torch reads: the same bytes, one request after the other, no pages.
         dense = self._copies(self._normal(2, num_requests, num_kv_heads, num_tokens, HEAD_DIM))
         pool, req_idx = new_pool(
-            num_layers=len(dense),
-            num_kv_heads=num_kv_heads,
-            head_dim=HEAD_DIM,
+            KVLayout(num_layers=len(dense), num_heads=num_kv_heads, width=HEAD_DIM),
             num_requests=num_requests,
             num_tokens=num_tokens,
             dtype=self.dtype,
             device=self.device,
         )
         fill_noise(pool)
-        paged = list(zip(pool.k, pool.v, strict=True))
+        paged = pool.layers
         ids = np.zeros((num_requests, num_nodes), dtype=np.int64)
         parents = tree_of(num_nodes) if num_nodes > 1 else None
         rows = build_rows(pool, req_idx, ids, prefix_len=context, parents=parents)

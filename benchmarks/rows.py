@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.kv.layout import KVLayout
 from shared.kv.pool import KVPool
 from shared.models.llama import CausalLM, ForwardOutput
 from shared.step.packing import PackedRows, RowBlocks, pack_rows, to_device
@@ -41,10 +42,8 @@ class Rows:
 
 
 def new_pool(
+    layout: KVLayout,
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
     num_requests: int,
     num_tokens: int,
     dtype: torch.dtype,
@@ -58,9 +57,7 @@ def new_pool(
     """
     num_pages = -(-num_tokens // page_size)
     pool = KVPool(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        layout=layout,
         num_pages=1 + num_requests * num_pages,
         page_size=page_size,
         max_num_requests=num_requests,
@@ -77,7 +74,7 @@ def fill_noise(pool: KVPool) -> None:
     Mutates: the whole pool.
     """
     generator = torch.Generator(device=pool.device).manual_seed(0)
-    for cache in (*pool.k, *pool.v):
+    for cache in pool.caches:
         cache.normal_(generator=generator)
 
 

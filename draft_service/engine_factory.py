@@ -99,13 +99,7 @@ def create_engine(
     progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
-        bytes_per_page=KVPool.bytes_per_page(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            page_size=config.page_size,
-            dtype=dtype,
-        ),
+        bytes_per_page=model.kv_layout.bytes_per_token(dtype.itemsize) * config.page_size,
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,
         max_request_tokens=window + EXTRA_SLOTS + config.page_size,
@@ -116,9 +110,7 @@ def create_engine(
     if window >= longest:
         window = 0  # no conversation gets that far
     pool = KVPool(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        layout=model.kv_layout,
         num_pages=num_pages,
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,

@@ -77,16 +77,10 @@ def make_pool(
 
     Raises: ConfigError if there is no room for one round.
     """
-    longest = longest_context(config, model_config)
+    longest, layout = longest_context(config, model_config), model_config.kv_layout
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
-        bytes_per_page=KVPool.bytes_per_page(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            page_size=config.page_size,
-            dtype=dtype,
-        ),
+        bytes_per_page=layout.bytes_per_token(dtype.itemsize) * config.page_size,
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,
         max_request_tokens=longest + MAX_TREE_NODES,
@@ -101,9 +95,7 @@ def make_pool(
             f"of {MAX_TREE_NODES} nodes; raise --num-pages"
         )
     pool = KVPool(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
+        layout=layout,
         num_pages=num_pages,
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,

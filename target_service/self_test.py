@@ -58,7 +58,8 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
     """
     products, config = runner.model.products, runner.model.config
     if products.weights:  # none are a CPU's on a GPU
-        heads = (config.num_heads // config.num_kv_heads, config.head_dim)
+        layout = config.kv_layout
+        heads = (config.num_heads // layout.num_heads, layout.width)
         settle_products(products, heads)
     result = _compare_ways(runner, vocab_size, window)
     if products.weights and not result.is_exact and not products.is_invariant:
@@ -179,14 +180,14 @@ class _SelfTest:
         """Zero the row's slots."""
         pool = self._runner.pool
         slots = to_device(pool.slots(self._row, np.arange(NUM_SLOTS)).astype(np.int64), pool.device)
-        for cache in (*pool.k, *pool.v):
+        for cache in pool.caches:
             cache[slots] = 0
 
     def committed_kv(self, count: int) -> torch.Tensor:
-        """Return K and V of the first `count` slots, all layers, flat."""
+        """Return what all caches hold of the first `count` slots."""
         pool = self._runner.pool
         slots = to_device(pool.slots(self._row, np.arange(count)).astype(np.int64), pool.device)
-        return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
+        return torch.stack([cache[slots] for cache in pool.caches])
 
     def _block(self, prefix_len: int, num_rows: int, *trees: TreeLayout) -> RowBlocks:
         return RowBlocks(

@@ -1,4 +1,4 @@
-"""Make the graphs of a runner and time its forwards, before requests come, on rows of padding."""
+"""Make the graphs of a runner and time its forwards, before requests come, on rows of nobody."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from shared.step.packing import NO_BLOCKS, pack_rows
+from shared.step.packing import NO_BLOCKS, RowBlocks, pack_rows, padded_blocks
 from target_service.batch import extend_fields
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
 from target_service.runner import TargetRunner
@@ -58,6 +59,8 @@ def capture_verifies(
 def measure_costs(runner: TargetRunner, sizes: Sequence[int] | None = None) -> StepCosts:
     """Time a forward of every row count, the fastest of up to three. Mutates: the sink page.
 
+    Rows are padding, but for a model with experts, which compute none: its rows are tokens.
+
     Args:
         sizes: Rows of the forwards instead, as far as steps have so many.
     """
@@ -68,8 +71,9 @@ def measure_costs(runner: TargetRunner, sizes: Sequence[int] | None = None) -> S
 
 def _time_forward(runner: TargetRunner, num_rows: int) -> float:
     seconds: list[float] = []
+    blocks = _tokens(runner, num_rows) if runner.model.config.experts else NO_BLOCKS
     while len(seconds) < _NUM_TIMED and sum(seconds) < _SURE_S:
-        inputs = _padding(runner, num_rows)
+        inputs = _padding(runner, num_rows, blocks)
         _synchronize(runner.pool.device)
         started = time.perf_counter()
         runner.extend(inputs)
@@ -83,12 +87,25 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _padding(runner: TargetRunner, bucket: int) -> ExtendInput:
-    """Return rows that belong to no request."""
+def _tokens(runner: TargetRunner, num_rows: int) -> RowBlocks:
+    """Return rows that count as tokens of requests, and whose KV goes to the sink."""
+    pool = runner.pool
+    count = padded_blocks(num_rows, pool)
+    each = min(-(-num_rows // count), pool.page_table.shape[1] * pool.page_size)
+    starts = range(0, num_rows, each)[:count]
+    lens = [min(each, num_rows - start) for start in starts]
+    zeros = [0] * len(lens)
+    return RowBlocks(req_idx=zeros, prefix_len=zeros, num_rows=lens, writes_kv=[False] * len(lens))
+
+
+def _padding(runner: TargetRunner, bucket: int, blocks: RowBlocks = NO_BLOCKS) -> ExtendInput:
+    """Return rows that belong to no request, those of `blocks` with tokens that differ."""
     staging = runner.extend_staging
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket)
     host["root_idx"].fill(TOKEN_IS_KNOWN)
-    rows = pack_rows(NO_BLOCKS, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
+    num_rows = sum(blocks.num_rows)
+    host["token_ids"][:num_rows] = np.arange(num_rows) % runner.model.config.vocab_size
+    rows = pack_rows(blocks, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
     staging.flush()
     return ExtendInput(**device, rows=rows, bucket=bucket)

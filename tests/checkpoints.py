@@ -113,6 +113,32 @@ def write_qwen3(
     return _write(directory, fields, tensors)
 
 
+def write_qwen3_moe(
+    directory: Path, *, seed: int = 0, shape: Shape = TINY, num_experts: int = 6, width: int = 24
+) -> Path:
+    """Write a Qwen3MoeForCausalLM whose tokens pass two experts of a layer.
+
+    Args:
+        width: Of an expert.
+    """
+    generator = _generator(seed)
+    tensors = _decoder(shape, generator, has_qk_norm=True)
+    sizes = {"gate": (width, shape.hidden_size), "up": (width, shape.hidden_size)}
+    sizes["down"] = (shape.hidden_size, width)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}.mlp"
+        tensors[f"{prefix}.gate.weight"] = _matrix(num_experts, shape.hidden_size, generator)
+        for name, size in sizes.items():
+            del tensors[f"{prefix}.{name}_proj.weight"]
+            for expert in range(num_experts):
+                full_name = f"{prefix}.experts.{expert}.{name}_proj.weight"
+                tensors[full_name] = _matrix(*size, generator)
+    fields = _config("Qwen3MoeForCausalLM", "qwen3_moe", shape)
+    fields |= {"attention_bias": False, "use_sliding_window": False, "norm_topk_prob": True}
+    fields |= {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+    return _write(directory, fields, tensors)
+
+
 def write_mimo(
     directory: Path, *, seed: int = 0, shape: Shape = TINY, branch_scale: float = 1.0
 ) -> Path:

@@ -259,7 +259,7 @@ def keep_table_apart(pool: KVPool) -> None:
 
 def poison(pool: KVPool, value: float = float("nan")) -> None:
     """Fill the whole pool with a value, and every page again when it is freed."""
-    caches = [*pool.k, *pool.v]
+    caches = pool.caches
     for cache in caches:
         cache.fill_(value)
     free = pool._allocator.free
@@ -283,7 +283,7 @@ def poison_scratch(engine: TargetEngine | DraftEngine, value: float = float("nan
         committed = request.kv_len if isinstance(engine, DraftEngine) else request.launched_len
         logical = np.arange(committed, pool.reserved_len(request.req_idx), dtype=np.int64)
         slots = torch.from_numpy(pool.slots(request.req_idx, logical).astype(np.int64))
-        for cache in (*pool.k, *pool.v):
+        for cache in pool.caches:
             cache[slots] = value
 
 
@@ -312,7 +312,7 @@ def committed_kv(engine: TargetEngine | DraftEngine, request_id: str, count: int
     pool = pool_of(engine)
     req_idx = engine.requests[request_id].req_idx
     slots = torch.from_numpy(pool.slots(req_idx, np.arange(count)).astype(np.int64))
-    return torch.stack([cache[slots] for cache in (*pool.k, *pool.v)])
+    return torch.stack([cache[slots] for cache in pool.caches])
 
 
 def prefilled_kv(target: TargetEngine, token_ids: Sequence[int]) -> torch.Tensor:

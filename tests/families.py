@@ -56,6 +56,50 @@ SMOLLM3 = {
     "tie_word_embeddings": True,
 }
 SEED_OSS = {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "rope_parameters": YARN,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+# As V2-Lite: no rank of queries, all experts are chosen from. As V3: ranks, groups, a bias.
+DEEPSEEK_V2 = _LATENT | {
+    "q_lora_rank": None,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+}
+DEEPSEEK_V3 = _LATENT | {"q_lora_rank": 48, "num_mtp_layers": 0}
+MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 24}
+# The first layer is dense; weights are not normalised.
+QWEN3_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "head_dim": 24,
+    "attention_bias": True,
+    "mlp_only_layers": [0],
+}
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 _SIZES = {
     "vocab_size": TINY.vocab_size,
     "hidden_size": 64,
@@ -128,3 +172,6 @@ def fill(model: Any, seed: int) -> None:
         if is_tied and name == "model.norm.weight":  # or the head would echo the newest token
             values *= torch.randn(values.shape, generator=generator).sign()
         parameter.data.copy_(values)
+    for name, buffer in sorted(model.named_buffers()):
+        if "correction_bias" in name:
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

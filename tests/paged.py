@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.kv.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Block:
 
 
 class PagedKV:
-    """K and V caches and a page table whose pages lie in random order.
+    """Caches and a page table whose pages lie in random order.
 
     Args:
         poison: What every slot holds until it is written.
@@ -33,10 +34,8 @@ class PagedKV:
 
     def __init__(
         self,
+        layout: KVLayout,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
         page_size: int = 4,
         max_tokens: int = 128,
         num_requests: int = 1,
@@ -49,12 +48,10 @@ class PagedKV:
         self.device = device or torch.device("cpu")
         pages_per_request = -(-max_tokens // page_size)
         num_pages = 1 + num_requests * pages_per_request
-        shape = (num_pages * page_size, num_kv_heads, head_dim)
-        self.k = [
-            torch.full(shape, poison, dtype=dtype, device=self.device) for _ in range(num_layers)
-        ]
-        self.v = [
-            torch.full(shape, poison, dtype=dtype, device=self.device) for _ in range(num_layers)
+        shape = (num_pages * page_size, layout.num_heads, layout.width)
+        self.layers = [
+            tuple(torch.full(shape, poison, dtype=dtype, device=self.device) for _ in layout.caches)
+            for _ in range(layout.num_layers)
         ]
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self._pages = order.view(num_requests, pages_per_request)

@@ -158,7 +158,16 @@ def linear(
     return out
 
 
-def linear_addends(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def num_addends(num_rows: int, weight: Weight) -> int:
+    """Return how many addends `linear_addends` returns of so many rows."""
+    if isinstance(weight, CpuWeight) or not use_triton(weight) or num_rows > MAX_SPLIT_ROWS:
+        return 1
+    return num_splits(*weight.shape)
+
+
+def linear_addends(
+    x: torch.Tensor, weight: Weight, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the addends of x W^T, for a kernel that adds them up on its way.
 
     Added in order they give, bit for bit, what `linear` rounds when there is no bias.
@@ -166,16 +175,20 @@ def linear_addends(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     Args:
         x: [T, K].
         weight: [N, K], dtype of x; packed, if a CPU computes with it often.
-    Returns: [S, T, N] f32; S depends on T and the weight's shape.
+        out: [S, T, N] f32, dense, to hold them; None: new memory.
+    Returns: [S, T, N] f32; S depends on T and the weight's shape, see `num_addends`.
+    Mutates: `out`, all of it.
     """
     if isinstance(weight, CpuWeight) or not use_triton(x):
-        return linear_cpu(x, weight, out_dtype=torch.float32).unsqueeze(0)
-    num_rows, width_n = x.shape[0], weight.shape[0]
-    splits = num_splits(*weight.shape) if num_rows <= MAX_SPLIT_ROWS else 1
-    addends = torch.empty((splits, num_rows, width_n), dtype=torch.float32, device=x.device)
-    if num_rows:
-        _multiply(x, weight, None, addends, is_split=splits > 1)
-    return addends
+        product = linear_cpu(x, weight, out_dtype=torch.float32).unsqueeze(0)
+        return product if out is None else out.copy_(product)
+    shape = (num_addends(len(x), weight), x.shape[0], weight.shape[0])
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    assert out.shape == shape and out.is_contiguous()
+    if len(x):
+        _multiply(x, weight, None, out, is_split=len(out) > 1)
+    return out
 
 
 def sum_addends(

@@ -91,8 +91,14 @@ def add_tile(state, q, k, v, is_visible, scale):
         is_visible: [QUERIES, 64].
         scale: Of the scores, > 0, times log2(e): weights are powers of 2.
     """
-    QUERIES: tl.constexpr = q.shape[0]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    return add_scores(state, scores, v, is_visible, scale)
+
+
+@triton.jit
+def add_scores(state, scores, v, is_visible, scale):
+    """Do what `add_tile` does, from the products of queries and keys, [QUERIES, 64]."""
+    QUERIES: tl.constexpr = scores.shape[0]
     scores = tl.where(is_visible, scores, -float("inf"))
     largest = tl.maximum(tl.max(scores, axis=1) * scale, state[0])
     factor = tl.exp2(state[0] - largest)

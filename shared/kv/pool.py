@@ -23,13 +23,15 @@ from numpy.typing import NDArray
 from shared.kernels.move_kv import cache_addresses
 from shared.kernels.page_slots import slots_in
 from shared.kv.allocator import SINK_PAGE, PageAllocator, PageId
+from shared.kv.layout import KVLayout
 from shared.step.staging import Staging
 
 
 class KVPool:
-    """K and V of every layer, and the page table of every request.
+    """The caches of every layer, and the page table of every request.
 
     Args:
+        layout: Which caches.
         num_pages: Pages in all, the sink included.
         max_num_requests: Rows of the page table.
         max_pages_per_request: Columns of the page table.
@@ -38,9 +40,7 @@ class KVPool:
     def __init__(
         self,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        layout: KVLayout,
         num_pages: int,
         page_size: int,
         max_num_requests: int,
@@ -50,9 +50,11 @@ class KVPool:
     ) -> None:
         self.page_size = page_size
         self.device = device
-        shape = (num_pages * page_size, num_kv_heads, head_dim)
-        self.k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self.v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        shape = (num_pages * page_size, layout.num_heads, layout.width)
+        self.layers = [
+            tuple(_zeros(shape, dtype, device) for _ in layout.caches)
+            for _ in range(layout.num_layers)
+        ]
         # Where `caches` lie, for `move_paths`: they never move.
         self.cache_addresses = cache_addresses(self.caches)
         self._allocator = PageAllocator(num_pages)
@@ -66,17 +68,10 @@ class KVPool:
         self._first: dict[int, int] = {}  # row -> first column still held
         self._slots: dict[int, array[int]] = {}  # row -> the slots of its pages, i32
 
-    @staticmethod
-    def bytes_per_page(
-        *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
-    ) -> int:
-        """Return the memory of one page over all layers, K and V, bytes."""
-        return 2 * num_layers * num_kv_heads * head_dim * page_size * dtype.itemsize
-
     @property
     def caches(self) -> list[torch.Tensor]:
-        """Return K and V of every layer, [num_slots, Hkv, d] each."""
-        return [*self.k, *self.v]
+        """Return the caches of all layers, [num_slots, Hkv, width] each."""
+        return [cache for layer in self.layers for cache in layer]
 
     @property
     def num_free_pages(self) -> int:

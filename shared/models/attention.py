@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from shared.kernels.embedding import embed
+from shared.kernels.latent_attention import prepared_latents
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.rope_store import rope_store
@@ -19,15 +20,14 @@ from shared.models.config import ModelConfig
 from shared.models.projections import Product, load_biases, load_rows, multiply, pair_rows
 from shared.models.rope import paired_rows, rope_cos_sin
 
+LayerCaches = tuple[torch.Tensor, ...]
+
 
 class KVCaches(Protocol):
-    """K and V of every layer, [num_slots, Hkv, d] each."""
+    """The caches of every layer, [num_slots, Hkv, width] each; see KVLayout."""
 
     @property
-    def k(self) -> Sequence[torch.Tensor]: ...
-
-    @property
-    def v(self) -> Sequence[torch.Tensor]: ...
+    def layers(self) -> Sequence[LayerCaches]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class RopeTable:
             config, context_len + MAX_TREE_NODES, device, context_len=context_len
         )
         self._angles = torch.cat([cos, sin], dim=1)  # [P, d]
-        self._heads = (config.num_heads, config.num_kv_heads)
+        self._config = config
 
     def rows(
         self,
@@ -80,9 +80,18 @@ class RopeTable:
         return Rows(
             cos=cos,
             sin=sin,
-            attention=prepared(attention, dtype, *self._heads),
+            attention=self._prepared(attention, dtype),
             slot_mapping=slot_mapping,
         )
+
+    def _prepared(
+        self, attention: TreeAttentionMetadata, dtype: torch.dtype
+    ) -> TreeAttentionMetadata:
+        config = self._config
+        if config.latent is not None:
+            rank = config.latent.kv_lora_rank
+            return prepared_latents(attention, dtype, config.num_heads, rank)
+        return prepared(attention, dtype, config.num_heads, config.num_kv_heads)
 
 
 class Attention:
@@ -136,16 +145,16 @@ class Attention:
         k_norm = reader.load(f"{prefix}.k_norm.weight", (k_width,))
         return pair_rows(q_norm, order, q_width), pair_rows(k_norm, order, k_width)
 
-    def forward(
-        self, x: torch.Tensor, rows: Rows, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> Product:
+    def forward(self, x: torch.Tensor, rows: Rows, caches: LayerCaches) -> Product:
         """Store the rows' K/V, then attend.
 
         Args:
             x: [T, input_width].
+            caches: K and V, [num_slots, Hkv, d] each.
         Returns: What to add to the residual stream.
-        Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
+        Mutates: rows of `caches` named by the slot mapping.
         """
+        k_cache, v_cache = caches
         addends, bias = linear_addends(x, self._qkv), self._qkv_bias
         if self._wide_norms is not None:
             addends, bias = self._normed(addends, x.dtype), None

@@ -278,11 +278,14 @@ class CheckpointReader:
         """Return the shape of a tensor that is in `names`."""
         return self._infos[name].shape
 
-    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return a floating-point tensor on the device, in the dtype.
+    def load(
+        self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return a floating-point tensor on the device.
 
         Args:
             shape: What the tensor must measure.
+            dtype: What it becomes; None: the reader's.
         Raises: CheckpointError naming a tensor that is missing, mis-shaped or quantised.
         """
         info = self._take(name, shape)
@@ -291,7 +294,7 @@ class CheckpointReader:
                 f"{self.directory}: tensor {info.name!r} is {info.dtype}; quantised weights are "
                 f"not supported, only {', '.join(sorted(FLOAT_DTYPES))}"
             )
-        return self._read(info, self._dtype)
+        return self._read(info, dtype or self._dtype)
 
     def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
@@ -311,17 +314,19 @@ class CheckpointReader:
             )
         return self._read(info, torch.int64)
 
-    def finish(self, extras: Collection[str] = ()) -> None:
+    def finish(self, extras: Collection[str] = (), *, within: str = "") -> None:
         """Raise unless every tensor was loaded or is a known extra.
 
         Args:
             extras: fnmatch patterns of tensors that are known and not needed.
+            within: Only tensors whose names begin so are meant.
         Raises: CheckpointError naming the tensors that are left over.
         """
         left_over = sorted(
             self._infos[name].name
             for name in set(self._infos) - self._loaded
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
+            if name.startswith(within)
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
         )
         if left_over:
             shown = ", ".join(left_over[:8]) + (", ..." if len(left_over) > 8 else "")

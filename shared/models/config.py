@@ -28,7 +28,7 @@ from shared.models.decoder_config import (
     require_int,
 )
 from shared.models.digest import model_hash
-from shared.models.families import MIMO
+from shared.models.families import FAMILIES
 
 __all__ = [
     "DraftKind",
@@ -182,7 +182,7 @@ def detect_kind(draft_dir: Path, algorithm: str) -> DraftKind:
     for kind, architectures in _HEAD_ARCHITECTURES.items():
         if architecture in architectures[:2]:
             return kind
-    if architecture == MIMO:
+    if architecture in FAMILIES and FAMILIES[architecture].has_mtp:
         return DraftKind.MTP
     names = {name.removeprefix("model.") for name in read_tensor_infos(draft_dir)}
     if "fc.weight" not in names:
@@ -211,7 +211,7 @@ def feature_spec(
         if draft.num_mtp_layers != 1:
             raise CheckpointError(
                 f"{draft_dir / 'config.json'}: num_nextn_predict_layers = {draft.num_mtp_layers}; "
-                "mtp needs a MiMo checkpoint with 1"
+                "mtp needs a checkpoint with 1 (MiMo, DeepSeek-V3, GLM-4.5)"
             )
         _require_equal("hidden_size", draft_dir, draft.hidden_size, target.hidden_size)
         _require_equal("vocab_size", draft_dir, draft.vocab_size, target.vocab_size)

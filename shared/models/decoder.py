@@ -6,22 +6,24 @@ import torch
 
 from shared.kernels.linear import sum_addends
 from shared.kernels.rms_norm import rms_norm
-from shared.models.attention import Attention, Rows
+from shared.models.attention import Attention, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.feed_forward import MLP
+from shared.models.feed_forward import MLP, load_feed_forward
+from shared.models.latent_attention import LatentAttention
 from shared.models.projections import Product, add, add_and_norm
 from shared.progress import note_progress
 
 
 class DecoderLayer:
-    """Attention and MLP with their norms and residuals.
+    """Attention and feed-forward with their norms and residuals.
 
     What a layer adds to the residual stream last is added by whoever reads the stream next, so that
     one kernel adds and normalises.
 
     Args:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
+        layer_id: Which layer of the decoder it is; says whether it has experts.
         has_input_norm: False: attention reads the residual stream as it is (EAGLE-1/2, layer 0).
     """
 
@@ -30,6 +32,7 @@ class DecoderLayer:
         reader: CheckpointReader,
         prefix: str,
         config: ModelConfig,
+        layer_id: int = 0,
         *,
         has_input_norm: bool = True,
     ) -> None:
@@ -38,9 +41,10 @@ class DecoderLayer:
         self._input_norm = None
         if has_input_norm:
             self._input_norm = reader.load(f"{prefix}.input_layernorm.weight", (hidden,))
-        self._attention = Attention(reader, f"{prefix}.self_attn", config, hidden)
+        attention_class = Attention if config.latent is None else LatentAttention
+        self._attention = attention_class(reader, f"{prefix}.self_attn", config, hidden)
         self._post_norm = reader.load(f"{prefix}.post_attention_layernorm.weight", (hidden,))
-        self._mlp = MLP(reader, f"{prefix}.mlp", config)
+        self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
 
     def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add what the layer before left, and norm.
@@ -60,18 +64,17 @@ class DecoderLayer:
         x: torch.Tensor,
         normed: torch.Tensor,
         rows: Rows,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        caches: LayerCaches,
     ) -> tuple[torch.Tensor, Product]:
         """Run the layer on what `enter` returned.
 
         Returns: (residual stream [T, h], what is still to be added to it).
-        Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
+        Mutates: rows of `caches` named by the slot mapping.
         """
         note_progress()
-        pending = self._attention.forward(normed, rows, k_cache, v_cache)
+        pending = self._attention.forward(normed, rows, caches)
         x, normed = add_and_norm(x, pending, self._post_norm, self._eps)
-        return x, self._mlp.forward(normed)
+        return x, self._feed_forward.forward(normed, rows)
 
 
 class PostNormLayer:
@@ -81,7 +84,10 @@ class PostNormLayer:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
     """
 
-    def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
+    def __init__(
+        self, reader: CheckpointReader, prefix: str, config: ModelConfig, layer_id: int = 0
+    ) -> None:
+        assert config.experts is None or layer_id in config.experts.dense_layers
         hidden = config.hidden_size
         self._eps = config.rms_norm_eps
         self._attention = Attention(reader, f"{prefix}.self_attn", config, hidden)
@@ -99,15 +105,14 @@ class PostNormLayer:
         x: torch.Tensor,
         normed: torch.Tensor,
         rows: Rows,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        caches: LayerCaches,
     ) -> tuple[torch.Tensor, None]:
         """Run the layer on what `enter` returned; nothing is left to be added.
 
-        Mutates: `k_cache` and `v_cache` rows named by the slot mapping.
+        Mutates: rows of `caches` named by the slot mapping.
         """
         note_progress()
-        product = self._attention.forward(normed, rows, k_cache, v_cache)
+        product = self._attention.forward(normed, rows, caches)
         x = self._add_normed(x, product, self._attention_norm)
         return self._add_normed(x, self._mlp.forward(x), self._mlp_norm), None
 

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
-from shared.models.families import FAMILIES, MIMO, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
+from shared.kv.layout import KVLayout
+from shared.models.experts_config import ExpertsConfig, parse_experts
+from shared.models.families import FAMILIES, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
+from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.rope_config import RopeConfig, parse_rope, require_positive
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -65,9 +68,12 @@ class ModelConfig:
         dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
         unrotated_layers: Layers without a rotary embedding.
         has_vision: A vision tower is in the checkpoint, too, and left out.
-        num_mtp_layers: Layers of multi-token prediction in the checkpoint (MiMo).
+        num_mtp_layers: Layers of multi-token prediction in the checkpoint.
+        latent: Of multi-head latent attention, in which `num_kv_heads` and `head_dim` are those of
+            the queries; None: heads have K and V.
         eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
             config.json.
+        experts: Feed-forwards that a router chooses from; None: every layer has one, dense.
     """
 
     vocab_size: int
@@ -97,7 +103,28 @@ class ModelConfig:
     unrotated_layers: tuple[int, ...] = ()
     has_vision: bool = False
     num_mtp_layers: int = 0
+    latent: LatentConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
+
+    @property
+    def rope_width(self) -> int:
+        """Return how many values of a head the rotary embedding sees."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Return what its layers keep of every token."""
+        if self.latent is not None:
+            return KVLayout(
+                num_layers=self.num_layers,
+                caches=("latent",),
+                num_heads=1,
+                width=self.latent.cached_width,
+            )
+        return KVLayout(
+            num_layers=self.num_layers, num_heads=self.num_kv_heads, width=self.head_dim
+        )
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> ModelConfig:
@@ -172,9 +199,10 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         raise CheckpointError(
             f"{source}: hidden_act = {fields['hidden_act']!r} is not supported, only silu is"
         )
-    num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family)
+    latent = parse_latent(fields, source) if family.has_latent_attention else None
+    num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family, latent)
     num_layers = require_int(fields, "num_hidden_layers", source)
-    num_mtp_layers = fields.get("num_nextn_predict_layers") if architecture == MIMO else 0
+    num_mtp_layers = fields.get("num_nextn_predict_layers") if family.has_mtp else 0
     max_positions = _parse_positions(fields, source)
     multipliers: dict[str, Any] = {
         name: require_positive(fields[name], f"{source}: {name}")
@@ -194,7 +222,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         rope=parse_rope(
             fields,
             source,
-            head_dim=head_dim,
+            head_dim=head_dim if latent is None else latent.qk_rope_head_dim,
             max_positions=max_positions,
             default_share=family.rotary_share,
             is_interleaved=family.is_interleaved,
@@ -203,7 +231,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_qkv_bias=_is_set(fields, family.qkv_bias),
         has_o_bias=_is_set(fields, family.o_bias),
         has_mlp_bias=_is_set(fields, family.mlp_bias),
-        has_qk_norm=family.has_qk_norm,
+        has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
         has_post_norms=family.has_post_norms,
         fused_projections=family.fused,
@@ -213,6 +241,10 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         unrotated_layers=_parse_unrotated(fields, source, family, num_layers),
         has_vision=family.has_vision,
         num_mtp_layers=int(num_mtp_layers or 0),
+        latent=latent,
+        experts=parse_experts(fields, source, family.experts, num_layers)
+        if family.experts
+        else None,
         **multipliers,
     )
 
@@ -253,9 +285,13 @@ def _is_set(fields: Mapping[str, Any], switch: bool | str) -> bool:  # noqa: FBT
     return bool(fields.get(switch, False)) if isinstance(switch, str) else switch
 
 
-def _parse_heads(fields: Mapping[str, Any], source: str, family: Family) -> tuple[int, int, int]:
+def _parse_heads(
+    fields: Mapping[str, Any], source: str, family: Family, latent: LatentConfig | None
+) -> tuple[int, int, int]:
     """Return num_heads, num_kv_heads and head_dim."""
     num_heads = require_int(fields, "num_attention_heads", source)
+    if latent is not None:
+        return num_heads, num_heads, latent.qk_head_dim
     # transformers' default of the other classes is a constant that no real checkpoint relies on.
     if family.is_mha_by_default and fields.get("num_key_value_heads") is None:
         num_kv_heads = num_heads

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.kv.layout import KVLayout
 from shared.messages import FeatureSpec
 from shared.models.attention import KVCaches
 from shared.models.config import DraftKind, ModelConfig, feature_spec
@@ -31,7 +32,7 @@ class DraftModel(Protocol):
         recurrent_width: Values per row of `recurrent`; 0 = none is taken.
         hidden_size: Values per row of what `forward` returns.
         vocab_size: Draft ids, columns of `logits`.
-        num_layers, num_kv_heads, head_dim: Shape of its KV pool.
+        kv_layout: Of its KV pool.
         max_position: Most tokens that a row should attend to: max_position_embeddings, or a sliding
             window that is shorter.
     """
@@ -49,11 +50,7 @@ class DraftModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def kv_layout(self) -> KVLayout: ...
     @property
     def max_position(self) -> int: ...
     @property

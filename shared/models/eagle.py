@@ -57,7 +57,6 @@ class EagleDraft(Head):
             config=decoder,
             feature_spec=feature_spec,
             embedding=embedding,
-            num_layers=decoder.num_layers,
             context_len=context_len,
         )
         hidden = decoder.hidden_size
@@ -120,5 +119,5 @@ class EagleDraft(Head):
         pending: Product | None = None
         for layer_id, layer in enumerate(self._layers):
             x, normed = layer.enter(x, pending)
-            x, pending = layer.forward(x, normed, rows, kv.k[layer_id], kv.v[layer_id])
+            x, pending = layer.forward(x, normed, rows, kv.layers[layer_id])
         return add(x, pending)

@@ -97,7 +97,6 @@ class Eagle3Draft(Head):
             config=decoder,
             feature_spec=feature_spec,
             embedding=embedding,
-            num_layers=1,
             context_len=context_len,
         )
         hidden = decoder.hidden_size
@@ -176,7 +175,7 @@ class Eagle3Draft(Head):
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         norms = (self._input_norm, self._hidden_norm)
         x = head_input(token_ids, self._embedding, recurrent, norms, self._eps)
-        pending = self._attention.forward(x, rows, kv.k[0], kv.v[0])
+        pending = self._attention.forward(x, rows, kv.layers[0])
         hidden, normed = add_and_norm(recurrent, pending, self._post_norm, self._eps)
         pending = self._mlp.forward(normed)
         if self._feeds_back_norm:

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.models.attention import Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
+from shared.models.experts import Experts
 from shared.models.projections import Product, load_biases, load_rows, multiply
+
+
+class FeedForward(Protocol):
+    """What a layer adds to the residual stream after attention."""
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> Product:
+        """Return what to add to the residual stream.
+
+        Args:
+            x: [T, h].
+        """
+
+
+def load_feed_forward(
+    reader: CheckpointReader, prefix: str, config: ModelConfig, layer_id: int
+) -> FeedForward:
+    """Load the experts of a layer, or its MLP if it has none.
+
+    Args:
+        prefix: Name of the layer in the checkpoint, "model.layers.0".
+    """
+    experts = config.experts
+    if experts is None or layer_id in experts.dense_layers:
+        return MLP(reader, f"{prefix}.mlp", config)
+    return Experts(reader, prefix, experts, config.hidden_size)
 
 
 class MLP:
@@ -30,8 +59,8 @@ class MLP:
             self._down_bias = reader.load(f"{prefix}.down_proj.bias", (hidden,))
             self._down_bias *= config.residual_multiplier
 
-    def forward(self, x: torch.Tensor) -> Product:
-        """Return what to add to the residual stream.
+    def forward(self, x: torch.Tensor, rows: Rows | None = None) -> Product:  # noqa: ARG002
+        """Return what to add to the residual stream; padding is computed like any row.
 
         Args:
             x: [T, h].

@@ -23,7 +23,6 @@ class Head:
     Args:
         config: The head's own decoder.
         embedding: [V, h] of target ids.
-        num_layers: Layers of its KV pool.
     """
 
     input_shift = 1
@@ -36,15 +35,12 @@ class Head:
         config: ModelConfig,
         feature_spec: FeatureSpec,
         embedding: torch.Tensor,
-        num_layers: int,
         context_len: int,
     ) -> None:
         self.kind = kind
         self.feature_spec = feature_spec
         self.recurrent_width = self.hidden_size = config.hidden_size
-        self.num_layers = num_layers
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
+        self.kv_layout = config.kv_layout
         self.max_position = min(
             config.max_position_embeddings, config.sliding_window or config.max_position_embeddings
         )

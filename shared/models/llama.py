@@ -22,7 +22,6 @@ HEAD = "lm_head.weight"
 # In some checkpoints, and never needed: the tables that rope.py computes, and the layers of
 # multi-token prediction, which belong to the draft.
 _KNOWN_EXTRAS = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
-_MTP_EXTRAS = ("model.mtp_layers.*",)
 _VISION_EXTRAS = tuple(
     f"{prefix}{name}.*"
     for prefix in ("", "model.")
@@ -61,7 +60,7 @@ class CausalLM:
         self._embedding = load_embedding(reader, config)
         layer_class = PostNormLayer if config.has_post_norms else DecoderLayer
         self._layers = [
-            layer_class(reader, f"model.layers.{i}", config) for i in range(config.num_layers)
+            layer_class(reader, f"model.layers.{i}", config, i) for i in range(config.num_layers)
         ]
         self._norm = reader.load("model.norm.weight", (config.hidden_size,))
         head = load_head(reader, config, self._embedding)
@@ -89,7 +88,7 @@ class CausalLM:
         config = ModelConfig.from_checkpoint(directory)
         with open_language_model(directory, device, dtype) as reader:
             model = cls(reader, config, context_len=context_len)
-            mtp = _MTP_EXTRAS if config.num_mtp_layers else ()
+            mtp = _mtp_extras(config)
             vision = _VISION_EXTRAS if config.has_vision else ()
             reader.finish([*_KNOWN_EXTRAS, *mtp, *vision])
         return model
@@ -127,7 +126,7 @@ class CausalLM:
             if layer_id - 1 in capture_layers:
                 captured[layer_id - 1] = x
             turned = unrotated if layer_id in self.config.unrotated_layers else rows
-            x, pending = layer.forward(x, normed, turned, kv.k[layer_id], kv.v[layer_id])
+            x, pending = layer.forward(x, normed, turned, kv.layers[layer_id])
         x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(
@@ -146,6 +145,13 @@ class CausalLM:
         """
         logits = linear(hidden, self._head, out_dtype=torch.float32)
         return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+
+
+def _mtp_extras(config: ModelConfig) -> list[str]:
+    """Return patterns of the tensors of layers of multi-token prediction, under either name."""
+    first, count = config.num_layers, config.num_mtp_layers
+    layers = [f"model.layers.{i}.*" for i in range(first, first + count)]
+    return ["model.mtp_layers.*", *layers] if count else []
 
 
 def open_language_model(

@@ -21,11 +21,11 @@ def rope_cos_sin(
     Args:
         num_positions: P, positions 0..P-1; may exceed max_position_embeddings.
         context_len: Longest sequence that the engine is configured for, tokens; see RopeConfig.
-    Returns: cos, sin: [P, head_dim / 2] f32 on the device. Pairs that are not rotated are the last
-        ones, and have 1 and 0.
+    Returns: cos, sin: [P, rope_width / 2] f32 on the device. Pairs that are not rotated are the
+        last ones, and have 1 and 0.
     """
     settle_vector_math()
-    rope, head_dim = config.rope, config.head_dim
+    rope, head_dim = config.rope, config.rope_width
     frequencies = rope_frequencies(rope, head_dim, context_len)
     positions = torch.arange(num_positions, dtype=torch.float64)
     angles = positions[:, None] * frequencies  # [P, rotary_dim / 2]

@@ -40,6 +40,7 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: llama3 only.
         original_max_position: Context before the extension, tokens; llama3, yarn and longrope.
         attention_factor: What cosines and sines are multiplied by; yarn and longrope.
+        mscale_all_dim: By which latent attention scales its scores; yarn.
         beta_fast, beta_slow: Turns within the original context between which yarn blends.
         is_truncated: yarn blends between whole pairs.
         short_factors, long_factors: What longrope divides the frequency of each pair by; the long
@@ -57,6 +58,7 @@ class RopeConfig:
     high_freq_factor: float = 1.0
     original_max_position: int = 0
     attention_factor: float = 1.0
+    mscale_all_dim: float = 0.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     is_truncated: bool = True
@@ -157,6 +159,7 @@ def _parse_scaling(
         truncate = values.get("truncate")
         scaling |= {
             "attention_factor": number("attention_factor", _yarn_attention_factor(values, place)),
+            "mscale_all_dim": number("mscale_all_dim") if values.get("mscale_all_dim") else 0.0,
             "beta_fast": number("beta_fast", 32.0),
             "beta_slow": number("beta_slow", 1.0),
             "is_truncated": truncate is None or bool(truncate),

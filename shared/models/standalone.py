@@ -30,9 +30,7 @@ class StandaloneDraft:
         self._model = model
         self.vocab_size = min(config.vocab_size, target_vocab_size)
         self.hidden_size = config.hidden_size
-        self.num_layers = config.num_layers
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
+        self.kv_layout = config.kv_layout
         self.max_position = min(
             config.max_position_embeddings, config.sliding_window or config.max_position_embeddings
         )

@@ -11,7 +11,6 @@ import sys
 import tempfile
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -44,28 +43,12 @@ from shared.kernels import (
     tree_select,
 )
 from shared.kernels.dispatch import LAUNCH_OPTIONS
+from tests.kernels.compile_experts import choice_kernels, expert_kernels
+from tests.kernels.compile_latents import latent_kernels
+from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launch_options
 
 # What one program may use on Hopper.
 SHARED_MEMORY_BYTES = 227 * 1024
-DOT_DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16}
-
-
-def blocks(tiles: linear_tiles.Tiles) -> dict[str, int]:
-    """Return the tiles of a product as constexprs."""
-    return {"BLOCK_N": tiles.block_n, "BLOCK_T": tiles.block_t, "BLOCK_K": tiles.block_k}
-
-
-def descriptors(dtype: str, tiles: linear_tiles.Tiles) -> list[str]:
-    """Return the types of the descriptors of x and the weight."""
-    return [
-        f"tensordesc<{dtype}[{height}, {tiles.block_k}]>"
-        for height in (tiles.block_t, tiles.block_n)
-    ]
-
-
-def launch_options(tiles: linear_tiles.Tiles) -> dict[str, int]:
-    """Return the options with which a product is launched."""
-    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
 def kernels(dtype: str):
@@ -74,6 +57,8 @@ def kernels(dtype: str):
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype]}
     row = {"ROW": 1000, "BLOCK": 1024}
     yield from attention_kernels(dtype)
+    yield from latent_kernels(dtype)
+    yield from expert_kernels(dtype)
     sizes = [(rows, 4, 4096) for rows in (1, 64, 128, 256, 512, 2048)]
     for num_rows, num_splits, width_n in (*sizes, (256, 1, 4096), (128, 1, 128256)):
         tiles = linear_tiles.choose_tiles(num_rows, 4 if dtype == "fp32" else 2, width_n)
@@ -226,6 +211,7 @@ def kernels(dtype: str):
             )
         yield from sampling_kernels()
         yield from growth_kernels()
+        yield from choice_kernels()
 
 
 def mailbox_kernels(values: str):
@@ -448,7 +434,7 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
     assert binary.metadata.shared <= SHARED_MEMORY_BYTES, kernel.__name__
     if constexprs.get("IS_DEPENDENT"):
         # Attention reads its tables before: no layer writes them.
-        may_load = kernel.__module__ == tree_attention_kernels.__name__
+        may_load = "_attention_kernels" in kernel.__module__
         assert waits_first(binary.asm["ptx"], may_load=may_load), (
             f"{kernel.__name__} does not wait first"
         )

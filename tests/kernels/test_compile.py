@@ -41,6 +41,8 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_embed_kernel",
         "_head_input_kernel",
         "_linear_swiglu_kernel",
+        "_expert_swiglu_kernel",
+        "_expert_down_kernel",
         "_sum_addends_kernel",
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
@@ -48,6 +50,10 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_post_rows_kernel",
         "_take_rows_kernel",
         "_move_paths_kernel",
+        "_shared_latents_kernel",
+        "_finish_latents_kernel",
+        "_head_linear_kernel",
+        "_latent_store_kernel",
     }
     of_no_dtype = {
         "_post_trees_kernel",
@@ -55,6 +61,8 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_post_paths_kernel",
         "_take_paths_kernel",
         "_advance_growth_kernel",
+        "_choose_experts_kernel",
+        "_order_pairs_kernel",
         "_schedule_kernel",
         "_own_slots_kernel",
         "_accept_walk_kernel",
@@ -78,6 +86,9 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
     attention = {"_shared_tiles_kernel": "wgmma", "_finish_rows_kernel": "mma.sync"}
     for name, _, compiled_dtype, products in lines:
         assert compiled_dtype == dtype
-        has_products = name in (*attention, *of_halves, "_linear_kernel", "_linear_swiglu_kernel")
+        of_experts = ("_expert_swiglu_kernel", "_expert_down_kernel")
+        of_weights = ("_linear_kernel", "_linear_swiglu_kernel", *of_experts)
+        of_latents = ("_shared_latents_kernel", "_finish_latents_kernel", "_head_linear_kernel")
+        has_products = name in (*attention, *of_halves, *of_weights, *of_latents)
         assert (products != "none") == (has_products and dtype != "fp32"), name
         assert products in ("none", attention.get(name, products)), name

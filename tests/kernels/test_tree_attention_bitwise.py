@@ -13,6 +13,7 @@ import random
 import pytest
 import torch
 
+from shared.kernels.latent_attention import latent_attention
 from shared.kernels.tree_attention import tree_attention
 from tests.kernels.attention_cases import Block, pack, random_block
 from tests.marks import exhaustive
@@ -34,11 +35,32 @@ if IS_INTERPRETED:
 NUM_OTHERS = (7,) if IS_INTERPRETED else (1, 7, 25)
 
 
-def attend(blocks, row, *, page_size, device, dtype, window=0):
+# Heads of latent attention, whose values are the first 16 of a key.
+LATENT_HEADS = [{"num_heads": 4, "num_kv_heads": 1, "head_dim": 24}]
+if torch.cuda.is_available():  # the first 512
+    LATENT_HEADS += [
+        {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576},
+        {"num_heads": 16, "num_kv_heads": 1, "head_dim": 576},
+    ]
+
+
+def tree(batch):
+    """Return the output of tree attention."""
+    return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE)
+
+
+def latent(batch):
+    """Return that of latent attention, over the keys alone."""
+    width = 512 if batch.q.shape[2] == 576 else 16
+    return latent_attention(batch.q, batch.k_cache, batch.metadata, SCALE, value_width=width)
+
+
+OPS = [(tree, heads) for heads in HEADS] + [(latent, heads) for heads in LATENT_HEADS]
+
+
+def attend(blocks, row, *, op, page_size, device, dtype, window=0):
     """Return one row of the output."""
-    batch = pack(blocks, page_size=page_size, device=device, dtype=dtype, window=window)
-    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE)
-    return out[row]
+    return op(pack(blocks, page_size=page_size, device=device, dtype=dtype, window=window))[row]
 
 
 def chain_block(path: Block, prefix_len: int) -> Block:
@@ -77,13 +99,17 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("window", [0] if IS_INTERPRETED else [0, 40])
-@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads.values())))
+@pytest.mark.parametrize(
+    ("op", "heads"),
+    OPS,
+    ids=lambda one: one.__name__ if callable(one) else "-".join(map(str, one.values())),
+)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_row_has_the_same_bits_in_every_form(device, length, heads, window):
+def test_a_row_has_the_same_bits_in_every_form(device, length, op, heads, window):
     path = random_block(0, length, **heads)
     others = [random_block(70, (-1, 0, 0, 1), **heads), random_block(3, 6, **heads)]
     for dtype in dtypes(device):
-        where = {"device": device, "dtype": dtype, "window": window}
+        where = {"op": op, "device": device, "dtype": dtype, "window": window}
         plain = attend([chain_block(path, length - 1)], -1, page_size=16, **where)
         root = Block(
             q=path.q[-1:], k=path.k, v=path.v, prefix_len=length - 1, parents=(-1,)
@@ -117,11 +143,11 @@ def test_a_row_has_the_same_bits_in_every_form(device, length, heads, window):
 
 def test_bits_do_depend_on_what_a_row_sees(device):
     """The comparison above can fail: one changed value of K or V changes the row."""
-    path = random_block(0, 65, num_heads=4)
-    plain = attend([chain_block(path, 64)], -1, page_size=16, device=device, dtype=torch.float32)
-    for values in (path.k, path.v):
-        values[64, 0, 3] += 0.01
-        other = attend(
-            [chain_block(path, 64)], -1, page_size=16, device=device, dtype=torch.float32
-        )
-        assert not torch.equal(plain, other)
+    where = {"page_size": 16, "device": device, "dtype": torch.float32}
+    path = random_block(0, 65, num_heads=4, head_dim=24)
+    for op, changed in ((tree, path.k), (tree, path.v), (latent, path.k)):
+        for column in (3, 20):
+            plain = attend([chain_block(path, 64)], -1, op=op, **where)
+            changed[64, 0, column] += 0.01
+            other = attend([chain_block(path, 64)], -1, op=op, **where)
+            assert not torch.equal(plain, other)

@@ -14,10 +14,12 @@ import torch
 from benchmarks import (
     decode,
     draft,
+    experts,
     fidelity,
     forward,
     gateway,
     kernels,
+    latents,
     metrics,
     orchestrator,
     pauses,
@@ -48,6 +50,9 @@ KERNELS = [
     [
         (kernels, "--rows 1,3 --trees 2x5 --context 70", 5 * 2 + 3 + 2 * 2 + 2 * 2),
         (forward, "--rows 2 --trees 1x4 --contexts 20,70 --prefill-len 40", 4),
+        (experts, "--rows 1,3 --context 20", 3 * 2),
+        (experts, "--rows 2 --context 20 --shapes= --models small-latent", 1),
+        (latents, "--trees 1x1,2x3 --contexts 70", 2),
         (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
         (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 40", 2),
         pytest.param(

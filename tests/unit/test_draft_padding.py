@@ -170,14 +170,14 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
         keeps[torch.from_numpy(pool.slots(request.req_idx, own)).long()] = False
         rows = np.arange(request.kv_len)
         committed[torch.from_numpy(pool.slots(request.req_idx, rows)).long()] = True
-    for cache in (*pool.k, *pool.v):
+    for cache in pool.caches:
         cache[~committed] = torch.nan
-    before = [cache.clone() for cache in (*pool.k, *pool.v)]
+    before = [cache.clone() for cache in pool.caches]
     hidden = runner.last_hidden.clone()
     trees = grown(engine, growing)
     assert [len(tree.token_ids) for tree in trees] == [s.num_draft_tokens for s in shapes]
     assert torch.equal(runner.last_hidden, hidden)
-    for cache, old in zip((*pool.k, *pool.v), before, strict=True):
+    for cache, old in zip(pool.caches, before, strict=True):
         assert torch.equal(cache[keeps].view(torch.int32), old[keeps].view(torch.int32))
         written = ~keeps
         written[0] = False
@@ -199,13 +199,13 @@ def test_padded_extends_write_the_same_rows(models: Models, num_rows: int) -> No
         engine = draft_engine(pairing, pads=pads, **options)
         open_requests(engine, lengths, [SHAPES[0]] * 3, SamplingParams(), dtype)
         runner, pool = engine.runner, pool_of(engine)
-        for cache in (*pool.k, *pool.v):
+        for cache in pool.caches:
             cache.fill_(torch.nan)
         works = engine.pipeline.plan_extend()
         assert sum(work.num_rows for work in works) == num_rows
         runner.extend(works, UNTIMED)
-        caches.append([cache[pool.page_size :].view(torch.int32) for cache in (*pool.k, *pool.v)])
-        assert all(cache[1 : pool.page_size].isnan().all() for cache in (*pool.k, *pool.v))
+        caches.append([cache[pool.page_size :].view(torch.int32) for cache in pool.caches])
+        assert all(cache[1 : pool.page_size].isnan().all() for cache in pool.caches)
         hiddens.append(runner.last_hidden[:4].clone())
     for alone, *padded in zip(*caches, strict=True):
         assert all(torch.equal(alone, cache) for cache in padded)

@@ -19,7 +19,7 @@ from shared.messages import FeatureSpec
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
-from tests import checkpoints
+from tests import checkpoints, deepseek
 from tests.checkpoints import Shape
 from tests.engines import Models, Pairing, make_target, pool_of, random_tokens, row_blocks
 
@@ -53,6 +53,8 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "llama-3:1x96-tied": lambda d: checkpoints.write_llama(d, shape=shape(3, 1, 96), is_tied=True),
     "qwen2-4:2x128": lambda d: checkpoints.write_qwen2(d, shape=shape(4, 2, 128)),
     "qwen3-16:1x20": lambda d: checkpoints.write_qwen3(d, shape=shape(16, 1, 20)),
+    "qwen3-moe-6-experts": lambda d: checkpoints.write_qwen3_moe(d, shape=shape(4, 2, 16)),
+    "deepseek-4:1x24-latents": deepseek.write_deepseek,
     "mistral-2x256-window": lambda d: checkpoints.write_mistral(
         d, shape=shape(2, 2, 256), sliding_window=9
     ),
@@ -95,7 +97,7 @@ class Rig:
         req_idx = self.pool.acquire()
         self.pool.reserve(req_idx, NUM_TOKENS + 64)
         slots = self._slots(req_idx, np.arange(NUM_TOKENS + 64))
-        for cache in (*self.pool.k, *self.pool.v):
+        for cache in self.pool.caches:
             cache[slots] = float("nan")
         return req_idx
 
@@ -131,12 +133,12 @@ class Rig:
 
     def kv(self, req_idx: int, logical: np.ndarray) -> torch.Tensor:
         slots = self._slots(req_idx, logical)
-        return torch.stack([cache[slots] for cache in (*self.pool.k, *self.pool.v)], dim=1)
+        return torch.stack([cache[slots] for cache in self.pool.caches], dim=1)
 
     def copy_kv(self, src: int, dst: int, count: int) -> None:
         """Give a request the committed KV of another one."""
         from_, to = (self._slots(row, np.arange(count)) for row in (src, dst))
-        for cache in (*self.pool.k, *self.pool.v):
+        for cache in self.pool.caches:
             cache[to] = cache[from_]
 
     def _slots(self, req_idx: int, logical: np.ndarray) -> torch.Tensor:

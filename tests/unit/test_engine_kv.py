@@ -144,10 +144,10 @@ def test_poison_is_really_there_and_really_read_by_whoever_looks(models: Models)
     reserved = pool.reserved_len(page_row)
     assert reserved > 0
     assert committed_kv(target, "r1", reserved)[:, 10:].isnan().all()
-    assert pool.k[0][: pool.page_size].isnan().all(), "the sink is poisoned too"
+    assert pool.layers[0][0][: pool.page_size].isnan().all(), "the sink is poisoned too"
 
     slots = torch.from_numpy(pool.slots(page_row, np.array([3])).astype(np.int64))
-    pool.v[0][slots] = 1e3  # a committed slot: every later token sees it
+    pool.layers[0][1][slots] = 1e3  # a committed slot: every later token sees it
     while pair.step():
         pass
     clean = run_plain(make_target(pairing), [request])[0]

@@ -82,9 +82,7 @@ def forward(
     """Return the logits of a prompt, and the outputs of layers."""
     model = CausalLM.from_checkpoint(directory, torch.device("cpu"), dtype)
     kv = PagedKV(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
+        model.config.kv_layout,
         dtype=dtype,
         max_tokens=256,
     )

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shared.errors import ConfigError
 from shared.kv.allocator import OutOfPagesError
+from shared.kv.layout import KVLayout
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.models.checkpoint import resolve_model, weight_bytes
@@ -25,9 +26,7 @@ MAX_TOKENS = 40
 
 def make_pool(*, page_size: int, num_pages: int = 12, max_num_requests: int = 4) -> KVPool:
     return KVPool(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
+        layout=KVLayout(num_layers=1, num_heads=1, width=1),
         num_pages=num_pages,
         page_size=page_size,
         max_num_requests=max_num_requests,

@@ -40,9 +40,7 @@ def prompt_ids() -> list[int]:
 
 def pool_for(model: Any) -> PagedKV:
     return PagedKV(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        model.kv_layout,
         page_size=16,
     )
 

@@ -143,7 +143,7 @@ def test_qwen_window(tmp_path: Path, fields: dict[str, Any], window: int) -> Non
 
 
 UNSUPPORTED = [
-    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
     ({"architectures": []}, "architectures"),
     ({"architectures": None}, "architectures"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),

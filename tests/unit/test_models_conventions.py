@@ -126,7 +126,7 @@ def run(
     positions: list[int] | None = None,
 ) -> torch.Tensor:
     """Run a chain of rows from an empty cache."""
-    kv = PagedKV(num_layers=draft.num_layers, num_kv_heads=1, head_dim=2)
+    kv = PagedKV(draft.kv_layout)
     metadata, slots = kv.chain(0, len(token_ids))
     return draft.forward(
         torch.tensor(token_ids),

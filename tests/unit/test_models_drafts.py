@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from shared.models.draft import DraftModel, load_draft
-from tests import checkpoints
+from tests import checkpoints, deepseek
 from tests.checkpoints import Shape
 from tests.paged import Block, PagedKV
 from tests.reference.causal_lm import DenseOutput, ReferenceLM
+from tests.reference.deepseek import ReferenceDeepseek, ReferenceDeepseekMTP
 from tests.reference.drafts import (
     ReferenceDraft,
     ReferenceEagle,
@@ -61,6 +62,12 @@ def _mtp(path: Path) -> Case:
     return _case(target, target, ReferenceMTP(ReferenceLM(target)))
 
 
+def _deepseek_mtp(path: Path) -> Case:
+    target = deepseek.write_deepseek(path)
+    model = ReferenceDeepseek(target)
+    return _case(target, target, ReferenceDeepseekMTP(model), model)
+
+
 def _standalone(path: Path) -> Case:
     target = checkpoints.write_qwen2(path / "target")
     draft = checkpoints.write_standalone(path / "draft", target, noise=0.3, num_shards=2)
@@ -73,14 +80,19 @@ def _tied_eagle(path: Path) -> Case:
     return _case(draft, target, ReferenceEagle(draft, ReferenceLM(target)))
 
 
-def _case(draft: Path, target: Path, reference: ReferenceDraft) -> Case:
+def _case(
+    draft: Path,
+    target: Path,
+    reference: ReferenceDraft,
+    reference_lm: ReferenceDeepseek | None = None,
+) -> Case:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, checkpoints.VOCAB_SIZE, (NUM_TOKENS,), generator=generator).tolist()
     return Case(
         draft=load_draft("auto", draft, target, device=CPU, dtype=torch.float32),
         reference=reference,
         token_ids=ids,
-        target=ReferenceLM(target).forward(ids),
+        target=(reference_lm or ReferenceLM(target)).forward(ids),
     )
 
 
@@ -99,6 +111,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "eagle-two-layers": _eagle(num_layers=2, prefix="model."),
     "eagle-tied-sharded-target": _tied_eagle,
     "mtp": _mtp,
+    "mtp-deepseek": _deepseek_mtp,
     "standalone": _standalone,
 }
 
@@ -134,11 +147,7 @@ class DraftRunner:
             if self.draft.recurrent_width
             else None
         )
-        self.kv = PagedKV(
-            num_layers=self.draft.num_layers,
-            num_kv_heads=self.draft.num_kv_heads,
-            head_dim=self.draft.head_dim,
-        )
+        self.kv = PagedKV(self.draft.kv_layout)
         self.num_rows = 0
 
     def extend(self, count: int) -> torch.Tensor:
@@ -265,7 +274,7 @@ def test_standalone_vocabularies_may_be_padded_differently(tmp_path: Path) -> No
     draft = checkpoints.write_llama(tmp_path / "draft", shape=Shape(vocab_size=size + 5))
     loaded = load_draft("auto", draft, target, device=CPU, dtype=torch.float32)
     assert loaded.vocab_size == size + 5
-    kv = PagedKV(num_layers=3, num_kv_heads=2, head_dim=16)
+    kv = PagedKV(loaded.kv_layout)
     metadata, slots = kv.chain(0, 2)
     ids = torch.tensor([3, size + 8])  # an id that only the target's padding has
     hidden = loaded.forward(ids, torch.arange(2), None, kv, metadata, slots)

@@ -44,26 +44,14 @@ def token_ids() -> torch.Tensor:
 
 
 def pool_for(model: DraftModel, device: torch.device) -> PagedKV:
-    return PagedKV(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=model.dtype,
-        device=device,
-    )
+    return PagedKV(model.kv_layout, dtype=model.dtype, device=device)
 
 
 def target_logits(directory: Path, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     model = CausalLM.from_checkpoint(directory, device, dtype)
     assert model.device.type == device.type
     config = model.config
-    kv = PagedKV(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    kv = PagedKV(config.kv_layout, dtype=dtype, device=device)
     metadata, slots = kv.chain(0, NUM_TOKENS, window=config.sliding_window)
     positions = torch.arange(NUM_TOKENS, device=device)
     hidden = model.forward(token_ids().to(device), positions, kv, metadata, slots).hidden

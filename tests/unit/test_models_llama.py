@@ -60,6 +60,11 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "granite-tied": lambda d: families.write(
         d, "granite", **families.GRANITE | {"tie_word_embeddings": True}
     ),
+    "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
+    "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
+    "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
+    "deepseek-v2": lambda d: families.write(d, "deepseek_v2", **families.DEEPSEEK_V2),
+    "deepseek-v3": lambda d: families.write(d, "deepseek_v3", **families.DEEPSEEK_V3),
 }
 
 
@@ -95,9 +100,7 @@ class Runner:
         self.model = model
         config = model.config
         self.kv = PagedKV(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            config.kv_layout,
             page_size=page_size,
         )
         self.seq_len = 0
@@ -232,9 +235,7 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
     model = CausalLM.from_checkpoint(checkpoints.write_qwen3(tmp_path), CPU, torch.float32)
     config = model.config
     kv = PagedKV(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        config.kv_layout,
         num_requests=3,
     )
     texts = [tokens_of(n, seed=n) for n in (5, 30, 11)]
@@ -259,8 +260,7 @@ def test_half_types_stay_close(tmp_path: Path, dtype: torch.dtype) -> None:
     exact = CausalLM.from_checkpoint(directory, CPU, torch.float32)
     half = CausalLM.from_checkpoint(directory, CPU, dtype)
     runner = Runner(half)
-    runner.kv.k = [cache.to(dtype) for cache in runner.kv.k]
-    runner.kv.v = [cache.to(dtype) for cache in runner.kv.v]
+    runner.kv.layers = [tuple(cache.to(dtype) for cache in layer) for layer in runner.kv.layers]
     output = runner.extend(ids)
     assert output.hidden.dtype is dtype
     got = half.logits(output.hidden)

@@ -15,9 +15,11 @@ from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
 from target_service.start_up import capture_forwards
+from tests import checkpoints
 from tests.engines import (
     SHAPES,
     Models,
+    Pairing,
     make_draft,
     make_target,
     pool_of,
@@ -58,7 +60,7 @@ class Trees:
 
     def kv(self) -> torch.Tensor:
         """Return all K and V but the sink's."""
-        return torch.stack([cache[PAGE_SIZE:] for cache in (*self.pool.k, *self.pool.v)])
+        return torch.stack([cache[PAGE_SIZE:] for cache in self.pool.caches])
 
     @torch.inference_mode()
     def _extend(
@@ -87,9 +89,14 @@ class Trees:
         return self.runner.extend(inputs)
 
 
-@pytest.fixture
-def trees(models: Models) -> Trees:
-    target = make_target(models.pairing("eagle3"), page_size=PAGE_SIZE, num_pages=200)
+@pytest.fixture(params=["llama", "qwen3-moe"])
+def trees(request: pytest.FixtureRequest, models: Models) -> Trees:
+    pairing = models.pairing("eagle3")
+    if request.param != "llama":
+        path = models.get("qwen3-moe", checkpoints.write_qwen3_moe)
+        head = models.get("qwen3-moe-eagle3", lambda d: checkpoints.write_eagle3(d, path))
+        pairing = Pairing(target=path, draft=head, algorithm="eagle3")
+    target = make_target(pairing, page_size=PAGE_SIZE, num_pages=200)
     return Trees(target, 5)
 
 
@@ -110,7 +117,7 @@ def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
         [1], [2], [1, 2], [7], [3, 5], [9], [8, 8], [17], [20, 4, 1], [31], [16, 16], [11, 11, 11],
         [50], [1, 1, 1, 1, 1], [13, 13, 13, 13, 12], [3],
     ]  # fmt: skip
-    for cache in (*trees.pool.k, *trees.pool.v):
+    for cache in trees.pool.caches:
         cache[0:PAGE_SIZE] = torch.nan
     for sizes in around_edges:
         count = sum(sizes)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.kv.layout import KVLayout
 from shared.kv.pool import KVPool
 from shared.messages import (
     MAX_TREE_NODES,
@@ -39,7 +40,8 @@ class World:
         costs: StepCosts | None = None,
     ) -> None:
         self.pool = KVPool(
-            num_layers=1, num_kv_heads=1, head_dim=1, num_pages=num_pages, page_size=page_size,
+            layout=KVLayout(num_layers=1, num_heads=1, width=1), num_pages=num_pages,
+            page_size=page_size,
             max_num_requests=max_num_requests, max_pages_per_request=num_pages,
             dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip

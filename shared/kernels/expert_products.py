@@ -1,0 +1,325 @@
+"""Feed-forwards of which each row passes a few: the products of rows by their experts' weights.
+
+The weights of an expert are the wide operand of every dot and its rows the narrow one, and k is
+walked in one order whatever the number of rows: a row's bits do not depend on who else is there.
+Few pairs of row and expert have a program each per tile of outputs; of many, ordered by expert, a
+program has all rows of an expert, so that its weights are read once, or some tiles of them.
+
+Grid: (programs that share an expert's rows, tiles of outputs, pairs or experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from shared.kernels import linear_swiglu, linear_tiles
+from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
+from shared.kernels.dispatch import aligned, count_launch, dot_dtype, use_triton
+from shared.kernels.expert_choice import ChosenExperts
+from shared.kernels.expert_order import order_pairs
+from shared.kernels.expert_products_cpu import ExpertWeights, apply_experts_cpu
+from shared.kernels.linear import blocks_of
+from shared.kernels.linear_tiles import INTERPRETED_TILES, SQUARE_TILES, Tiles
+
+# Pairs have programs of their own while hardly any two of them share an expert.
+_EXPERTS_PER_PAIR = 4
+# Tiles hold so many times the rows that an expert has on average.
+_ROOM = 2
+
+
+@triton.jit
+def _pairs_of(
+    item, ids_ptr, indptr_ptr, NUM_EXPERTS: tl.constexpr, IS_DIRECT: tl.constexpr
+):  # fmt: skip
+    """Return an item's expert, and where in the order its pairs begin and end."""
+    if IS_DIRECT:
+        expert = tl.load(ids_ptr + item)
+        begin = item
+        end = item + 1
+    else:
+        expert = item
+        begin = tl.load(indptr_ptr + item)
+        end = tl.load(indptr_ptr + item + 1)
+    return expert, begin, end
+
+
+@triton.jit
+def _pairs_at(pairs_ptr, place, end, IS_DIRECT: tl.constexpr):
+    """Return the pairs at places of the order; past the end the last one again."""
+    place = tl.minimum(place, end - 1)
+    if IS_DIRECT:
+        return place
+    return tl.load(pairs_ptr + place)
+
+
+@triton.jit(do_not_specialize=["num_lanes"])
+def _expert_swiglu_kernel(
+    x_ptr,  # [T, K]
+    weight_desc,  # [E * 2 F, K] in blocks [BLOCK_N, BLOCK_K]; of each expert gate above up
+    ids_ptr,  # [P] i32
+    pairs_ptr,  # [P] i32, unread if IS_DIRECT
+    indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
+    out_ptr,  # [P, F] mutated
+    width_f,
+    width_k,
+    num_lanes,
+    NUM_EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IS_DIRECT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(IS_DEPENDENT)
+    first_n = tl.program_id(1) * BLOCK_N
+    expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, NUM_EXPERTS, IS_DIRECT)
+    # Pairs of padding get zeros. Their block of weights is outside of the matrix: nothing is read.
+    is_expert = expert < NUM_EXPERTS
+    end_k = tl.where(is_expert, width_k, 1)
+    tl.assume(end_k > 0)
+    first_row = expert * 2 * width_f + first_n
+    n = first_n + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    for first in range(begin + tl.program_id(0) * BLOCK_T, end, num_lanes * BLOCK_T):
+        place = first + tl.arange(0, BLOCK_T)
+        pair = _pairs_at(pairs_ptr, place, end, IS_DIRECT).to(tl.int64)
+        x_ptrs = x_ptr + (pair // SLOTS)[:, None] * width_k + column[None, :]
+        gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+        for k in range(0, end_k, BLOCK_K):
+            if IS_WHOLE:
+                x = tl.load(x_ptrs + k)
+            else:
+                x = tl.load(x_ptrs + k, mask=(k + column < width_k)[None, :], other=0.0)
+            x = x.to(DOT_DTYPE)
+            gate_weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
+            up_weight = weight_desc.load([first_row + width_f, k]).to(DOT_DTYPE)
+            gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
+            up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+        out = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+        tl.store(
+            out_ptr + pair[None, :] * width_f + n[:, None],
+            tl.where(is_expert, out, 0.0).to(out_ptr.dtype.element_ty),
+            mask=(place < end)[None, :] & (n < width_f)[:, None],
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_lanes"])
+def _expert_down_kernel(
+    x_ptr,  # [P, K]
+    weight_desc,  # [E * N, K] in blocks [BLOCK_N, BLOCK_K]
+    ids_ptr,  # [P] i32
+    pairs_ptr,  # [P] i32, unread if IS_DIRECT
+    indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
+    weights_ptr,  # [P] f32
+    out_ptr,  # [SLOTS, T, N] f32 mutated
+    num_rows,
+    width_n,
+    width_k,
+    num_lanes,
+    NUM_EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IS_DIRECT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(IS_DEPENDENT)
+    first_n = tl.program_id(1) * BLOCK_N
+    expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, NUM_EXPERTS, IS_DIRECT)
+    end_k = tl.where(expert < NUM_EXPERTS, width_k, 1)  # zeros for padding, as above
+    tl.assume(end_k > 0)
+    first_row = expert * width_n + first_n
+    n = first_n + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    for first in range(begin + tl.program_id(0) * BLOCK_T, end, num_lanes * BLOCK_T):
+        place = first + tl.arange(0, BLOCK_T)
+        pair = _pairs_at(pairs_ptr, place, end, IS_DIRECT).to(tl.int64)
+        x_ptrs = x_ptr + pair[:, None] * width_k + column[None, :]
+        total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+        for k in range(0, end_k, BLOCK_K):
+            if IS_WHOLE:
+                x = tl.load(x_ptrs + k)
+            else:
+                x = tl.load(x_ptrs + k, mask=(k + column < width_k)[None, :], other=0.0)
+            weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
+            total = tl.dot(weight, x.to(DOT_DTYPE).T, total, input_precision="ieee")
+        total *= tl.load(weights_ptr + pair)[None, :]
+        addend = (pair % SLOTS) * num_rows + pair // SLOTS
+        tl.store(
+            out_ptr + addend[None, :] * width_n + n[:, None],
+            total,
+            mask=(place < end)[None, :] & (n < width_n)[:, None],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """How pairs are dealt out to programs; none of it changes a bit.
+
+    Args:
+        num_items: Pairs, or experts and padding.
+        rows_per_expert: What tiles are chosen for.
+    """
+
+    is_direct: bool
+    num_items: int
+    rows_per_expert: int
+
+    def num_lanes(self, tiles: Tiles) -> int:
+        """Return how many programs share the rows of an item."""
+        return max(1, self.rows_per_expert // (_ROOM * tiles.block_t))
+
+
+def _choose_grid(num_pairs: int, num_experts: int) -> _Grid:
+    if num_pairs * _EXPERTS_PER_PAIR <= num_experts:
+        return _Grid(is_direct=True, num_items=num_pairs, rows_per_expert=1)
+    rows = triton.cdiv(_ROOM * num_pairs, num_experts)
+    return _Grid(is_direct=False, num_items=num_experts + 1, rows_per_expert=rows)
+
+
+def choose_up_tiles(rows_per_expert: int, element_size: int) -> Tiles:
+    """Return a GPU's tiles of gate and up."""
+    return linear_swiglu.choose_tiles(rows_per_expert, element_size)
+
+
+def choose_down_tiles(rows_per_expert: int, element_size: int) -> Tiles:
+    """Return a GPU's tiles of the second product."""
+    if rows_per_expert > 128 and element_size == 2:
+        return SQUARE_TILES
+    return linear_tiles.choose_tiles(rows_per_expert, element_size, 0)
+
+
+def apply_experts(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    chosen: ChosenExperts,
+    out: torch.Tensor,
+) -> None:
+    """Compute w * W_down (silu(W_gate x) * W_up x) of each row's experts, as addends of their sum.
+
+    A row's bits depend on its values, its experts and their weights alone. Between the products
+    values are float32, rounded once to the dtype of x before the second one.
+
+    Args:
+        x: [T, K].
+        gate_up: [E, 2 F, K], the rows of gate above those of up; dtype of x.
+        down: [E, N, F].
+        chosen: Experts of each row.
+        out: [count, T, N] f32, in slots as the experts of a row are; zeros in rows of padding.
+    Mutates: `out`, all of it.
+    """
+    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        apply_experts_cpu(x, gate_up, down, chosen, out)
+        return
+    if not use_triton(x):
+        apply_experts_cpu(x, gate_up, down, chosen, out)
+        return
+    num_experts, width_n, width_f = down.shape
+    num_rows, count = chosen.ids.shape
+    assert out.is_contiguous() and out.shape == (count, num_rows, width_n)
+    assert gate_up.dtype == down.dtype == x.dtype and x.shape[1] == gate_up.shape[2]
+    if num_rows == 0:
+        return
+    grid = _choose_grid(chosen.ids.numel(), num_experts)
+    order = (chosen.ids, chosen.ids)
+    if not grid.is_direct:
+        order = order_pairs(chosen.ids, num_experts)
+    inner = torch.empty((num_rows * count, width_f), dtype=x.dtype, device=x.device)
+    _launch_swiglu(aligned(x), gate_up, chosen.ids, order, grid, inner)
+    _launch_down(inner, down, chosen, order, grid, out)
+
+
+def _launch_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    order: tuple[torch.Tensor, torch.Tensor],
+    grid: _Grid,
+    out: torch.Tensor,
+) -> None:
+    """Launch gate and up. Mutates: `out`, all of it."""
+    num_experts, width_f, width_k = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
+    tiles = INTERPRETED_TILES
+    if x.is_cuda:
+        tiles = choose_up_tiles(grid.rows_per_expert, x.element_size())
+    num_lanes = grid.num_lanes(tiles)
+    count_launch("expert_swiglu")
+    _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), grid.num_items)](
+        x,
+        _describe(weight, tiles),
+        ids,
+        *order,
+        out,
+        width_f,
+        width_k,
+        num_lanes,
+        **_options(x, ids, tiles, grid, num_experts, width_k),
+    )
+
+
+def _launch_down(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    chosen: ChosenExperts,
+    order: tuple[torch.Tensor, torch.Tensor],
+    grid: _Grid,
+    out: torch.Tensor,
+) -> None:
+    """Launch the second product. Mutates: `out`, all of it."""
+    num_experts, width_n, width_k = weight.shape
+    tiles = INTERPRETED_TILES
+    if x.is_cuda:
+        tiles = choose_down_tiles(grid.rows_per_expert, x.element_size())
+    num_lanes = grid.num_lanes(tiles)
+    count_launch("expert_down")
+    _expert_down_kernel[(num_lanes, triton.cdiv(width_n, tiles.block_n), grid.num_items)](
+        x,
+        _describe(weight, tiles),
+        chosen.ids,
+        *order,
+        chosen.weights,
+        out,
+        len(chosen.ids),
+        width_n,
+        width_k,
+        num_lanes,
+        **_options(x, chosen.ids, tiles, grid, num_experts, width_k),
+    )
+
+
+def _describe(weight: torch.Tensor, tiles: Tiles) -> TensorDescriptor:
+    """Describe the weights of all experts as one matrix."""
+    return blocks_of(weight.flatten(0, 1), tiles.block_n, tiles.block_k)
+
+
+def _options(
+    x: torch.Tensor, ids: torch.Tensor, tiles: Tiles, grid: _Grid, num_experts: int, width_k: int
+) -> dict[str, Any]:
+    """Return what both products are launched with."""
+    return {
+        "NUM_EXPERTS": num_experts,
+        "SLOTS": ids.shape[1],
+        "IS_DIRECT": grid.is_direct,
+        "IS_WHOLE": width_k % tiles.block_k == 0,
+        "DOT_DTYPE": dot_dtype(x),
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_T": tiles.block_t,
+        "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        **dependent_launch(x),
+    }

@@ -1,0 +1,241 @@
+"""Attention of tree or chain rows over a paged cache of latents: one KV head, whose keys are rows
+of the cache and whose values are the first values of these rows.
+
+Tiles, chunks and their order are those of tree attention, and so are the two launches; see
+`tree_attention`. Many query heads share a row, so they are dealt out to programs in groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from shared.kernels.dependent_launch import dependent_launch
+from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.latent_attention_kernels import _finish_latents_kernel, _shared_latents_kernel
+from shared.kernels.page_slots import slots_in
+from shared.kernels.products_cpu import CpuProducts
+from shared.kernels.tree_attention import choose_own_queries, choose_queries
+from shared.kernels.tree_attention_cpu import tree_attention_cpu
+from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
+from shared.kernels.tree_attention_schedule import Cut, schedule
+from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE, num_chunks
+
+_LOG2_E = math.log2(math.e)
+# Programs that a step is split into, as far as its chunks go: two per multiprocessor.
+_SPLIT_PROGRAMS = 256
+# Above either of these a step is not split: its rows fill a GPU, or its states, values of f32, its
+# memory.
+_MAX_SPLIT_BLOCKS = 128
+_MAX_SPLIT_VALUES = 1 << 27
+# Columns of a state that are folded at once.
+_COLUMNS = 128
+
+
+def latent_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: TreeAttentionMetadata,
+    scale: float,
+    *,
+    value_width: int,
+    products: CpuProducts | None = None,
+) -> torch.Tensor:
+    """Attend from every row to its prefix and its own path; a row's bits are as `tree_attention`'s.
+
+    Args:
+        q: [T, Hq, d].
+        cache: [num_slots, 1, d]; slots that no row sees may hold anything, NaN included.
+        metadata: TreeAttentionMetadata of the T rows.
+        scale: Multiplies the scores.
+        value_width: Values of a cache's row that are its value, its first ones.
+        products: How a CPU multiplies; None: by a library.
+    Returns: [T, Hq, value_width] in the dtype of q; 0 in padding rows.
+    """
+    if not use_triton(q):
+        out = tree_attention_cpu(q, cache, cache, metadata, scale, products=products)
+        return out[..., :value_width]
+    return attend_latents(q, cache, metadata, scale, value_width=value_width)
+
+
+def attend_latents(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: TreeAttentionMetadata,
+    scale: float,
+    *,
+    value_width: int,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Do what `latent_attention` does by its kernels.
+
+    Args:
+        num_splits: As in `attend_in_chunks`. The bits are the same.
+    """
+    num_rows, num_heads, width = q.shape
+    assert cache.is_contiguous() and cache.shape[1:] == (1, width) and cache.dtype == q.dtype
+    assert q.is_contiguous() and 0 < value_width < width
+    out = torch.empty((num_rows, num_heads, value_width), dtype=q.dtype, device=q.device)
+    if num_rows == 0 or metadata.req_idx.shape[0] == 0:
+        return out.zero_()
+    dot = dot_dtype(q)
+    cut = _cut(metadata, dot, num_heads, value_width, num_splits)
+    assert num_rows == metadata.path_len.shape[0]
+    is_prepared = cut in metadata.plans  # else its tables are not complete when programs start
+    tables = schedule(metadata, cut)
+    groups = num_head_groups(num_heads, dot)
+    heads = num_heads // groups
+    heads_block = triton.next_power_of_2(heads)
+    num_states = 2 if cut.is_sequential else cut.max_chunks
+    states = (num_rows, groups, num_states, heads)
+    stats = torch.empty((*states, 2), dtype=torch.float32, device=q.device)
+    acc = torch.empty((*states, value_width), dtype=torch.float32, device=q.device)
+    value_block = max(16, triton.next_power_of_2(value_width))
+    columns = min(_COLUMNS, value_block)
+    own_queries = max(choose_own_queries(dot, q.device), heads_block)
+    shape = {
+        "DOT_DTYPE": dot,
+        "GROUPS": groups,
+        "HEADS": heads,
+        "VALUE": value_width,
+        "VALUE_BLOCK": value_block,
+        "TAIL": width - value_width,
+        "TAIL_BLOCK": max(16, triton.next_power_of_2(width - value_width)),
+        "TILE": TRITON_KV_TILE,
+        "CHUNK_TILES": TRITON_CHUNK_TILES,
+        "COLUMNS": columns,
+        "SEQUENTIAL": cut.is_sequential,
+    }
+    count_launch("latent_attention")
+    _shared_latents_kernel[(groups, cut.num_programs)](
+        q,
+        cache,
+        stats,
+        acc,
+        metadata.page_table,
+        tables.blocks,
+        tables.rows,
+        num_states,
+        scale * _LOG2_E,
+        **shape,
+        HEADS_BLOCK=heads_block,
+        PAGE_SIZE=metadata.page_size,
+        HAS_WINDOW=metadata.window > 0,
+        ROWS=cut.rows,
+        **shared_options(dot),
+        **dependent_launch(q, is_early=is_prepared),
+    )
+    _finish_latents_kernel[(num_rows, groups, value_block // columns)](
+        q,
+        cache,
+        out,
+        stats,
+        acc,
+        tables.own_slots,
+        tables.rows,
+        num_states,
+        scale * _LOG2_E,
+        **shape,
+        OWN_SLOTS=tables.own_slots.shape[1],
+        QUERIES=own_queries,
+        **finish_options(dot, own_queries),
+        **dependent_launch(q),
+    )
+    return out
+
+
+def prepared_latents(
+    metadata: TreeAttentionMetadata, q_dtype: torch.dtype, num_heads: int, value_width: int
+) -> TreeAttentionMetadata:
+    """Do what `prepared` does, for layers of latent attention."""
+    metadata = dataclasses.replace(metadata)
+    if not use_triton(metadata.req_idx):
+        return metadata
+    if metadata.path_len.shape[0] and metadata.req_idx.shape[0]:
+        dot = dot_dtype(metadata.req_idx.new_empty(0, dtype=q_dtype))
+        schedule(metadata, _cut(metadata, dot, num_heads, value_width, None))
+    return metadata
+
+
+def num_head_groups(num_heads: int, dot: tl.dtype) -> int:
+    """Return into how many groups, equally large, the heads of a row are dealt out."""
+    groups = -(-num_heads // choose_queries(dot))
+    while num_heads % groups:
+        groups += 1
+    return groups
+
+
+def _cut(
+    metadata: TreeAttentionMetadata,
+    dot: tl.dtype,
+    num_heads: int,
+    value_width: int,
+    num_splits: int | None,
+) -> Cut:
+    """Return how the work is cut, see `attend_latents`."""
+    num_rows, num_reqs = metadata.path_len.shape[0], metadata.req_idx.shape[0]
+    max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, TRITON_CHUNK_TILES)
+    groups = num_head_groups(num_heads, dot)
+    rows = max(1, choose_queries(dot) // triton.next_power_of_2(num_heads // groups))
+    # Never fewer programs than blocks of rows, and no read-back of how many those are.
+    num_programs = min(num_rows, num_rows // rows + num_reqs)
+    is_sequential = num_splits == 0
+    if num_splits is None:
+        num_values = num_rows * max_chunks * num_heads * value_width
+        has_room = num_values <= _MAX_SPLIT_VALUES
+        is_sequential = num_programs * groups > _MAX_SPLIT_BLOCKS or not has_room
+    if num_splits:
+        num_programs *= num_splits
+    elif not is_sequential:
+        wanted = max(num_programs, _SPLIT_PROGRAMS // groups)
+        num_programs = min(num_programs * max_chunks, wanted)
+    return Cut(
+        rows=rows,
+        num_programs=num_programs,
+        num_splits=1 if is_sequential else num_splits or 0,
+        max_chunks=max_chunks,
+        chunk_tiles=TRITON_CHUNK_TILES,
+        is_sequential=is_sequential,
+    )
+
+
+def shared_options(dot: tl.dtype) -> dict[str, int]:
+    """Return launch options by which states stay in registers and tiles fit into shared memory."""
+    return {"num_warps": 8, "num_stages": 1 if dot == tl.float32 else 2}
+
+
+def finish_options(dot: tl.dtype, queries: int) -> dict[str, int]:
+    """Return launch options likewise."""
+    return {"num_warps": 8 if dot == tl.float32 or queries >= 64 else 4, "num_stages": 1}
+
+
+def latent_attention_ref(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: TreeAttentionMetadata,
+    scale: float,
+    *,
+    value_width: int,
+) -> torch.Tensor:
+    """Do what `latent_attention` does in plain torch, one row at a time; return f64."""
+    out = torch.zeros((*q.shape[:2], value_width), dtype=torch.float64, device=q.device)
+    row_indptr, prefixes = metadata.row_indptr.tolist(), metadata.prefix_len.tolist()
+    for request, prefix in enumerate(prefixes):
+        begin, end = row_indptr[request : request + 2]
+        for row in range(begin, end):
+            path = metadata.path_offset[row, : metadata.path_len[row]].long()
+            if metadata.is_chain[request]:
+                path = torch.arange(row - begin + 1, device=q.device)
+            seen = torch.cat((torch.arange(prefix, device=q.device), prefix + path))
+            seen = seen[-metadata.window :]  # a window of 0 hides nothing
+            slots = slots_in(
+                metadata.page_table, metadata.req_idx[request], seen, metadata.page_size
+            )
+            latents = cache[slots, 0].double()  # [L, d]
+            weights = (q[row].double() @ latents.T * scale).softmax(-1)
+            out[row] = weights @ latents[:, :value_width]
+    return out

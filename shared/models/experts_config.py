@@ -1,0 +1,202 @@
+"""What a checkpoint's config.json says about experts: how many, how wide, and how they are chosen.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import CheckpointError
+
+
+class Scoring(enum.StrEnum):
+    """What makes scores of a router's logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+class GroupScore(enum.StrEnum):
+    """What a group of experts is judged by, where only the best groups are chosen from."""
+
+    BEST_TWO = "best_two"
+    """The sum of its two largest scores, correction bias included (DeepSeek-V3)."""
+    BEST = "best"
+    """Its largest score (DeepSeek-V2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensors:
+    """What an architecture calls the tensors of its experts.
+
+    Args:
+        block: The module of a layer, "mlp" or another.
+        gate, up, down: The projections of one expert.
+        shared: The module of what is applied to every token.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a decoder: feed-forwards of which a router chooses a few for each token.
+
+    Args:
+        num_experts_per_tok: Experts of one token.
+        width: Width of an expert.
+        scoring: Of the router.
+        has_correction_bias: Experts are chosen by score + bias, and weighted by score.
+        is_normalised: The weights of a token's experts are divided by their sum.
+        scaling_factor: What the weights are then multiplied by.
+        num_groups: Groups of neighbouring experts; 1: all are chosen from.
+        num_chosen_groups: Groups that experts are chosen from.
+        group_score: What groups are judged by.
+        shared_width: Width of the feed-forward that every token passes besides; 0: there is none.
+        dense_layers: Layers without experts.
+        tensors: Names in the checkpoint.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    width: int
+    scoring: Scoring = Scoring.SOFTMAX
+    has_correction_bias: bool = False
+    is_normalised: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: GroupScore = GroupScore.BEST_TWO
+    shared_width: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    tensors: ExpertTensors = ExpertTensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsFamily:
+    """How an architecture's config.json describes experts.
+
+    Args:
+        count_fields: Names of the number of experts, any of them.
+        width_field: Name of an expert's width.
+        always_normalises: Weights are normalised whatever `norm_topk_prob` says.
+        has_shared: `n_shared_experts` says how many experts' width every token passes besides.
+        has_groups: `n_group` and `topk_group` limit what is chosen from.
+    """
+
+    count_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
+    width_field: str = "moe_intermediate_size"
+    scoring: Scoring = Scoring.SOFTMAX
+    has_correction_bias: bool = False
+    always_normalises: bool = False
+    has_shared: bool = False
+    has_groups: bool = False
+    group_score: GroupScore = GroupScore.BEST_TWO
+    tensors: ExpertTensors = ExpertTensors()
+
+
+def parse_experts(
+    fields: Mapping[str, Any], source: str, family: ExpertsFamily, num_layers: int
+) -> ExpertsConfig | None:
+    """Read the experts of a config.json; None: no layer has any.
+
+    Args:
+        source: File to name in errors.
+    Raises: CheckpointError naming the field.
+    """
+    num_experts = _count(fields, family.count_fields, source)
+    dense_layers = _dense_layers(fields, source, num_layers)
+    if num_experts == 0 or len(dense_layers) == num_layers:
+        return None
+    num_groups, num_chosen = 1, 1
+    if family.has_groups:
+        num_groups = _positive(fields, "n_group", source, default=1)
+        num_chosen = _positive(fields, "topk_group", source, default=1)
+    per_token = _positive(fields, "num_experts_per_tok", source)
+    if num_experts % num_groups or num_chosen > num_groups:
+        raise CheckpointError(
+            f"{source}: n_group = {num_groups} must divide the {num_experts} experts, and "
+            f"topk_group = {num_chosen} must not exceed it"
+        )
+    if per_token > num_experts // num_groups * num_chosen:
+        raise CheckpointError(
+            f"{source}: num_experts_per_tok = {per_token} is more than the "
+            f"{num_experts // num_groups * num_chosen} experts that are chosen from"
+        )
+    if num_groups > 1 and family.group_score is GroupScore.BEST_TWO and num_experts == num_groups:
+        raise CheckpointError(f"{source}: n_group = {num_groups} leaves one expert to a group")
+    width = _positive(fields, family.width_field, source)
+    num_shared = _natural(fields, "n_shared_experts", source) if family.has_shared else 0
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=per_token,
+        width=width,
+        scoring=family.scoring,
+        has_correction_bias=family.has_correction_bias,
+        is_normalised=family.always_normalises or bool(fields.get("norm_topk_prob", False)),
+        scaling_factor=_scaling_factor(fields, source),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen,
+        group_score=family.group_score,
+        shared_width=num_shared * width,
+        dense_layers=dense_layers,
+        tensors=family.tensors,
+    )
+
+
+def _count(fields: Mapping[str, Any], names: tuple[str, ...], source: str) -> int:
+    """Return the number of experts, by the first of its names that is there."""
+    name = next((name for name in names if fields.get(name) is not None), names[0])
+    return _natural(fields, name, source, is_required=True)
+
+
+def _dense_layers(fields: Mapping[str, Any], source: str, num_layers: int) -> frozenset[int]:
+    """Return the layers without experts, by whichever fields there are."""
+    step = _positive(fields, "decoder_sparse_step", source, default=1)
+    first = _natural(fields, "first_k_dense_replace", source)
+    listed = fields.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        raise CheckpointError(f"{source}: mlp_only_layers must list layers, got {listed!r}")
+    layers = range(num_layers)
+    return frozenset(i for i in layers if i < first or (i + 1) % step or i in listed)
+
+
+def _scaling_factor(fields: Mapping[str, Any], source: str) -> float:
+    value = fields.get("routed_scaling_factor")
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(
+            f"{source}: routed_scaling_factor must be a positive number, got {value!r}"
+        )
+    return float(value)
+
+
+def _positive(
+    fields: Mapping[str, Any], name: str, source: str, *, default: int | None = None
+) -> int:
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value <= 0:
+        raise CheckpointError(f"{source}: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _natural(
+    fields: Mapping[str, Any], name: str, source: str, *, is_required: bool = False
+) -> int:
+    value = fields.get(name)
+    if value is None and not is_required:
+        return 0
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{source}: {name} must be an integer from 0 on, got {value!r}")
+    return value

@@ -1,0 +1,67 @@
+"""Kernels of experts to compile, see `compile_kernels`."""
+
+from __future__ import annotations
+
+from shared.kernels import expert_choice, expert_order, expert_products
+from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launch_options
+
+
+def choice_kernels():
+    """Yield, as `kernels` does, what chooses the experts of rows, of Qwen3's and DeepSeek's."""
+    for num_experts, is_grouped in ((128, False), (256, True)):
+        yield (
+            expert_choice._choose_experts_kernel,
+            ["*fp32", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "fp32"],
+            {
+                "NUM_EXPERTS": num_experts,
+                "BLOCK": num_experts,
+                "NUM_SPLITS": 2,
+                "COUNT": 8,
+                "IS_SIGMOID": is_grouped,
+                "HAS_BIAS": is_grouped,
+                "IS_NORMALISED": True,
+                "NUM_GROUPS": 8 if is_grouped else 1,
+                "GROUP_BLOCK": 8 if is_grouped else 1,
+                "NUM_CHOSEN_GROUPS": 4 if is_grouped else 1,
+                "JUDGES_BY_TWO": is_grouped,
+                "SCORE_OF_NAN": -1e30,
+                "SCORE_OF_OTHERS": -3e38,
+                "TINY": 1e-20,
+            },
+            {"num_warps": 1},
+        )
+    for block in (64, 4096):
+        yield (
+            expert_order._order_pairs_kernel,
+            ["*i32", "*i32", "*i32", "i32"],
+            {"BLOCK": block},
+            {"num_warps": 1 if block <= 256 else 8},
+        )
+
+
+def expert_kernels(dtype: str):
+    """Yield, as `kernels` does, the products by the experts' weights."""
+    values, size = f"*{dtype}", 4 if dtype == "fp32" else 2
+    ids = ["*i32"] * 3
+    for rows_per_expert in (1, 32, 64, 128, 256):
+        shape = {
+            "DOT_DTYPE": DOT_DTYPES[dtype],
+            "NUM_EXPERTS": 128,
+            "SLOTS": 8,
+            "IS_DIRECT": rows_per_expert == 1,
+            "IS_WHOLE": rows_per_expert != 64,
+        }
+        tiles = expert_products.choose_up_tiles(rows_per_expert, size)
+        yield (
+            expert_products._expert_swiglu_kernel,
+            [values, descriptors(dtype, tiles)[1], *ids, values, *["i32"] * 3],
+            {**shape, **blocks(tiles)},
+            launch_options(tiles),
+        )
+        tiles = expert_products.choose_down_tiles(rows_per_expert, size)
+        yield (
+            expert_products._expert_down_kernel,
+            [values, descriptors(dtype, tiles)[1], *ids, "*fp32", "*fp32", *["i32"] * 4],
+            {**shape, **blocks(tiles)},
+            launch_options(tiles),
+        )

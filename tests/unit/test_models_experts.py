@@ -1,0 +1,200 @@
+"""Layers of experts: whom routers choose, what config.json and checkpoints may say, step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.errors import CheckpointError
+from shared.kernels.expert_choice import ChosenExperts, choose_experts
+from shared.models import experts as experts_module
+from shared.models.config import ModelConfig
+from shared.models.experts_config import ExpertsConfig, ExpertTensors, GroupScore, Scoring
+from shared.models.llama import CausalLM
+from target_service.start_up import measure_costs
+from tests import checkpoints, families
+from tests.checkpoints import Tensors, edit_checkpoint
+from tests.engines import Models, Pairing, make_target, pool_of
+from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
+
+CPU = torch.device("cpu")
+DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
+    """Return what routers choose from now on, layer by layer."""
+    seen: list[ChosenExperts] = []
+
+    def choose(*args: Any) -> ChosenExperts:
+        seen.append(choose_experts(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(experts_module, "choose_experts", choose)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_routers_choose_whom_those_of_transformers_choose(
+    tmp_path: Path, name: str, chosen: list[ChosenExperts]
+) -> None:
+    """By value: the classes in transformers return their choice in no order."""
+    fields = getattr(families, name.upper())
+    directory = families.write(tmp_path, name, **fields)
+    oracle = load_transformers(directory)
+    outputs: list[Any] = []
+    for layer in oracle.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda *call: outputs.append(call[2]))
+    ids = tokens_of(64)
+    oracle(torch.tensor([ids]))
+    Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids)
+    assert len(chosen) == len(outputs) == (3 if name == "mixtral" else 2)
+    for ours, (_, weights, want) in zip(chosen, outputs, strict=True):
+        order = want.argsort(dim=1)
+        assert torch.equal(ours.ids.long(), want.gather(1, order))
+        torch.testing.assert_close(ours.weights, weights.gather(1, order), rtol=1e-4, atol=1e-6)
+        assert len(ours.ids.unique()) > 3, "few experts are chosen: the comparison proves little"
+
+
+def test_config_of_glm(tmp_path: Path) -> None:
+    config = ModelConfig.from_checkpoint(families.write(tmp_path, "glm4_moe", **families.GLM4_MOE))
+    assert config.experts == ExpertsConfig(
+        num_experts=8,
+        num_experts_per_tok=3,
+        width=40,
+        scoring=Scoring.SIGMOID,
+        has_correction_bias=True,
+        is_normalised=True,
+        scaling_factor=1.5,
+        num_groups=4,
+        num_chosen_groups=2,
+        group_score=GroupScore.BEST_TWO,
+        shared_width=80,
+        dense_layers=frozenset({0}),
+        tensors=ExpertTensors(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({"decoder_sparse_step": 2}, {0, 2}),
+        ({"mlp_only_layers": [1]}, {1}),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, None),
+        ({"num_experts": 0}, None),
+    ],
+)
+def test_which_layers_have_experts(
+    tmp_path: Path, fields: dict[str, Any], dense: set[int] | None
+) -> None:
+    directory = checkpoints.write_qwen3_moe(tmp_path)
+    edit_checkpoint(directory, config=lambda c: c.update(fields))
+    experts = ModelConfig.from_checkpoint(directory).experts
+    assert (experts and set(experts.dense_layers)) == dense
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": None}, "num_experts must be an integer from 0 on, got None"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive integer, got 0"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than the 6 experts"),
+        ({"moe_intermediate_size": "24"}, "moe_intermediate_size must be a positive integer"),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers must list layers, got '1'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
+        ({"routed_scaling_factor": -1}, "routed_scaling_factor must be a positive number"),
+    ],
+)
+def test_fields_that_say_no_experts_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    directory = checkpoints.write_qwen3_moe(tmp_path)
+    edit_checkpoint(directory, config=lambda c: c.update(fields))
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_group": 3}, "n_group = 3 must divide the 8 experts"),
+        ({"topk_group": 5}, "topk_group = 5 must not exceed it"),
+        ({"topk_group": 1}, "num_experts_per_tok = 3 is more than the 2 experts"),
+        ({"n_group": 8, "topk_group": 4}, "n_group = 8 leaves one expert to a group"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    directory = families.write(tmp_path, "glm4_moe", **families.GLM4_MOE)
+    edit_checkpoint(directory, config=lambda c: c.update(fields))
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_checkpoint(directory)
+
+
+def _rename(tensors: Tensors) -> None:
+    tensors[DOWN.replace("down_proj", "w2")] = tensors.pop(DOWN)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(DOWN), f"missing tensor '{DOWN}' of shape \\[48, 24\\]"),
+        (_rename, f"missing tensor '{DOWN}'"),
+        (lambda t: t.update({DOWN: t[DOWN][:, :23].contiguous()}), f"'{DOWN}' has shape \\[48, 23"),
+        (
+            lambda t: t.update({DOWN.replace("experts.3", "experts.6"): t[DOWN].clone()}),
+            "1 left-over tensors.*experts.6.down_proj.weight",
+        ),
+    ],
+)
+def test_tensors_of_experts_are_accounted_for_by_name(
+    tmp_path: Path, change: Callable[[Tensors], None], message: str
+) -> None:
+    directory = edit_checkpoint(checkpoints.write_qwen3_moe(tmp_path), tensors=change)
+    with pytest.raises(CheckpointError, match=message):
+        CausalLM.from_checkpoint(directory, CPU, torch.float32)
+
+
+def test_layers_of_multi_token_prediction_are_left_to_the_draft(tmp_path: Path) -> None:
+    directory = families.write(tmp_path, "glm4_moe", **families.GLM4_MOE)
+    ids = tokens_of(9)
+    before = Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids).hidden
+    name = "model.layers.3.eh_proj.weight"
+    edit_checkpoint(directory, tensors=lambda t: t.update({name: torch.ones(64, 128)}))
+    after = Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids).hidden
+    assert torch.equal(after, before)
+    edit_checkpoint(directory, config=lambda c: c.update(num_nextn_predict_layers=0))
+    with pytest.raises(CheckpointError, match=f"1 left-over tensors.*{name}"):
+        CausalLM.from_checkpoint(directory, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("max_num_requests", [1, 8])
+def test_step_costs_are_those_of_rows_that_pass_experts(
+    models: Models, chosen: list[ChosenExperts], max_num_requests: int
+) -> None:
+    """Padding would cost nothing; and tokens that were all the same would pass the same two."""
+    path = models.get("qwen3-moe", checkpoints.write_qwen3_moe)
+    target = make_target(
+        Pairing(target=path, draft=path, algorithm="none"), max_num_requests=max_num_requests
+    )
+    pool = pool_of(target)
+    before = torch.stack(pool.caches)[:, pool.page_size :].clone()
+    del chosen[:]
+    measure_costs(target.runner, [1, 40])
+    assert {len(one.ids) for one in chosen} == {1, 40}
+    assert all((one.ids < 6).all() for one in chosen)
+    assert all(len(one.ids.unique()) > 4 for one in chosen if len(one.ids) == 40)
+    assert torch.equal(torch.stack(pool.caches)[:, pool.page_size :], before)
+    pool.check_integrity()
