@@ -77,6 +77,27 @@ def choose_tiles(num_rows: int, element_size: int, width_n: int) -> Tiles:
     )
 
 
+def choose_fp8_tiles(num_rows: int, element_size: int, scaling: str) -> Tiles:
+    """Return a GPU's tiles of a product with a weight in FP8.
+
+    Args:
+        element_size: Bytes of a value of a row.
+        scaling: Of the weight. By "block", tiles are as long as blocks, or else a sum would have
+            other bits; and sums of a block and of all take twice the registers.
+    """
+    if element_size == 4:
+        return Tiles(64, 32, 32, 4, 3)
+    if num_rows <= 16:
+        return Tiles(64, 16, 128, 4, 6)
+    if num_rows <= 32:
+        return Tiles(64, 32, 128, 4, 5)
+    if num_rows <= 64:
+        return Tiles(64, 64, 128, 4, 4)
+    if num_rows <= 128 or scaling == "block":
+        return Tiles(128, 128, 128, 8, 3)
+    return Tiles(128, 256, 64, 8, 4)
+
+
 def choose_deal(num_rows: int, width_n: int, width_k: int) -> Deal | None:
     """Return how square tiles are dealt out to programs; None: a program per tile is faster."""
     splits = num_splits(width_n, width_k)

@@ -14,6 +14,7 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.families import FAMILIES, MIMO, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
+from shared.models.quantization import parse_quantization
 from shared.models.rope_config import RopeConfig, parse_rope, require_positive
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -23,7 +24,6 @@ position."""
 
 # Field -> the values, besides None, that leave the computation as it is implemented.
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (),
     "compression_config": (),
     "num_experts": (0,),
     "num_local_experts": (0,),
@@ -66,6 +66,7 @@ class ModelConfig:
         unrotated_layers: Layers without a rotary embedding.
         has_vision: A vision tower is in the checkpoint, too, and left out.
         num_mtp_layers: Layers of multi-token prediction in the checkpoint (MiMo).
+        quantization: How projections are quantised, "fp8", or "".
         eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
             config.json.
     """
@@ -97,6 +98,7 @@ class ModelConfig:
     unrotated_layers: tuple[int, ...] = ()
     has_vision: bool = False
     num_mtp_layers: int = 0
+    quantization: str = ""
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -213,6 +215,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         unrotated_layers=_parse_unrotated(fields, source, family, num_layers),
         has_vision=family.has_vision,
         num_mtp_layers=int(num_mtp_layers or 0),
+        quantization=parse_quantization(fields, source),
         **multipliers,
     )
 
