@@ -25,6 +25,7 @@ from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
     INTERPRETED_TILES,
     MAX_SPLIT_ROWS,
+    SQUARE_FP8_TILES,
     SQUARE_TILES,
     Tiles,
     choose_deal,
@@ -242,13 +243,15 @@ def _multiply(
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
     tiles, deal = INTERPRETED_TILES, None
     if x.is_cuda:
-        num_rows, (width_n, width_k) = x.shape[0], weight.shape
+        num_rows, size, shape = x.shape[0], x.element_size(), (weight.shape[0], weight.shape[1])
+        deal = choose_deal(num_rows, *shape) if size == 2 else None
         if isinstance(weight, QuantizedWeight):
-            tiles = choose_fp8_tiles(num_rows, x.element_size(), weight.scaling)
+            by_block = weight.scaling == "block"
+            tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
+            tiles = SQUARE_FP8_TILES if deal else tiles
         else:
-            tiles = choose_tiles(num_rows, x.element_size(), width_n)
-            deal = choose_deal(num_rows, width_n, width_k) if x.element_size() == 2 else None
-    multiply(x, weight, bias, out, SQUARE_TILES if deal else tiles, deal, is_split=is_split)
+            tiles = SQUARE_TILES if deal else choose_tiles(num_rows, size, shape[0])
+    multiply(x, weight, bias, out, tiles, deal, is_split=is_split)
 
 
 def multiply(

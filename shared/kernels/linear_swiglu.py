@@ -292,11 +292,14 @@ def linear_swiglu(
     if num_rows == 0:
         return out
     tiles, deal = INTERPRETED_TILES, None
-    if x.is_cuda:
-        choose = choose_fp8_tiles if isinstance(weight, QuantizedWeight) else choose_tiles
-        tiles = choose(num_rows, x.element_size())
-    if x.is_cuda and x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
-        deal = _choose_deal(num_tiles(tiles, num_rows, width_f), num_multiprocessors(x.device))
+    if x.is_cuda and isinstance(weight, QuantizedWeight):
+        # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
+        tiles = choose_fp8_tiles(num_rows, x.element_size())
+    elif x.is_cuda:
+        tiles = choose_tiles(num_rows, x.element_size())
+        if x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
+            counts = num_tiles(tiles, num_rows, width_f)
+            deal = _choose_deal(counts, num_multiprocessors(x.device))
     multiply_swiglu(x, weight, bias, out, tiles, deal)
     return out
 

@@ -26,13 +26,15 @@ _REBIAS = tl.constexpr(2.0**120)
 _TO_BF16_PAIR = tl.constexpr(
     """
     {
-    .reg .b32 w, m;
+    .reg .b32 w, m, rebias, minus_zero;
     cvt.u32.u16 w, $1;
     prmt.b32 w, w, 0, 0x1404;
     shr.u32 m, w, 4;
     and.b32 m, m, 0x07F007F0;
     lop3.b32 w, w, 0x80008000, m, 0xEA;
-    fma.rn.bf16x2 $0, w, 0x7B807B80, 0x80008000;
+    mov.b32 rebias, 0x7B807B80;
+    mov.b32 minus_zero, 0x80008000;
+    fma.rn.bf16x2 $0, w, rebias, minus_zero;
     }
     """
 )

@@ -394,7 +394,7 @@ class CheckpointReader:
         left_over = sorted(
             self._infos[name].name
             for name in set(self._infos) - self._loaded
-            if activation_scale_of(name) not in self._loaded
+            if not self._is_activation_scale(name)
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
         )
         if left_over:
@@ -403,6 +403,11 @@ class CheckpointReader:
                 f"{self.directory}: {len(left_over)} left-over tensors that this architecture "
                 f"does not have: {shown}"
             )
+
+    def _is_activation_scale(self, name: str) -> bool:
+        """Return whether a tensor belongs to a loaded weight in FP8, and is not needed."""
+        weight = activation_scale_of(name)
+        return weight in self._loaded and self._infos[weight].dtype == FP8_DTYPE
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorInfo:
         info = self._infos.get(name)
