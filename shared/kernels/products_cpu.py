@@ -275,8 +275,8 @@ class CpuWeight:
         width_n, width_k = weight.shape
         self._width_k = padded(width_k, ALIGNED_VALUES)
         wide = torch.zeros((max(_MIN_WIDTH, padded(width_n, ALIGNED_VALUES)), self._width_k))
-        is_quantized = isinstance(weight, QuantizedWeight)
-        wide[:width_n, :width_k] = weight.dequantized() if is_quantized else weight
+        values = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        wide[:width_n, :width_k] = values
         self._library = products.linear
         self._held = self._library.pack(wide)
 

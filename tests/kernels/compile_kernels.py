@@ -128,7 +128,7 @@ def kernels(dtype: str):
             {**dot, **blocks(square), **share, "SCALING": "none", "HAS_BIAS": True},
             launch_options(square),
         )
-    for scaling in ("channel", "block"):
+    for scaling in ("block", "channel"):
         yield from fp8_products(dtype, scaling)
     yield (
         linear._sum_addends_kernel,
@@ -242,7 +242,7 @@ def fp8_products(dtype: str, scaling: str):
         rows = f"tensordesc<{dtype}[{tiles.block_t}, {tiles.block_k}]>"
         return [rows, f"tensordesc<u8[{tiles.block_n}, {tiles.block_k}]>", "*fp32", f"*{dtype}"]
 
-    for num_rows in (1, 32, 64, 128, 2048):
+    for num_rows in (2048, 128, 64, 32, 1):
         tiles = linear_tiles.choose_fp8_tiles(num_rows, itemsize, (4096, 4096), by_block=by_block)
         split = {"IS_SPLIT": num_rows <= 128, "NUM_SPLITS": 4, "SPLIT_K": 1024}
         yield (

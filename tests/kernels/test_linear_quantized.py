@@ -105,17 +105,18 @@ def test_products_equal_those_of_dequantised_weights(
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_bits_of_a_row_do_not_depend_on_the_others(device: torch.device, scaling: str) -> None:
     dtype = torch.bfloat16
-    counts = [2, 33] if device.type == "cpu" else [2, 8, 16, 17, 33, 65, 129, 257, 700]
+    counts = [33] if device.type == "cpu" else [2, 8, 16, 17, 33, 65, 129, 257, 700]
     width_k = 2176  # two splits of 1152 and 1024, in blocks of 128
-    weight = weight_of(48, width_k, scaling, dtype, device)
-    x = torch.randn(max(counts), width_k).to(device, dtype)
+    weight = weight_of(24, width_k, scaling, dtype, device)
+    narrow = weight_of(24, 300, scaling, dtype, device)
+    x = (torch.randn(max(counts), width_k) / 100).to(device, dtype)
     alone = linear(x[:1], weight, out_dtype=torch.float32)
-    gated = linear_swiglu(x[:1], weight)
+    gated = linear_swiglu(x[:1, :300], narrow)
     for count in counts:
         assert torch.equal(linear(x[:count], weight, out_dtype=torch.float32)[:1], alone), count
         sums = sum_addends(linear_addends(x[:count], weight), None, torch.float32)
         assert torch.equal(sums[:1], alone), count
-        assert torch.equal(linear_swiglu(x[:count], weight)[:1], gated), count
+        assert torch.equal(linear_swiglu(x[:count, :300], narrow)[:1], gated), count
 
 
 def test_a_row_is_quantised_to_the_nearest_values_under_the_largest_scale(
