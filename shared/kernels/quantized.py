@@ -161,12 +161,14 @@ def from_e4m3(values, DOT_DTYPE: tl.constexpr):
         values: Block of u8.
     """
     if DOT_DTYPE == tl.bfloat16:
-        return tl.inline_asm_elementwise(
+        converted = tl.inline_asm_elementwise(
             _TO_BF16_PAIR, "=r,h", [values], dtype=tl.bfloat16, is_pure=True, pack=2
         )
-    bits = values.to(tl.uint32)
-    bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    return (bits.to(tl.float32, bitcast=True) * _REBIAS).to(DOT_DTYPE)
+    else:
+        bits = values.to(tl.uint32)
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        converted = (bits.to(tl.float32, bitcast=True) * _REBIAS).to(DOT_DTYPE)
+    return converted
 
 
 @triton.jit
@@ -174,8 +176,10 @@ def load_weight(weight_desc, first_n, k, DOT_DTYPE: tl.constexpr, SCALING: tl.co
     """Return a block of a weight as operand of a product; device function."""
     weight = weight_desc.load([first_n, k])
     if SCALING == "none":
-        return weight.to(DOT_DTYPE)
-    return from_e4m3(weight, DOT_DTYPE)
+        weight = weight.to(DOT_DTYPE)
+    else:
+        weight = from_e4m3(weight, DOT_DTYPE)
+    return weight
 
 
 @triton.jit
@@ -192,8 +196,10 @@ def add_product(
     """Return the sum with a product added to it, scaled if its block has a scale of its own."""
     if SCALING == "block":
         scale = tl.load(scales_ptr + (k // _BLOCK) * width_n + n, mask=n < width_n, other=0.0)
-        return acc + tl.dot(weight, x.T, input_precision="ieee") * scale[:, None]
-    return tl.dot(weight, x.T, acc, input_precision="ieee")
+        acc += tl.dot(weight, x.T, input_precision="ieee") * scale[:, None]
+    else:
+        acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
