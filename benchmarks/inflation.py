@@ -150,8 +150,11 @@ class InflatedReader(CheckpointReader):
         device: torch.device,
         dtype: torch.dtype,
         rename: Callable[[str], str] | None = None,
+        quantization: str = "",
     ) -> None:
-        super().__init__(directory, device=device, dtype=dtype, rename=rename)
+        super().__init__(
+            directory, device=device, dtype=dtype, rename=rename, quantization=quantization
+        )
         self._recipes = recipes
 
     def _read(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:

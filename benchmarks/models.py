@@ -17,7 +17,7 @@ from benchmarks.inflate import HEAD, TARGET, inflate_bundled, write_checkpoint
 from benchmarks.inflation import SHAPES, InflatedReader
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine as create_draft_engine
-from shared.config import DraftConfig, TargetConfig
+from shared.config import QUANTIZATIONS, DraftConfig, TargetConfig
 from shared.device import resolve_device
 from shared.models import eagle3, llama
 from shared.models.checkpoint import CheckpointReader, resolve_model
@@ -39,6 +39,7 @@ class Pair:
             draft_model=str(self.draft),
             device=args.device,
             dtype=args.dtype,
+            quantization=args.quantization,
             **options,
         )
         return create_target_engine(config, lambda *_: None)
@@ -50,6 +51,7 @@ class Pair:
             target_model=str(self.target),
             device=args.device,
             dtype=args.dtype,
+            quantization=args.quantization,
             **options,
         )
         return create_draft_engine(config, lambda *_: None)
@@ -66,6 +68,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-model", default="demo", help="with a directory: its draft's")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto")
 
 
 def resolve_flags(args: argparse.Namespace) -> torch.device:

@@ -33,6 +33,7 @@ from shared.models.checkpoint import (
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import start_model_hash
 from shared.models.draft import load_draft
+from shared.models.quantization import quantization_while_loading, read_quantization
 from shared.rpc.engine import ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -77,11 +78,15 @@ def create_engine(
         directory, target, config.algorithm, is_projected=config.project_features
     )
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=target_config.dtype, device=device)
+    stored = read_quantization(directory)
+    quantization = quantization_while_loading(config.quantization, checkpoint=stored)
     longest = config.max_context_len or target_config.max_position_embeddings
 
     if kind is not DraftKind.MTP:  # which is a small part of its checkpoint
         require_room(
-            num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
+            num_bytes=weight_bytes(directory, dtype.itemsize, quantization),
+            what=str(directory),
+            device=device,
         )
     progress("loading weights")
     num_bytes = 0 if kind is DraftKind.MTP else stored_bytes(directory)
@@ -94,6 +99,7 @@ def create_engine(
             dtype=dtype,
             context_len=longest,
             is_projected=config.project_features,
+            quantization=quantization,
         )
     window = min(config.window or model.max_position, model.max_position, longest)
     progress("allocating the KV pool", LOADED)
@@ -128,6 +134,7 @@ def create_engine(
         max_context_len=longest,
         page_size=config.page_size,
         dtype=dtype_name(dtype),
+        quantization=quantization or stored,
         device=device.type,
         features=spec,  # without a dtype, which is the target's to say
         kind=str(kind),

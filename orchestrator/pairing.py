@@ -15,6 +15,7 @@ class ModelIdentity:
 
     model_hash: str
     dtype: str
+    quantization: str
     device_type: str
     device_model: str
     versions: str
@@ -27,6 +28,7 @@ class ModelIdentity:
         return cls(
             model_hash=info.model_hash,
             dtype=info.dtype,
+            quantization=info.quantization,
             device_type=info.device.partition(":")[0],
             device_model=info.device_model,
             versions=info.versions,
@@ -68,8 +70,8 @@ def target_problem(info: WorkerInfo, *, tokenizer_hash: str, others: ModelIdenti
     if others is not None and identity != others:
         return (
             f"it differs from the targets in use: {identity.difference(others)}; requests could "
-            "not move between them. Start all targets with the same checkpoint and --dtype on "
-            "machines of one kind"
+            "not move between them. Start all targets with the same checkpoint, --dtype and "
+            "--quantization on machines of one kind"
         )
     return ""
 

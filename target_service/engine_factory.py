@@ -30,6 +30,7 @@ from shared.models.checkpoint import (
 )
 from shared.models.config import ModelConfig
 from shared.models.digest import start_model_hash
+from shared.models.quantization import quantization_while_loading
 from shared.peer.channel import PeerChannels, PeerListener, remove_stale_sockets
 from shared.peer.mailbox import Mailbox
 from shared.peer.ring import FeatureRing
@@ -83,7 +84,12 @@ def create_engine(
     model_hash = start_model_hash(directory)
     model_config = ModelConfig.from_checkpoint(directory)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=model_config.dtype, device=device)
-    model, projection, features = load_model(config, directory, model_config, dtype, progress)
+    quantization = quantization_while_loading(
+        config.quantization, checkpoint=model_config.quantization
+    )
+    model, projection, features = load_model(
+        config, directory, model_config, dtype, quantization, progress
+    )
     progress("allocating the KV pool", LOADED)
     pool, context_len = make_pool(config, model_config, dtype, device)
     sampler = Sampler(
@@ -124,6 +130,7 @@ def create_engine(
         max_context_len=context_len,
         page_size=config.page_size,
         dtype=dtype_name(dtype),
+        quantization=quantization or model_config.quantization,
         device=device.type,
         features=features,
         kind="target",

@@ -31,23 +31,30 @@ def load_model(
     directory: Path,
     model_config: ModelConfig,
     dtype: torch.dtype,
+    quantization: str,
     progress: ProgressCallback,
 ) -> tuple[CausalLM, FeatureProjection | None, FeatureSpec]:
     """Load the weights; return the model, and what makes features of captured rows.
 
+    Args:
+        quantization: "fp8": projections become FP8.
     Raises: ConfigError if they do not fit, or CheckpointError.
     """
     device = resolve_device(config.device)
     features = resolve_features(config, directory)
     require_room(
-        num_bytes=weight_bytes(directory, dtype.itemsize), what=str(directory), device=device
+        num_bytes=weight_bytes(directory, dtype.itemsize, quantization),
+        what=str(directory),
+        device=device,
     )
     context_len = longest_context(config, model_config)
     progress("loading weights")
     with report_reads(
         lambda text, share: progress(text, LOADED * share), num_bytes=stored_bytes(directory)
     ):
-        model = CausalLM.from_checkpoint(directory, device, dtype, context_len=context_len)
+        model = CausalLM.from_checkpoint(
+            directory, device, dtype, context_len=context_len, quantization=quantization
+        )
     projection = None
     if features.projection:
         projection = FeatureProjection.from_checkpoint(

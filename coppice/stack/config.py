@@ -10,6 +10,7 @@ from typing import Any
 from shared.config import (
     ALGORITHMS,
     DTYPES,
+    QUANTIZATIONS,
     DraftConfig,
     GatewayConfig,
     OrchestratorConfig,
@@ -115,6 +116,10 @@ class UpConfig:
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("auto", "dtype of the target", choices=DTYPES)
     draft_dtype: str = option("auto", "dtype of the draft", choices=DTYPES)
+    quantization: str = option(
+        "auto", "fp8 = weights of the target become FP8; auto = as they are", choices=QUANTIZATIONS
+    )
+    draft_quantization: str = option("auto", "the same of the draft", choices=QUANTIZATIONS)
     allow_inexact: bool = option(
         default=False,
         help="serve even if the target's self-test finds that speculation may change the output",
@@ -199,6 +204,7 @@ _OF_TARGET = {
     "draft_model": "draft_model",
     "algorithm": "algorithm",
     "dtype": "dtype",
+    "quantization": "quantization",
     "allow_inexact": "allow_inexact",
 }
 _OF_DRAFT = {
@@ -207,6 +213,7 @@ _OF_DRAFT = {
     "target_model": "target_model",
     "algorithm": "algorithm",
     "draft_dtype": "dtype",
+    "draft_quantization": "quantization",
 }
 _OF_ORCHESTRATOR = {
     "target_model": "model",

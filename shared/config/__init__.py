@@ -13,6 +13,7 @@ from shared.config.secret import (
 from shared.config.services import (
     ALGORITHMS,
     DTYPES,
+    QUANTIZATIONS,
     DraftConfig,
     GatewayConfig,
     OrchestratorConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "ALGORITHMS",
     "CALLS",
     "DTYPES",
+    "QUANTIZATIONS",
     "DialConfig",
     "DraftConfig",
     "GatewayConfig",

@@ -15,6 +15,7 @@ from shared.config.ports import DialConfig, PortConfig
 from shared.logs import FORMATS, LEVELS
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
+QUANTIZATIONS = ("auto", "fp8")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _ADMIN_OFFSET, _MAX_PORT = 1000, 65535
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
@@ -45,6 +46,12 @@ class WorkerConfig(PortConfig, LogConfig):
         "auto",
         "auto, float32, float16 or bfloat16; auto = float32 on a CPU, else the checkpoint's",
         choices=DTYPES,
+    )
+    quantization: str = option(
+        "auto",
+        "fp8 = weights of the layers' projections become FP8 while they load, which halves their "
+        "bytes and changes the output a little; auto = as the checkpoint has them",
+        choices=QUANTIZATIONS,
     )
     page_size: int = option(16, "tokens per KV page, any value >= 1", minimum=1)
     num_pages: int = option(0, "KV pages of the pool; 0 = as many as memory allows", minimum=0)

@@ -25,27 +25,39 @@ from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
     INTERPRETED_TILES,
     MAX_SPLIT_ROWS,
+    SQUARE_FP8_TILES,
     SQUARE_TILES,
     Tiles,
     choose_deal,
+    choose_fp8_tiles,
     choose_tiles,
     num_splits,
     num_tiles,
     split_width,
 )
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
+from shared.kernels.quantized import (
+    GpuWeight,
+    QuantizedWeight,
+    add_product,
+    load_weight,
+    operands,
+    scale_sum,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
+    scales_ptr,  # see `QuantizedWeight`, unread if SCALING is "none"
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N], or [splits, T, N] f32 if IS_SPLIT; mutated
     num_rows,
     width_n,
     width_k,
     DOT_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -58,6 +70,8 @@ def _linear_kernel(
     first_t = tl.program_id(0) * BLOCK_T
     first_n = tl.program_id(1) * BLOCK_N
     first_split = tl.program_id(2)
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
     wait_for_previous(IS_DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for split in range(0, 1 if IS_SPLIT else NUM_SPLITS):
@@ -68,15 +82,14 @@ def _linear_kernel(
         tl.assume(begin < end)
         acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(begin, end, BLOCK_K):
-            weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)
+            weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
             x = x_desc.load([first_t, k]).to(DOT_DTYPE)
-            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+            acc = add_product(acc, weight, x, scales_ptr, n, k, width_n, SCALING)
+        acc = scale_sum(acc, scales_ptr, n, width_n, SCALING)
         if NUM_SPLITS == 1 or IS_SPLIT:
             total = acc
         else:
             total += acc
-    t = first_t + tl.arange(0, BLOCK_T)
-    n = first_n + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < width_n, other=0.0).to(tl.float32)[:, None]
     row = t.to(tl.int64)
@@ -141,7 +154,7 @@ def linear(
 
     Args:
         x: [T, K].
-        weight: [N, K], dtype of x; packed, if a CPU computes with it often.
+        weight: [N, K], dtype of x; in FP8; or packed, if a CPU computes with it often.
         bias: [N] or None.
         out_dtype: dtype of the result; None: that of x.
     Returns: [T, N], accumulated in float32.
@@ -160,7 +173,10 @@ def linear(
 
 def num_addends(num_rows: int, weight: Weight) -> int:
     """Return how many addends `linear_addends` returns of so many rows."""
-    if isinstance(weight, CpuWeight) or not use_triton(weight) or num_rows > MAX_SPLIT_ROWS:
+    if isinstance(weight, CpuWeight) or num_rows > MAX_SPLIT_ROWS:
+        return 1
+    values = weight.values if isinstance(weight, QuantizedWeight) else weight
+    if not use_triton(values):
         return 1
     return num_splits(*weight.shape)
 
@@ -174,7 +190,7 @@ def linear_addends(
 
     Args:
         x: [T, K].
-        weight: [N, K], dtype of x; packed, if a CPU computes with it often.
+        weight: [N, K], see `linear`.
         out: [S, T, N] f32, dense, to hold them; None: new memory.
     Returns: [S, T, N] f32; S depends on T and the weight's shape, see `num_addends`.
     Mutates: `out`, all of it.
@@ -233,7 +249,7 @@ def sum_addends(
 
 def _multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: GpuWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     *,
@@ -243,15 +259,20 @@ def _multiply(
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
     tiles, deal = INTERPRETED_TILES, None
     if x.is_cuda:
-        num_rows, (width_n, width_k) = x.shape[0], weight.shape
-        tiles = choose_tiles(num_rows, x.element_size(), width_n)
-        deal = choose_deal(num_rows, width_n, width_k) if x.element_size() == 2 else None
-    multiply(x, weight, bias, out, SQUARE_TILES if deal else tiles, deal, is_split=is_split)
+        num_rows, size, shape = x.shape[0], x.element_size(), (weight.shape[0], weight.shape[1])
+        deal = choose_deal(num_rows, *shape) if size == 2 else None
+        if isinstance(weight, QuantizedWeight):
+            by_block = weight.scaling == "block"
+            tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
+            tiles = SQUARE_FP8_TILES if deal else tiles
+        else:
+            tiles = SQUARE_TILES if deal else choose_tiles(num_rows, size, shape[0])
+    multiply(x, weight, bias, out, tiles, deal, is_split=is_split)
 
 
 def multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: GpuWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     tiles: Tiles,
@@ -271,14 +292,17 @@ def multiply(
     splits = num_splits(width_n, width_k)
     split_k = split_width(width_k, splits)
     count_launch("linear")
-    operands = (
+    values, scales, scaling = operands(weight)
+    tensors = (
         blocks_of(x, tiles.block_t, tiles.block_k),
-        blocks_of(weight, tiles.block_n, tiles.block_k),
-        weight if bias is None else bias.contiguous(),
+        blocks_of(values, tiles.block_n, tiles.block_k),
+        scales,
+        values if bias is None else bias.contiguous(),
         out,
     )
     options = {
         "DOT_DTYPE": dot_dtype(x),
+        "SCALING": scaling,
         "HAS_BIAS": bias is not None,
         "NUM_SPLITS": splits,
         "BLOCK_N": tiles.block_n,
@@ -291,13 +315,13 @@ def multiply(
     if deal is None:
         tile_grid = num_tiles(tiles, num_rows, width_n)
         _linear_kernel[(*tile_grid, splits if is_split else 1)](
-            *operands, num_rows, width_n, width_k, IS_SPLIT=is_split, SPLIT_K=split_k, **options
+            *tensors, num_rows, width_n, width_k, IS_SPLIT=is_split, SPLIT_K=split_k, **options
         )
         return
     assert not is_split and split_k * splits == width_k and split_k % tiles.block_k == 0
     places = handover(x.device, deal, tiles.block_n * tiles.block_t)
     _balanced_linear_kernel[(deal.num_groups * deal.num_members,)](
-        *operands,
+        *tensors,
         places,
         num_rows,
         width_n,

@@ -11,12 +11,14 @@ import triton.language as tl
 
 from shared.kernels.balanced_tiles import place_of, say_it_is_there, share_of, wait_for_it
 from shared.kernels.dependent_launch import wait_for_previous
+from shared.kernels.quantized import add_product, load_weight, scale_sum
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _balanced_linear_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
+    scales_ptr,  # see `QuantizedWeight`, unread if SCALING is "none"
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N] mutated
     handover_ptr,  # [P, 4 + BLOCK_N * BLOCK_T] f32 mutated, see `handover`
@@ -25,6 +27,7 @@ def _balanced_linear_kernel(
     NUM_GROUPS: tl.constexpr,
     NUM_MEMBERS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
@@ -49,6 +52,7 @@ def _balanced_linear_kernel(
     for i in range(0, last - first + 1):
         tile = last - i
         first_n = tile * BLOCK_N
+        n = first_n + tl.arange(0, BLOCK_N)
         begin_k = tl.maximum(begin - tile * NUM_SPLITS, 0) * SPLIT_BLOCKS
         end_k = tl.minimum(end - tile * NUM_SPLITS, NUM_SPLITS) * SPLIT_BLOCKS
         tl.assume(begin_k < end_k)
@@ -60,11 +64,11 @@ def _balanced_linear_kernel(
         else:
             total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(begin_k, end_k):
-            weight = weight_desc.load([first_n, k * BLOCK_K]).to(DOT_DTYPE)
+            weight = load_weight(weight_desc, first_n, k * BLOCK_K, DOT_DTYPE, SCALING)
             x = x_desc.load([first_t, k * BLOCK_K]).to(DOT_DTYPE)
-            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+            acc = add_product(acc, weight, x, scales_ptr, n, k * BLOCK_K, width_n, SCALING)
             if (k + 1) % SPLIT_BLOCKS == 0:
-                total += acc
+                total += scale_sum(acc, scales_ptr, n, width_n, SCALING)
                 acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         if end_k < NUM_K:
             word_ptr, values_ptr = place_of(handover_ptr, program, NUM_VALUES)
@@ -72,7 +76,6 @@ def _balanced_linear_kernel(
             say_it_is_there(word_ptr)
         else:
             t = first_t + tl.arange(0, BLOCK_T)
-            n = first_n + tl.arange(0, BLOCK_N)
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + n, mask=n < width_n, other=0.0).to(tl.float32)
                 total += bias[:, None]

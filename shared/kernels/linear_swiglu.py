@@ -28,6 +28,14 @@ from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
 from shared.kernels.linear import blocks_of
 from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
+from shared.kernels.quantized import (
+    GpuWeight,
+    QuantizedWeight,
+    add_product,
+    load_weight,
+    operands,
+    scale_sum,
+)
 from shared.kernels.swiglu import swiglu
 
 # Of more rows tiles are dealt out evenly: of fewer, what is handed over costs what that saves.
@@ -47,6 +55,17 @@ def choose_tiles(num_rows: int, element_size: int) -> Tiles:
     return Tiles(64, 128, 64, 4, 3) if num_rows <= 128 else Tiles(128, 128, 64, 8, 4)
 
 
+def choose_fp8_tiles(num_rows: int, element_size: int) -> Tiles:
+    """Return a GPU's tiles of both products with a weight in FP8, no longer than SCALE_BLOCK."""
+    if element_size == 4:
+        return Tiles(64, 32, 32, 4, 2)
+    if num_rows <= 16:
+        return Tiles(64, 16, 128, 4, 4)
+    if num_rows <= 32:
+        return Tiles(64, 32, 128, 4, 4)
+    return Tiles(64, 64, 128, 4, 3) if num_rows <= 64 else Tiles(64, 128, 128, 8, 3)
+
+
 def _choose_deal(counts: tuple[int, int], num_programs: int) -> Deal | None:
     """Return how tiles of T and N are dealt out; None: a program per tile takes fewer turns."""
     deal = deal_tiles(*counts, num_programs)
@@ -58,6 +77,7 @@ def _choose_deal(counts: tuple[int, int], num_programs: int) -> Deal | None:
 def _add_products(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [2 F, K] in blocks [BLOCK_N, BLOCK_K], gate above up
+    scales_ptr,  # see `QuantizedWeight`, unread if SCALING is "none"
     gate,  # [BLOCK_N, BLOCK_T] f32
     up,
     first_t,
@@ -66,21 +86,25 @@ def _add_products(
     begin,
     end,
     DOT_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Return both sums with the products of K in [begin, end) added to them, begin < end."""
+    n = first_n + tl.arange(0, BLOCK_N)
     for k in range(begin, end, BLOCK_K):
         x = x_desc.load([first_t, k]).to(DOT_DTYPE)
-        gate_weight = weight_desc.load([first_n, k]).to(DOT_DTYPE)
-        up_weight = weight_desc.load([first_n + width_f, k]).to(DOT_DTYPE)
-        gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
-        up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+        gate_weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
+        up_weight = load_weight(weight_desc, first_n + width_f, k, DOT_DTYPE, SCALING)
+        gate = add_product(gate, gate_weight, x, scales_ptr, n, k, 2 * width_f, SCALING)
+        up = add_product(up, up_weight, x, scales_ptr, n + width_f, k, 2 * width_f, SCALING)
     return gate, up
 
 
 @triton.jit
 def _store_swiglu(
     out_ptr,  # [T, F] mutated
+    scales_ptr,  # see `QuantizedWeight`, unread unless SCALING is "channel"
     bias_ptr,  # [2 F], unread unless HAS_BIAS
     gate,
     up,
@@ -88,6 +112,7 @@ def _store_swiglu(
     first_n,
     num_rows,
     width_f,
+    SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -95,6 +120,8 @@ def _store_swiglu(
     t = first_t + tl.arange(0, BLOCK_T)
     n = first_n + tl.arange(0, BLOCK_N)
     in_n = n < width_f
+    gate = scale_sum(gate, scales_ptr, n, width_f, SCALING)
+    up = scale_sum(up, scales_ptr + width_f, n, width_f, SCALING)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + width_f + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
@@ -109,12 +136,14 @@ def _store_swiglu(
 def _linear_swiglu_kernel(
     x_desc,
     weight_desc,
+    scales_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
     width_f,
     width_k,
     DOT_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -128,10 +157,35 @@ def _linear_swiglu_kernel(
     gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     gate, up = _add_products(
-        x_desc, weight_desc, gate, up, first_t, first_n, width_f, 0, width_k, DOT_DTYPE, BLOCK_K
+        x_desc,
+        weight_desc,
+        scales_ptr,
+        gate,
+        up,
+        first_t,
+        first_n,
+        width_f,
+        0,
+        width_k,
+        DOT_DTYPE,
+        SCALING,
+        BLOCK_N,
+        BLOCK_K,
     )
     _store_swiglu(
-        out_ptr, bias_ptr, gate, up, first_t, first_n, num_rows, width_f, HAS_BIAS, BLOCK_N, BLOCK_T
+        out_ptr,
+        scales_ptr,
+        bias_ptr,
+        gate,
+        up,
+        first_t,
+        first_n,
+        num_rows,
+        width_f,
+        SCALING,
+        HAS_BIAS,
+        BLOCK_N,
+        BLOCK_T,
     )
 
 
@@ -139,6 +193,7 @@ def _linear_swiglu_kernel(
 def _balanced_swiglu_kernel(
     x_desc,
     weight_desc,
+    scales_ptr,
     bias_ptr,
     out_ptr,
     handover_ptr,  # [P, 4 + 2 * BLOCK_N * BLOCK_T] f32 mutated, see `handover`
@@ -148,6 +203,7 @@ def _balanced_swiglu_kernel(
     NUM_GROUPS: tl.constexpr,
     NUM_MEMBERS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -181,6 +237,7 @@ def _balanced_swiglu_kernel(
         gate, up = _add_products(
             x_desc,
             weight_desc,
+            scales_ptr,
             gate,
             up,
             first_t,
@@ -189,6 +246,8 @@ def _balanced_swiglu_kernel(
             begin_k * BLOCK_K,
             end_k * BLOCK_K,
             DOT_DTYPE,
+            SCALING,
+            BLOCK_N,
             BLOCK_K,
         )
         if end_k < num_k:
@@ -199,6 +258,7 @@ def _balanced_swiglu_kernel(
         else:
             _store_swiglu(
                 out_ptr,
+                scales_ptr,
                 bias_ptr,
                 gate,
                 up,
@@ -206,6 +266,7 @@ def _balanced_swiglu_kernel(
                 first_n,
                 num_rows,
                 width_f,
+                SCALING,
                 HAS_BIAS,
                 BLOCK_N,
                 BLOCK_T,
@@ -230,17 +291,22 @@ def linear_swiglu(
     out = torch.empty((num_rows, width_f), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tiles = choose_tiles(num_rows, x.element_size()) if x.is_cuda else INTERPRETED_TILES
-    deal = None
-    if x.is_cuda and x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
-        deal = _choose_deal(num_tiles(tiles, num_rows, width_f), num_multiprocessors(x.device))
+    tiles, deal = INTERPRETED_TILES, None
+    if x.is_cuda and isinstance(weight, QuantizedWeight):
+        # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
+        tiles = choose_fp8_tiles(num_rows, x.element_size())
+    elif x.is_cuda:
+        tiles = choose_tiles(num_rows, x.element_size())
+        if x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
+            counts = num_tiles(tiles, num_rows, width_f)
+            deal = _choose_deal(counts, num_multiprocessors(x.device))
     multiply_swiglu(x, weight, bias, out, tiles, deal)
     return out
 
 
 def multiply_swiglu(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: GpuWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     tiles: Tiles,
@@ -256,15 +322,18 @@ def multiply_swiglu(
     """
     num_rows, width_f, width_k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     count_launch("linear_swiglu")
-    operands = (
+    values, scales, scaling = operands(weight)
+    tensors = (
         blocks_of(x, tiles.block_t, tiles.block_k),
-        blocks_of(weight, tiles.block_n, tiles.block_k),
-        weight if bias is None else bias.contiguous(),
+        blocks_of(values, tiles.block_n, tiles.block_k),
+        scales,
+        values if bias is None else bias.contiguous(),
         out,
     )
     sizes = (num_rows, width_f, width_k)
     options = {
         "DOT_DTYPE": dot_dtype(x),
+        "SCALING": scaling,
         "HAS_BIAS": bias is not None,
         "BLOCK_N": tiles.block_n,
         "BLOCK_T": tiles.block_t,
@@ -274,11 +343,11 @@ def multiply_swiglu(
         **dependent_launch(x),
     }
     if deal is None:
-        _linear_swiglu_kernel[num_tiles(tiles, num_rows, width_f)](*operands, *sizes, **options)
+        _linear_swiglu_kernel[num_tiles(tiles, num_rows, width_f)](*tensors, *sizes, **options)
         return
     places = handover(x.device, deal, 2 * tiles.block_n * tiles.block_t)
     _balanced_swiglu_kernel[(deal.num_groups * deal.num_members,)](
-        *operands, places, *sizes, *deal, **options
+        *tensors, places, *sizes, *deal, **options
     )
 
 

@@ -37,6 +37,7 @@ class Tiles(NamedTuple):
 
 
 SQUARE_TILES, _WIDE = Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)
+SQUARE_FP8_TILES = Tiles(128, 128, 128, 8, 3)
 
 
 def num_splits(width_n: int, width_k: int) -> int:
@@ -75,6 +76,31 @@ def choose_tiles(num_rows: int, element_size: int, width_n: int) -> Tiles:
     return (
         _WIDE if _wide_cost(num_rows, width_n) < _square_cost(num_rows, width_n) else SQUARE_TILES
     )
+
+
+def choose_fp8_tiles(
+    num_rows: int, element_size: int, shape: tuple[int, int], *, by_block: bool
+) -> Tiles:
+    """Return a GPU's tiles of a product with a weight [N, K] in FP8.
+
+    Args:
+        element_size: Bytes of a value of a row.
+        by_block: Blocks of K have scales of their own. Then tiles are as long as blocks, or else a
+            sum would have other bits; and sums of a block and of all take twice the registers.
+    """
+    if element_size == 4:
+        return Tiles(64, 32, 32, 4, 3)
+    splits = num_splits(*shape)
+    fits = splits == 1 or split_width(shape[1], splits) % 256 == 0
+    if num_rows <= 32:
+        block_t = 16 if num_rows <= 16 else 32
+        is_long = fits and not by_block  # instructions per byte decide: the fewer turns the better
+        return Tiles(64, block_t, 256, 4, 3) if is_long else Tiles(64, block_t, 128, 4, 5)
+    if num_rows <= 64:
+        return Tiles(64, 64, 128, 4, 4)
+    if num_rows <= 128 or by_block:
+        return SQUARE_FP8_TILES
+    return _WIDE
 
 
 def choose_deal(num_rows: int, width_n: int, width_k: int) -> Deal | None:

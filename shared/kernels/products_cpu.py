@@ -22,6 +22,7 @@ import torch
 
 from shared.kernels.dispatch import use_triton
 from shared.kernels.products_elementwise import LANES, multiply_elementwise
+from shared.kernels.quantized import GpuWeight, QuantizedWeight
 
 # Rows of one call of a library: of plain decoding, and of trees of up to 8 nodes.
 ROW_TILE = 8
@@ -234,11 +235,12 @@ class CpuProducts:
         """Return the weights that are multiplied in this way, one of each shape."""
         return list({weight.shape: weight for weight in self._weights}.values())
 
-    def weight(self, tensor: torch.Tensor) -> Weight:
+    def weight(self, given: GpuWeight) -> Weight:
         """Return a weight [N, K] as `linear` and its kin read it: packed, if a CPU computes it."""
-        if tensor.device.type != "cpu" or use_triton(tensor):
-            return tensor
-        weight = CpuWeight(tensor, self)
+        values = given.values if isinstance(given, QuantizedWeight) else given
+        if values.device.type != "cpu" or use_triton(values):
+            return given
+        weight = CpuWeight(given, self)
         self._weights.add(weight)
         return weight
 
@@ -259,21 +261,22 @@ class CpuProducts:
 
 
 class CpuWeight:
-    """The weight of a linear layer, packed for the way in which it is multiplied.
+    """The weight of a linear layer in float32, packed for the way in which it is multiplied.
 
     Args:
-        tensor: [N, K]; not kept.
+        weight: [N, K]; not kept.
         products: How to multiply; packed anew after a change.
     """
 
-    def __init__(self, tensor: torch.Tensor, products: CpuProducts) -> None:
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
+    def __init__(self, weight: GpuWeight, products: CpuProducts) -> None:
+        self.shape = weight.shape
+        self.dtype = weight.dtype
         self._products = products
-        width_n, width_k = tensor.shape
+        width_n, width_k = weight.shape
         self._width_k = padded(width_k, ALIGNED_VALUES)
         wide = torch.zeros((max(_MIN_WIDTH, padded(width_n, ALIGNED_VALUES)), self._width_k))
-        wide[:width_n, :width_k] = tensor
+        values = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        wide[:width_n, :width_k] = values
         self._library = products.linear
         self._held = self._library.pack(wide)
 
@@ -295,7 +298,7 @@ class CpuWeight:
         return out[:, : self.shape[0]].contiguous()
 
 
-Weight = torch.Tensor | CpuWeight
+Weight = torch.Tensor | QuantizedWeight | CpuWeight
 
 
 def linear_cpu(
@@ -305,8 +308,8 @@ def linear_cpu(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Do what `linear` does on a CPU; a plain tensor is packed for this call only."""
-    if isinstance(weight, torch.Tensor):
+    """Do what `linear` does on a CPU; what is not packed is packed for this call only."""
+    if not isinstance(weight, CpuWeight):
         weight = CpuWeight(weight, CpuProducts())
     out = weight.multiply(x)
     if bias is not None:

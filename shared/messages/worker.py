@@ -52,6 +52,7 @@ class WorkerInfo:
         protocol_version: See shared/rpc/protocol.py; its front adds it.
         device_model, versions, cpu_threads, logits_hash: Of a target; what else decides about bits.
         has_grammars: Of a target: outputs may have grammars.
+        quantization: Of the projections' weights, "fp8"; empty: none.
     """
 
     incarnation: Text
@@ -77,3 +78,4 @@ class WorkerInfo:
     peer_address: str = ""
     protocol_version: Count = 0
     has_grammars: bool = False
+    quantization: str = ""

@@ -186,11 +186,14 @@ _RECOVERY = (
     ),
 )
 
+INFO_LABELS = (
+    "incarnation", "model", "kind", "device", "dtype", "quantization", "device_model", "versions"
+)  # fmt: skip
 _WORKERS = (
     _gauge(
         "coppice_worker_info",
         "1; what the worker serves, on what",
-        *("incarnation", "model", "kind", "device", "dtype", "device_model", "versions"),
+        *INFO_LABELS,
         roles=WORKERS,
     ),
     _gauge("coppice_sessions", "Orchestrators connected", roles=WORKERS),

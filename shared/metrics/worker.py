@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.messages import WorkerInfo, WorkerLoad
+from shared.metrics.catalog import INFO_LABELS
 from shared.metrics.samples import Samples, counted, named
 
 
@@ -31,8 +32,5 @@ def load_samples(load: WorkerLoad) -> Samples:
 
 def info_samples(info: WorkerInfo) -> Samples:
     """Return what a worker is, as labels."""
-    labels = {
-        name: getattr(info, name)
-        for name in ("incarnation", "model", "kind", "device", "dtype", "device_model", "versions")
-    }
+    labels = {name: getattr(info, name) for name in INFO_LABELS}
     return {named("coppice_worker_info", **labels): 1.0}

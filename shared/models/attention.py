@@ -17,7 +17,14 @@ from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_
 from shared.messages import MAX_TREE_NODES
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.projections import Product, load_biases, load_rows, multiply, pair_rows
+from shared.models.projections import (
+    Product,
+    load_biases,
+    load_rows,
+    multiply,
+    pair_rows,
+    pair_weight_rows,
+)
 from shared.models.rope import paired_rows, rope_cos_sin
 
 LayerCaches = tuple[torch.Tensor, ...]
@@ -115,12 +122,12 @@ class Attention:
         order = paired_rows(config.rope, config.head_dim)
         fused = "qkv" if "qkv" in config.fused_projections else None
         qkv = load_rows(reader, prefix, parts, input_width, fused)
-        self._qkv = reader.products.weight(pair_rows(qkv, order, q_width + kv_width))
+        self._qkv = reader.products.weight(pair_weight_rows(qkv, order, q_width + kv_width))
         self._qkv_bias = None
         if config.has_qkv_bias:
             bias = load_biases(reader, prefix, parts)
             self._qkv_bias = pair_rows(bias, order, q_width + kv_width)
-        self._o = reader.load_weight(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
+        self._o = reader.load_projection(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
         self._o_bias = None
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))

@@ -21,17 +21,22 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
+from shared.models.quantization import FP8, activation_scale_of, is_projection
 
 if TYPE_CHECKING:
     import torch
 
     from shared.kernels.products_cpu import CpuProducts, Weight
+    from shared.kernels.quantized import GpuWeight, QuantizedWeight
 
 DEMO = "demo"
 BUNDLED_ROLES = ("target", "eagle3", "standalone")
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+FP8_DTYPE = "F8_E4M3"
 
 
+# Ends of the names of scales: DeepSeek's, though values are multiplied by them, and all others'.
+_SCALE_ENDS = ("_scale_inv", "_scale")
 REPORT_INTERVAL_S = 1.0
 
 _on_read: contextvars.ContextVar[Callable[[int], None] | None] = contextvars.ContextVar(
@@ -172,14 +177,22 @@ def stored_bytes(directory: Path) -> int:
     return sum(info.end - info.start for info in read_tensor_infos(directory).values())
 
 
-def weight_bytes(directory: Path, itemsize: int) -> int:
+def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
     """Return the memory that a checkpoint's floating-point tensors take, bytes.
 
     Args:
-        itemsize: Bytes per value as they are loaded.
+        itemsize: Bytes per value as they are loaded, of what is not quantised.
+        quantization: "fp8": projections are, or become, FP8.
     """
-    infos = read_tensor_infos(directory).values()
-    return sum(math.prod(i.shape) * itemsize for i in infos if i.dtype in FLOAT_DTYPES)
+    total = 0
+    for name, info in read_tensor_infos(directory).items():
+        size = math.prod(info.shape)
+        becomes_fp8 = quantization == FP8 and is_projection(name)
+        if info.dtype == FP8_DTYPE or (info.dtype in FLOAT_DTYPES and becomes_fp8):
+            total += size + size // 32  # scales, at most one of four bytes for 128 values
+        elif info.dtype in FLOAT_DTYPES:
+            total += size * itemsize
+    return total
 
 
 def _single_file(directory: Path) -> Path:
@@ -233,6 +246,7 @@ class CheckpointReader:
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
         products: How a CPU multiplies by the weights; None: by a library.
+        quantization: "fp8": projections that are not FP8 become it.
     """
 
     def __init__(
@@ -243,6 +257,7 @@ class CheckpointReader:
         dtype: torch.dtype,
         rename: Callable[[str], str] | None = None,
         products: CpuProducts | None = None,
+        quantization: str = "",
     ) -> None:
         from shared.kernels.products_cpu import CpuProducts
 
@@ -250,6 +265,7 @@ class CheckpointReader:
         self.directory = directory
         self._device = device
         self._dtype = dtype
+        self._quantization = quantization
         self._infos: dict[str, TensorInfo] = {}
         for name, info in read_tensor_infos(directory).items():
             key = rename(name) if rename else name
@@ -291,14 +307,71 @@ class CheckpointReader:
         info = self._take(name, shape)
         if info.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
-                f"{self.directory}: tensor {info.name!r} is {info.dtype}; quantised weights are "
-                f"not supported, only {', '.join(sorted(FLOAT_DTYPES))}"
+                f"{self.directory}: tensor {info.name!r} is {info.dtype}; it must be one of "
+                f"{', '.join(sorted(FLOAT_DTYPES))}: only projections of layers may be FP8"
             )
         return self._read(info, dtype or self._dtype)
 
     def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
         return self.products.weight(self.load(name, shape))
+
+    def load_projection(self, name: str, shape: Sequence[int]) -> Weight:
+        """Return the weight of a projection, ready to be multiplied by; see `load_matrix`."""
+        return self.products.weight(self.load_matrix(name, shape))
+
+    def load_matrix(self, name: str, shape: Sequence[int]) -> GpuWeight:
+        """Return the weight of a projection on the device, in FP8 or in the dtype.
+
+        Raises: CheckpointError naming a tensor that is missing, mis-shaped, or holds no numbers.
+        """
+        from shared.kernels.quantized import quantize
+
+        info = self._infos.get(name)
+        if info is not None and info.dtype == FP8_DTYPE:
+            return self._load_quantized(name, shape)
+        weight = self.load(name, shape)
+        if self._quantization != FP8:
+            return weight
+        quantized = quantize(weight)
+        self._require_numbers(name, quantized)
+        return quantized
+
+    def _load_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight:
+        """Load values and scales."""
+        import torch
+
+        from shared.kernels.quantized import QuantizedWeight, spread_scales
+
+        values = self._read(self._take(name, shape), torch.float8_e4m3fn)
+        found = [f"{name}{end}" for end in _SCALE_ENDS if f"{name}{end}" in self._infos]
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{self.directory}: tensor {self._infos[name].name!r} is {FP8_DTYPE}, and needs "
+                f"one tensor of scales, {' or '.join(name + end for end in _SCALE_ENDS)}; there "
+                f"are {len(found)}"
+            )
+        info = self._take(found[0], self._infos[found[0]].shape)
+        scales = None
+        if info.dtype in FLOAT_DTYPES:
+            scales = spread_scales(self._read(info, torch.float32), values.shape)
+        if scales is None:
+            raise CheckpointError(
+                f"{self.directory}: scales {info.name!r} are {info.dtype} of shape "
+                f"{list(info.shape)}; a weight of {list(shape)} needs floating-point scales, one, "
+                "one per row, or one per block of 128 x 128"
+            )
+        quantized = QuantizedWeight(values=values, scales=scales, dtype=self._dtype)
+        self._require_numbers(name, quantized)
+        return quantized
+
+    def _require_numbers(self, name: str, weight: QuantizedWeight) -> None:
+        """Raise if a weight holds NaN or infinity, which kernels take for numbers."""
+        if not weight.is_finite():
+            raise CheckpointError(
+                f"{self.directory}: tensor {self._infos[name].name!r} or its scales hold NaN or "
+                "infinity; get an undamaged checkpoint"
+            )
 
     def load_int64(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return an integer tensor on the device, as int64.
@@ -326,6 +399,7 @@ class CheckpointReader:
             self._infos[name].name
             for name in set(self._infos) - self._loaded
             if name.startswith(within)
+            and not self._is_activation_scale(name)
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
         )
         if left_over:
@@ -334,6 +408,11 @@ class CheckpointReader:
                 f"{self.directory}: {len(left_over)} left-over tensors that this architecture "
                 f"does not have: {shown}"
             )
+
+    def _is_activation_scale(self, name: str) -> bool:
+        """Return whether a tensor belongs to a loaded weight in FP8, and is not needed."""
+        weight = activation_scale_of(name)
+        return weight in self._loaded and self._infos[weight].dtype == FP8_DTYPE
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorInfo:
         info = self._infos.get(name)

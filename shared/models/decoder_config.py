@@ -17,6 +17,7 @@ from shared.kv.layout import KVLayout
 from shared.models.experts_config import ExpertsConfig, parse_experts
 from shared.models.families import FAMILIES, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
 from shared.models.latent_config import LatentConfig, parse_latent
+from shared.models.quantization import parse_quantization
 from shared.models.rope_config import RopeConfig, parse_rope, require_positive
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -26,7 +27,6 @@ position."""
 
 # Field -> the values, besides None, that leave the computation as it is implemented.
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (),
     "compression_config": (),
     "num_experts": (0,),
     "num_local_experts": (0,),
@@ -71,6 +71,7 @@ class ModelConfig:
         num_mtp_layers: Layers of multi-token prediction in the checkpoint.
         latent: Of multi-head latent attention, in which `num_kv_heads` and `head_dim` are those of
             the queries; None: heads have K and V.
+        quantization: How projections are quantised, "fp8", or "".
         eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
             config.json.
         experts: Feed-forwards that a router chooses from; None: every layer has one, dense.
@@ -104,6 +105,7 @@ class ModelConfig:
     has_vision: bool = False
     num_mtp_layers: int = 0
     latent: LatentConfig | None = None
+    quantization: str = ""
     eos_token_ids: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
 
@@ -245,6 +247,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         experts=parse_experts(fields, source, family.experts, num_layers)
         if family.experts
         else None,
+        quantization=parse_quantization(fields, source),
         **multipliers,
     )
 

@@ -107,6 +107,7 @@ def load_draft(
     dtype: torch.dtype,
     context_len: int | None = None,
     is_projected: bool = False,
+    quantization: str = "",
 ) -> DraftModel:
     """Load a draft, every tensor of its checkpoint accounted for.
 
@@ -117,12 +118,14 @@ def load_draft(
         context_len: Longest sequence, tokens; None = the target's max_position_embeddings, which
             may exceed the draft's: past its own it attends to a sliding window.
         is_projected: As in `feature_spec`.
+        quantization: "fp8": projections that are not FP8 become it.
     Raises: CheckpointError naming what is missing, left over, mis-shaped or does not fit.
     """
     kind, spec = feature_spec(draft_dir, target_dir, algorithm, is_projected=is_projected)
     if context_len is None:
         context_len = ModelConfig.from_checkpoint(target_dir).max_position_embeddings
     place: dict[str, Any] = {"device": device, "dtype": dtype, "context_len": context_len}
+    place["quantization"] = quantization
     match kind:
         case DraftKind.EAGLE3:
             return Eagle3Draft.from_checkpoint(draft_dir, target_dir, spec, **place)

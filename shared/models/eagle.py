@@ -82,6 +82,7 @@ class EagleDraft(Head):
         device: torch.device,
         dtype: torch.dtype,
         context_len: int,
+        quantization: str = "",
     ) -> EagleDraft:
         """Load a head; embedding and output layer are the target's.
 
@@ -89,7 +90,11 @@ class EagleDraft(Head):
         """
         config = HeadConfig.from_checkpoint(directory, DraftKind.EAGLE)
         with CheckpointReader(
-            directory, device=device, dtype=dtype, rename=without_model_prefix
+            directory,
+            device=device,
+            dtype=dtype,
+            rename=without_model_prefix,
+            quantization=quantization,
         ) as reader:
             draft = cls(
                 reader,

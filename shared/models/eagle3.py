@@ -128,6 +128,7 @@ class Eagle3Draft(Head):
         device: torch.device,
         dtype: torch.dtype,
         context_len: int,
+        quantization: str = "",
     ) -> Eagle3Draft:
         """Load a head; embedding and output layer come from the target where it has none.
 
@@ -135,7 +136,9 @@ class Eagle3Draft(Head):
         """
         config = HeadConfig.from_checkpoint(directory, DraftKind.EAGLE3)
         hidden = config.decoder.hidden_size
-        with CheckpointReader(directory, device=device, dtype=dtype, rename=_rename) as reader:
+        with CheckpointReader(
+            directory, device=device, dtype=dtype, rename=_rename, quantization=quantization
+        ) as reader:
             if _EMBEDDING in reader.names:
                 embedding = reader.load(_EMBEDDING, (config.decoder.vocab_size, hidden))
             else:

@@ -52,7 +52,7 @@ class MLP:
         parts = {"gate": inner, "up": inner}
         fused = "gate_up" if "gate_up" in config.fused_projections else None
         self._gate_up = reader.products.weight(load_rows(reader, prefix, parts, hidden, fused))
-        self._down = reader.load_weight(f"{prefix}.down_proj.weight", (hidden, inner))
+        self._down = reader.load_projection(f"{prefix}.down_proj.weight", (hidden, inner))
         self._gate_up_bias = self._down_bias = None
         if config.has_mlp_bias:
             self._gate_up_bias = load_biases(reader, prefix, parts)

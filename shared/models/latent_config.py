@@ -69,9 +69,9 @@ def parse_latent(fields: Mapping[str, Any], source: str) -> LatentConfig:
             raise CheckpointError(
                 f"{source}: {name} must be a positive integer{hint}, got {value!r}"
             )
-    if widths["qk_rope_head_dim"] % 2:
+    config = LatentConfig(**widths)  # type: ignore[arg-type]
+    if config.qk_rope_head_dim % 2:
         raise CheckpointError(
-            f"{source}: qk_rope_head_dim = {widths['qk_rope_head_dim']} is odd, which rules out "
-            "RoPE"
+            f"{source}: qk_rope_head_dim = {config.qk_rope_head_dim} is odd, which rules out RoPE"
         )
-    return LatentConfig(**widths)  # type: ignore[arg-type]
+    return config

@@ -80,13 +80,17 @@ class CausalLM:
         dtype: torch.dtype,
         *,
         context_len: int | None = None,
+        quantization: str = "",
     ) -> CausalLM:
         """Load a checkpoint, every tensor accounted for.
+
+        Args:
+            quantization: "fp8": projections that are not FP8 become it.
 
         Raises: CheckpointError naming what is missing, left over, mis-shaped or unsupported.
         """
         config = ModelConfig.from_checkpoint(directory)
-        with open_language_model(directory, device, dtype) as reader:
+        with open_language_model(directory, device, dtype, quantization) as reader:
             model = cls(reader, config, context_len=context_len)
             mtp = _mtp_extras(config)
             vision = _VISION_EXTRAS if config.has_vision else ()
@@ -155,10 +159,12 @@ def _mtp_extras(config: ModelConfig) -> list[str]:
 
 
 def open_language_model(
-    directory: Path, device: torch.device, dtype: torch.dtype
+    directory: Path, device: torch.device, dtype: torch.dtype, quantization: str = ""
 ) -> CheckpointReader:
     """Open the checkpoint of a language model, or of one within a model that sees, too."""
-    return CheckpointReader(directory, device=device, dtype=dtype, rename=_language_name)
+    return CheckpointReader(
+        directory, device=device, dtype=dtype, rename=_language_name, quantization=quantization
+    )
 
 
 def _language_name(name: str) -> str:

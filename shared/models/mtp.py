@@ -117,13 +117,16 @@ class MTPDraft(Head):
         device: torch.device,
         dtype: torch.dtype,
         context_len: int,
+        quantization: str = "",
     ) -> MTPDraft:
         """Load the layer, the embedding and the output layer out of a target's checkpoint.
 
         Raises: CheckpointError naming what is missing, left over or mis-shaped.
         """
         config = ModelConfig.from_checkpoint(directory)
-        with CheckpointReader(directory, device=device, dtype=dtype) as reader:
+        with CheckpointReader(
+            directory, device=device, dtype=dtype, quantization=quantization
+        ) as reader:
             return cls(reader, config, feature_spec, context_len=context_len)
 
     def forward(

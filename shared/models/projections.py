@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.errors import CheckpointError
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.products_cpu import Weight
+from shared.kernels.quantized import GpuWeight, QuantizedWeight, stack_rows
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
 from shared.models.checkpoint import CheckpointReader
 
@@ -59,21 +61,24 @@ def load_rows(
     parts: Mapping[str, int],
     input_width: int,
     fused: str | None,
-) -> torch.Tensor:
+) -> GpuWeight:
     """Load the weights of several projections of one input, above each other.
 
     Args:
         parts: Projection, "q" or "gate" -> its outputs.
         fused: Name of the one tensor that holds them all; None: each has its own.
+    Raises: CheckpointError if they are not in one form.
     """
     if fused is not None:
         parts = {fused: sum(parts.values())}
-    return torch.cat(
-        [
-            reader.load(f"{prefix}.{name}_proj.weight", (num_outputs, input_width))
-            for name, num_outputs in parts.items()
-        ]
-    )
+    names = {f"{prefix}.{name}_proj.weight": size for name, size in parts.items()}
+    stacked = stack_rows([reader.load_matrix(name, (n, input_width)) for name, n in names.items()])
+    if stacked is None:
+        raise CheckpointError(
+            f"{reader.directory}: {', '.join(names)} are multiplied at once; all or none of them "
+            "must be FP8, with scales of one kind"
+        )
+    return stacked
 
 
 def load_biases(reader: CheckpointReader, prefix: str, parts: Mapping[str, int]) -> torch.Tensor:
@@ -90,3 +95,10 @@ def pair_rows(rows: torch.Tensor, order: torch.Tensor | None, num_rows: int) -> 
         return rows
     heads = rows[:num_rows].unflatten(0, (-1, len(order)))[:, order.to(rows.device)]
     return torch.cat([heads.flatten(0, 1), rows[num_rows:]])
+
+
+def pair_weight_rows(weight: GpuWeight, order: torch.Tensor | None, num_rows: int) -> GpuWeight:
+    """Do what `pair_rows` does with the rows of a weight."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.rearranged(lambda rows: pair_rows(rows, order, num_rows))
+    return pair_rows(weight, order, num_rows)

@@ -46,12 +46,15 @@ class StandaloneDraft:
         device: torch.device,
         dtype: torch.dtype,
         context_len: int,
+        quantization: str = "",
     ) -> StandaloneDraft:
         """Load a language model as draft.
 
         Raises: CheckpointError naming what is missing, left over or mis-shaped.
         """
-        model = CausalLM.from_checkpoint(directory, device, dtype, context_len=context_len)
+        model = CausalLM.from_checkpoint(
+            directory, device, dtype, context_len=context_len, quantization=quantization
+        )
         target = ModelConfig.from_checkpoint(target_dir)
         return cls(model, target_vocab_size=target.vocab_size)
 

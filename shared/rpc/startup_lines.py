@@ -48,9 +48,10 @@ def ready_line(role: str, address: str, info: WorkerInfo, start_s: float) -> str
     Args:
         start_s: Seconds that it took to start.
     """
+    quantization = f" quantization={info.quantization}" if info.quantization else ""
     return (
         f"{role} ready address={address} model={info.model} kind={info.kind} "
-        f"device={info.device} dtype={info.dtype} page_size={info.page_size} "
+        f"device={info.device} dtype={info.dtype}{quantization} page_size={info.page_size} "
         f"kv_tokens={info.load.num_pages * info.page_size} start_s={start_s:.1f}"
     )
 

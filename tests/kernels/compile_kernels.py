@@ -64,10 +64,11 @@ def kernels(dtype: str):
         tiles = linear_tiles.choose_tiles(num_rows, 4 if dtype == "fp32" else 2, width_n)
         yield (
             linear._linear_kernel,
-            [*descriptors(dtype, tiles), values, "*fp32", *["i32"] * 3],
+            [*descriptors(dtype, tiles), values, values, "*fp32", *["i32"] * 3],
             {
                 **dot,
                 **blocks(tiles),
+                "SCALING": "none",
                 "HAS_BIAS": num_rows <= 16,
                 "IS_SPLIT": num_splits > 1 and num_rows <= linear_tiles.MAX_SPLIT_ROWS,
                 "NUM_SPLITS": num_splits,
@@ -79,10 +80,11 @@ def kernels(dtype: str):
         tiles = linear_swiglu.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear_swiglu._linear_swiglu_kernel,
-            [*descriptors(dtype, tiles), values, values, *["i32"] * 3],
+            [*descriptors(dtype, tiles), *[values] * 3, *["i32"] * 3],
             {
                 **dot,
                 **blocks(tiles),
+                "SCALING": "none",
                 "HAS_BIAS": True,
             },
             launch_options(tiles),
@@ -93,9 +95,10 @@ def kernels(dtype: str):
         for num_splits in (1, 4):
             yield (
                 linear_balanced._balanced_linear_kernel,
-                [*descriptors(dtype, square), values, "*fp32", "*fp32", *["i32"] * 2],
+                [*descriptors(dtype, square), values, values, "*fp32", "*fp32", *["i32"] * 2],
                 {
                     **dot,
+                    "SCALING": "none",
                     **blocks(square),
                     **share,
                     "HAS_BIAS": True,
@@ -106,10 +109,12 @@ def kernels(dtype: str):
             )
         yield (
             linear_swiglu._balanced_swiglu_kernel,
-            [*descriptors(dtype, square), values, values, "*fp32", *["i32"] * 3],
-            {**dot, **blocks(square), **share, "HAS_BIAS": True},
+            [*descriptors(dtype, square), *[values] * 3, "*fp32", *["i32"] * 3],
+            {**dot, **blocks(square), **share, "SCALING": "none", "HAS_BIAS": True},
             launch_options(square),
         )
+    for scaling in ("block", "channel"):
+        yield from fp8_products(dtype, scaling)
     yield (
         linear._sum_addends_kernel,
         ["*fp32", values, values, values, "i32", "i32"],
@@ -212,6 +217,43 @@ def kernels(dtype: str):
         yield from sampling_kernels()
         yield from growth_kernels()
         yield from choice_kernels()
+
+
+def fp8_products(dtype: str, scaling: str):
+    """Yield products with weights in FP8, as `kernels` does."""
+    itemsize, by_block = 4 if dtype == "fp32" else 2, scaling == "block"
+    dot = {"DOT_DTYPE": DOT_DTYPES[dtype], "SCALING": scaling, "HAS_BIAS": True}
+
+    def types(tiles: linear_tiles.Tiles) -> list[str]:
+        rows = f"tensordesc<{dtype}[{tiles.block_t}, {tiles.block_k}]>"
+        return [rows, f"tensordesc<u8[{tiles.block_n}, {tiles.block_k}]>", "*fp32", f"*{dtype}"]
+
+    for num_rows in (2048, 128, 64, 32, 1):
+        tiles = linear_tiles.choose_fp8_tiles(num_rows, itemsize, (4096, 4096), by_block=by_block)
+        split = {"IS_SPLIT": num_rows <= 128, "NUM_SPLITS": 4, "SPLIT_K": 1024}
+        yield (
+            linear._linear_kernel,
+            [*types(tiles), "*fp32", *["i32"] * 3],
+            {**dot, **blocks(tiles), **split},
+            launch_options(tiles),
+        )
+        tiles = linear_swiglu.choose_fp8_tiles(num_rows, itemsize)
+        yield (
+            linear_swiglu._linear_swiglu_kernel,
+            [*types(tiles), f"*{dtype}", *["i32"] * 3],
+            {**dot, **blocks(tiles)},
+            launch_options(tiles),
+        )
+    if dtype == "fp32":
+        return
+    share = {"NUM_GROUPS": 5, "NUM_MEMBERS": 26}
+    tiles = linear_tiles.SQUARE_FP8_TILES
+    yield (
+        linear_balanced._balanced_linear_kernel,
+        [*types(tiles), "*fp32", "*fp32", *["i32"] * 2],
+        {**dot, **blocks(tiles), **share, "NUM_SPLITS": 4, "SPLIT_BLOCKS": 8},
+        launch_options(tiles),
+    )
 
 
 def mailbox_kernels(values: str):

@@ -146,7 +146,7 @@ UNSUPPORTED = [
     ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
     ({"architectures": []}, "architectures"),
     ({"architectures": None}, "architectures"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ({"num_experts": 8}, "num_experts"),
     ({"num_local_experts": 8}, "num_local_experts"),
     ({"attention_sinks": True}, "attention_sinks"),
@@ -219,7 +219,7 @@ def test_language_model_within_a_model_that_sees(tmp_path: Path) -> None:
 
     edit_checkpoint(nested, tensors=rename)
     CausalLM.from_checkpoint(nested, CPU, torch.float32)
-    edit_checkpoint(nested, config=lambda c: c.update(quantization_config={"quant_method": "fp8"}))
+    edit_checkpoint(nested, config=lambda c: c.update(quantization_config={"quant_method": "awq"}))
     with pytest.raises(CheckpointError, match="quantization_config"):
         read(nested)
     edit_checkpoint(nested, config=lambda c: c.update(text_config={"model_type": "ministral3"}))

@@ -1,0 +1,211 @@
+"""Weights in FP8 (e4m3) with scales in float32, and how kernels read them.
+
+A kernel multiplies rows by the values themselves, which every activation dtype holds exactly, and
+scales what it has accumulated: at the end of a split of K, if an output has one scale, else after
+every SCALE_BLOCK values of k. Values are loaded as bytes: they are converted by moving bits, since
+neither Triton's interpreter nor all GPUs know e4m3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+E4M3_MAX = 448.0
+# Values of k that share a scale, where an output has more than one.
+SCALE_BLOCK = 128
+_BLOCK = tl.constexpr(SCALE_BLOCK)
+# e4m3 has 4 bits of exponent, with a bias of 7; moved to where bfloat16 and float32 have theirs, a
+# value lacks this factor. It is exact, of subnormal values too.
+_REBIAS = tl.constexpr(2.0**120)
+# The two bytes in the halves of a register, moved to sign, exponent and mantissa, and rebiased.
+_TO_BF16_PAIR = tl.constexpr(
+    """
+    {
+    .reg .b32 w, m, rebias, minus_zero;
+    cvt.u32.u16 w, $1;
+    prmt.b32 w, w, 0, 0x1404;
+    shr.u32 m, w, 4;
+    and.b32 m, m, 0x07F007F0;
+    lop3.b32 w, w, 0x80008000, m, 0xEA;
+    mov.b32 rebias, 0x7B807B80;
+    mov.b32 minus_zero, 0x80008000;
+    fma.rn.bf16x2 $0, w, rebias, minus_zero;
+    }
+    """
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """The weight of a linear layer in FP8: values times scales.
+
+    Args:
+        values: [N, K] float8_e4m3fn, no NaN.
+        scales: [1, N] f32, one per output; or [ceil(K / SCALE_BLOCK), N] f32.
+        dtype: Of the rows that are multiplied by it.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return (N, K)."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the values are."""
+        return self.values.device
+
+    @property
+    def scaling(self) -> str:
+        """Return what shares a scale: "channel", an output, or "block"."""
+        return "channel" if len(self.scales) == 1 else "block"
+
+    def dequantized(self) -> torch.Tensor:
+        """Return values times scales. [N, K] f32."""
+        scales = self.scales
+        if len(scales) > 1:
+            scales = scales.repeat_interleave(SCALE_BLOCK, dim=0)[: self.shape[1]]
+        return self.values.float() * scales.T
+
+    def is_finite(self) -> bool:
+        """Return whether no value is NaN (e4m3 has no infinity), and all scales are numbers."""
+        is_nan = (self.values.view(torch.uint8) & 0x7F) == 0x7F
+        return bool(self.scales.isfinite().all()) and not bool(is_nan.any())
+
+    def rearranged(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
+        """Return the weight with other rows, or in another order.
+
+        Args:
+            change: Does it with rows [N, any], by their places alone.
+        """
+        values = change(self.values.view(torch.uint8)).contiguous()
+        return QuantizedWeight(
+            values=values.view(torch.float8_e4m3fn),
+            scales=change(self.scales.T).T.contiguous(),
+            dtype=self.dtype,
+        )
+
+
+GpuWeight = torch.Tensor | QuantizedWeight
+
+
+def quantize(weight: torch.Tensor) -> QuantizedWeight:
+    """Return a weight in FP8, with the scale of each output such that its largest value fits.
+
+    Args:
+        weight: [N, K], finite.
+    """
+    rows = weight.float()
+    scales = rows.abs().amax(dim=1) / E4M3_MAX
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    values = (rows / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return QuantizedWeight(values=values, scales=scales[None], dtype=weight.dtype)
+
+
+def spread_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Return scales as a QuantizedWeight has them; None: they are not those of the weight.
+
+    Args:
+        scales: Of a checkpoint: one; one per row; or one per block of SCALE_BLOCK x SCALE_BLOCK.
+        shape: (N, K) of the weight.
+    """
+    width_n, width_k = shape
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).repeat(1, width_n)
+    if scales.shape in ((width_n,), (width_n, 1)):
+        return scales.reshape(1, width_n)
+    num_blocks = [-(-width // SCALE_BLOCK) for width in shape]
+    if list(scales.shape) != num_blocks:
+        return None
+    return scales.T.repeat_interleave(SCALE_BLOCK, dim=1)[:, :width_n].contiguous()
+
+
+def stack_rows(parts: Sequence[GpuWeight]) -> GpuWeight | None:
+    """Return weights of one input above each other; None: they are not in one form."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if len(tensors) == len(parts):
+        return torch.cat(tensors)
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) < len(parts) or len({len(part.scales) for part in quantized}) > 1:
+        return None
+    return QuantizedWeight(
+        values=torch.cat([part.values.view(torch.uint8) for part in quantized]).view(
+            torch.float8_e4m3fn
+        ),
+        scales=torch.cat([part.scales for part in quantized], dim=1),
+        dtype=quantized[0].dtype,
+    )
+
+
+def operands(weight: GpuWeight) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Return what a kernel reads: values, scales (unread if there are none), SCALING."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.values.view(torch.uint8), weight.scales.contiguous(), weight.scaling
+    return weight, weight, "none"
+
+
+@triton.jit
+def from_e4m3(values, DOT_DTYPE: tl.constexpr):
+    """Return FP8 values as operands of a product; device function.
+
+    Args:
+        values: Block of u8.
+    """
+    if DOT_DTYPE == tl.bfloat16:
+        converted = tl.inline_asm_elementwise(
+            _TO_BF16_PAIR, "=r,h", [values], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        bits = values.to(tl.uint32)
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        converted = (bits.to(tl.float32, bitcast=True) * _REBIAS).to(DOT_DTYPE)
+    return converted
+
+
+@triton.jit
+def load_weight(weight_desc, first_n, k, DOT_DTYPE: tl.constexpr, SCALING: tl.constexpr):
+    """Return a block of a weight as operand of a product; device function."""
+    weight = weight_desc.load([first_n, k])
+    if SCALING == "none":
+        weight = weight.to(DOT_DTYPE)
+    else:
+        weight = from_e4m3(weight, DOT_DTYPE)
+    return weight
+
+
+@triton.jit
+def add_product(
+    acc,  # [BLOCK_N, BLOCK_T] f32
+    weight,  # [BLOCK_N, BLOCK_K]
+    x,  # [BLOCK_T, BLOCK_K]
+    scales_ptr,  # [ceil(K / SCALE_BLOCK), N] f32, unread unless SCALING is "block"
+    n,
+    k,
+    width_n,
+    SCALING: tl.constexpr,
+):
+    """Return the sum with a product added to it, scaled if its block has a scale of its own."""
+    if SCALING == "block":
+        scale = tl.load(scales_ptr + (k // _BLOCK) * width_n + n, mask=n < width_n, other=0.0)
+        acc += tl.dot(weight, x.T, input_precision="ieee") * scale[:, None]
+    else:
+        acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def scale_sum(acc, scales_ptr, n, width_n, SCALING: tl.constexpr):
+    """Return the sum of a split, scaled if all its values share the scale; device function."""
+    if SCALING == "channel":
+        scale = tl.load(scales_ptr + n, mask=n < width_n, other=0.0)
+        acc = acc * scale[:, None]
+    return acc

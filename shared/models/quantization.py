@@ -1,0 +1,118 @@
+"""Which quantised weights a checkpoint may have, as its config.json says. No torch here.
+
+Weights in FP8 (e4m3) are read as they are: in DeepSeek's format (a scale per block of 128 x 128),
+in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor).
+Activations are not quantised, whatever the checkpoint asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.errors import CheckpointError
+
+FP8 = "fp8"
+_SIDE = 128
+_COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
+_HINT = (
+    "only weights in FP8 (e4m3) are read; use such a checkpoint, or one in bfloat16, of which "
+    "--quantization fp8 makes FP8 while it is loaded"
+)
+
+
+def parse_quantization(fields: Mapping[str, Any], source: str) -> str:
+    """Return how the weights of a config.json are quantised: "fp8", or "".
+
+    Args:
+        source: File to name in errors.
+    Raises: CheckpointError naming what is not supported.
+    """
+    config = fields.get("quantization_config")
+    if config is None:
+        return ""
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{source}: quantization_config must be an object, got {config!r}")
+    method = config.get("quant_method")
+    source = f"{source}: quantization_config"
+    if method == "compressed-tensors":
+        _check_compressed(config, source)
+    elif method == "fp8":
+        _require(config, source, "fmt", (None, "e4m3"))
+        _check_block(config.get("weight_block_size"), f"{source}.weight_block_size")
+    else:
+        raise CheckpointError(f"{source}.quant_method = {method!r} is not supported: {_HINT}")
+    return FP8
+
+
+def quantization_while_loading(name: str, *, checkpoint: str) -> str:
+    """Return how weights are quantised while they load: "fp8", or "" for not at all.
+
+    Args:
+        name: As configured; "auto": as in the checkpoint.
+        checkpoint: How those of the checkpoint are quantised: then what is not stays as it is.
+    """
+    return "" if name == "auto" or checkpoint else name
+
+
+def is_projection(name: str) -> bool:
+    """Return whether a tensor is one that --quantization applies to: a projection of a layer."""
+    return name.endswith("_proj.weight") and not name.endswith("input_proj.weight")
+
+
+def activation_scale_of(name: str) -> str:
+    """Return the weight whose inputs a tensor has a static scale for; "": it is no such scale.
+
+    Activations keep the dtype, so the scale is not needed.
+    """
+    module, _, kind = name.rpartition(".")
+    return f"{module}.weight" if kind == "input_scale" else ""
+
+
+def _check_compressed(config: Mapping[str, Any], source: str) -> None:
+    """Raise unless all groups of a file of compressed-tensors have weights that are read."""
+    _require(config, source, "format", _COMPRESSED_FORMATS)
+    if config.get("kv_cache_scheme") is not None:
+        raise CheckpointError(
+            f"{source}.kv_cache_scheme: K and V in FP8 are not supported; use a checkpoint without "
+            "scales for them"
+        )
+    sparsity = config.get("sparsity_config")
+    if sparsity:
+        _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"{source}.config_groups must be an object with a group of weights")
+    for name, group in groups.items():
+        place = f"{source}.config_groups.{name}"
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(f"{place}.weights must be an object, got {weights!r}")
+        _require(weights, f"{place}.weights", "num_bits", (8,))
+        _require(weights, f"{place}.weights", "type", ("float",))
+        _require(weights, f"{place}.weights", "symmetric", (None, True))
+        _require(weights, f"{place}.weights", "strategy", ("tensor", "channel", "block"))
+        if weights["strategy"] == "block":
+            _check_block(weights.get("block_structure"), f"{place}.weights.block_structure")
+
+
+def _check_block(block: Any, field: str) -> None:
+    if block is not None and list(block) != [_SIDE, _SIDE]:
+        raise CheckpointError(f"{field} = {block!r} is not supported, only [{_SIDE}, {_SIDE}] is")
+
+
+def _require(fields: Mapping[str, Any], source: str, name: str, supported: tuple[Any, ...]) -> None:
+    value = fields.get(name)
+    if value not in supported:
+        shown = ", ".join(repr(one) for one in supported if one is not None)
+        raise CheckpointError(
+            f"{source}.{name} = {value!r} is not supported, only {shown}: {_HINT}"
+        )
+
+
+def read_quantization(directory: Path) -> str:
+    """Return how the weights of a checkpoint are quantised, see `parse_quantization`."""
+    from shared.models.decoder_config import read_config_json
+
+    return parse_quantization(read_config_json(directory), f"{directory / 'config.json'}")

@@ -1,0 +1,263 @@
+"""Checkpoints in FP8, and weights that become FP8: the values, what is refused, and who says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.pairing import ModelIdentity
+from shared.errors import CheckpointError
+from shared.messages import SamplingParams, TokenTree
+from shared.models.checkpoint import weight_bytes
+from shared.models.llama import CausalLM
+from shared.models.quantization import quantization_while_loading
+from tests import checkpoints
+from tests.checkpoints import Shape, Tensors, edit_checkpoint
+from tests.engines import (
+    SHAPES,
+    Models,
+    Pairing,
+    PoisonedPair,
+    fresh,
+    graft,
+    make_draft,
+    make_target,
+    random_tokens,
+    run_plain,
+)
+from tests.local_pair import LocalRequest
+from tests.marks import exhaustive
+from tests.paged import PagedKV
+from tests.quantized import (
+    BLOCK_CONFIG,
+    FORMS,
+    compressed_config,
+    write_dequantized,
+    write_fp8,
+    write_rounded,
+)
+
+CPU = torch.device("cpu")
+# Neither width nor any part of what is loaded at once is a multiple of 128.
+RAGGED = Shape(
+    hidden_size=160, intermediate_size=208, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=40
+)
+MATRIX = "model.layers.0.self_attn.q_proj.weight"
+
+
+def logits_of(directory: Path, **options: Any) -> torch.Tensor:
+    """Return the logits of a prompt."""
+    model = CausalLM.from_checkpoint(directory, CPU, torch.float32, **options)
+    config = model.config
+    kv = PagedKV(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=4,
+    )
+    metadata, slots = kv.chain(0, 20, window=0)
+    tokens = torch.tensor(random_tokens(random.Random(0), 20))
+    with torch.inference_mode():
+        return model.logits(model.forward(tokens, torch.arange(20), kv, metadata, slots).hidden)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.write_llama(tmp_path_factory.mktemp("source") / "llama", shape=RAGGED)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_dequantised_weights(
+    source: Path, tmp_path: Path, form: str
+) -> None:
+    quantized = write_fp8(source, tmp_path / "fp8", form)
+    plain = write_dequantized(quantized, tmp_path / "plain")
+    logits = logits_of(quantized)
+    assert torch.equal(logits, logits_of(plain))
+    assert not torch.equal(logits, logits_of(source))
+
+
+def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
+    source: Path, tmp_path: Path
+) -> None:
+    logits = logits_of(source, quantization="fp8")
+    assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
+
+
+def test_fused_tensors_of_a_checkpoint_have_scales_of_their_own(tmp_path: Path) -> None:
+    def fuse(tensors: Tensors) -> None:
+        for layer in range(RAGGED.num_layers):
+            prefix = f"model.layers.{layer}"
+            for fused, module, parts in (
+                ("qkv", "self_attn", ("q", "k", "v")),
+                ("gate_up", "mlp", ("gate", "up")),
+            ):
+                names = [f"{prefix}.{module}.{part}_proj.weight" for part in parts]
+                stacked = torch.cat([tensors.pop(name) for name in names])
+                tensors[f"{prefix}.{module}.{fused}_proj.weight"] = stacked
+
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
+    source = checkpoints.write_llama(tmp_path / "phi3", shape=RAGGED, rope={"rope_type": "default"})
+    edit_checkpoint(source, tensors=fuse, config=lambda c: c.update(phi3))
+    quantized = write_fp8(source, tmp_path / "fp8", "block")
+    plain = write_dequantized(quantized, tmp_path / "plain")
+    assert torch.equal(logits_of(quantized), logits_of(plain))
+
+
+BREAKS: list[tuple[Callable[[Tensors], Any], str]] = [
+    (lambda t: t.pop(f"{MATRIX}_scale_inv"), f"{MATRIX}.*needs one tensor of scales"),
+    (lambda t: t.update({f"{MATRIX}_scale": torch.ones(1)}), "one tensor of scales.*there are 2"),
+    (
+        lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(3, 2)}),
+        f"{MATRIX}_scale_inv.*shape .3, 2.*block of 128 x 128",
+    ),
+    (
+        lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
+        f"{MATRIX}_scale_inv.*I32",
+    ),
+    (lambda t: t[MATRIX].view(torch.uint8)[3, 7:8].fill_(0xFF), f"{MATRIX}.*NaN"),
+    (lambda t: t[f"{MATRIX}_scale_inv"].fill_(torch.inf), f"{MATRIX}.*infinity"),
+    (
+        lambda t: t.update({MATRIX: t[MATRIX].float()}) or t.pop(f"{MATRIX}_scale_inv"),
+        "q_proj.*k_proj.*at once.*FP8",
+    ),
+    (
+        lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+        "lm_head.weight.*only projections of layers may be FP8",
+    ),
+    (lambda t: t.update({"model.norm.input_scale": torch.ones(1)}), "left-over.*input_scale"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BREAKS)
+def test_broken_checkpoints_are_refused_by_tensor(
+    source: Path, tmp_path: Path, change: Callable[[Tensors], Any], message: str
+) -> None:
+    directory = edit_checkpoint(write_fp8(source, tmp_path / "fp8", "block"), tensors=change)
+    with pytest.raises(CheckpointError, match=message):
+        CausalLM.from_checkpoint(directory, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_without_numbers_do_not_become_fp8(
+    source: Path, tmp_path: Path, value: float
+) -> None:
+    directory = checkpoints.write_llama(tmp_path / "llama", shape=RAGGED)
+    edit_checkpoint(directory, tensors=lambda t: t[MATRIX].view(-1)[7:8].fill_(value))
+    with pytest.raises(CheckpointError, match=f"{MATRIX}.*NaN or infinity"):
+        CausalLM.from_checkpoint(directory, CPU, torch.float32, quantization="fp8")
+
+
+CHANNEL = compressed_config("channel")
+GROUP = CHANNEL["config_groups"]["group_0"]
+
+
+def with_weights(**fields: Any) -> dict[str, Any]:
+    weights = GROUP["weights"] | fields
+    return CHANNEL | {"config_groups": {"group_0": {"weights": weights}}}
+
+
+REFUSED = [
+    ("fp8", "quantization_config must be an object"),
+    ({"quant_method": "awq", "bits": 4}, "quant_method = 'awq'.*--quantization fp8"),
+    ({"quant_method": "gptq"}, "quant_method = 'gptq'"),
+    ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),
+    (BLOCK_CONFIG | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+    (BLOCK_CONFIG | {"weight_block_size": [64, 64]}, "weight_block_size = .64, 64."),
+    (CHANNEL | {"format": "pack-quantized"}, "format = 'pack-quantized'"),
+    (CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: K and V in FP8"),
+    (CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (CHANNEL | {"config_groups": {}}, "config_groups must be"),
+    (CHANNEL | {"config_groups": {"group_0": {}}}, "group_0.weights must be"),
+    (with_weights(num_bits=4), "group_0.weights.num_bits = 4"),
+    (with_weights(type="int"), "group_0.weights.type = 'int'"),
+    (with_weights(strategy="group"), "strategy = 'group'"),
+    (with_weights(symmetric=False), "symmetric = False"),
+    (with_weights(strategy="block", block_structure=[1, 128]), "block_structure"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_other_formats_are_refused_by_field(source: Path, config: Any, message: str) -> None:
+    from shared.models.decoder_config import parse_model_config, read_config_json
+
+    fields = read_config_json(source)
+    assert parse_model_config(fields, "c", "LlamaForCausalLM").quantization == ""
+    with pytest.raises(CheckpointError, match=f"c: quantization_config.*{message}|{message}"):
+        parse_model_config(fields | {"quantization_config": config}, "c", "LlamaForCausalLM")
+
+
+def test_memory_is_planned_for_what_becomes_fp8(source: Path, tmp_path: Path) -> None:
+    tensors = checkpoints.read_tensors(source)
+    size = sum(t.numel() for t in tensors.values())
+    projections = sum(t.numel() for name, t in tensors.items() if name.endswith("_proj.weight"))
+    assert weight_bytes(source, 2) == 2 * size
+    expected = 2 * (size - projections) + projections * 33 / 32
+    assert weight_bytes(source, 2, "fp8") == pytest.approx(expected, rel=1e-3)
+    stored = write_fp8(source, tmp_path / "fp8", "block")
+    assert weight_bytes(stored, 2) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_target_says_how_it_is_quantised_and_moves_to_none_that_is_not(
+    models: Models, tmp_path: Path
+) -> None:
+    def info(directory: Path, quantization: str = "auto") -> Any:
+        pairing = Pairing(target=directory, draft=directory, algorithm="none")
+        return make_target(pairing, quantization=quantization).info
+
+    plain, online = info(models.llama), info(models.llama, "fp8")
+    assert (plain.quantization, online.quantization) == ("", "fp8")
+    assert plain.model_hash == online.model_hash and plain.logits_hash != online.logits_hash
+    same_logits = replace(plain, logits_hash=online.logits_hash)
+    mine, other = ModelIdentity.of(online), ModelIdentity.of(same_logits)
+    assert mine.fingerprint != other.fingerprint
+    assert mine.difference(other) == "quantization 'fp8' instead of ''"
+    stored = info(write_fp8(models.llama, tmp_path / "fp8", "channel"))
+    assert stored.quantization == "fp8" and stored.model_hash != online.model_hash
+    assert stored.logits_hash == online.logits_hash  # the same scales, by the same rule
+
+
+def test_what_an_fp8_checkpoint_has_in_another_dtype_stays_so() -> None:
+    assert quantization_while_loading("fp8", checkpoint="") == "fp8"
+    assert quantization_while_loading("fp8", checkpoint="fp8") == ""
+    assert quantization_while_loading("auto", checkpoint="fp8") == ""
+
+
+CASES = [(16, True), *exhaustive([(1, True), (4, True), (64, True), (16, False), (2, False)])]
+
+
+@pytest.mark.parametrize(("page_size", "is_self_tested"), CASES)
+def test_speculation_changes_no_token_of_a_quantised_target(
+    models: Models, page_size: int, *, is_self_tested: bool
+) -> None:
+    pairing = models.pairing("eagle3")
+    options = {"quantization": "fp8", "page_size": page_size}
+    target = make_target(pairing, self_test=is_self_tested, **options)
+    rng = random.Random(5)
+    samplings = (SamplingParams(), SamplingParams(temperature=1.0, seed=9))
+    requests = [
+        LocalRequest(
+            prompt=random_tokens(rng, length), max_new_tokens=12, shape=shape, sampling=sampling
+        )
+        for length, shape, sampling in zip((7, 33), SHAPES[3:5], samplings, strict=True)
+    ]
+    plain = run_plain(target, requests, alone=True)
+    by_id = {f"r{i + 1}": request for i, request in enumerate(plain)}
+    pair = PoisonedPair(target, make_draft(pairing, quantization="fp8", page_size=4))
+
+    def edit(tree: TokenTree) -> TokenTree:
+        done = len(pair.requests[tree.request_id].output)
+        return graft(tree, by_id[tree.request_id].output[done:], rng)
+
+    pair.edit_tree = edit
+    speculative = [fresh(request) for request in requests]
+    pair.run(speculative)
+    for got, want in zip(speculative, plain, strict=True):
+        assert got.output == want.output
+    assert max(request.accept_length for request in speculative) > 1.5
