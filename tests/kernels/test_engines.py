@@ -10,7 +10,8 @@ from shared.grammar.compile import compile_grammar
 from shared.grammar.source import Grammar, GrammarKind
 from shared.kernels.dispatch import launch_counts
 from shared.messages import SamplingParams, TreeShape
-from tests.checkpoints import Shape, write_eagle3, write_qwen3_moe
+from tests.checkpoints import write_eagle3
+from tests.deepseek import write_deepseek
 from tests.engines import Pairing, make_draft, make_target, run_plain
 from tests.grammars import vocabulary_of
 from tests.kernels.launches import counted_kernels
@@ -24,7 +25,7 @@ PENALIZED = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
 
 def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
     """Trees with filters and T > 0 on the kernels equal plain decoding on them."""
-    target_dir = write_qwen3_moe(tmp_path / "target", shape=Shape(num_layers=1), num_experts=4)
+    target_dir = write_deepseek(tmp_path / "target")
     draft_dir = write_eagle3(tmp_path / "draft", target_dir, layer_ids=(0, 0))
     pairing = Pairing(target=target_dir, draft=draft_dir, algorithm="eagle3")
     # What a target computes at its start is no longer than the context.
