@@ -24,11 +24,17 @@ YARN = {
 
 
 def write_deepseek(
-    directory: Path, *, seed: int = 0, num_layers: int = NUM_LAYERS, branch_scale: float = 1.0
+    directory: Path,
+    *,
+    seed: int = 0,
+    num_layers: int = NUM_LAYERS,
+    num_dense: int = 1,
+    branch_scale: float = 1.0,
 ) -> Path:
-    """Write a DeepseekV3ForCausalLM whose first layer is dense, and its layer of MTP.
+    """Write a DeepseekV3ForCausalLM, and its layer of MTP.
 
     Args:
+        num_dense: First layers without experts.
         branch_scale: Small values make the layer agree with the target.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +76,7 @@ def write_deepseek(
     tensors["model.embed_tokens.weight"] = torch.randn((VOCAB_SIZE, HIDDEN), generator=generator)
     norm("model.norm", HIDDEN)
     for index in range(num_layers):
-        layer(f"model.layers.{index}", has_experts=index > 0)
+        layer(f"model.layers.{index}", has_experts=index >= num_dense)
     matrix("lm_head", VOCAB_SIZE, HIDDEN, LOGIT_SCALE)
     extra = f"model.layers.{num_layers}"
     layer(extra, has_experts=True, scale=branch_scale)
@@ -106,7 +112,7 @@ def write_deepseek(
         "n_group": 2,
         "topk_group": 1,
         "moe_intermediate_size": WIDTH,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": num_dense,
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,

@@ -337,6 +337,16 @@ class CheckpointReader:
         self._require_numbers(name, quantized)
         return quantized
 
+    def load_dequantized(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return the weight of a projection on the device in the dtype, be it FP8 in the file.
+
+        Raises: CheckpointError, as `load_matrix`.
+        """
+        info = self._infos.get(name)
+        if info is not None and info.dtype == FP8_DTYPE:
+            return self._load_quantized(name, shape).dequantized().to(self._dtype)
+        return self.load(name, shape)
+
     def _load_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight:
         """Load values and scales."""
         import torch

@@ -25,7 +25,7 @@ PENALIZED = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
 
 def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
     """Trees with filters and T > 0 on the kernels equal plain decoding on them."""
-    target_dir = write_deepseek(tmp_path / "target")
+    target_dir = write_deepseek(tmp_path / "target", seed=1, num_layers=1, num_dense=0)
     draft_dir = write_eagle3(tmp_path / "draft", target_dir, layer_ids=(0, 0))
     pairing = Pairing(target=target_dir, draft=draft_dir, algorithm="eagle3")
     # What a target computes at its start is no longer than the context.

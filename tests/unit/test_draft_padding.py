@@ -161,7 +161,7 @@ def test_growth_writes_its_scratch_and_the_sink_only(models: Models) -> None:
     growing = extended(engine)
     assert len(growing) == len(shapes)
 
-    num_slots = len(pool.k[0])
+    num_slots = len(pool.caches[0])
     keeps = torch.ones(num_slots, dtype=torch.bool)
     keeps[0] = False  # the sink's first slot
     committed = torch.zeros(num_slots, dtype=torch.bool)

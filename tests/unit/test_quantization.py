@@ -17,7 +17,7 @@ from shared.messages import SamplingParams, TokenTree
 from shared.models.checkpoint import weight_bytes
 from shared.models.llama import CausalLM
 from shared.models.quantization import quantization_while_loading
-from tests import checkpoints
+from tests import checkpoints, deepseek
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
 from tests.engines import (
     SHAPES,
@@ -54,13 +54,7 @@ MATRIX = "model.layers.0.self_attn.q_proj.weight"
 def logits_of(directory: Path, **options: Any) -> torch.Tensor:
     """Return the logits of a prompt."""
     model = CausalLM.from_checkpoint(directory, CPU, torch.float32, **options)
-    config = model.config
-    kv = PagedKV(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=4,
-    )
+    kv = PagedKV(model.config.kv_layout, page_size=4)
     metadata, slots = kv.chain(0, 20, window=0)
     tokens = torch.tensor(random_tokens(random.Random(0), 20))
     with torch.inference_mode():
@@ -80,6 +74,17 @@ def test_logits_are_those_of_the_dequantised_weights(
     plain = write_dequantized(quantized, tmp_path / "plain")
     logits = logits_of(quantized)
     assert torch.equal(logits, logits_of(plain))
+    assert not torch.equal(logits, logits_of(source))
+
+
+@pytest.mark.parametrize("form", ["block", "channel"])
+def test_latent_attention_in_fp8_is_that_of_the_dequantised_weights(
+    tmp_path: Path, form: str
+) -> None:
+    source = deepseek.write_deepseek(tmp_path / "source", num_dense=2)
+    quantized = write_fp8(source, tmp_path / "fp8", form)
+    logits = logits_of(quantized)
+    assert torch.equal(logits, logits_of(write_dequantized(quantized, tmp_path / "plain")))
     assert not torch.equal(logits, logits_of(source))
 
 
