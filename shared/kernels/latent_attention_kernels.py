@@ -293,7 +293,8 @@ def _finish_latents_kernel(
     # Own tiles continue the last shared chunk, if they begin inside of it.
     has_own = own_tile < end_tile
     continues = has_shared & has_own & (chunk_of(own_tile, CHUNK_TILES) == shared_chunk)
-    end_chunk = tl.where(has_shared, tl.where(continues, shared_chunk, shared_chunk + 1), 0)
+    end_chunk = tl.where(continues, shared_chunk, shared_chunk + 1)
+    end_chunk = tl.where(has_shared, end_chunk, first_chunk)
 
     kv_index = own_tile * TILE + tl.arange(0, TILE)
     slots_ptr = own_slots_ptr + row * OWN_SLOTS + tl.arange(0, TILE)

@@ -70,8 +70,9 @@ def test_window_hides_old_tokens_and_pages_given_back(device, window):
 
 @pytest.mark.kernel_only
 def test_however_chunks_are_dealt_out_the_bits_are_the_same(device):
-    """In sequence, by one program, by several: over three chunks, the last of them a tree's own."""
+    """In sequence, by one program, by several: over no chunk, and over three with a tree's own."""
     blocks = [
+        random_block(3, (-1, 0), **HEADS),
         random_block(300, (-1, 0), **HEADS),
         random_block(255, (-1,), **HEADS),
         random_block(511, 1, **HEADS),
