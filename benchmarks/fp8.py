@@ -312,9 +312,7 @@ def _step(model: CausalLM, num_requests: int, context: int) -> tuple[float, bool
     """Return the time of a row of each request, and whether the last one has its bits alone."""
     config = model.config
     pool, req_idx = new_pool(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        config.kv_layout,
         num_requests=num_requests,
         num_tokens=context + 1,
         dtype=model.dtype,

@@ -19,7 +19,7 @@ from shared.kernels.rms_norm import rms_norm
 from shared.models.attention import LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.projections import Product, multiply, pair_rows
+from shared.models.projections import Product, multiply, pair_weight_rows
 from shared.models.rope import paired_rows
 
 
@@ -44,25 +44,25 @@ class LatentAttention:
         q_name, q_input = "q_proj", input_width
         if widths.q_lora_rank:
             q_name, q_input = "q_b_proj", widths.q_lora_rank
-            self._q_a = reader.load_weight(f"{prefix}.q_a_proj.weight", (q_input, input_width))
+            self._q_a = reader.load_projection(f"{prefix}.q_a_proj.weight", (q_input, input_width))
             self._q_a_norm = reader.load(f"{prefix}.q_a_layernorm.weight", (q_input,))
         order = paired_rows(config.rope, widths.qk_rope_head_dim)
         q_width = num_heads * widths.qk_head_dim
-        q = reader.load(f"{prefix}.{q_name}.weight", (q_width, q_input))
-        q = pair_rows(q, _after(widths.qk_nope_head_dim, order), q_width)
+        q = reader.load_matrix(f"{prefix}.{q_name}.weight", (q_width, q_input))
+        q = pair_weight_rows(q, _after(widths.qk_nope_head_dim, order), q_width)
         self._q = reader.products.weight(q)
         rank, kept = widths.kv_lora_rank, widths.cached_width
-        kv_a = reader.load(f"{prefix}.kv_a_proj_with_mqa.weight", (kept, input_width))
-        self._kv_a = reader.products.weight(pair_rows(kv_a, _after(rank, order), kept))
+        kv_a = reader.load_matrix(f"{prefix}.kv_a_proj_with_mqa.weight", (kept, input_width))
+        self._kv_a = reader.products.weight(pair_weight_rows(kv_a, _after(rank, order), kept))
         self._kv_a_norm = reader.load(f"{prefix}.kv_a_layernorm.weight", (rank,))
         made = widths.qk_nope_head_dim + widths.v_head_dim
-        kv_b = reader.load(f"{prefix}.kv_b_proj.weight", (num_heads * made, rank))
+        kv_b = reader.load_dense(f"{prefix}.kv_b_proj.weight", (num_heads * made, rank))
         key, value = kv_b.unflatten(0, (num_heads, made)).split(
             [widths.qk_nope_head_dim, widths.v_head_dim], dim=1
         )
         self._of_query = head_weights(reader.products, key.transpose(1, 2))  # [Hq, r, n]
         self._of_latent = head_weights(reader.products, value)  # [Hq, v, r]
-        self._o = reader.load_weight(
+        self._o = reader.load_projection(
             f"{prefix}.o_proj.weight", (config.hidden_size, num_heads * widths.v_head_dim)
         )
 

@@ -19,6 +19,7 @@ from shared.models.llama import CausalLM
 from shared.models.quantization import quantization_while_loading
 from tests import checkpoints
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
+from tests.deepseek import write_deepseek
 from tests.engines import (
     SHAPES,
     Models,
@@ -54,13 +55,7 @@ MATRIX = "model.layers.0.self_attn.q_proj.weight"
 def logits_of(directory: Path, **options: Any) -> torch.Tensor:
     """Return the logits of a prompt."""
     model = CausalLM.from_checkpoint(directory, CPU, torch.float32, **options)
-    config = model.config
-    kv = PagedKV(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=4,
-    )
+    kv = PagedKV(model.config.kv_layout)
     metadata, slots = kv.chain(0, 20, window=0)
     tokens = torch.tensor(random_tokens(random.Random(0), 20))
     with torch.inference_mode():
@@ -88,6 +83,23 @@ def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
 ) -> None:
     logits = logits_of(source, quantization="fp8")
     assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
+
+
+def test_experts_and_parts_of_latent_attention_are_dequantised_while_they_load(
+    tmp_path: Path,
+) -> None:
+    quantized = write_fp8(write_deepseek(tmp_path / "deepseek"), tmp_path / "fp8", "block")
+    plain = write_dequantized(quantized, tmp_path / "plain")
+    assert torch.equal(logits_of(quantized), logits_of(plain))
+    tensors = checkpoints.read_tensors(quantized)
+    dense = sum(
+        t.numel()
+        for name, t in tensors.items()
+        if ".experts." in name or "kv_b_proj.weight" in name or t.dtype != torch.float8_e4m3fn
+    )
+    total = sum(t.numel() for t in tensors.values())
+    expected = 4 * dense + (total - dense) * 33 / 32
+    assert weight_bytes(quantized, 4) == pytest.approx(expected, rel=1e-2)
 
 
 def test_fused_tensors_of_a_checkpoint_have_scales_of_their_own(tmp_path: Path) -> None:
