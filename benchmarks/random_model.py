@@ -96,6 +96,8 @@ class RandomReader(CheckpointReader):
         self.directory = Path("random")
         self._device = device
         self._dtype = dtype
+        self._quantization = ""
+        self._infos = {}
         self._generator = torch.Generator(device=device).manual_seed(0)
 
     def load(

@@ -15,7 +15,9 @@ from shared.rpc.health_names import DRAFT_SERVICE, TARGET_SERVICE
 from shared.rpc.status import from_rpc_error
 
 _TIMEOUT_S = 5.0
-_ABOUT = ("kind", "model", "dtype", "device", "device_model", "versions", "incarnation")
+_ABOUT = (
+    "kind", "model", "dtype", "quantization", "device", "device_model", "versions", "incarnation"
+)  # fmt: skip
 
 
 def read_workers(addresses: Sequence[str], caller: Caller = NOBODY) -> dict[str, dict[str, Any]]:

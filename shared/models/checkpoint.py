@@ -187,10 +187,12 @@ def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
     total = 0
     for name, info in read_tensor_infos(directory).items():
         size = math.prod(info.shape)
-        becomes_fp8 = quantization == FP8 and is_projection(name)
-        if info.dtype == FP8_DTYPE or (info.dtype in FLOAT_DTYPES and becomes_fp8):
+        is_stored = info.dtype == FP8_DTYPE
+        if info.dtype not in FLOAT_DTYPES and not is_stored:
+            continue
+        if is_projection(name) and (is_stored or quantization == FP8):
             total += size + size // 32  # scales, at most one of four bytes for 128 values
-        elif info.dtype in FLOAT_DTYPES:
+        else:
             total += size * itemsize
     return total
 
@@ -320,6 +322,13 @@ class CheckpointReader:
         """Return the weight of a projection, ready to be multiplied by; see `load_matrix`."""
         return self.products.weight(self.load_matrix(name, shape))
 
+    def load_dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return a matrix on the device in the dtype, dequantised if it is FP8; see `load`."""
+        info = self._infos.get(name)
+        if info is None or info.dtype != FP8_DTYPE:
+            return self.load(name, shape)
+        return self._load_quantized(name, shape).dequantized().to(self._dtype)
+
     def load_matrix(self, name: str, shape: Sequence[int]) -> GpuWeight:
         """Return the weight of a projection on the device, in FP8 or in the dtype.
 
@@ -331,21 +340,7 @@ class CheckpointReader:
         if info is not None and info.dtype == FP8_DTYPE:
             return self._load_quantized(name, shape)
         weight = self.load(name, shape)
-        if self._quantization != FP8:
-            return weight
-        quantized = quantize(weight)
-        self._require_numbers(name, quantized)
-        return quantized
-
-    def load_dequantized(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return the weight of a projection on the device in the dtype, be it FP8 in the file.
-
-        Raises: CheckpointError, as `load_matrix`.
-        """
-        info = self._infos.get(name)
-        if info is not None and info.dtype == FP8_DTYPE:
-            return self._load_quantized(name, shape).dequantized().to(self._dtype)
-        return self.load(name, shape)
+        return self._numbers(name, quantize(weight)) if self._quantization == FP8 else weight
 
     def _load_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight:
         """Load values and scales."""
@@ -356,32 +351,31 @@ class CheckpointReader:
         values = self._read(self._take(name, shape), torch.float8_e4m3fn)
         found = [f"{name}{end}" for end in _SCALE_ENDS if f"{name}{end}" in self._infos]
         if len(found) != 1:
+            ends = " or ".join(_SCALE_ENDS)
             raise CheckpointError(
-                f"{self.directory}: tensor {self._infos[name].name!r} is {FP8_DTYPE}, and needs "
-                f"one tensor of scales, {' or '.join(name + end for end in _SCALE_ENDS)}; there "
-                f"are {len(found)}"
+                f"{self.directory}: {name!r} is {FP8_DTYPE}, and needs one tensor of scales, of "
+                f"the same name and {ends}; there are {len(found)}"
             )
         info = self._take(found[0], self._infos[found[0]].shape)
-        scales = None
-        if info.dtype in FLOAT_DTYPES:
-            scales = spread_scales(self._read(info, torch.float32), values.shape)
+        stored = self._read(info, torch.float32)
+        scales = spread_scales(stored, values.shape) if info.dtype in FLOAT_DTYPES else None
         if scales is None:
             raise CheckpointError(
                 f"{self.directory}: scales {info.name!r} are {info.dtype} of shape "
                 f"{list(info.shape)}; a weight of {list(shape)} needs floating-point scales, one, "
                 "one per row, or one per block of 128 x 128"
             )
-        quantized = QuantizedWeight(values=values, scales=scales, dtype=self._dtype)
-        self._require_numbers(name, quantized)
-        return quantized
+        weight = QuantizedWeight(values=values, scales=scales, dtype=self._dtype)
+        return self._numbers(name, weight)
 
-    def _require_numbers(self, name: str, weight: QuantizedWeight) -> None:
-        """Raise if a weight holds NaN or infinity, which kernels take for numbers."""
+    def _numbers(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return a weight, unless it holds NaN or infinity, which kernels take for numbers."""
         if not weight.is_finite():
             raise CheckpointError(
                 f"{self.directory}: tensor {self._infos[name].name!r} or its scales hold NaN or "
                 "infinity; get an undamaged checkpoint"
             )
+        return weight
 
     def load_int64(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return an integer tensor on the device, as int64.

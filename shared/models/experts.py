@@ -14,7 +14,7 @@ from shared.kernels.linear_swiglu import linear_swiglu
 from shared.models.attention import Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.experts_config import ExpertsConfig, GroupScore, Scoring
-from shared.models.projections import Product
+from shared.models.projections import Product, load_rows
 
 
 class Experts:
@@ -55,7 +55,7 @@ class Experts:
         self._down: ExpertWeights = hold_experts(
             reader.products,
             (
-                reader.load(f"{expert}.{names.down}.weight", (hidden_size, config.width))
+                reader.load_dense(f"{expert}.{names.down}.weight", (hidden_size, config.width))
                 for expert in experts
             ),
             num_experts,
@@ -64,8 +64,9 @@ class Experts:
         if config.shared_width:
             shared = f"{prefix}.{names.shared}"
             shape = (config.shared_width, hidden_size)
-            gate_up = next(_gate_ups(reader, [shared], ("gate_proj", "up_proj"), shape))
-            down = reader.load_weight(f"{shared}.down_proj.weight", shape[::-1])
+            parts = {"gate": config.shared_width, "up": config.shared_width}
+            gate_up = load_rows(reader, shared, parts, hidden_size, None)
+            down = reader.load_projection(f"{shared}.down_proj.weight", shape[::-1])
             self._shared = (reader.products.weight(gate_up), down)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> Product:
@@ -97,4 +98,4 @@ def _gate_ups(
 ) -> Iterator[torch.Tensor]:
     """Load the gate of each module above its up."""
     for module in modules:
-        yield torch.cat([reader.load(f"{module}.{name}.weight", shape) for name in names])
+        yield torch.cat([reader.load_dense(f"{module}.{name}.weight", shape) for name in names])

@@ -19,7 +19,7 @@ from shared.kernels.rms_norm import rms_norm
 from shared.models.attention import LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.projections import Product, multiply, pair_rows, pair_weight_rows
+from shared.models.projections import Product, multiply, pair_weight_rows
 from shared.models.rope import paired_rows
 
 
@@ -52,11 +52,11 @@ class LatentAttention:
         q = pair_weight_rows(q, _after(widths.qk_nope_head_dim, order), q_width)
         self._q = reader.products.weight(q)
         rank, kept = widths.kv_lora_rank, widths.cached_width
-        kv_a = reader.load_dequantized(f"{prefix}.kv_a_proj_with_mqa.weight", (kept, input_width))
-        self._kv_a = reader.products.weight(pair_rows(kv_a, _after(rank, order), kept))
+        kv_a = reader.load_matrix(f"{prefix}.kv_a_proj_with_mqa.weight", (kept, input_width))
+        self._kv_a = reader.products.weight(pair_weight_rows(kv_a, _after(rank, order), kept))
         self._kv_a_norm = reader.load(f"{prefix}.kv_a_layernorm.weight", (rank,))
         made = widths.qk_nope_head_dim + widths.v_head_dim
-        kv_b = reader.load_dequantized(f"{prefix}.kv_b_proj.weight", (num_heads * made, rank))
+        kv_b = reader.load_dense(f"{prefix}.kv_b_proj.weight", (num_heads * made, rank))
         key, value = kv_b.unflatten(0, (num_heads, made)).split(
             [widths.qk_nope_head_dim, widths.v_head_dim], dim=1
         )

@@ -15,6 +15,7 @@ from shared.errors import CheckpointError
 
 FP8 = "fp8"
 _SIDE = 128
+_DENSE = ("kv_b_proj", "input_proj", "eh_proj")
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
 _HINT = (
     "only weights in FP8 (e4m3) are read; use such a checkpoint, or one in bfloat16, of which "
@@ -57,8 +58,14 @@ def quantization_while_loading(name: str, *, checkpoint: str) -> str:
 
 
 def is_projection(name: str) -> bool:
-    """Return whether a tensor is one that --quantization applies to: a projection of a layer."""
-    return name.endswith("_proj.weight") and not name.endswith("input_proj.weight")
+    """Return whether a tensor is a projection of a layer, which stays or becomes FP8.
+
+    Others are dequantised while they load: routed experts, and what latent attention cuts into
+    parts.
+    """
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    is_other = ".experts." in name or module in _DENSE
+    return module.endswith(("_proj", "_proj_with_mqa")) and not is_other
 
 
 def activation_scale_of(name: str) -> str:

@@ -14,6 +14,7 @@ from shared.kernels.linear_swiglu import multiply_swiglu
 from shared.kernels.linear_tiles import (
     INTERPRETED_TILES,
     MAX_SPLIT_ROWS,
+    SQUARE_FP8_TILES,
     SQUARE_TILES,
     Tiles,
     choose_deal,
@@ -22,6 +23,7 @@ from shared.kernels.linear_tiles import (
     num_tiles,
     split_width,
 )
+from shared.kernels.quantized import QuantizedWeight, quantize
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Rows of three tiles and of five, the last of each not whole; likewise columns.
@@ -65,6 +67,26 @@ def test_a_product_dealt_out_has_the_same_bits(
             assert torch.equal(out, want), deal
         places = handover(x.device, deal, tiles.block_n * tiles.block_t)
         assert not places[:, 0].any(), "somebody waits for ever the next time"
+
+
+@pytest.mark.parametrize("num_scales", [1, 16], ids=["channel", "block"])
+def test_a_product_in_fp8_dealt_out_has_the_same_bits(
+    device: torch.device, tiles: Tiles, num_scales: int
+) -> None:
+    num_rows, width_n = (33, 190) if IS_INTERPRETED else (NUM_ROWS, WIDTH_N)
+    dtype, width_k, tiles = torch.bfloat16, 2048, tiles if IS_INTERPRETED else SQUARE_FP8_TILES
+    x = torch.randn(num_rows, width_k).to(device, dtype)
+    values = quantize((torch.randn(width_n, width_k)).to(device, dtype)).values
+    scales = torch.rand(num_scales, width_n).to(device)
+    weight = QuantizedWeight(values=values, scales=scales, dtype=dtype)
+    want, out = torch.empty(2, num_rows, width_n, dtype=dtype, device=device)
+    linear_module.multiply(x, weight, None, want, tiles, None)
+    counts = num_tiles(tiles, num_rows, width_n)
+    deal = deal_tiles(*counts, 2 * counts[0])  # three tiles for two members, or more
+    assert deal is not None and counts[1] % 2
+    linear_module.multiply(x, weight, None, out, tiles, deal)
+    assert torch.equal(out, want)
+    assert not handover(x.device, deal, tiles.block_n * tiles.block_t)[:, 0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,6 +17,7 @@ from benchmarks import (
     experts,
     fidelity,
     forward,
+    fp8,
     gateway,
     kernels,
     latents,
@@ -58,6 +59,10 @@ KERNELS = [
         pytest.param(
             *(fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
             marks=pytest.mark.exhaustive,  # tests/unit/test_inflate.py proves the same, to the bit
+        ),
+        pytest.param(
+            *(fp8, "--shape small --products o --rows 1 --step-rows 1", 5),
+            marks=pytest.mark.exhaustive,  # tests/kernels/test_linear_quantized.py has the products
         ),
         (steps, "--requests 2 --shape 3/2/5 --context 20", None),
         pytest.param(

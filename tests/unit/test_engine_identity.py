@@ -66,7 +66,9 @@ def test_the_fingerprint_says_what_computes(tmp_path: Path) -> None:
     assert half.model_hash == info.model_hash and half.logits_hash != info.logits_hash
 
 
-@pytest.mark.parametrize("field", ["model_hash", "device_model", "versions", "logits_hash"])
+@pytest.mark.parametrize(
+    "field", ["model_hash", "quantization", "device_model", "versions", "logits_hash"]
+)
 def test_every_field_counts(tmp_path: Path, field: str) -> None:
     info = info_of(checkpoints.write_llama(tmp_path))
     changed = replace(info, **{field: "other"})

@@ -17,8 +17,9 @@ from shared.messages import SamplingParams, TokenTree
 from shared.models.checkpoint import weight_bytes
 from shared.models.llama import CausalLM
 from shared.models.quantization import quantization_while_loading
-from tests import checkpoints, deepseek
+from tests import checkpoints
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
+from tests.deepseek import write_deepseek
 from tests.engines import (
     SHAPES,
     Models,
@@ -81,7 +82,7 @@ def test_logits_are_those_of_the_dequantised_weights(
 def test_latent_attention_in_fp8_is_that_of_the_dequantised_weights(
     tmp_path: Path, form: str
 ) -> None:
-    source = deepseek.write_deepseek(tmp_path / "source", num_dense=2)
+    source = write_deepseek(tmp_path / "source", num_dense=2)
     quantized = write_fp8(source, tmp_path / "fp8", form)
     logits = logits_of(quantized)
     assert torch.equal(logits, logits_of(write_dequantized(quantized, tmp_path / "plain")))
@@ -93,6 +94,23 @@ def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
 ) -> None:
     logits = logits_of(source, quantization="fp8")
     assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
+
+
+def test_experts_and_parts_of_latent_attention_are_dequantised_while_they_load(
+    tmp_path: Path,
+) -> None:
+    quantized = write_fp8(write_deepseek(tmp_path / "deepseek"), tmp_path / "fp8", "block")
+    plain = write_dequantized(quantized, tmp_path / "plain")
+    assert torch.equal(logits_of(quantized), logits_of(plain))
+    tensors = checkpoints.read_tensors(quantized)
+    dense = sum(
+        t.numel()
+        for name, t in tensors.items()
+        if ".experts." in name or "kv_b_proj.weight" in name or t.dtype != torch.float8_e4m3fn
+    )
+    total = sum(t.numel() for t in tensors.values())
+    expected = 4 * dense + (total - dense) * 33 / 32
+    assert weight_bytes(quantized, 4) == pytest.approx(expected, rel=1e-2)
 
 
 def test_fused_tensors_of_a_checkpoint_have_scales_of_their_own(tmp_path: Path) -> None:
