@@ -252,12 +252,16 @@ def _constrain(output: Output, constraint: Constraint | None) -> None:
 
 
 def _answer_options(fields: GenerationFields, model: Model) -> dict[str, Any]:
+    if fields.return_trees and not fields.stream:
+        raise bad_request(
+            "return_trees needs stream: an answer is not kept with its trees", param="return_trees"
+        )
     return {
         "model": fields.model,
         "n": fields.n,
         "tokens": model.tokens,
         "returns_ids": fields.return_token_ids,
-        "returns_speculation": fields.return_speculation,
+        "returns_speculation": fields.return_speculation or fields.return_trees,
         "is_whole": not fields.stream,
     }
 
