@@ -58,9 +58,7 @@ def _keep_features(
         state.features.keep_rested(rested, features)
 
 
-def _answer_path(
-    committed: CommittedPath, trees: SampledTrees, paths: PathOutputs
-) -> AcceptedPath:
+def _answer_path(committed: CommittedPath, trees: SampledTrees, paths: PathOutputs) -> AcceptedPath:
     """Return the answer to a round; `finish_reason` is set when the request is over.
 
     Mutates: the request's last_reply.
