@@ -41,7 +41,7 @@ def test_each_round_has_one_tree(fault: str, *, has_peer: bool) -> None:
         scene = Scene(has_peer=has_peer)
         target, draft = scene.add_target(), scene.add_draft()
         serving = asyncio.create_task(scene.serve(max_new_tokens=200, round_trees=True))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.03 if has_peer else 0.1)
         match fault:
             case "target lost":
                 scene.add_target()
