@@ -40,6 +40,7 @@ class RequestOptions(TypedDict, total=False):
         add_special_tokens: False: the prompt has its special tokens already, as a rendered chat
             template has.
         round_times: Have FinishInfo say where every round's time went.
+        round_trees: Have every TokenDelta bring the tree of its round.
         priority: Larger is served sooner when requests wait.
         session_id: Name of a conversation, whose requests prefer the target that had the last one.
             It saves no reading of prompts: targets keep nothing of a request that has ended.
@@ -81,6 +82,7 @@ class RequestOptions(TypedDict, total=False):
     keep_special_tokens: bool
     add_special_tokens: bool
     round_times: bool
+    round_trees: bool
     priority: int
     session_id: str
     request_id: str
@@ -109,7 +111,14 @@ _STOPPING = (
     "include_stop_in_output",
 )
 _SHAPE = ("num_steps", "topk", "num_draft_tokens")
-_OUTPUT = ("logprobs", "top_logprobs", "omit_text", "keep_special_tokens", "round_times")
+_OUTPUT = (
+    "logprobs",
+    "top_logprobs",
+    "omit_text",
+    "keep_special_tokens",
+    "round_times",
+    "round_trees",
+)
 _REQUEST = ("priority", "session_id", "request_id", "resume_fingerprint", "add_special_tokens")
 _MODES = {
     None: pb.SPECULATION_MODE_AUTO,

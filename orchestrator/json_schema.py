@@ -97,21 +97,25 @@ class _Schemas:
         elif form in ("const", "enum"):
             self._check_values([value] if form == "const" else value, schema, here)
         else:
-            if not isinstance(value, list) or not value:
-                raise self._error(here, "must be a list of schemas")
-            if form == "allOf" and len(value) > 1:
-                raise self._error(here, "is followed for one schema only; merge them")
-            if form == "oneOf" and not are_apart([self._resolved(one) for one in value]):
-                raise self._error(
-                    here,
-                    "has schemas that may both be true of one value, as far as can be told; give "
-                    "them different types, or a required property with different constants; or "
-                    "use anyOf",
-                )
-            for index, one in enumerate(value):
-                self.follow(one, f"{here}/{index}", depth + 1)
+            self._follow_several(form, value, here, depth)
             if form == "oneOf":
                 schema["anyOf"] = schema.pop("oneOf")
+
+    def _follow_several(self, form: str, schemas: Any, here: str, depth: int) -> None:
+        """Follow the schemas of allOf, anyOf or oneOf."""
+        if not isinstance(schemas, list) or not schemas:
+            raise self._error(here, "must be a list of schemas")
+        if form == "allOf" and len(schemas) > 1:
+            raise self._error(here, "is followed for one schema only; merge them")
+        if form == "oneOf" and not are_apart([self._resolved(one) for one in schemas]):
+            raise self._error(
+                here,
+                "has schemas that may both be true of one value, as far as can be told; give "
+                "them different types, or a required property with different constants; or "
+                "use anyOf",
+            )
+        for index, one in enumerate(schemas):
+            self.follow(one, f"{here}/{index}", depth + 1)
 
     def _follow_typed(self, schema: dict[str, Any], at: str, depth: int) -> None:
         types = self._types(schema, at)

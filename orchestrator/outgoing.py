@@ -24,8 +24,8 @@ MAX_UNREAD = 256
 """Events that may wait for a client before its request gets no more credit .."""
 MAX_UNREAD_BYTES = 1 << 20
 """.. and the bytes that these may take."""
-# What Python takes for the tokens of a round, and for a log-probability.
-_EVENT_BYTES, _LOGPROB_BYTES = 700, 120
+# What Python takes for the tokens of a round, for a log-probability, and for a node of a tree.
+_EVENT_BYTES, _LOGPROB_BYTES, _NODE_BYTES = 700, 120, 150
 MAX_MERGED = 64
 """Rounds in one message, at most."""
 
@@ -184,6 +184,7 @@ class Outgoing:
 
 def _size_of(event: GenerateEvent | None) -> int:
     """Return what an event takes in memory, about."""
-    if not (isinstance(event, TokenDelta) and event.logprobs):
+    if not isinstance(event, TokenDelta) or not (event.logprobs or event.tree):
         return _EVENT_BYTES
-    return _EVENT_BYTES + _LOGPROB_BYTES * sum([1 + len(entry.top) for entry in event.logprobs])
+    num_bytes = _EVENT_BYTES + _LOGPROB_BYTES * sum([1 + len(each.top) for each in event.logprobs])
+    return num_bytes + (_NODE_BYTES * len(event.tree.token_ids) if event.tree else 0)

@@ -8,12 +8,13 @@ on how rounds grouped them: a resumed request goes on exactly where the client's
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import Detokenizer
-from shared.messages import AcceptedPath, FinishReason, TokenDelta, TokenLogprob
+from shared.messages import AcceptedPath, FinishReason, RoundTree, TokenDelta, TokenLogprob
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Output:
         self._matcher = StopMatcher(stop_strings) if stop_strings else None
         self._includes_stop = includes_stop
         self._held: list[_HeldToken] = []
+        self._held_trees: deque[tuple[int, RoundTree]] = deque()  # round_number, tree
         self._held_text = ""
         self._text_len = 0
         self._num_sent_chars = 0
@@ -82,14 +84,21 @@ class Output:
         self._num_sent_tokens = self._num_resumed = len(token_ids)
         self._mark_sent(self._text_len)
 
-    def extend(self, path: AcceptedPath) -> list[TokenDelta]:
-        """Take what a round committed; return what may leave now."""
+    def extend(self, path: AcceptedPath, tree: RoundTree | None = None) -> list[TokenDelta]:
+        """Take what a round committed; return what may leave now.
+
+        Args:
+            tree: Of the round, if the client wants to see it: it leaves with the round's first
+                delta, or by itself if no token of the round leaves at all.
+        """
         self.num_taken = len(path.token_ids)
         drops_last = path.matched_stop_token_id is not None and not self._includes_stop
         token_ids = path.token_ids[:-1] if drops_last else path.token_ids
         if self._matcher is None:
-            return self._pass_on(token_ids, path)
+            return self._pass_on(token_ids, path, tree)
         self._round_number += 1
+        if tree is not None:
+            self._held_trees.append((self._round_number, tree))
         for index, token_id in enumerate(token_ids):
             self._append(
                 token_id,
@@ -113,7 +122,9 @@ class Output:
             self._finish(reason, None)
         return self._release_all()
 
-    def _pass_on(self, token_ids: Sequence[int], path: AcceptedPath) -> list[TokenDelta]:
+    def _pass_on(
+        self, token_ids: Sequence[int], path: AcceptedPath, tree: RoundTree | None
+    ) -> list[TokenDelta]:
         """Send a round's tokens with the text that they complete: nothing can be cut later."""
         num_drafts = min(path.num_accepted_drafts, len(token_ids))
         is_over = path.finish_reason is not FinishReason.NONE
@@ -122,7 +133,7 @@ class Output:
             draft_text, text = _read(self._detokenizer, token_ids, num_drafts, is_over=is_over)
         if is_over:
             self._finish(path.finish_reason, path.matched_stop_token_id)
-        if not token_ids and not text:
+        if not token_ids and not text and tree is None:
             return []
         delta = TokenDelta(
             token_offset=self._num_sent_tokens,
@@ -131,6 +142,7 @@ class Output:
             logprobs=path.logprobs[: len(token_ids)],
             num_accepted_drafts=num_drafts,
             num_accepted_draft_chars=len(draft_text),
+            tree=tree,
         )
         self._num_sent_tokens += len(token_ids)
         self._text_len = self._num_sent_chars = self._text_len + len(text)
@@ -207,6 +219,8 @@ class Output:
         deltas = self._release(len(self._held))
         if self._text_len > self._num_sent_chars:
             deltas.append(self._delta([]))
+        while self._held_trees:  # of rounds that were cut off whole
+            deltas.append(self._delta([], self._held_trees.popleft()[1]))
         return deltas
 
     def _release(self, count: int) -> list[TokenDelta]:
@@ -216,11 +230,17 @@ class Output:
             round_number = self._held[0].round_number
             size = sum(token.round_number == round_number for token in self._held[:count])
             tokens, self._held = self._held[:size], self._held[size:]
-            deltas.append(self._delta(tokens))
+            deltas.append(self._delta(tokens, self._tree_of(round_number)))
             count -= size
         return deltas
 
-    def _delta(self, tokens: list[_HeldToken]) -> TokenDelta:
+    def _tree_of(self, round_number: int) -> RoundTree | None:
+        """Return the tree of a round whose first delta this is."""
+        if self._held_trees and self._held_trees[0][0] == round_number:
+            return self._held_trees.popleft()[1]
+        return None
+
+    def _delta(self, tokens: list[_HeldToken], tree: RoundTree | None = None) -> TokenDelta:
         text_end = self._held[0].start if self._held else self._text_len
         num_chars = max(0, text_end - self._num_sent_chars)
         num_drafts = sum(token.is_draft for token in tokens)  # they come first
@@ -233,6 +253,7 @@ class Output:
             logprobs=tuple(token.logprob for token in tokens if token.logprob is not None),
             num_accepted_drafts=num_drafts,
             num_accepted_draft_chars=num_draft_chars,
+            tree=tree,
         )
         self._num_sent_tokens += len(tokens)
         self._mark_sent(self._num_sent_chars + num_chars)

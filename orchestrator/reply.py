@@ -20,6 +20,7 @@ from shared.messages import (
     FinishInfo,
     FinishReason,
     PromptInfo,
+    RoundTree,
     SpeculationStats,
     TokenDelta,
     TokenTree,
@@ -55,6 +56,7 @@ class Reply:
         self._num_cached_tokens: int | None = None
         wants_text = bool(request.stop_strings) or not request.omit_text
         has_text = tokenizer is not None and wants_text
+        self._tokenizer = None if request.omit_text else tokenizer
         self._is_whole = not (request.omit_token_ids or (request.omit_text and has_text))
         self._output = Output(
             detokenizer=tokenizer.detokenizer(
@@ -149,7 +151,7 @@ class Reply:
         self._num_output += len(path.token_ids)
         if path.finish_reason and path.finish_reason in _LENGTHS:
             path = dataclasses.replace(path, finish_reason=self._reason_of_length())
-        for delta in self._output.extend(path):
+        for delta in self._output.extend(path, self._tree_of(path)):
             self.meter.sent()
             self.events.put(delta if self._is_whole else self._wanted(delta))
         self.meter.count(
@@ -204,6 +206,17 @@ class Reply:
     def close(self) -> None:
         """Mark the end of the events."""
         self.events.put(None)
+
+    def _tree_of(self, path: AcceptedPath) -> RoundTree | None:
+        """Return the tree of a round, with texts, if the client wants to see it."""
+        tree, tokenizer = path.tree, self._tokenizer
+        if tree is None or not self._request.round_trees:
+            return None
+        if tokenizer is None:
+            return tree
+        token_ids = (*tree.token_ids, tree.bonus_token_id)
+        texts = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+        return dataclasses.replace(tree, texts=tuple(texts))
 
     def _wanted(self, delta: TokenDelta) -> TokenDelta:
         """Return what the client wants of a delta."""

@@ -132,6 +132,7 @@ class Terms:
             wants_features=self.wants_features,
             priority=aged(request.priority, max(0.0, now_s - self.arrived_s)),
             is_timed=request.is_timed,
+            wants_trees=request.round_trees,
             compiled_grammar=request.compiled_grammar,
             grows_forced=request.grammar is not None and request.shape is not None,
         )

@@ -54,6 +54,7 @@ class GenerationRequest:
         shape: Tree shape, or None when speculation is off.
         requires_draft: Speculation is ON: a draft worker must be configured.
         round_times: The client wants to know where each round's time goes.
+        round_trees: The client wants to see the tree of every round.
         is_traced: Its trace has spans of rounds.
         resume_fingerprint: What `resume_ids` were computed by; "" if the client does not say.
         num_refusals: How often it was refused for want of room.
@@ -81,6 +82,7 @@ class GenerationRequest:
     omit_text: bool = False
     omit_token_ids: bool = False
     round_times: bool = False
+    round_trees: bool = False
     is_traced: bool = False
     priority: int = 0
     session_id: str = ""
@@ -145,6 +147,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         omit_text=message.output.omit_text,
         omit_token_ids=message.output.omit_token_ids,
         round_times=message.output.round_times,
+        round_trees=message.output.round_trees,
         priority=message.priority,
         session_id=_short(message.session_id, "session_id"),
         resume_ids=resume_ids,

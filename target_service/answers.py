@@ -9,24 +9,30 @@ from shared.messages.tree import restore_path
 from target_service.commit import CommittedPath
 from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
+from target_service.nodes import SampledTrees
 from target_service.phases import PathOutputs
 from target_service.request import TargetRequest
 from target_service.resting_rows import RestedPath
+from target_service.round_trees import round_tree
 
 _IN_ORDER = tuple(range(MAX_TREE_NODES))
 
 
 def answer_paths(
-    state: EngineState, committed: Sequence[CommittedPath], paths: PathOutputs
+    state: EngineState,
+    committed: Sequence[CommittedPath],
+    trees: SampledTrees,
+    paths: PathOutputs,
 ) -> None:
     """Queue the answers to the paths of a step, and keep the features of these paths.
 
     Args:
+        trees: Of the step.
         paths: What the step computed.
     """
     num_moved = 0
     for path in committed:
-        reply = _answer_path(path, paths)
+        reply = _answer_path(path, trees, paths)
         state.outbox.append(reply)
         num_moved += reply.accept_index != _IN_ORDER[: len(reply.token_ids)]
     state.counts.moved_rounds += num_moved
@@ -52,7 +58,7 @@ def _keep_features(
         state.features.keep_rested(rested, features)
 
 
-def _answer_path(committed: CommittedPath, paths: PathOutputs) -> AcceptedPath:
+def _answer_path(committed: CommittedPath, trees: SampledTrees, paths: PathOutputs) -> AcceptedPath:
     """Return the answer to a round; `finish_reason` is set when the request is over.
 
     Mutates: the request's last_reply.
@@ -71,6 +77,7 @@ def _answer_path(committed: CommittedPath, paths: PathOutputs) -> AcceptedPath:
         _logprobs(request, paths, row, token_ids),
         cut.stop_token_id,
         times,
+        round_tree(trees, paths, committed),
         cut.reason,
     )
     return reply

@@ -271,12 +271,13 @@ class VerifyOutput:
     Args:
         node_outputs: Registered node-indexed tensors, [L, ...] each.
         walk: Accepted paths.
-        taken_parents: [M, N] i64, `parent_index` of the M trees from the mailbox, the first ones;
-            None: the host knows all trees.
+        taken_token_ids, taken_parents: [M, N] i64, `token_ids` and `parent_index` of the M trees
+            from the mailbox, the first ones; None: the host knows all trees.
     """
 
     node_outputs: NodeOutputs
     walk: AcceptWalk
+    taken_token_ids: torch.Tensor | None
     taken_parents: torch.Tensor | None
 
 
@@ -327,6 +328,8 @@ class PathOutputs:
         is_finite: 0 where the raw logits of that token were not all finite.
         num_nodes: [M], of the M trees from the mailbox, the first ones; root included. 1: the tree
             did not come in time. None: all trees were here.
+        taken_token_ids, taken_parents: [M, N], these trees; -2: what is no node. None when no
+            request of theirs wants to see its trees.
         logprobs: Of those tokens; None when no request asked.
         top_ids, top_logprobs: [B, D + 1, num_top].
         features: [B, D + 1, row_bytes] u8; None when no request keeps them.
@@ -337,6 +340,8 @@ class PathOutputs:
     token_ids: NDArray[np.int32]
     is_finite: NDArray[np.uint8]
     num_nodes: NDArray[np.int64] | None = None
+    taken_token_ids: NDArray[np.int64] | None = None
+    taken_parents: NDArray[np.int64] | None = None
     logprobs: NDArray[np.float32] | None = None
     top_ids: NDArray[np.int64] | None = None
     top_logprobs: NDArray[np.float32] | None = None

@@ -220,4 +220,4 @@ class Pipeline:
         self.flush_peers()
         going_on = [(c.request, c.path.token_ids) for c in committed if not c.cut.reason]
         self.runner.sampler.count(going_on)
-        answer_paths(state, committed, paths)
+        answer_paths(state, committed, trees, paths)

@@ -254,8 +254,7 @@ class TargetRunner:
             walk = verified.walk
             read.add("accept_index", walk.accept_index)
             read.add("accept_length", walk.accept_length)
-            if verified.taken_parents is not None:
-                read.add("num_nodes", (verified.taken_parents >= -1).sum(dim=1))
+            _read_taken(read, batch, verified)
             verified.node_outputs.read(read, walk.path_rows)
         for i, chain in enumerate(batch.chains):
             if chain.work.request.features is not None:
@@ -277,3 +276,15 @@ class TargetRunner:
         # Whatever was registered has a field there, or this raises: nothing is dropped silently.
         paths = PathOutputs(**arrays) if arrays else None
         return StepOutputs(paths=paths, chain_features=chain_features)
+
+
+def _read_taken(read: ReadBack, batch: StepBatch, verified: VerifyOutput) -> None:
+    """Read how many nodes trees from the mailbox have; all of them if some request wants that."""
+    token_ids, parents, trees = verified.taken_token_ids, verified.taken_parents, batch.trees
+    if token_ids is None or parents is None:
+        return
+    assert trees is not None
+    read.add("num_nodes", (parents >= -1).sum(dim=1))
+    if any([request.open.wants_trees for request in trees.requests[: trees.num_on_device]]):
+        read.add("taken_token_ids", token_ids)
+        read.add("taken_parents", parents)

@@ -97,7 +97,9 @@ class Verifier:
             page_size=self._pool.page_size,
             max_depth=inputs.max_depth,
         )
-        verified = VerifyOutput(node_outputs=outputs, walk=walk, taken_parents=None)
+        verified = VerifyOutput(
+            node_outputs=outputs, walk=walk, taken_token_ids=None, taken_parents=None
+        )
         post(inputs, verified)
         if inputs.may_move_kv:
             pool = self._pool
@@ -162,8 +164,13 @@ def _of_step(inputs: VerifyInput, verified: VerifyOutput) -> VerifyOutput:
         )
     if not inputs.wants_features:
         outputs = outputs.without("features")
-    parents = inputs.parent_index[: inputs.num_device_trees] if inputs.num_device_trees else None
-    return VerifyOutput(node_outputs=outputs, walk=walk, taken_parents=parents)
+    count = inputs.num_device_trees
+    return VerifyOutput(
+        node_outputs=outputs,
+        walk=walk,
+        taken_token_ids=inputs.token_ids[:count] if count else None,
+        taken_parents=inputs.parent_index[:count] if count else None,
+    )
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -64,6 +64,7 @@ class LocalRequest:
     top_logprobs: int = 0
     priority: int = 0
     is_timed: bool = False
+    wants_trees: bool = False
     compiled_grammar: bytes = b""
     grows_forced: bool = False
     joins_at: int = 0
@@ -222,6 +223,7 @@ class LocalPair:
                 wants_features=request.shape is not None,
                 priority=request.priority,
                 is_timed=request.is_timed,
+                wants_trees=request.wants_trees,
                 compiled_grammar=request.compiled_grammar,
                 grows_forced=request.grows_forced,
             )

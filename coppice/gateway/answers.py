@@ -6,6 +6,7 @@ A whole answer is put together from the same parts as the chunks, so the two say
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -335,8 +336,9 @@ def _call(call: ToolCall) -> Json:
 
 
 def _round(delta: TokenDelta, text: str) -> Json:
-    return {
+    found: Json = {
         "num_tokens": len(delta.token_ids),
         "num_accepted_drafts": delta.num_accepted_drafts,
         "num_accepted_draft_chars": min(delta.num_accepted_draft_chars, len(text)),
     }
+    return found if delta.tree is None else {**found, "tree": dataclasses.asdict(delta.tree)}

@@ -138,6 +138,7 @@ class GenerationFields(_Fields):
     timeout_s: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT_S)
     return_token_ids: bool = False
     return_speculation: bool = False
+    return_trees: bool = False
     # What the output must be: vLLM's, vLLM's of old, SGLang's.
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -181,6 +182,7 @@ class GenerationFields(_Fields):
             "session_id": self.session_id,
             "resume_fingerprint": self.resume_fingerprint,
             "timeout_s": self.timeout_s,
+            "round_trees": self.return_trees,
             **{name: getattr(self.speculation, name) for name in _TREE},
         }
         options = {name: value for name, value in given.items() if value is not None}

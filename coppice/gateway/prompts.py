@@ -111,14 +111,7 @@ async def chat_job(
     continued = text_of(fields.messages[-1]) if fields.continue_final_message else ""
     outputs = []
     for index in range(fields.n):
-        options = fields.options(choice=index)
-        options["max_new_tokens"] = fields.max_new_tokens
-        options["logprobs"], options["top_logprobs"] = fields.logprobs, fields.top_logprobs
-        options["add_special_tokens"] = fields.add_special_tokens
-        options["session_id"] = fields.session_id or fields.prompt_cache_key
-        if (tools and needs_special_tokens(tools)) or (marks and marks.is_special):
-            options["keep_special_tokens"] = True
-        _name(options, fields.request_id, index, fields.n)
+        options = _chat_options(fields, index, tools, marks)
         output = _output(index, prompt, options, model)
         output.splitter = _splitter(marks, prompt, continued)
         if constraint is not None:
@@ -136,6 +129,26 @@ async def chat_job(
         **_answer_options(fields, model),
     )
     return Job(outputs=outputs, answer=answer)
+
+
+def _chat_options(
+    fields: ChatFields, index: int, tools: str, marks: ReasoningMarks | None
+) -> RequestOptions:
+    """Return what is asked of the orchestrator for one output of a chat.
+
+    Args:
+        tools: Format of tool calls; "": there are no tools.
+        marks: Of reasoning; None: it is not told from the answer.
+    """
+    options = fields.options(choice=index)
+    options["max_new_tokens"] = fields.max_new_tokens
+    options["logprobs"], options["top_logprobs"] = fields.logprobs, fields.top_logprobs
+    options["add_special_tokens"] = fields.add_special_tokens
+    options["session_id"] = fields.session_id or fields.prompt_cache_key
+    if (tools and needs_special_tokens(tools)) or (marks and marks.is_special):
+        options["keep_special_tokens"] = True
+    _name(options, fields.request_id, index, fields.n)
+    return options
 
 
 def template_of(model: Model) -> ChatTemplate:
@@ -252,12 +265,16 @@ def _constrain(output: Output, constraint: Constraint | None) -> None:
 
 
 def _answer_options(fields: GenerationFields, model: Model) -> dict[str, Any]:
+    if fields.return_trees and not fields.stream:
+        raise bad_request(
+            "return_trees needs stream: an answer is not kept with its trees", param="return_trees"
+        )
     return {
         "model": fields.model,
         "n": fields.n,
         "tokens": model.tokens,
         "returns_ids": fields.return_token_ids,
-        "returns_speculation": fields.return_speculation,
+        "returns_speculation": fields.return_speculation or fields.return_trees,
         "is_whole": not fields.stream,
     }
 

@@ -44,9 +44,7 @@ def tool_constraint(
         has_args_mark: Of mistral: calls are [TOOL_CALLS]name[ARGS]{...}.
     Raises: ApiError.
     """
-    is_forced = must_call(fields)
-    functions = [_named(fields)] if isinstance(fields.tool_choice, dict) else []
-    functions = functions or [tool.function for tool in fields.tools]
+    is_forced, functions = must_call(fields), _functions(fields)
     if is_forced and other is not None:
         raise clash("tool_choice", other.param)
     if not is_forced and other is None and not any(one.strict for one in functions):
@@ -54,12 +52,19 @@ def tool_constraint(
     schemas = {one.name: _schema(one, is_forced=is_forced) for one in functions}
     is_single = not fields.parallel_tool_calls or isinstance(fields.tool_choice, dict)
     begin, calls, end = _calls(family, schemas, is_single=is_single, has_args_mark=has_args_mark)
-    if is_forced or other is not None:
-        whole: Format = {"type": "sequence", "elements": [_text(begin), calls, _text(end)]}
-        if other is not None:
-            whole = {"type": "or", "elements": [whole, other.format]}
-        return tag_of(whole, "tools" if other is None else other.param)
-    return tag_of(_beside_text(family, begin, calls, end, is_single=is_single), "tools")
+    whole: Format = {"type": "sequence", "elements": [_text(begin), calls, _text(end)]}
+    if other is not None:
+        return tag_of({"type": "or", "elements": [whole, other.format]}, other.param)
+    if not is_forced:
+        whole = _beside_text(family, begin, calls, end, is_single=is_single)
+    return tag_of(whole, "tools")
+
+
+def _functions(fields: ChatFields) -> list[Function]:
+    """Return the functions that may be called. Raises: ApiError."""
+    if isinstance(fields.tool_choice, dict):
+        return [_named(fields)]
+    return [tool.function for tool in fields.tools]
 
 
 def _named(fields: ChatFields) -> Function:

@@ -14,7 +14,8 @@ from operator import attrgetter
 from coppice.v1 import generation_pb2
 from shared.errors import InvalidArgumentError
 from shared.messages.codec import from_proto, to_proto
-from shared.messages.generation import TokenDelta
+from shared.messages.fields import Within
+from shared.messages.generation import RoundTree, TokenDelta
 
 _COLUMNS = (
     "round_token_offsets",
@@ -33,14 +34,18 @@ def write_deltas(message: generation_pb2.TokenDelta, deltas: Sequence[TokenDelta
     Field by field: every token of every request comes through here.
     """
     if len(deltas) == 1:
-        offset, token_ids, text, logprobs, num_drafts, num_draft_chars = _get_round(deltas[0])
+        offset, token_ids, text, logprobs, num_drafts, num_draft_chars, tree = _get_round(deltas[0])
+        if tree is not None:
+            message.tree.CopyFrom(to_proto(tree))
     else:
         columns = zip(*map(_get_round, deltas), strict=True)
-        offsets, ids, texts, lists, num_round_drafts, num_round_draft_chars = columns
+        offsets, ids, texts, lists, num_round_drafts, num_round_draft_chars, trees = columns
         message.round_token_offsets.extend(offsets)
         message.round_num_chars.extend([*map(len, texts)])
         message.round_num_accepted_drafts.extend(num_round_drafts)
         message.round_num_accepted_draft_chars.extend(num_round_draft_chars)
+        if any(trees):
+            message.round_trees.extend([_tree_on_wire(tree) for tree in trees])
         offset, num_drafts, num_draft_chars = (
             offsets[0],
             sum(num_round_drafts),
@@ -68,7 +73,23 @@ def split_delta(message: generation_pb2.TokenDelta) -> list[TokenDelta]:
     if not any(columns):  # empty, all of them
         return [whole]
     _check_columns(columns, whole)
-    return list(_rounds_of(whole, columns))
+    return list(_rounds_of(whole, columns, _trees_of(message, len(columns[0]))))
+
+
+def _tree_on_wire(tree: RoundTree | None) -> generation_pb2.RoundTree:
+    return generation_pb2.RoundTree() if tree is None else to_proto(tree)
+
+
+def _trees_of(message: generation_pb2.TokenDelta, num_rounds: int) -> list[RoundTree | None]:
+    trees = message.round_trees
+    if not trees:
+        return [None] * num_rounds
+    if len(trees) != num_rounds:
+        raise InvalidArgumentError(
+            f"round_trees has {len(trees)} entries for {num_rounds} rounds", field="round_trees"
+        )
+    with Within("round_trees"):
+        return [from_proto(tree) if tree.token_ids else None for tree in trees]
 
 
 def _check_columns(columns: list[list[int]], whole: TokenDelta) -> None:
@@ -87,12 +108,14 @@ def _check_columns(columns: list[list[int]], whole: TokenDelta) -> None:
         )
 
 
-def _rounds_of(whole: TokenDelta, columns: list[list[int]]) -> Iterator[TokenDelta]:
+def _rounds_of(
+    whole: TokenDelta, columns: list[list[int]], trees: Sequence[RoundTree | None]
+) -> Iterator[TokenDelta]:
     begin_char = 0
     begins = [offset - whole.token_offset for offset in columns[0]]
     stops: list[int | None] = [*begins[1:], None]
-    for begin, stop, num_chars, num_drafts, num_draft_chars in zip(
-        begins, stops, *columns[1:], strict=True
+    for begin, stop, num_chars, num_drafts, num_draft_chars, tree in zip(
+        begins, stops, *columns[1:], trees, strict=True
     ):
         end_char = begin_char + num_chars
         yield TokenDelta(
@@ -102,5 +125,6 @@ def _rounds_of(whole: TokenDelta, columns: list[list[int]]) -> Iterator[TokenDel
             logprobs=whole.logprobs[begin:stop],
             num_accepted_drafts=num_drafts,
             num_accepted_draft_chars=num_draft_chars,
+            tree=tree,
         )
         begin_char = end_char

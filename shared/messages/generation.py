@@ -6,11 +6,13 @@ The orchestrator produces them, the client hands them to its user. Torch-free.
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass, field
 
 from coppice.v1 import generation_pb2
+from shared.errors import InvalidArgumentError
 from shared.messages.codec import message
-from shared.messages.fields import Count
+from shared.messages.fields import Count, SomeIds
 from shared.messages.times import StageTime
 
 
@@ -60,6 +62,56 @@ class PromptInfo:
         return ""
 
 
+def _check_tree(tree: RoundTree) -> None:
+    num_nodes, parents = len(tree.token_ids), tree.parent_index
+    is_tree = len(parents) == num_nodes and all(map(operator.lt, parents, range(num_nodes)))
+    if not (is_tree and parents[0] == -1 and min(parents[1:], default=0) >= 0):
+        raise InvalidArgumentError(
+            f"parent_index is {list(parents)}, expected a parent before each of {num_nodes} nodes, "
+            "the root's -1",
+            field="parent_index",
+        )
+    for node, parent in zip(tree.accept_index[1:], tree.accept_index, strict=False):
+        if node >= num_nodes or parents[node] != parent:
+            raise InvalidArgumentError(
+                f"accept_index is {list(tree.accept_index)}, no path of the tree",
+                field="accept_index",
+            )
+    if tree.accept_index[0] != 0:
+        raise InvalidArgumentError("accept_index does not begin at the root", field="accept_index")
+    if tree.texts and len(tree.texts) != num_nodes + 1:
+        raise InvalidArgumentError(
+            f"texts has {len(tree.texts)} entries for {num_nodes} nodes and the bonus token",
+            field="texts",
+        )
+
+
+@message(generation_pb2.RoundTree, check=_check_tree)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTree:
+    """The tree of a round as the target has verified it.
+
+    Args:
+        token_ids: [num_draft_tokens], root included.
+        parent_index: [num_draft_tokens], topological, root = -1.
+        accept_index: Nodes of the accepted path, root first; cut where a stop token, a length or
+            the context ends the output.
+        bonus_token_id: What the target sampled at the last of them.
+        texts: [num_draft_tokens + 1], of each node, then of the bonus token; empty without text.
+    """
+
+    token_ids: SomeIds
+    parent_index: tuple[int, ...]
+    accept_index: SomeIds
+    bonus_token_id: Count
+    texts: tuple[str, ...] = ()
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        """Return how many drafts were accepted, bonus token excluded."""
+        return len(self.accept_index) - 1
+
+
 @message(
     generation_pb2.TokenDelta,
     ignored=(
@@ -67,6 +119,7 @@ class PromptInfo:
         "round_num_chars",
         "round_num_accepted_drafts",
         "round_num_accepted_draft_chars",
+        "round_trees",
     ),
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +131,7 @@ class TokenDelta:
         logprobs: One per token when asked for, else empty.
         num_accepted_drafts: How many of token_ids were accepted drafts; they come first.
         num_accepted_draft_chars: How many leading characters of text they wrote.
+        tree: Of the round, if asked for; None in a delta that goes on with a round.
     """
 
     token_offset: int
@@ -86,6 +140,7 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     num_accepted_drafts: int = 0
     num_accepted_draft_chars: int = 0
+    tree: RoundTree | None = None
 
 
 @message(generation_pb2.Usage)

@@ -42,6 +42,7 @@ def is_plain(path: AcceptedPath) -> bool:
     return (
         not path.finish_reason
         and path.times is None
+        and path.tree is None
         and not path.logprobs
         and path.matched_stop_token_id is None
     )

@@ -68,6 +68,7 @@ class TargetOpen:
         compiled_grammar: Of the output, as of `shared/grammar/compile.py`; empty: it is free.
         grows_forced: Tokens that it forces are verified as drafts are, also in rounds without a
             tree.
+        wants_trees: Answers carry the trees of their rounds.
     """
 
     request_id: RequestId
@@ -84,6 +85,7 @@ class TargetOpen:
     credit: Credit | None = None
     compiled_grammar: bytes = b""
     grows_forced: bool = False
+    wants_trees: bool = False
 
 
 @message(target_pb2.TargetAdmitted)

@@ -17,7 +17,7 @@ from coppice.v1 import tree_pb2
 from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.messages.codec import Mark, Via, message
 from shared.messages.fields import Count, Ids, RequestId, require_range
-from shared.messages.generation import FinishReason, TokenLogprob
+from shared.messages.generation import FinishReason, RoundTree, TokenLogprob
 from shared.messages.times import AnswerTimes
 
 MAX_TREE_NODES = 64
@@ -233,6 +233,7 @@ class AcceptedPath:
     finish_reason: FinishReason = FinishReason.NONE
     matched_stop_token_id: int | None = None
     times: AnswerTimes | None = None
+    tree: RoundTree | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a tuple between processes: a step has one of these per request."""
@@ -266,7 +267,7 @@ def plain_paths(columns: Sequence[Sequence[Any]]) -> list[AcceptedPath]:
         columns: Of the fields without a default, in their order; at least one path.
     """
     paths = [*map(_new, repeat(AcceptedPath, len(columns[0])))]
-    defaults = map(repeat, ((), None, None, FinishReason.NONE))
+    defaults = map(repeat, ((), None, None, None, FinishReason.NONE))
     for put, column in zip(_SETTERS, (*columns, *defaults), strict=True):
         any(map(put, paths, column))
     return paths

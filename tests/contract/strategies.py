@@ -100,6 +100,23 @@ def tree_batches(draw: st.DrawFn) -> types.TreeBatch:
 
 
 @st.composite
+def round_trees(draw: st.DrawFn) -> types.RoundTree:
+    num_nodes = draw(st.integers(1, 12))
+    parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, num_nodes))]
+    accepted = [draw(st.integers(0, num_nodes - 1))]
+    while accepted[0]:
+        accepted.insert(0, parents[accepted[0]])
+    texts = st.lists(st.text(max_size=4), min_size=num_nodes + 1, max_size=num_nodes + 1)
+    return types.RoundTree(
+        token_ids=draw(ids(min_size=num_nodes, max_size=num_nodes)),
+        parent_index=tuple(parents),
+        accept_index=tuple(accepted),
+        bonus_token_id=draw(token_ids),
+        texts=draw(st.just(()) | texts.map(tuple)),
+    )
+
+
+@st.composite
 def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
     length = draw(st.integers(0, 17))
     return types.AcceptedPath(
@@ -115,6 +132,7 @@ def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
         finish_reason=draw(st.sampled_from(types.FinishReason)),
         matched_stop_token_id=draw(st.none() | token_ids),
         times=draw(st.none() | answer_times),
+        tree=draw(st.none() | round_trees()),
     )
 
 
@@ -209,6 +227,7 @@ def target_opens(draw: st.DrawFn) -> types.TargetOpen:
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
         is_timed=draw(st.booleans()),
         credit=draw(st.none() | credits_),
+        wants_trees=draw(st.booleans()),
     )
 
 
@@ -394,6 +413,7 @@ deltas = st.builds(
     logprobs=st.lists(logprob, max_size=3).map(tuple),
     num_accepted_drafts=counts,
     num_accepted_draft_chars=counts,
+    tree=st.none() | round_trees(),
 )
 finishes = st.builds(
     types.FinishInfo,
@@ -448,4 +468,5 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.SpeculationStats: stats,
     types.Timings: timings,
     types.RoundTimes: round_times,
+    types.RoundTree: round_trees(),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import ssl
@@ -15,7 +16,7 @@ import httpx2
 import openai
 import pytest
 
-from coppice import AsyncClient
+from coppice import AsyncClient, TokenDelta
 from coppice.gateway.server import GatewayServer
 from orchestrator.server import Orchestrator
 from shared.config import GatewayConfig
@@ -149,6 +150,38 @@ async def test_answers_say_what_grpc_says(model: Path) -> None:
             assert logprobs == [entry.logprob for entry in plain.logprobs]
             assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
             assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_chunks_bring_the_trees_that_grpc_brings(model: Path) -> None:
+    """A chunk for each round; a whole answer is not kept with its trees."""
+    async with one(model) as (front, server, _, _), AsyncClient(server.address) as grpc_client:
+        asked: dict[str, Any] = {"model": model.name, "prompt": "ab", "max_tokens": 20, "seed": 7}
+        stream = await front.client().completions.create(
+            **asked, stream=True, extra_body={"return_trees": True, "speculation": "off"}
+        )
+        extras = [chunk.choices[0].model_extra or {} async for chunk in stream]
+        found = [extra["coppice"] for extra in extras if "coppice" in extra]
+        events = grpc_client.stream(
+            "ab", max_new_tokens=20, seed=7, temperature=1.0, speculation=False, round_trees=True
+        )
+        trees = [event.tree async for event in events if isinstance(event, TokenDelta)]
+        assert len(trees) == 20
+        expected = [dataclasses.asdict(tree) for tree in trees if tree is not None]
+        assert json.loads(json.dumps(expected)) == [
+            each["tree"] for each in found if "tree" in each
+        ]
+        for kept in (True, False):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await front.client().completions.create(
+                    **asked, extra_body={"return_trees": True, "return_speculation": kept}
+                )
+            assert refused.value.param == "return_trees"
+        with_rounds = await front.client().completions.create(
+            **asked, extra_body={"return_speculation": True}
+        )
+        (choice,) = with_rounds.choices
+        assert choice.model_extra is not None
+        assert all("tree" not in each for each in choice.model_extra["coppice"]["rounds"])
 
 
 async def test_a_chat_is_a_templated_prompt_with_one_begin(model: Path) -> None:

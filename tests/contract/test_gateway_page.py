@@ -48,7 +48,7 @@ def test_the_script_names_what_is_there() -> None:
     assert set(re.findall(r'"(coppice_[a-z_]+)"', SOURCE)) <= names
     body = SOURCE[SOURCE.index("const body = {") : SOURCE.index("const path = isChat")]
     fields = set(re.findall(r"([a-z_]+)(?=: )", body)) - {"role", "content"}
-    assert {"model", "messages", "max_tokens", "return_speculation"} <= fields
+    assert {"model", "messages", "max_tokens", "return_trees"} <= fields
     assert fields - {"messages"} <= CompletionFields.model_fields.keys()
     assert fields <= ChatFields.model_fields.keys()
 
@@ -125,25 +125,71 @@ async def test_a_prompt_is_typed_and_both_sides_stream(browser: Browser, model: 
         await freed(target, draft)
 
 
+# Of the shown tree each node: kind, text, kind of the node above, place among its siblings.
+NODES = """[...document.querySelectorAll('section')[0].querySelectorAll('.node')].map(node => {
+  const item = node.parentElement, above = item.parentElement.parentElement;
+  return [node.className.replace('node ', ''), node.lastChild.textContent,
+    above.tagName === 'LI' ? above.firstChild.className.replace('node ', '') : '',
+    [...item.parentElement.children].indexOf(item)];
+})"""
+
+
 async def rounds_are_shown(page: Page) -> None:
-    """Look at the path through the tree of each round, by the arrow keys."""
+    """Look at the tree of each round, by the arrow keys, and by the buttons back to the first."""
     await page.evaluate("document.querySelector('input[type=range]').focus()")
     await page.press("Home")
-    seen: list[list[str]] = []
+    seen: list[list[list[Any]]] = []
     which = "document.querySelector('.which').textContent"
     last = int((await page.evaluate(which)).split()[3].rstrip(":"))
     for index in range(last + 1):
         if index:
             await page.press("ArrowRight")
-        assert (await page.evaluate(which)).startswith(f"Round {index} of {last}:")
-        nodes = "[...document.querySelector('.tree').querySelectorAll('span')]"
-        seen.append(await page.evaluate(f"{nodes}.map(node => node.className)"))
+        nodes = await page.evaluate(NODES)
+        seen.append(nodes)
+        kinds = [kind for kind, *_ in nodes]
+        num_accepted = kinds.count("draft")
+        num_drafted = num_accepted + kinds.count("miss")
+        said = f"Round {index} of {last}: {num_drafted} drafted, {num_accepted} accepted"
+        assert await page.evaluate(which) == said
         marked = "document.querySelectorAll('[aria-current]')"
         assert await page.evaluate(f"{marked}[0].dataset.index") == str(index)
-    assert all(kinds[0] == "root" for kinds in seen[1:])
-    num_drafts = sum(kinds.count("draft") for kinds in seen)
-    num_bonus = sum(kinds.count("bonus") for kinds in seen)
-    assert num_drafts + num_bonus == 60 and num_drafts > 0
+    for before, nodes in zip([None, *seen], seen, strict=False):
+        row = [node for node in nodes if node[3] == 0 and node[0] != "miss"]
+        assert [kind for kind, *_ in row] == ["root", *["draft"] * (len(row) - 2), "bonus"]
+        assert [node[2] for node in row] == ["", *(kind for kind, *_ in row[:-1])]
+        assert all(kind == "miss" for kind, _, _, place in nodes if place)
+        if before is not None:
+            bonus = next(text for kind, text, *_ in before if kind == "bonus")
+            assert row[0][1] == bonus, "a tree does not grow where the one before ended"
+    kinds = [kind for nodes in seen for kind, *_ in nodes]
+    assert kinds.count("draft") + kinds.count("bonus") == 60
+    assert kinds.count("draft") > 0 and kinds.count("miss") > 0
+    for index in reversed(range(last)):
+        await page.evaluate("document.querySelector('.before').focus()")
+        await page.press("Enter")
+        assert await page.evaluate(NODES) == seen[index]
+    assert await page.evaluate("document.querySelector('.before').disabled")
+
+
+@in_a_browser
+@asyncio_test
+async def test_the_picture_follows_the_stream(browser: Browser, model: Path) -> None:
+    """While rounds come the newest is shown, unless an older one was chosen."""
+    async with one(model, step_s=0.01) as (front, _, target, draft):
+        page = await opened(browser, front)
+        await fill(page, tokens=3000)
+        await page.press("Enter")
+        shown = "document.querySelector('.which').textContent.split(' ')[1]"
+        await page.until(f"Number({shown}) > 3")
+        await page.evaluate("document.querySelector('.before').click()")
+        chosen = await page.evaluate(shown)
+        num_rounds = await page.evaluate("document.querySelector('input[type=range]').max")
+        await page.until(f"document.querySelector('input[type=range]').max > {num_rounds} + 3")
+        assert await page.evaluate(shown) == chosen
+        await page.press("Escape")
+        await page.until("!document.querySelector('#go').disabled")
+        assert await page.evaluate(shown) == chosen
+        await freed(target, draft)
 
 
 @in_a_browser

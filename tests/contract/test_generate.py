@@ -112,6 +112,38 @@ async def test_rounds_are_timed_when_asked_for(model: Path, *, is_timed: bool) -
         assert min(took) >= 0 and took[2] == FORWARD_NS
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_trees_are_shown_to_who_asks(model: Path, temperature: float) -> None:
+    """They change no token; every node has its text; whatever else of the output is left out."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    async with (
+        fake_target(step_s=0.002) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        asked = {"token_ids": PROMPT, "max_new_tokens": 40, "seed": 7, "temperature": temperature}
+        plain = await client.generate(**asked)  # type: ignore[arg-type]
+        for is_silent in (False, True):
+            events = client.stream(**asked, round_trees=True, omit_text=is_silent)  # type: ignore[arg-type]
+            *deltas, finish = [e async for e in events if not isinstance(e, PromptInfo)]
+            assert isinstance(finish, FinishInfo)
+            root, seen = PROMPT[-1], []
+            trees = [delta.tree for delta in deltas if isinstance(delta, TokenDelta)]
+            for tree in trees:
+                assert tree is not None and tree.token_ids[0] == root
+                path = [tree.token_ids[node] for node in tree.accept_index[1:]]
+                seen += [*path, tree.bonus_token_id]
+                root = tree.bonus_token_id
+                ids = [*tree.token_ids, tree.bonus_token_id]
+                spelled = tuple(tokenizer.decode([i], skip_special_tokens=False) for i in ids)
+                assert tree.texts == (() if is_silent else spelled)
+            assert tuple(seen) == plain.token_ids
+            num_nodes = sum(len(tree.token_ids) - 1 for tree in trees if tree is not None)
+            assert num_nodes == finish.speculation.num_draft_tokens > 40
+        await freed(target, draft)
+
+
 async def test_text_prompts_and_text_output(model: Path) -> None:
     """The template adds its special token; the text is the decoding of the ids."""
     tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -124,6 +124,7 @@ def _says_more(path: types.AcceptedPath) -> bool:
         finish_reason=types.FinishReason.NONE,
         matched_stop_token_id=None,
         times=None,
+        tree=None,
     )
 
 
@@ -187,11 +188,15 @@ def test_event_survives(event: types.GenerateEvent) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), has_ids=st.booleans(), has_logprobs=st.booleans())
+@given(data=st.data(), has_ids=st.booleans(), has_logprobs=st.booleans(), has_trees=st.booleans())
 def test_rounds_that_leave_together_come_apart_as_they_were(
-    data: st.DataObject, *, has_ids: bool, has_logprobs: bool
+    data: st.DataObject, *, has_ids: bool, has_logprobs: bool, has_trees: bool
 ) -> None:
-    """Whatever a client asked for: no token ids, no text, logprobs of every token."""
+    """Whatever a client asked for: no token ids, no text, logprobs of every token, trees.
+
+    A tree leaves with the first delta of its round: those that go on with a round have none.
+    """
+    trees = st.none() | BY_TYPE[types.RoundTree]
     offset = data.draw(st.integers(0, 99))
     deltas = []
     for ids in data.draw(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), min_size=2)):
@@ -205,6 +210,7 @@ def test_rounds_that_leave_together_come_apart_as_they_were(
                 logprobs=(logprob,) * len(ids) if has_logprobs else (),
                 num_accepted_drafts=data.draw(st.integers(0, len(ids))),
                 num_accepted_draft_chars=data.draw(st.integers(0, len(text))),
+                tree=data.draw(trees) if has_trees else None,
             )
         )
         offset += len(ids)
@@ -239,6 +245,53 @@ def test_rounds_that_do_not_add_up_are_refused(field: str, values: list[int]) ->
     with pytest.raises(InvalidArgumentError) as caught:
         batches.unpack_events(response)
     assert caught.value.field == f"delta.{field}"
+
+
+TREE = types.RoundTree(
+    token_ids=(5, 6, 7),
+    parent_index=(-1, 0, 0),
+    accept_index=(0, 2),
+    bonus_token_id=8,
+    texts=("a", "b", "c", "d"),
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("token_ids", []),
+        ("token_ids", [5, 6]),
+        ("parent_index", [-1, 0, 2]),
+        ("parent_index", [-1, -1, 0]),
+        ("parent_index", [0, 0, 0]),
+        ("accept_index", []),
+        ("accept_index", [2]),
+        ("accept_index", [0, 3]),
+        ("accept_index", [0, 1, 2]),
+        ("texts", ["a", "b", "c"]),
+    ],
+)
+def test_a_tree_that_is_none_is_refused(field: str, values: list[Any]) -> None:
+    """Sent with a delta; of several rounds it is refused as well."""
+    delta = types.TokenDelta(token_offset=0, token_ids=(7, 8), num_accepted_drafts=1, tree=TREE)
+    for deltas in ([delta], [delta, dataclasses.replace(delta, token_offset=2)]):
+        response = batches.pack_events(deltas)
+        assert batches.unpack_events(response) == deltas
+        tree = response.delta.tree if len(deltas) == 1 else response.delta.round_trees[1]
+        del getattr(tree, field)[:]
+        getattr(tree, field).extend(values)
+        if len(deltas) == 2 and field == "token_ids" and not values:
+            assert [d.tree for d in batches.unpack_events(response)] == [TREE, None]
+            continue
+        with pytest.raises(InvalidArgumentError) as caught:
+            batches.unpack_events(response)
+        named = "parent_index" if field == "token_ids" and values else field
+        assert caught.value.field is not None and caught.value.field.endswith(f".{named}")
+    response = batches.pack_events([delta, delta])
+    response.delta.round_trees.pop()
+    with pytest.raises(InvalidArgumentError) as caught:
+        batches.unpack_events(response)
+    assert caught.value.field == "delta.round_trees"
 
 
 @pytest.mark.parametrize(

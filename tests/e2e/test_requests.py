@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from coppice import Client, Completion
+from coppice import Client, Completion, FinishInfo, TokenDelta
 from shared.messages import FinishReason
 from shared.models.checkpoint import resolve_model
 from tests.e2e.serving import Server, generate_all, generate_plain
@@ -66,6 +66,42 @@ def test_text_and_token_prompts_are_the_same(pair: Server, tokenizer: Tokenizer)
     )
     assert text.token_ids == ids.token_ids
     assert text.text == ids.text
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+@pytest.mark.parametrize("asked", [{}, SAMPLED, {"json_schema": SCHEMA}, {"stop_strings": ["("]}])
+def test_the_tree_of_every_round_is_shown(
+    pair: Server, tokenizer: Tokenizer, asked: dict[str, Any]
+) -> None:
+    """It says what was committed, and adds up to what the request ends with."""
+    request = {"prompt": PROMPT, "max_new_tokens": 40, **asked}
+    with Client(pair.address) as client:
+        plain = client.generate(**request, speculation=False)
+        events = [*client.stream(**request, **TREE, speculation=True, round_trees=True)]
+    deltas = [event for event in events if isinstance(event, TokenDelta)]
+    assert tuple(i for delta in deltas for i in delta.token_ids) == plain.token_ids
+    assert "".join(delta.text for delta in deltas) == plain.text
+    trees = [delta.tree for delta in deltas if delta.tree is not None]
+    root, committed = tokenizer.encode(PROMPT).ids[-1], []
+    for tree in trees:
+        assert tree.token_ids[0] == root
+        climbed = [tree.parent_index[node] for node in tree.accept_index]
+        assert climbed == [-1, *tree.accept_index[:-1]]
+        ids = [*tree.token_ids, tree.bonus_token_id]
+        if all(text.isascii() for text in tree.texts):
+            assert [tokenizer.decode([i], skip_special_tokens=False) for i in ids] == [*tree.texts]
+        committed += [tree.token_ids[node] for node in tree.accept_index[1:]]
+        committed.append(root := tree.bonus_token_id)
+    assert tuple(committed[: len(plain.token_ids)]) == plain.token_ids
+    finish = events[-1]
+    assert isinstance(finish, FinishInfo)
+    num_nodes = sum(len(tree.token_ids) - 1 for tree in trees)
+    assert num_nodes == finish.speculation.num_draft_tokens
+    assert len(trees) == finish.speculation.num_rounds + 1
+    if len(committed) > 20:  # else they may end before the draft has caught up
+        assert len(trees) < len(committed), "no draft was accepted"
 
 
 def test_stop_strings_across_token_boundaries(pair: Server, tokenizer: Tokenizer) -> None:

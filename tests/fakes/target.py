@@ -27,6 +27,7 @@ from shared.messages import (
     PeerTrees,
     RequestFailure,
     RequestRetracted,
+    RoundTree,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -384,6 +385,14 @@ class FakeTarget(FakeFeatures):
         path, emitted = accept(request.tokens, tree, request.open.sampling)
         num_accepted = len(path) - 1
         emitted, reason, stop_id = self._cut(request, emitted)
+        shown = None
+        if request.open.wants_trees:
+            shown = RoundTree(
+                token_ids=tree.token_ids if tree is not None else (request.tokens[-1],),
+                parent_index=tree.parent_index if tree is not None else (-1,),
+                accept_index=tuple(path[: len(emitted)]),
+                bonus_token_id=emitted[-1],
+            )
         request.tokens += emitted
         request.seq_len += len(emitted)
         request.round_idx += 1
@@ -404,6 +413,7 @@ class FakeTarget(FakeFeatures):
             finish_reason=reason,
             matched_stop_token_id=stop_id,
             times=times,
+            tree=shown,
         )
         self.outbox.append(request.last_reply)
         if reason is not FinishReason.NONE:

@@ -26,6 +26,7 @@ from shared.messages import (
     FinishReason,
     GenerateEvent,
     PromptInfo,
+    RoundTree,
     TokenDelta,
     TokenLogprob,
 )
@@ -257,14 +258,22 @@ def test_a_client_that_does_not_read_holds_only_its_own_request_up(
     run_virtual(main())
 
 
-def test_bytes_that_are_not_read_are_counted_until_they_are_taken_or_dropped() -> None:
-    """Log-probabilities take a stream's bytes long before it has too many events."""
+@pytest.mark.parametrize("what", ["logprobs", "tree"])
+def test_bytes_that_are_not_read_are_counted_until_they_are_taken_or_dropped(what: str) -> None:
+    """Log-probabilities and trees take a stream's bytes long before it has too many events."""
 
     async def main() -> None:
         turns = WriteTurns(per_s=UNLIMITED)
         top = tuple((i, -1.0) for i in range(20))
         logprobs = tuple(TokenLogprob(token_id=i, logprob=-1.0, top=top) for i in range(8))
-        heavy = TokenDelta(token_offset=0, token_ids=tuple(range(8)), logprobs=logprobs)
+        tree = RoundTree(
+            token_ids=tuple(range(64)),
+            parent_index=tuple(range(-1, 63)),
+            accept_index=(0,),
+            bonus_token_id=1,
+        )
+        weight: Any = {"logprobs": logprobs} if what == "logprobs" else {"tree": tree}
+        heavy = TokenDelta(token_offset=0, token_ids=tuple(range(8)), **weight)
         first, second = Outgoing(turns), Outgoing(turns)
         num_events = 0
         while first.has_room:

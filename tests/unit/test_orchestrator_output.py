@@ -12,7 +12,7 @@ from orchestrator.meter import Meter
 from orchestrator.output import Output
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import _ByteLevelDetokenizer
-from shared.messages import AcceptedPath, FinishReason, TokenDelta, TokenLogprob
+from shared.messages import AcceptedPath, FinishReason, RoundTree, TokenDelta, TokenLogprob
 
 # Tokens with text that overlaps in every way: no text at all, and half characters (é, 😀), too.
 SPELLING = [b"", b"a", b"b", b"ab", b"aba", b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98\x80", b"b\xc3"]
@@ -181,6 +181,39 @@ def test_a_resumed_output_goes_on_exactly_after_what_was_received(
     assert output.num_output_tokens == len(ids_of(rest))
     if rest:
         assert rest[0].token_offset == len(held)
+
+
+@given(tokens=TOKENS, stops=STOPS, cuts=st.lists(st.integers(1, 24)), has_stop_id=st.booleans())
+@settings(max_examples=200)
+def test_every_round_shows_its_tree_once(
+    *, tokens: list[int], stops: list[str], cuts: list[int], has_stop_id: bool
+) -> None:
+    """With its first tokens; alone, when none of them may leave."""
+    rounds = in_rounds(tokens, cuts)
+    output = make_output(stops)
+    deltas: list[TokenDelta] = []
+    trees = []
+    for index, ids in enumerate(rounds):
+        if output.is_finished:
+            break
+        is_last = index == len(rounds) - 1
+        tree = RoundTree(
+            token_ids=(index,), parent_index=(-1,), accept_index=(0,), bonus_token_id=ids[-1]
+        )
+        trees.append(tree)
+        reason, stop_id = FinishReason.NONE, None
+        if is_last:
+            reason, stop_id = FinishReason.LENGTH, None
+        if is_last and has_stop_id:
+            reason, stop_id = FinishReason.STOP, ids[-1]
+        deltas += output.extend(path_of(ids, reason=reason, stop_id=stop_id), tree)
+    assert [delta.tree for delta in deltas if delta.tree is not None] == trees
+    begins = [sum(map(len, rounds[:index])) for index in range(len(rounds))]
+    for delta in deltas:
+        if delta.token_ids and delta.tree is not None:
+            assert begins[trees.index(delta.tree)] == delta.token_offset
+        elif delta.token_ids:
+            assert delta.token_offset not in begins
 
 
 def test_without_stop_strings_tokens_leave_at_once_and_half_characters_later() -> None:
