@@ -138,7 +138,9 @@ class _Layer:
         self._device = device
         self._generator = torch.Generator(device=device).manual_seed(0)
         hidden, width = shape.hidden_size, shape.width
-        self._router = self._normal(shape.num_experts, hidden).to(dtype)
+        # Scores of about 1, or most weights would be 0.
+        router = self._normal(shape.num_experts, hidden) * hidden**-0.5
+        self._router = router.to(dtype)
         sizes = ((2 * width, hidden), (hidden, width))
         self._gate_up, self._down = (
             torch.empty((shape.num_experts, *size), dtype=dtype, device=device).normal_(
