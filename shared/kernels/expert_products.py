@@ -34,9 +34,7 @@ _ROOM = 2
 
 
 @triton.jit
-def _pairs_of(
-    item, ids_ptr, indptr_ptr, NUM_EXPERTS: tl.constexpr, IS_DIRECT: tl.constexpr
-):  # fmt: skip
+def _pairs_of(item, ids_ptr, indptr_ptr, IS_DIRECT: tl.constexpr):
     """Return an item's expert, and where in the order its pairs begin and end."""
     if IS_DIRECT:
         expert = tl.load(ids_ptr + item)
@@ -81,7 +79,7 @@ def _expert_swiglu_kernel(
 ):
     wait_for_previous(IS_DEPENDENT)
     first_n = tl.program_id(1) * BLOCK_N
-    expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, NUM_EXPERTS, IS_DIRECT)
+    expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, IS_DIRECT)
     # Pairs of padding get zeros. Their block of weights is outside of the matrix: nothing is read.
     is_expert = expert < NUM_EXPERTS
     end_k = tl.where(is_expert, width_k, 1)
@@ -138,7 +136,7 @@ def _expert_down_kernel(
 ):
     wait_for_previous(IS_DEPENDENT)
     first_n = tl.program_id(1) * BLOCK_N
-    expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, NUM_EXPERTS, IS_DIRECT)
+    expert, begin, end = _pairs_of(tl.program_id(2), ids_ptr, indptr_ptr, IS_DIRECT)
     end_k = tl.where(expert < NUM_EXPERTS, width_k, 1)  # zeros for padding, as above
     tl.assume(end_k > 0)
     first_row = expert * width_n + first_n

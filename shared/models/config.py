@@ -211,7 +211,7 @@ def feature_spec(
         if draft.num_mtp_layers != 1:
             raise CheckpointError(
                 f"{draft_dir / 'config.json'}: num_nextn_predict_layers = {draft.num_mtp_layers}; "
-                "mtp needs a checkpoint with 1 (MiMo, DeepSeek-V3)"
+                "mtp needs a checkpoint with 1 (MiMo, DeepSeek-V3, GLM-4.5)"
             )
         _require_equal("hidden_size", draft_dir, draft.hidden_size, target.hidden_size)
         _require_equal("vocab_size", draft_dir, draft.vocab_size, target.vocab_size)

@@ -1,4 +1,4 @@
-"""The layer of multi-token prediction in a target's own checkpoint, MiMo-7B's or DeepSeek-V3's.
+"""The layer of multi-token prediction in the checkpoint of a target: MiMo, DeepSeek-V3 or GLM-4.5.
 
 Row p reads token p + 1 and f: the target's final hidden state (after its last norm) at p, or the
 recurrent hidden state of the parent row. A projection of [norm(f); norm(embedding)], in an order

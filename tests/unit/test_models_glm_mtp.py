@@ -1,0 +1,94 @@
+"""GLM-4.5's layer of multi-token prediction against a layer of transformers, and as a draft."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from shared.models.draft import load_draft
+from shared.models.llama import CausalLM
+from tests import families
+from tests.checkpoints import Tensors, edit_checkpoint, read_tensors
+from tests.engines import Pairing, PoisonedPair, fresh, make_draft, make_target, plain_of
+from tests.marks import EXHAUSTIVE
+from tests.paged import PagedKV
+from tests.unit.test_engine_exactness import requests_of
+from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
+
+CPU = torch.device("cpu")
+NUM_LAYERS, HIDDEN = 2, 64
+LAYER = f"model.layers.{NUM_LAYERS}"
+
+
+def write_whole(directory: Path) -> Path:
+    """Write a GLM whose last layer `write_glm` makes one of multi-token prediction."""
+    fields = families.GLM4_MOE | {"num_hidden_layers": NUM_LAYERS + 1}
+    return families.write(directory, "glm4_moe", **fields)
+
+
+def write_glm(directory: Path) -> Path:
+    """Write a GLM with a layer of multi-token prediction."""
+    generator = torch.Generator().manual_seed(8)
+
+    def add(tensors: Tensors) -> None:
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{LAYER}.{name}.weight"] = 1 + 0.2 * torch.randn(HIDDEN, generator=generator)
+        matrix = torch.randn((HIDDEN, 2 * HIDDEN), generator=generator)
+        tensors[f"{LAYER}.eh_proj.weight"] = matrix / math.sqrt(2 * HIDDEN)
+        for own, copied in (
+            ("embed_tokens", "model.embed_tokens"),
+            ("shared_head.head", "lm_head"),
+        ):
+            tensors[f"{LAYER}.{own}.weight"] = tensors[f"{copied}.weight"].clone()
+
+    write_whole(directory)
+    return edit_checkpoint(
+        directory, tensors=add, config=lambda c: c.update(num_hidden_layers=NUM_LAYERS)
+    )
+
+
+@torch.inference_mode()
+def test_the_layer_is_one_of_transformers(tmp_path: Path) -> None:
+    directory, ids = write_glm(tmp_path / "glm"), tokens_of(30)
+    num_rows = len(ids) - 1
+    target = CausalLM.from_checkpoint(directory, CPU, torch.float32)
+    features = Runner(target).extend(ids[:-1]).hidden
+    draft = load_draft("mtp", directory, directory, device=CPU, dtype=torch.float32)
+    kv = PagedKV(draft.kv_layout)
+    metadata, slots = kv.chain(0, num_rows)
+    positions = torch.arange(num_rows)
+    got = draft.forward(torch.tensor(ids[1:]), positions, features, kv, metadata, slots)
+
+    model = load_transformers(write_whole(tmp_path / "whole")).model
+    weights = read_tensors(directory)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        root = (x * x).mean(-1, keepdim=True).add(1e-5).rsqrt()
+        return x * root * weights[f"{LAYER}.{name}.weight"]
+
+    embeds = weights["model.embed_tokens.weight"][ids[1:]]
+    x = torch.cat([norm(embeds, "enorm"), norm(features, "hnorm")], dim=1)
+    x = (x @ weights[f"{LAYER}.eh_proj.weight"].T)[None]
+    angles = model.rotary_emb(x, positions[None])
+    mask = torch.full((1, 1, num_rows, num_rows), -torch.inf).triu(1)
+    y = model.layers[NUM_LAYERS](x, attention_mask=mask, position_embeddings=angles)
+    want = norm(y[0], "shared_head.norm")
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        draft.logits(got), want @ weights["lm_head.weight"].T, atol=1e-4, rtol=0
+    )
+
+
+@EXHAUSTIVE
+def test_speculation_by_it_changes_no_token(tmp_path: Path) -> None:
+    directory = write_glm(tmp_path)
+    requests = requests_of(1, (1, 9, 40))[4:8]
+    pairing = Pairing(target=directory, draft=directory, algorithm="mtp")
+    target = make_target(pairing, page_size=4)
+    plain = plain_of(target, requests, alone=True)
+    speculative = [fresh(request) for request in requests]
+    PoisonedPair(target, make_draft(pairing, page_size=16)).run(speculative)
+    assert [request.output for request in speculative] == [request.output for request in plain]
+    assert any(len(tree.token_ids) > 1 for request in speculative for tree in request.trees)
