@@ -70,13 +70,9 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-# As V2-Lite: no rank of queries, all experts are chosen from. As V3: ranks, groups, a bias.
-DEEPSEEK_V2 = _LATENT | {
-    "q_lora_rank": None,
-    "topk_method": "greedy",
-    "n_group": 1,
-    "topk_group": 1,
-}
+# As V2-Lite: no rank of queries, and all experts are chosen from, whatever groups there are.
+DEEPSEEK_V2 = _LATENT | {"q_lora_rank": None, "topk_method": "greedy"}
+# As V3: ranks, groups, a bias.
 DEEPSEEK_V3 = _LATENT | {"q_lora_rank": 48, "num_mtp_layers": 0}
 MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 24}
 # The first layer is dense; weights are not normalised.

@@ -89,7 +89,8 @@ class ExpertsFamily:
         width_field: Name of an expert's width.
         always_normalises: Weights are normalised whatever `norm_topk_prob` says.
         has_shared: `n_shared_experts` says how many experts' width every token passes besides.
-        has_groups: `n_group` and `topk_group` limit what is chosen from.
+        has_groups: `n_group` and `topk_group` limit what is chosen from, unless `topk_method` is
+            "greedy".
     """
 
     count_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -117,7 +118,7 @@ def parse_experts(
     if num_experts == 0 or len(dense_layers) == num_layers:
         return None
     num_groups, num_chosen = 1, 1
-    if family.has_groups:
+    if family.has_groups and fields.get("topk_method") != "greedy":
         num_groups = _positive(fields, "n_group", source, default=1)
         num_chosen = _positive(fields, "topk_group", source, default=1)
     per_token = _positive(fields, "num_experts_per_tok", source)

@@ -22,6 +22,9 @@ from shared.models.config import ModelConfig
 from shared.models.projections import Product, multiply, pair_weight_rows
 from shared.models.rope import paired_rows
 
+# Of the norms inside, whatever rms_norm_eps says.
+_EPS = 1e-6
+
 
 class LatentAttention:
     """Latent self-attention over a paged cache, projections included.
@@ -38,7 +41,6 @@ class LatentAttention:
         self._widths = widths = config.latent
         self._num_heads = num_heads = config.num_heads
         self._products = reader.products
-        self._eps = config.rms_norm_eps
         self._scale = widths.scale(config.rope)
         self._q_a = None
         q_name, q_input = "q_proj", input_width
@@ -79,12 +81,12 @@ class LatentAttention:
         widths, num_heads = self._widths, self._num_heads
         addends = linear_addends(x, self._kv_a)
         if self._q_a is not None:
-            x = rms_norm(linear(x, self._q_a), self._q_a_norm, self._eps)
+            x = rms_norm(linear(x, self._q_a), self._q_a_norm, _EPS)
         q = linear(x, self._q).unflatten(1, (num_heads, widths.qk_head_dim))
         query = latent_store(
             addends,
             self._kv_a_norm,
-            self._eps,
+            _EPS,
             q,
             rows.cos,
             rows.sin,

@@ -103,12 +103,13 @@ def attend_expanded(
     """Attend causally with K and V that are made of the latents, projections included."""
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     rank, num_heads = config["kv_lora_rank"], config["num_attention_heads"]
+    inner = config | {"rms_norm_eps": 1e-6}
     q = rms_norm(
-        project(weights, f"{prefix}.q_a_proj", x), weights[f"{prefix}.q_a_layernorm.weight"], config
+        project(weights, f"{prefix}.q_a_proj", x), weights[f"{prefix}.q_a_layernorm.weight"], inner
     )
     q = project(weights, f"{prefix}.q_b_proj", q).unflatten(-1, (num_heads, nope + rope))
     latent, shared_key = project(weights, f"{prefix}.kv_a_proj_with_mqa", x).split([rank, rope], -1)
-    latent = rms_norm(latent, weights[f"{prefix}.kv_a_layernorm.weight"], config)
+    latent = rms_norm(latent, weights[f"{prefix}.kv_a_layernorm.weight"], inner)
     kv = project(weights, f"{prefix}.kv_b_proj", latent).unflatten(-1, (num_heads, -1))
     shared_key = turn(shared_key[:, None], positions, config).expand(-1, num_heads, -1)
     k = torch.cat([kv[..., :nope], shared_key], dim=-1)

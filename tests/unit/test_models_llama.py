@@ -64,6 +64,9 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
     "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
     "deepseek-v2": lambda d: families.write(d, "deepseek_v2", **families.DEEPSEEK_V2),
+    "deepseek-v2-groups": lambda d: families.write(
+        d, "deepseek_v2", **families.DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"}
+    ),
     "deepseek-v3": lambda d: families.write(d, "deepseek_v3", **families.DEEPSEEK_V3),
 }
 
