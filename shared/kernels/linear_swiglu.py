@@ -60,9 +60,9 @@ def choose_fp8_tiles(num_rows: int, element_size: int) -> Tiles:
     if element_size == 4:
         return Tiles(64, 32, 32, 4, 2)
     if num_rows <= 16:
-        return Tiles(64, 16, 128, 4, 4)
+        return Tiles(64, 16, 128, 4, 6)
     if num_rows <= 32:
-        return Tiles(64, 32, 128, 4, 4)
+        return Tiles(64, 32, 128, 4, 5)
     return Tiles(64, 64, 128, 4, 3) if num_rows <= 64 else Tiles(64, 128, 128, 8, 3)
 
 

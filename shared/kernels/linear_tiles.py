@@ -95,7 +95,7 @@ def choose_fp8_tiles(
     if num_rows <= 32:
         block_t = 16 if num_rows <= 16 else 32
         is_long = fits and not by_block  # instructions per byte decide: the fewer turns the better
-        return Tiles(64, block_t, 256, 4, 3) if is_long else Tiles(64, block_t, 128, 4, 5)
+        return Tiles(64, block_t, 256, 4, 4) if is_long else Tiles(64, block_t, 128, 4, 6)
     if num_rows <= 64:
         return Tiles(64, 64, 128, 4, 4)
     if num_rows <= 128 or by_block:
