@@ -86,7 +86,7 @@ class Losses:
 
         Raises: As of judge.
         """
-        while self._suspicion.is_open(_now_s()):
+        while self._suspicion.is_undecided(_now_s()):
             await asyncio.sleep(_LOOK_S)
         self.judge()
 

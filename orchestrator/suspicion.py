@@ -89,7 +89,7 @@ class Suspicion:
         in_common = set.intersection(*(kill.worker.suspects for kill in proved))
         return in_common == {self._request_id} and not _is_coincidence(proved)
 
-    def is_open(self, now_s: float) -> bool:
+    def is_undecided(self, now_s: float) -> bool:
         """Return whether the request must wait until more is known of broken sessions.
 
         Args:

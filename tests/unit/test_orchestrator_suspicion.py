@@ -73,14 +73,14 @@ def test_resets_among_deaths_count_for_nothing(losses: str, *, is_told_late: boo
         suspicion.note_death(worker, now_s=worker.lost_s)
         num_proved = 0 if is_told_late else losses[:i].count("D")
         assert suspicion.is_guilty(worker.lost_s) == (num_proved >= 2)
-        assert suspicion.is_open(worker.lost_s) == (is_told_late and i >= 2)
+        assert suspicion.is_undecided(worker.lost_s) == (is_told_late and i >= 2)
         if not is_told_late:
             worker.fate = fates[i]
     for worker, fate in zip(workers, fates, strict=True):
         worker.fate = fate
     now_s = workers[-1].lost_s
     assert suspicion.is_guilty(now_s) == (losses.count("D") >= 2)
-    assert not suspicion.is_open(now_s)
+    assert not suspicion.is_undecided(now_s)
 
 
 def test_who_does_not_answer_in_time_counts_as_dead_until_it_does() -> None:
