@@ -20,6 +20,7 @@ from orchestrator.workers import Role, WorkerSession, run_session, shake_hands
 from shared.access.caller import NOBODY, Caller
 from shared.errors import ConfigError, CoppiceError, UnauthenticatedError
 from shared.rpc.channel import open_channel
+from shared.rpc.status import from_rpc_error
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class WorkerEndpoints:
     Args:
         on_open: Takes a worker whose session is open; returns why it must not be used, or "".
         on_lost: Takes each worker, accepted or not, when its session has ended.
+        on_loading: Takes the address where a process answers that has no engine.
         lookup: Finds the addresses of a name.
         caller: What workers are shown.
     """
@@ -83,6 +85,7 @@ class WorkerEndpoints:
         resolve_interval_s: float,
         on_open: Callable[[WorkerSession], str],
         on_lost: Callable[[WorkerSession], None],
+        on_loading: Callable[[str], None],
         lookup: Lookup = lookup,
         caller: Caller = NOBODY,
     ) -> None:
@@ -91,6 +94,7 @@ class WorkerEndpoints:
         self._interval_s = resolve_interval_s
         self._on_open = on_open
         self._on_lost = on_lost
+        self._on_loading = on_loading
         self._lookup = lookup
         self._caller = caller
         self._sessions: dict[str, asyncio.Task[None]] = {}
@@ -165,7 +169,7 @@ class WorkerEndpoints:
         channel = open_channel(address, tls=self._caller.tls, server_name=host)
         loop = asyncio.get_running_loop()
         try:
-            worker = await shake_hands(self._role, channel, address, self._caller)
+            worker = await self._shake_hands(channel, address)
             self._workers[address] = worker
             opened = loop.time()
             try:
@@ -177,6 +181,14 @@ class WorkerEndpoints:
             await channel.close()
         if loop.time() - opened < _MIN_SESSION_S:
             raise ConnectionError("the session ended at once")
+
+    async def _shake_hands(self, channel: grpc.aio.Channel, address: str) -> WorkerSession:
+        try:
+            return await shake_hands(self._role, channel, address, self._caller)
+        except grpc.aio.AioRpcError as error:
+            if from_rpc_error(error).reason == "LOADING":
+                self._on_loading(address)
+            raise
 
     def _open(self, worker: WorkerSession) -> None:
         problem = self._on_open(worker)

@@ -10,6 +10,7 @@ from orchestrator.workers import WorkerSession
 from shared.errors import InternalError, UnavailableError
 
 MAX_FRUITLESS_REBUILDS = 8
+_LOOK_S = 0.1
 
 
 class Loss(enum.Enum):
@@ -68,6 +69,27 @@ class Losses:
         if round_idx > 0:
             self._suspicion.acquit(worker)
 
+    def judge(self) -> None:
+        """Look at what is known by now of the workers that were lost.
+
+        Raises: InternalError if the request has brought down too many.
+        """
+        if self._suspicion.is_guilty(_now_s()):
+            raise InternalError(
+                f"{self._suspicion.num_kills} times a worker failed while it ran this request, and "
+                "no other request explains it; it is not tried again. The workers' logs say why",
+                reason="REQUEST_KILLED_WORKERS",
+            )
+
+    async def wait_judgment(self) -> None:
+        """Wait until enough is known of the workers that were lost to risk another one.
+
+        Raises: As of judge.
+        """
+        while self._suspicion.is_undecided(_now_s()):
+            await asyncio.sleep(_LOOK_S)
+        self.judge()
+
     def add(self, gone: TargetGone, worker: WorkerSession | None) -> None:
         """Account for lost state.
 
@@ -85,15 +107,14 @@ class Losses:
             if gone.loss is Loss.FAILED:
                 self._suspicion.note_failure(worker)
             else:
-                self._suspicion.note_death(worker, asyncio.get_running_loop().time())
-        if self._suspicion.is_guilty:
-            raise InternalError(
-                f"{self._suspicion.num_kills} times a worker failed while it ran this request, and "
-                "no other request explains it; it is not tried again. The workers' logs say why",
-                reason="REQUEST_KILLED_WORKERS",
-            ) from gone
+                self._suspicion.note_death(worker, _now_s(), is_broken=gone.loss is Loss.LOST)
+        self.judge()
         if self._num_fruitless > MAX_FRUITLESS_REBUILDS:
             raise UnavailableError(
                 f"the request was rebuilt {self._num_fruitless} times without a token: {gone}",
                 reason="NO_PROGRESS",
             ) from gone
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

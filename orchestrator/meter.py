@@ -28,7 +28,13 @@ class Stopwatch:
 
     def __exit__(self, error_type: object, *_: object) -> None:
         if error_type is None:
-            self.total_s += self._now() - self._started
+            self.lap()
+
+    def lap(self) -> None:
+        """Count the time so far within a block; what follows may still raise."""
+        now = self._now()
+        self.total_s += now - self._started
+        self._started = now
 
 
 class Moments(NamedTuple):

@@ -73,6 +73,7 @@ class Placement:
             self._pool.moves.end(self.terms.worker_request_id)
 
     async def _prefill(self, tokens: Sequence[int]) -> AcceptedPath:
+        await self.losses.wait_judgment()
         worker = await self._pool.acquire_target(
             self.terms.need(tokens, self.losses, is_running=self._is_running(tokens)),
             patience_s=self._step_timeout_s,
@@ -90,6 +91,7 @@ class Placement:
             on_gone=self._on_gone,
             may_move=lambda: self._may_move(tokens),
         )
+        self.losses.judge()  # more may be known than when it began to wait for a worker
         try:
             now_s = asyncio.get_running_loop().time()
             message = self.terms.target_open(tokens, self.target_epoch, now_s=now_s)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from orchestrator.fates import Fates
 from orchestrator.moves import Moves
 from orchestrator.pairing import ModelIdentity, draft_problem, pair_problem, target_problem
 from orchestrator.pairs import Pairs
@@ -118,6 +119,7 @@ class WorkerPool:
         )
         """Sessions that have ended, by role and cause."""
         self.moves = Moves(self)
+        self.fates = Fates()
         self.can_speculate = False
         """Whether some draft fits some target."""
         self.pairs = Pairs()
@@ -138,6 +140,7 @@ class WorkerPool:
     def lose(self, worker: WorkerSession) -> None:
         """Forget a worker whose session has ended; one that was refused because of it may serve."""
         self.num_lost[_role_of(worker), worker.lost_by or "ended"] += 1
+        self.fates.note_lost(worker)
         for group in (self._targets, self._drafts, self._refused):
             if worker in group:
                 group.remove(worker)
@@ -271,6 +274,7 @@ class WorkerPool:
         )
 
     def _open(self, worker: WorkerSession, group: list[WorkerSession], problem: str) -> str:
+        self.fates.note_answer(worker)
         twin = next((w for w in group if w.info.incarnation == worker.info.incarnation), None)
         if twin is not None:
             problem = f"it is the same process as {twin.address}"

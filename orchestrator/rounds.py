@@ -204,6 +204,7 @@ class Generation:
 
         Called as the path arrives, without a switch of tasks.
         """
+        self._reply.meter.verify.lap()
         root_only_reason = self._draft.root_only_reason
         self._draft.note_path(had_tree=path.num_draft_tokens > 1)
         self._commit(path)

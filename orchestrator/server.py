@@ -90,6 +90,7 @@ class Orchestrator:
                 resolve_interval_s=config.resolve_interval_s,
                 on_open=on_open,
                 on_lost=self.pool.lose,
+                on_loading=self.pool.fates.note_loading,
                 lookup=lookup,
                 caller=caller,
             )

@@ -12,14 +12,20 @@ by its next verify round, on any worker: what brings an engine down does so befo
                     tried alone then, too, whatever they had in common
     third death     it is guilty
 
+A session that broke is a death unless the same incarnation answers again: then only a connection
+had broken (`fates.py`). Until that is known (SILENCE_S at most, then it counts) nobody waits for
+it, and it proves nothing: after the second one the request is tried alone. Only before a
+fourth worker is risked the request waits.
+
 A request that a living worker itself says it cannot serve is its own only suspect.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from orchestrator.workers import WorkerSession
+from orchestrator.workers import SILENCE_S, Fate, WorkerSession
 
 MOMENT_S = 1.0
 """Workers that go down within it may have their host in common, or who operates them."""
@@ -27,52 +33,86 @@ MAX_KILLS = 2
 """Workers that a request may bring down; one more if it is not known which request it was."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kill:
+    """A worker that went down with the request.
+
+    Args:
+        died_s: Loop time; None: it lives on, but has failed.
+        is_broken: Its session broke, and perhaps nothing else.
+    """
+
+    worker: WorkerSession
+    died_s: float | None
+    is_broken: bool
+
+    @property
+    def stands(self) -> bool:
+        """Return whether it is not refuted."""
+        return not (self.is_broken and self.worker.fate is Fate.LIVES)
+
+    def is_proved(self, now_s: float) -> bool:
+        """Return whether more than a connection is gone."""
+        if not self.is_broken or self.worker.fate is Fate.ENDED:
+            return True
+        return self.stands and now_s >= self.worker.lost_s + SILENCE_S
+
+
 class Suspicion:
     """What one request is suspected of."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
-        self._kills: list[WorkerSession] = []
-        self._died_s = -math.inf  # when the last of them died, loop time
-        self._is_coincidence = False  # the last two of them died within a moment
+        self._kills: list[_Kill] = []
 
     @property
     def num_kills(self) -> int:
         """Return the workers that went down with the request since it was last acquitted."""
-        return len(self._kills)
+        return len(self._standing)
 
     @property
     def needs_trial(self) -> bool:
         """Return whether the request may only be tried where no other such request is."""
-        return len(self._kills) >= MAX_KILLS
+        return self.num_kills >= MAX_KILLS
 
-    @property
-    def is_guilty(self) -> bool:
-        """Return whether the request must not be tried again."""
-        if len(self._kills) < MAX_KILLS:
-            return False
-        if len(self._kills) > MAX_KILLS:
-            return True
-        in_common = set.intersection(*(worker.suspects for worker in self._kills))
-        return in_common == {self._request_id} and not self._is_coincidence
-
-    def note_death(self, worker: WorkerSession, now_s: float) -> None:
-        """Note that a worker died or hung with the request; one incarnation dies once.
+    def is_guilty(self, now_s: float) -> bool:
+        """Return whether the request must not be tried again.
 
         Args:
             now_s: Loop time.
         """
+        proved = [kill for kill in self._standing if kill.is_proved(now_s)]
+        if len(proved) < MAX_KILLS:
+            return False
+        if len(proved) > MAX_KILLS:
+            return True
+        in_common = set.intersection(*(kill.worker.suspects for kill in proved))
+        return in_common == {self._request_id} and not _is_coincidence(proved)
+
+    def is_undecided(self, now_s: float) -> bool:
+        """Return whether the request must wait until more is known of broken sessions.
+
+        Args:
+            now_s: Loop time.
+        """
+        return self.num_kills > MAX_KILLS and not self.is_guilty(now_s)
+
+    def note_death(self, worker: WorkerSession, now_s: float, *, is_broken: bool = True) -> None:
+        """Note that a worker died or hung with the request; one incarnation dies once.
+
+        Args:
+            now_s: Loop time.
+            is_broken: All that is known is that the session broke.
+        """
         worker.suspects.add(self._request_id)
-        if any(worker.info.incarnation == other.info.incarnation for other in self._kills):
-            return
-        self._is_coincidence, self._died_s = now_s - self._died_s < MOMENT_S, now_s
-        self._kills.append(worker)
+        incarnation = worker.info.incarnation
+        if all(incarnation != kill.worker.info.incarnation for kill in self._standing):
+            self._kills.append(_Kill(worker=worker, died_s=now_s, is_broken=is_broken))
 
     def note_failure(self, worker: WorkerSession) -> None:
         """Note that a worker, which lives on, failed to serve just this request."""
         worker.suspects.add(self._request_id)
-        self._kills.append(worker)
-        self._is_coincidence = False
+        self._kills.append(_Kill(worker=worker, died_s=None, is_broken=False))
 
     def acquit(self, worker: WorkerSession) -> None:
         """Forget everything: the request has run a verify round on a worker.
@@ -81,7 +121,17 @@ class Suspicion:
         """
         if not self._kills:
             return
-        for killed in self._kills:
-            killed.suspects.discard(self._request_id)
+        for kill in self._kills:
+            kill.worker.suspects.discard(self._request_id)
         self._kills.clear()
         worker.end_trial(self._request_id)
+
+    @property
+    def _standing(self) -> list[_Kill]:
+        return [kill for kill in self._kills if kill.stands]
+
+
+def _is_coincidence(kills: Sequence[_Kill]) -> bool:
+    """Return whether the last two workers went down within a moment."""
+    before, last = (kill.died_s for kill in kills[-2:])
+    return before is not None and last is not None and last - before < MOMENT_S

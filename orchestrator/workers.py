@@ -7,6 +7,7 @@ WorkerLost, and `endpoints.py` connects again: the next session may be with anot
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -100,7 +101,15 @@ class Handler(Protocol):
         """Take a reply, Garbled, WorkerLost or WorkerDrains; must not block."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+class Fate(enum.Enum):
+    """What became of a process after its session."""
+
+    UNKNOWN = "nothing at its address has answered since"
+    ENDED = "its engine has ended, or another process answers at its address"
+    LIVES = "it has answered since: only the connection had broken"
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class WorkerSession:
     """A worker as requests see it: identity, load, messages to it and from it.
 
@@ -117,6 +126,8 @@ class WorkerSession:
         is_vanished: The name service no longer gives this address.
         is_lost: The session has ended.
         lost_by: Why: ended (in order), error or silent; "" before.
+        lost_s: When, loop time.
+        fate: What became of the process since.
         opening: Requests whose open was sent and not admitted yet.
         suspects: Requests that the worker went down with and that have not run elsewhere since.
         on_trial: The request that is tried here because workers went down with it; "" if none.
@@ -134,6 +145,8 @@ class WorkerSession:
     is_vanished: bool = False
     is_lost: bool = False
     lost_by: str = ""
+    lost_s: float = 0.0
+    fate: Fate = Fate.UNKNOWN
     opening: set[str] = field(default_factory=set)
     suspects: set[str] = field(default_factory=set)
     on_trial: str = ""
@@ -250,7 +263,7 @@ class WorkerSession:
 
     def lose(self, *, is_clean: bool) -> None:
         """Hand WorkerLost to every request."""
-        self.is_lost = True
+        self.is_lost, self.lost_s = True, asyncio.get_running_loop().time()
         self._outbox.clear()
         handlers, self._handlers = self._handlers, {}
         for handler in handlers.values():
@@ -330,6 +343,8 @@ async def run_session(
     except grpc.aio.AioRpcError as error:
         worker.lost_by = "error"
         cause = from_rpc_error(error)
+        if cause.reason == "ENGINE_ENDED":
+            worker.fate = Fate.ENDED
         logger.warning("lost %s: %s %s", worker, error.code().name, cause.message)
     finally:
         for task in tasks:

@@ -28,6 +28,10 @@ class WorkerIdentity:
         self._info = replace(info, protocol_version=version)
         self.load = info.load
 
+    def forget(self) -> None:
+        """Make the worker unknown again: its engine has ended."""
+        self._info = None
+
     @property
     def samples(self) -> Samples:
         """Return the named values of this moment; none while the model loads."""

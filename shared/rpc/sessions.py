@@ -27,12 +27,13 @@ from shared.errors import (
 from shared.messages import RequestFailure, WorkerLoad
 from shared.messages.batches import Batch
 from shared.rpc.outbox import Outbox, write
-from shared.rpc.status import failure_of
+from shared.rpc.status import abort, failure_of
 from shared.times import leave
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
+END_TIMEOUT_S = 0.5
 MAX_OPENS = 4096
 """Requests of one stream; an orchestrator opens as many as it admits, at most."""
 
@@ -62,6 +63,7 @@ class SessionProtocol:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Session:
+    call: asyncio.Task[Any]
     outbox: Outbox = field(default_factory=Outbox)
     epochs: dict[str, int] = field(default_factory=dict)  # of the requests that it owns
     timed: set[str] = field(default_factory=set)
@@ -83,6 +85,7 @@ class SessionHub:
         self._load = WorkerLoad()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._error: CoppiceError | None = None
         self.is_draining = False
 
     @property
@@ -99,11 +102,24 @@ class SessionHub:
         """Wait until no stream owns a request."""
         await self._idle.wait()
 
+    async def end(self, error: CoppiceError) -> None:
+        """End every stream with an error, behind what it has still to say.
+
+        Returns once that is sent; those that do not read are not waited for.
+        """
+        self._error = error
+        for session in self._sessions:
+            session.outbox.close()
+        if calls := [session.call for session in self._sessions]:
+            await asyncio.wait(calls, timeout=END_TIMEOUT_S)
+
     async def serve(
         self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> None:
         """Serve one stream until its orchestrator closes it."""
-        session = _Session()
+        call = asyncio.current_task()
+        assert call is not None
+        session = _Session(call=call)
         session.outbox.wake()  # the first answer is the load
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(session, request_iterator))
@@ -114,6 +130,8 @@ class SessionHub:
                     messages = await session.outbox.take()
                     session.last_write = time.monotonic()
                     await write(context, self._protocol.pack(leave(messages), self._load))
+            if self._error is not None:
+                await abort(context, self._error)
             await reader
         finally:
             reader.cancel()

@@ -177,6 +177,10 @@ class WorkerServer:
         """
         try:
             await self.server.serve_until_stopped(*self._tasks)
+        except EngineDiedError as error:
+            self.identity.forget()  # before the streams end: who asks again gets no former answer
+            await self.servicer.sessions.end(UnavailableError(str(error), reason="ENGINE_ENDED"))
+            raise
         finally:
             await self.close()
 

@@ -342,18 +342,25 @@ async def test_cancelling_frees_both_workers(model: Path) -> None:
         await check_serves(server)
 
 
-async def test_a_request_that_kills_targets_is_refused(model: Path) -> None:
+@pytest.mark.parametrize(("moment_s", "num_killed"), [(0.0, 2), (1e9, 3)])
+async def test_a_request_that_kills_targets_is_refused(
+    model: Path, moment_s: float, num_killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """INTERNAL, not UNAVAILABLE: a client must not send it again."""
+    monkeypatch.setattr("orchestrator.suspicion.MOMENT_S", moment_s)
 
     @dataclass(eq=False)
     class Mortal(FakeTarget):
         """Dies of the first round after a prompt."""
 
-        die: Callable[[], None] = lambda: None
+        die: Callable[[], None] | None = None
 
         def step(self) -> list[Any]:
             answers = super().step()
-            if any(isinstance(answer, AcceptedPath) and answer.round_idx for answer in answers):
+            is_due = any(
+                isinstance(answer, AcceptedPath) and answer.round_idx for answer in answers
+            )
+            if is_due and self.die is not None:
                 self.die()
                 return []
             return answers
@@ -369,8 +376,10 @@ async def test_a_request_that_kills_targets_is_refused(model: Path) -> None:
         with pytest.raises(CoppiceError) as caught:
             await client.generate(token_ids=PROMPT, max_new_tokens=4000)
         assert caught.value.reason == "REQUEST_KILLED_WORKERS"
-        (spared,) = [target for target in targets if not target.engine.received]
-        spared.engine.die = lambda: None
+        spared = [target for target in targets if not target.engine.received]
+        assert len(spared) == len(targets) - num_killed
+        for target in spared:
+            target.engine.die = None
         await check_serves(server)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from orchestrator.pool import WorkerPool
@@ -95,19 +96,23 @@ class InMemoryWorker:
         self._peers = peers
         self._pool = pool
         self._num_sent = 0
-        info = engine.info
-        self.worker = WorkerSession(address=address, info=info, load=info.load)
-        is_target = isinstance(engine, FakeTarget)
-        self.problem = (pool.open_target if is_target else pool.open_draft)(self.worker)
+        self._address = address
         self._wakes_at: float | None = None
-        self._task = asyncio.create_task(self._serve())
+        self._connect()
+
+    def _connect(self) -> None:
+        info, pool = self.engine.info, self._pool
+        self.worker = WorkerSession(address=self._address, info=info, load=info.load)
+        is_target = isinstance(self.engine, FakeTarget)
+        self.problem = (pool.open_target if is_target else pool.open_draft)(self.worker)
+        self._task = asyncio.create_task(self._serve(self.worker))
 
     def step(self) -> None:
         """Let the engine work and send what it answers."""
         while self.engine.has_work:
             for reply in self.engine.step():
                 for delay, message in self.on_reply(reply):
-                    self._after(LATENCY_S + delay, self.deliver, message)
+                    self._after(LATENCY_S + delay, partial(self._deliver, self.worker), message)
         for said in self.engine.take_to_peer():
             for delay, message in self.on_channel(said):
                 for peer in self._peers:
@@ -134,34 +139,42 @@ class InMemoryWorker:
             self.worker.lose(is_clean=is_clean)
             self._pool.lose(self.worker)
 
+    def reset(self, *, is_back_after_s: float = 0.1) -> None:
+        """Break the connection: the process lives on, and there is another session soon."""
+        self.lose()
+        asyncio.get_running_loop().call_later(is_back_after_s, self._connect)
+
     def hear(self, message: Any) -> None:
         """Take what came over a peer channel."""
         if not self.worker.is_lost:
             self.engine.hear(message)
             self.step()
 
-    async def _serve(self) -> None:
+    async def _serve(self, session: WorkerSession) -> None:
         while True:
-            for request in await self.worker.take_outgoing():
+            for request in await session.take_outgoing():
                 for delay, message in self.on_request(request):
-                    self._after(LATENCY_S + delay, self._submit, message)
+                    self._after(LATENCY_S + delay, partial(self._submit, session), message)
 
     def _after(self, delay: float, act: Callable[[Any], None], message: Any) -> None:
         """Act after a delay; what leaves at one time arrives in order."""
         self._num_sent += 1
         asyncio.get_running_loop().call_later(delay + self._num_sent * 1e-9, act, message)
 
-    def _submit(self, message: Any) -> None:
-        if not self.worker.is_lost:
+    def _submit(self, session: WorkerSession, message: Any) -> None:
+        if not session.is_lost:
             self.engine.submit(message)
             self.step()
 
     def deliver(self, message: Any) -> None:
         """Let a reply arrive at the orchestrator, as if the engine had sent it."""
-        if self.worker.is_lost:
+        self._deliver(self.worker, message)
+
+    def _deliver(self, session: WorkerSession, message: Any) -> None:
+        if session.is_lost:
             return
         if isinstance(message, Unreadable):
             batch: Batch[Any] = Batch(messages=[], rejected=[message.failure])
         else:
             batch = Batch(messages=[message], load=self.engine.load)
-        self.worker.receive(batch)
+        session.receive(batch)

@@ -62,7 +62,7 @@ class Scene:
         self.targets: list[InMemoryWorker] = []
         self.drafts: list[InMemoryWorker] = []
 
-    def add_target(self, **options: Any) -> InMemoryWorker:
+    def add_target(self, address: str = "", **options: Any) -> InMemoryWorker:
         """Start a target; options are faults."""
         index = len(self.targets)
         target = InMemoryWorker(
@@ -74,7 +74,7 @@ class Scene:
                 round_s=self.round_s,
             ),
             self.pool,
-            address=f"t:{index}",
+            address=address or f"t:{index}",
             peers=self.drafts,
             **options,
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from orchestrator.suspicion import Suspicion
-from orchestrator.workers import WorkerSession
+from orchestrator.fates import Fates
+from orchestrator.suspicion import MOMENT_S, Suspicion
+from orchestrator.workers import SILENCE_S, Fate, WorkerSession
 from shared.errors import InternalError
 from shared.messages import AcceptedPath, TargetOpen
 from tests.fakes import FakeTarget, generate
@@ -20,30 +22,34 @@ minutes = itertools.count(0.0, 60.0)
 """Moments so far apart that deaths have nothing but requests in common."""
 
 
-def dead(incarnation: str, *suspects: str) -> WorkerSession:
+def broken(incarnation: str, *suspects: str, **fields: Any) -> WorkerSession:
     worker = WorkerSession(
-        address=f"{incarnation}:1", info=FakeTarget(incarnation=incarnation).info
+        address=f"{incarnation}:1", info=FakeTarget(incarnation=incarnation).info, **fields
     )
     worker.suspects.update(suspects)
     return worker
+
+
+def dead(incarnation: str, *suspects: str) -> WorkerSession:
+    return broken(incarnation, *suspects, fate=Fate.ENDED)
 
 
 def test_one_incarnation_dies_once() -> None:
     suspicion = Suspicion("r")
     for _ in range(5):
         suspicion.note_death(dead("a"), now_s=next(minutes))
-    assert (suspicion.num_kills, suspicion.is_guilty) == (1, False)
+    assert suspicion.num_kills == 1 and not suspicion.is_guilty(0.0)
     suspicion.note_death(dead("b"), now_s=next(minutes))
-    assert suspicion.is_guilty
+    assert suspicion.is_guilty(0.0)
 
 
 def test_two_deaths_with_another_request_in_common_prove_nothing() -> None:
     suspicion = Suspicion("r")
     suspicion.note_death(dead("a", "r", "other", "third"), now_s=next(minutes))
     suspicion.note_death(dead("b", "r", "other"), now_s=next(minutes))
-    assert suspicion.needs_trial and not suspicion.is_guilty
+    assert suspicion.needs_trial and not suspicion.is_guilty(0.0)
     suspicion.note_death(dead("c", "r"), now_s=next(minutes))
-    assert suspicion.is_guilty
+    assert suspicion.is_guilty(0.0)
 
 
 def test_deaths_within_a_moment_prove_nothing() -> None:
@@ -51,9 +57,67 @@ def test_deaths_within_a_moment_prove_nothing() -> None:
     suspicion, now_s = Suspicion("r"), next(minutes)
     suspicion.note_death(dead("a", "r"), now_s=now_s)
     suspicion.note_death(dead("b", "r"), now_s=now_s + 0.07)
-    assert suspicion.needs_trial and not suspicion.is_guilty
+    assert suspicion.needs_trial and not suspicion.is_guilty(0.0)
     suspicion.note_death(dead("c", "r"), now_s=now_s + 0.14)
-    assert suspicion.is_guilty
+    assert suspicion.is_guilty(0.0)
+
+
+@pytest.mark.parametrize("is_told_late", [False, True])
+@pytest.mark.parametrize("losses", ["".join(order) for order in itertools.product("DR", repeat=4)])
+def test_resets_among_deaths_count_for_nothing(losses: str, *, is_told_late: bool) -> None:
+    """D: a death, R: a reset; which it was is known before the next loss, or after all of them."""
+    suspicion = Suspicion("r")
+    fates = [Fate.ENDED if loss == "D" else Fate.LIVES for loss in losses]
+    workers = [broken(str(i), "r", lost_s=1.1 * i) for i in range(len(losses))]
+    for i, worker in enumerate(workers):
+        suspicion.note_death(worker, now_s=worker.lost_s)
+        num_proved = 0 if is_told_late else losses[:i].count("D")
+        assert suspicion.is_guilty(worker.lost_s) == (num_proved >= 2)
+        assert suspicion.is_undecided(worker.lost_s) == (is_told_late and i >= 2)
+        if not is_told_late:
+            worker.fate = fates[i]
+    for worker, fate in zip(workers, fates, strict=True):
+        worker.fate = fate
+    now_s = workers[-1].lost_s
+    assert suspicion.is_guilty(now_s) == (losses.count("D") >= 2)
+    assert not suspicion.is_undecided(now_s)
+
+
+def test_who_does_not_answer_in_time_counts_as_dead_until_it_does() -> None:
+    suspicion, first, second = Suspicion("r"), broken("a", "r"), broken("b", "r", lost_s=2.0)
+    for worker in (first, second):
+        suspicion.note_death(worker, now_s=worker.lost_s)
+    assert not suspicion.is_guilty(second.lost_s + SILENCE_S - 0.01)
+    assert suspicion.is_guilty(second.lost_s + SILENCE_S)
+    first.fate = Fate.LIVES
+    assert not suspicion.is_guilty(second.lost_s + SILENCE_S)
+
+
+def test_a_hang_is_one_whoever_answers_later() -> None:
+    suspicion = Suspicion("r")
+    for worker in (broken("a", "r"), broken("b", "r")):
+        suspicion.note_death(worker, now_s=next(minutes), is_broken=False)
+        worker.fate = Fate.LIVES
+    assert suspicion.is_guilty(0.0)
+
+
+def test_who_answers_next_says_what_became_of_a_worker() -> None:
+    def fate_once(answers: Callable[[Fates], None]) -> Fate:
+        fates, lost = Fates(), broken("a")
+        fates.note_lost(lost)
+        answers(fates)
+        return lost.fate
+
+    same, other, elsewhere = broken("a"), broken("b"), broken("b")
+    other.address = same.address
+    assert fate_once(lambda fates: None) is Fate.UNKNOWN
+    assert fate_once(lambda fates: fates.note_answer(same)) is Fate.LIVES
+    assert fate_once(lambda fates: fates.note_answer(other)) is Fate.ENDED
+    assert fate_once(lambda fates: fates.note_answer(elsewhere)) is Fate.UNKNOWN
+    assert fate_once(lambda fates: fates.note_loading(same.address)) is Fate.ENDED
+    assert fate_once(lambda fates: fates.note_loading("elsewhere:1")) is Fate.UNKNOWN
+    same.address = "elsewhere:1"
+    assert fate_once(lambda fates: fates.note_answer(same)) is Fate.LIVES
 
 
 def test_who_ran_elsewhere_is_acquitted_and_leaves_the_other_alone() -> None:
@@ -62,18 +126,18 @@ def test_who_ran_elsewhere_is_acquitted_and_leaves_the_other_alone() -> None:
     for suspicion in (mine, others):
         suspicion.note_death(first, now_s=next(minutes))
         suspicion.note_death(second, now_s=next(minutes))
-    assert not mine.is_guilty and not others.is_guilty
+    assert not mine.is_guilty(0.0) and not others.is_guilty(0.0)
     others.acquit(dead("c"))
-    assert mine.is_guilty
+    assert mine.is_guilty(0.0)
     assert (others.num_kills, others.needs_trial) == (0, False)
 
 
 def test_a_failure_that_names_the_request_counts_each_time() -> None:
     suspicion, worker = Suspicion("r"), dead("a")
     suspicion.note_failure(worker)
-    assert not suspicion.is_guilty
+    assert not suspicion.is_guilty(0.0)
     suspicion.note_failure(worker)
-    assert suspicion.is_guilty
+    assert suspicion.is_guilty(0.0)
 
 
 def test_a_hung_engine_is_one_kill_however_often_it_is_asked() -> None:
@@ -108,6 +172,60 @@ def test_a_bystander_of_many_unrelated_deaths_is_served() -> None:
             scene.targets[index].lose()
         finish = check_stream(await serving, generate(PROMPT, 200))
         assert finish.retries == 5
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("losses", ["".join(order) for order in itertools.product("DR", repeat=3)])
+def test_only_deaths_end_a_request_that_loses_target_after_target(losses: str) -> None:
+    """Each time it has not run a round yet; D: the process dies, R: its connection is reset."""
+
+    async def main() -> None:
+        scene, left = Scene(), list(losses)
+
+        def lose(message: Any) -> list[tuple[float, Any]]:
+            if not isinstance(message, TargetOpen) or not left:
+                return pass_on(message)
+            lost = next(t for t in scene.targets if t.worker.num_own_requests)
+            is_dead = left.pop(0) == "D"
+            loop = asyncio.get_running_loop()
+            loop.call_later(1.2 * MOMENT_S, lost.lose if is_dead else lost.reset)
+            if is_dead:
+                address = lost.worker.address
+                loop.call_later(1.5 * MOMENT_S, lambda: scene.add_target(address=address))
+            return []
+
+        for _ in range(4):
+            scene.add_target(on_request=lose)
+        if losses[:2] == "DD":
+            with pytest.raises(InternalError) as caught:
+                await scene.serve()
+            assert caught.value.reason == "REQUEST_KILLED_WORKERS"
+        else:
+            assert check_stream(await scene.serve(), generate(PROMPT, 40)).retries == 3
+        await scene.check_free()
+
+    run_virtual(main())
+
+
+def test_connections_that_are_reset_all_the_time_cost_no_token() -> None:
+    """Two targets; often not one round runs between two resets."""
+
+    async def main() -> None:
+        scene = Scene(round_s=0.1)
+        for _ in range(2):
+            scene.add_target(on_reply=delayed(1.2 * MOMENT_S))
+        serving = asyncio.create_task(scene.serve())
+        num_resets, pauses_s = 0, itertools.cycle([1.1, 1.1, 1.1, 2.5])
+        while not serving.done():
+            await asyncio.sleep(next(pauses_s) * MOMENT_S)
+            for target in scene.targets:
+                if target.worker.num_own_requests:
+                    target.reset()
+                    num_resets += 1
+        finish = check_stream(await serving, generate(PROMPT, 40))
+        assert finish.retries == num_resets >= 8
         await scene.check_free()
 
     run_virtual(main())
