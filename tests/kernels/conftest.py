@@ -6,11 +6,14 @@ Triton reads TRITON_INTERPRET when a kernel is decorated, so a pytest process is
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -27,7 +30,7 @@ collect_ignore = NOT_INTERPRETED if IS_INTERPRETED else ONLY_INTERPRETED
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave what no reference can stand in for to the runs that have the kernels."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
+    if IS_INTERPRETED or torch.cuda.is_available():
         return
     without = [item for item in items if item.get_closest_marker("kernel_only")]
     if without:
@@ -55,32 +58,52 @@ def _dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     a dot gives equal rows equal bits is a property of GPUs, which test_products.py checks there;
     what a kernel adds to it is what the tests of this folder are about.
     """
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if IS_INTERPRETED:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
 
 
-@pytest.fixture(autouse=True)
-def _scalars_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton before 3.7 read scalars, which it keeps in arrays [1], with numpy from 2.4 on."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or not OLD_INTERPRETER:
+@pytest.fixture(scope="session", autouse=True)
+def _language_is_interpreted() -> Iterator[None]:
+    """Patch Triton's language once, for all launches and all functions that kernels call.
+
+    The interpreter does it for each of them, which takes half of its time.
+    """
+    if not IS_INTERPRETED:
+        yield
         return
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if OLD_INTERPRETER:
+            monkeypatch.setattr(interpreter, "_patch_lang_tensor", _with_scalars_that_are_read())
+        kernel = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        scope = interpreter._patch_lang(kernel)
+        nothing = interpreter._LangPatchScope()
+        monkeypatch.setattr(interpreter, "_patch_lang", lambda _: nothing)
+        yield
+        scope.restore()
+
+
+def _with_scalars_that_are_read() -> Callable[[Any, Any], None]:
+    """Return what patches tensors of Triton before 3.7, whose scalars are arrays [1].
+
+    numpy from 2.4 on does not read these by `int`.
+    """
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    return patch
 
 
 def _dot_in_order(
     builder: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any
 ) -> TensorHandle:
-    """Return a b + d, each output adding its products in order of k, one operation at a time."""
+    """Return a b + d, each output adding its products in order of k, one operation at a time.
+
+    So does einsum, unless it may optimize: columns of the contiguous right are its inner loop.
+    """
     dtype = d.data.dtype
-    left = np.moveaxis(a.data.astype(dtype), -1, 0)[..., None]  # [K, M, 1]
-    right = np.moveaxis(b.data.astype(dtype), -2, 0)[..., None, :]  # [K, 1, N]
-    out = left[0] * right[0]
-    for k in range(1, len(left)):
-        out += left[k] * right[k]
+    left, right = (np.ascontiguousarray(side.data, dtype) for side in (a, b))
+    out = np.einsum("...mk,...kn->...mn", left, right, optimize=False)
     return TensorHandle(out + d.data, d.dtype.scalar)
