@@ -7,6 +7,7 @@ middle of a step. Exit codes: 0 = the front closed the pipe, 1 = an error (its t
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -332,7 +333,9 @@ def _build(factory: str, config: Any, pipe: BlockingPipe) -> Engine:
     try:
         set_thread_count(config.cpu_threads)
         module, _, function = factory.partition(":")
+        gc.disable()  # torch's modules are no garbage, and were a sixth of the time to look through
         create: EngineFactory = getattr(importlib.import_module(module), function)
+        gc.enable()
         set_thread_count(config.cpu_threads)
         if not pipe.receive():  # BuildEngine, or the end
             logger.info("stands by as a spare engine")

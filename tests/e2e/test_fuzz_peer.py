@@ -32,7 +32,7 @@ from tests.mutations import Mutator
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ID = "running"
-NUM_TOKENS = 200
+NUM_TOKENS = 100
 FRAMES_PER_CHANNEL = 20
 NOISE_SHARE = 0.7
 ACCEPT_TIMEOUT_S = 60.0

@@ -28,6 +28,7 @@ from shared.config import GatewayConfig
 from shared.messages import FinishReason
 from tests.e2e.serving import Server, generate_all, generate_plain, running, stack_config
 from tests.e2e.streaming import streams
+from tests.marks import exhaustive
 from tests.processes import wait_for, with_path
 
 pytestmark = pytest.mark.slow
@@ -60,8 +61,14 @@ def client(front: Server) -> Iterator[openai.OpenAI]:
         yield found
 
 
-@pytest.mark.parametrize("prompt", [CODE, EMOJI])
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, SAMPLED])
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        (CODE, {"temperature": 0.0}),
+        (EMOJI, SAMPLED),
+        *exhaustive([(CODE, SAMPLED), (EMOJI, {"temperature": 0.0})]),
+    ],
+)
 def test_every_endpoint_says_what_grpc_says(
     front: Server, client: openai.OpenAI, prompt: str, sampling: dict[str, Any]
 ) -> None:

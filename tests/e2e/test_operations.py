@@ -166,17 +166,21 @@ def test_a_profile_of_an_engine_shows_its_steps(
     quartet: Server, plain: list[Completion], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file that Perfetto reads; the recording changes no output."""
-    for name in ("target-0", "draft-0"):
-        profile = ["admin", "profile", quartet.services[name].address, *at(quartet)]
+    paths = []
+    commands = [
+        ["admin", "profile", quartet.services[name].address, *at(quartet)]
+        for name in ("target-0", "draft-0")
+    ]
+    for profile in commands:
         assert main([*profile, "--num-steps=5"]) == 0
-        said = capsys.readouterr().out.partition(",")[0]
-        with streams(quartet.address, REQUESTS * 2) as running:
-            for stream, alone in zip(running, plain * 2, strict=True):
-                stream.result()
-                assert stream.token_ids == alone.token_ids
+        paths.append(Path(capsys.readouterr().out.partition(",")[0]))
+    with streams(quartet.address, REQUESTS * 2) as running:
+        for stream, alone in zip(running, plain * 2, strict=True):
+            stream.result()
+            assert stream.token_ids == alone.token_ids
+    for profile, path in zip(commands, paths, strict=True):
         assert main([*profile, "--stop"]) == 0
-        path = Path(capsys.readouterr().out.strip())
-        assert str(path) == said
+        assert str(path) == capsys.readouterr().out.strip()
         with gzip.open(path) as file:
             names = {event.get("name") for event in json.load(file)["traceEvents"]}
         assert any("mm" in str(name) for name in names)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -24,12 +22,12 @@ from shared.kernels.linear_tiles import (
     split_width,
 )
 from shared.kernels.quantized import QuantizedWeight, quantize
+from tests.marks import IS_INTERPRETED, first_if_interpreted
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Rows of three tiles and of five, the last of each not whole; likewise columns.
 NUM_ROWS, WIDTH_N = (70, 300) if IS_INTERPRETED else (300, 1100)
 NUM_MEMBERS = [1, 2, 3, 4, 5]
-DTYPES = [torch.bfloat16, torch.float16]
+DTYPES = first_if_interpreted([torch.bfloat16, torch.float16])
 
 
 @pytest.fixture

@@ -50,12 +50,18 @@ KERNELS = [
     ("module", "flags", "num_rows"),
     [
         (kernels, "--rows 1,3 --trees 2x5 --context 70", 5 * 2 + 3 + 2 * 2 + 2 * 2),
-        (forward, "--rows 2 --trees 1x4 --contexts 20,70 --prefill-len 40", 4),
+        pytest.param(
+            *(forward, "--rows 2 --trees 1x4 --contexts 20,70 --prefill-len 40", 4),
+            marks=pytest.mark.exhaustive,  # `draft` and `steps` run the same models and writers
+        ),
         (experts, "--rows 1,3 --context 20", 3 * 2),
         (experts, "--rows 2 --context 20 --shapes= --models small-latent", 1),
         (latents, "--trees 1x1,2x3 --contexts 70", 2),
         (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
-        (decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 40", 2),
+        pytest.param(
+            *(decode, "--requests 2 --shapes 3/2/5 --prompt-len 24 --max-new-tokens 40", 2),
+            marks=pytest.mark.exhaustive,  # tests/unit/test_engine_device_rounds.py has its rounds
+        ),
         pytest.param(
             *(fidelity, "--num-prompts 1 --max-new-tokens 4 --shape 3/2/5", 2),
             marks=pytest.mark.exhaustive,  # tests/unit/test_inflate.py proves the same, to the bit
@@ -121,7 +127,7 @@ def test_the_orchestrator_alone_is_measured(
     assert "| " in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/unit/test_peer_channel.py has every way but the clock
 def test_the_messages_of_a_round_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
