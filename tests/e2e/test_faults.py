@@ -11,6 +11,7 @@ import pytest
 from coppice import Client, Completion, DeadlineExceededError, FinishInfo, TokenLogprob
 from tests.e2e.serving import PlainOutputs, Server
 from tests.e2e.streaming import Stream, streams
+from tests.e2e.test_feature_ring import LINKED
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,12 @@ def check_recovered(running: list[Stream], undisturbed: list[float]) -> None:
 def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
     pair: Server, plain: list[Completion], undisturbed: list[float]
 ) -> None:
-    """The stream goes on at once, without a draft; the restarted one replays what it missed."""
+    """The stream goes on at once, without a draft; the restarted one replays what it missed.
+
+    It finds the target's ring and channel as they were.
+    """
+    pair.wait_paired()
+    ring, num_linked = pair.info("target-0").feature_ring, pair.logged(LINKED, service="draft-0")
     with streams(pair.address, REQUESTS) as running:
         for stream in running:
             stream.reaches(30)
@@ -90,6 +96,8 @@ def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
             pair.wait_paired()
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
+    assert ring and pair.info("target-0").feature_ring == ring
+    assert pair.logged(LINKED, service="draft-0") > num_linked
     for finish in finishes:
         assert finish.retries >= 1
         assert 0 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
@@ -198,6 +206,7 @@ def test_one_of_two_targets_and_one_of_two_drafts_die(
     quartet.wait_paired()
 
 
+@pytest.mark.exhaustive
 def test_workers_that_are_told_to_stop_end_in_order(
     quartet: Server, plain: list[Completion]
 ) -> None:

@@ -109,7 +109,7 @@ def test_without_peer_rounds_the_orchestrator_relays_them(
     assert share_of_peer_rounds(relayed, REQUESTS, plain_outputs) == 0.0
 
 
-@pytest.mark.parametrize("killed", [*exhaustive(["engine"]), "target-0", "draft-0"])
+@pytest.mark.parametrize("killed", ["target-0", *exhaustive(["engine", "draft-0"])])
 def test_a_worker_that_is_killed_comes_back_to_the_ring(
     pair: Server, plain_outputs: PlainOutputs, killed: str
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_worker_that_is_killed_comes_back_to_the_ring(
     name = "target-0" if killed == "engine" else killed
     num_restarts = pair.services[name].num_restarts
     num_linked = pair.logged(LINKED, service="draft-0")
-    first = pair.info("target-0").feature_ring
+    first, socket = pair.info("target-0").feature_ring, pair.info("target-0").peer_socket
     with streams(pair.address, REQUESTS) as running_streams:
         for stream in running_streams:
             stream.reaches(20)
@@ -140,3 +140,6 @@ def test_a_worker_that_is_killed_comes_back_to_the_ring(
     assert is_there(ring)
     assert is_there(first) == (killed == "draft-0")
     assert pair.logged(LINKED, service="draft-0") > num_linked
+    second = pair.info("target-0").peer_socket
+    assert is_there(second) and is_there(socket) == (killed == "draft-0")
+    assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.5

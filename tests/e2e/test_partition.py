@@ -20,6 +20,7 @@ from tests.e2e.far_host import FarHost, far_host
 from tests.e2e.fault_schedules import GO_ON_TIMEOUT_S
 from tests.e2e.serving import STARTED, Server, generate_plain, stack_config
 from tests.e2e.test_fault_schedules import REQUESTS
+from tests.marks import exhaustive
 from tests.processes import is_alive, wait_for, with_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -96,7 +97,7 @@ def plain(hosts: TwoHosts) -> list[Completion]:
     return generate_plain(hosts.address, REQUESTS)
 
 
-@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("is_long", [*exhaustive([False]), True])
 def test_a_partition_costs_no_token(
     hosts: TwoHosts, plain: list[Completion], *, is_long: bool
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_worker_killed_in_mid_stream_changes_nothing(
     wait_for(lambda: service.state is ServiceState.READY)
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_draft_leaves_plain_decoding(pair: Server, expected: tuple[int, ...]) -> None:
     pair.stop_service("draft-0")
     assert pair.services["draft-0"].pid is None
