@@ -28,7 +28,7 @@ from tests.device_pair import (
 )
 from tests.engines import SHAPES, fresh, plain_of, random_tokens
 from tests.local_pair import LocalRequest
-from tests.marks import EXHAUSTIVE, first_fast
+from tests.marks import EXHAUSTIVE, exhaustive, first_fast
 from tests.unit.test_engine_device_rounds import WRONG_PATHS, WRONG_TREES, EditWords, words_of
 from tests.unit.test_engine_peer_rounds import (
     KINDS_AND_PACES,
@@ -218,10 +218,13 @@ def test_a_cancelled_request_leaves_its_place_to_another_at_any_moment(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
-    ("scarce", "num_slots", "count", "length"),
-    [("target", 232, 3, 10), ("draft", EXTRA_SLOTS + 160, 5, 120)],
+    ("scarce", "num_slots", "count", "length", "overlaps"),
+    [
+        ("target", 232, 3, 10, True),
+        ("draft", EXTRA_SLOTS + 160, 5, 120, False),
+        *exhaustive([("target", 232, 3, 10, False), ("draft", EXTRA_SLOTS + 160, 5, 120, True)]),
+    ],
 )
 def test_retraction_ends_device_rounds_and_they_come_back(
     make: Make, *, scarce: str, num_slots: int, count: int, length: int, overlaps: bool

@@ -25,7 +25,7 @@ from tests.device_pair import (
 )
 from tests.engines import SHAPES, fresh, plain_of, random_tokens
 from tests.local_pair import LocalRequest
-from tests.marks import first_fast
+from tests.marks import exhaustive, first_fast
 
 
 def launched_together(draft: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> list[set[TreeShape]]:
@@ -174,7 +174,7 @@ NEIGHBOURS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("overlaps", [*exhaustive([False]), True])
 def test_neighbours_of_all_kinds_that_come_and_go_in_every_round_change_nothing(
     make: Make, *, overlaps: bool
 ) -> None:
