@@ -21,7 +21,7 @@ from tests.fakes import FakeTarget, FakeWorker, eventually, fake_target, generat
 pytestmark = pytest.mark.asyncio
 
 PROMPT = [3, 1, 4, 1, 5]
-NUM_TOKENS = 200
+NUM_TOKENS = 150
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ async def test_resets_of_live_targets_are_no_deaths(
 
         reading = asyncio.create_task(read())
         num_resets = 0
-        while num_resets < 3:
+        while num_resets < 2:
             await server.sees(targets=2, drafts=0)
             await eventually(lambda: len(names_of(targets)) == 1, what="the request on a target")
             (where,) = names_of(targets)
@@ -73,7 +73,7 @@ async def test_resets_of_live_targets_are_no_deaths(
             await eventually(lambda where=where: names_of(targets) not in ([], [where]))
         for target in targets:
             target.handle.resume()
-        for num_tokens in range(40, 160, 40):
+        for num_tokens in range(40, 120, 40):
             await eventually(lambda num_tokens=num_tokens: len(token_ids) >= num_tokens)
             for where in names_of(targets):
                 to_targets[where].reset()

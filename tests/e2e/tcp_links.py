@@ -60,9 +60,9 @@ class Link:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._is_open.wait()
         ends = {writer}
         try:
+            await self._is_open.wait()
             back_reader, back_writer = await asyncio.open_connection(self._host, self._port)
             ends.add(back_writer)
             self._writers |= ends
@@ -71,9 +71,11 @@ class Link:
                 pumps.create_task(self._pump(back_reader, writer))
             for end in ends:
                 end.close()
-        except (OSError, ExceptionGroup):  # an end is gone
+        except BaseException as error:  # an end is gone, or the test is over
             for end in ends:
                 end.transport.abort()
+            if not isinstance(error, OSError | ExceptionGroup):
+                raise
         finally:
             self._writers -= ends
 
@@ -116,6 +118,7 @@ class Links:
     async def _cancel_all(self) -> None:
         for link in self._links:
             link.close()
+        await asyncio.sleep(0)  # who was accepted just now is served: it ends what it has
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -437,6 +437,7 @@ def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
             resolve_interval_s=1.0,
             on_open=lambda worker: "",
             on_lost=lambda worker: None,
+            on_loading=lambda address: None,
             lookup=lookup,
         )
 
