@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shared.grammar.threads import MatcherThreads
 from shared.kernels.tree_beams import Beams
 
 if TYPE_CHECKING:
@@ -25,10 +26,18 @@ class GrowthMasks:
     Args:
         matchers: Of the requests, each where its root is.
         num_places: B, of the requests and of padding.
+        threads: To be used again for the next growth.
     """
 
-    def __init__(self, matchers: Sequence[OutputMatcher], *, num_places: int) -> None:
+    def __init__(
+        self,
+        matchers: Sequence[OutputMatcher],
+        *,
+        num_places: int,
+        threads: MatcherThreads | None = None,
+    ) -> None:
         self._matchers = matchers
+        self._threads = threads or MatcherThreads()
         self._num_places = num_places
         self._left_s = [BUDGET_S] * len(matchers)
         self._paths: list[list[int]] = [[] for _ in range(num_places)]  # of the last forward's rows
@@ -47,8 +56,13 @@ class GrowthMasks:
                 [*self._paths[parent], token] for parent, token in zip(parents, tokens, strict=True)
             ]
         rows_per_tree = len(self._paths) // self._num_places
-        for row, path in enumerate(self._paths[: len(self._matchers) * rows_per_tree]):
-            self.fill(row // rows_per_tree, masks[row : row + 1], path)
+
+        def fill_tree(tree: int) -> None:
+            for row in range(tree * rows_per_tree, (tree + 1) * rows_per_tree):
+                self.fill(tree, masks[row : row + 1], self._paths[row])
+
+        for _ in self._threads.map(fill_tree, range(len(self._matchers))):
+            pass
 
     def fill(self, tree: int, mask: torch.Tensor, path: Sequence[int]) -> None:
         """Say what may follow a path of a tree, unless its time is up.

@@ -26,6 +26,7 @@ from draft_service.path_source import PathSource
 from draft_service.request import DraftRequest
 from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
+from shared.grammar.threads import MatcherThreads
 from shared.messages import TreeShape
 from shared.metrics.engine import EngineTallies
 from shared.step.recorder import Recorder
@@ -70,6 +71,7 @@ class DraftPipeline:
         self._recorder = recorder
         self._hear_peers = hear_peers
         self._max_batch_rows = max_batch_rows
+        self._matcher_threads = MatcherThreads()
         self._begins_s: float | None = None  # see _work_begins_s; None: not known
 
     @property
@@ -152,7 +154,7 @@ class DraftPipeline:
         inputs = runner.pack_growth(
             growing, [request.pending_tree.order.shape for request in growing]
         )
-        masks = GrowthMasks(matchers, num_places=len(inputs.seed))
+        masks = GrowthMasks(matchers, num_places=len(inputs.seed), threads=self._matcher_threads)
         packed = runner.launch_masked_growth(inputs, masks)
         timer.device("grow")
         runner.results.start(packed)

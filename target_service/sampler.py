@@ -7,15 +7,13 @@ absolute position, and what the node's own path has) alone.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.grammar.threads import MatcherThreads
 from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
 from shared.kernels.sampling import finite_rows, sample
 from shared.kernels.token_mask import apply_token_masks
@@ -30,9 +28,6 @@ from target_service.phases import (
     SamplingInput,
 )
 from target_service.request import TargetRequest
-
-# Of hosts whose masks are computed by several threads; the library lets others run meanwhile.
-_MASK_CORES = 8
 
 # What stays the same from round to round of a request.
 _PARAMETERS = np.dtype(
@@ -66,7 +61,7 @@ class Sampler:
         self._parameters = np.zeros(max_num_requests, dtype=_PARAMETERS)
         self._prompt_mask: torch.Tensor | None = None  # [max_num_requests, V] bool
         self._output_counts: torch.Tensor | None = None  # [max_num_requests, V] i32
-        self._mask_threads: ThreadPoolExecutor | None = None
+        self._threads = MatcherThreads()
 
     @property
     def vocab_size(self) -> int:
@@ -238,20 +233,12 @@ class Sampler:
             shut = matcher.fill_masks(part, tokens.tolist(), parents.tolist())
             return [span.start + node for node in shut]
 
-        shut = self._map(fill, trees, spans, parts)
+        shut = self._threads.map(fill, trees, spans, parts)
         return MaskInput(
             rows=staging.add(rows),
             masks=masks.to(self._device, non_blocking=True),
             shut=[row for rows in shut for row in rows],
         )
-
-    def _map(self, fill: Callable[..., list[int]], *columns: Sequence[Any]) -> Iterable[list[int]]:
-        """Return what a function gives for each of several trees, at once where cores are free."""
-        if len(columns[0]) == 1 or len(os.sched_getaffinity(0)) < _MASK_CORES:
-            return map(fill, *columns)
-        if self._mask_threads is None:
-            self._mask_threads = ThreadPoolExecutor(_MASK_CORES // 2, "token masks")
-        return self._mask_threads.map(fill, *columns)
 
     def _penalties(
         self, nodes: SampledNodes, per_row: NDArray, staging: Staging

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_service.growth_masks import GrowthMasks
 from shared.grammar.matcher import MAX_FORCED, OutputMatcher
 from shared.messages import MAX_TREE_NODES
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, write_tokenizer
@@ -150,3 +151,17 @@ def test_nodes_that_take_too_long_are_shut(
     assert matcher.fill_masks(masks, chain, parents) == [*range(1, len(chain))]
     assert allowed(masks[0]) == after(matcher, [])
     assert matcher.accept(forced)
+
+
+def test_several_threads_fill_in_the_same_masks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = []
+    for num_cores in (1, 16):
+        cores = set(range(num_cores))
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+        growth = GrowthMasks([matcher_of(directory, name) for name in CASES], num_places=len(CASES))
+        masks.append(torch.zeros(len(CASES), NUM_WORDS, dtype=torch.int32))
+        growth.fill_in(masks[-1], None)
+    assert all(map(allowed, masks[0]))
+    assert torch.equal(*masks)
