@@ -135,8 +135,10 @@ def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
         for request, completion in zip(to_the_end, check(server, to_the_end), strict=True):
             assert completion.finish_reason is FinishReason.CONTEXT_LENGTH
             assert len(completion.token_ids) == CONTEXT_LEN - len(request["token_ids"])
-            stats = completion.speculation  # the draft reads the prompt meanwhile
-            assert stats.num_accepted_drafts > 0.5 * (stats.num_rounds - stats.num_root_only_rounds)
+            stats = completion.speculation
+            # The draft reads the prompt meanwhile; on a busy machine that may take all rounds.
+            with_trees = stats.num_rounds - stats.num_root_only_rounds
+            assert stats.num_accepted_drafts >= 0.5 * with_trees
 
 
 def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
