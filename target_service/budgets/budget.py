@@ -37,6 +37,8 @@ _BAD_SURPRISE = 1.3
 _MOST_OTHER_S, _OTHER_WEIGHT = 0.1, 0.05
 # A request that rests does so for at least so many rounds: a draft must read what came meanwhile.
 _LEAST_REST = 16
+# .. but for so many where rounds without trees are tried, of which the first says nothing.
+_PLAIN_TRY_ROUNDS = 6
 # Where all requests rest: rounds after which a few are tried, twice as many after each try ..
 _FIRST_PROBE_AFTER = 64
 _LAST_PROBE_AFTER = 1024
@@ -137,13 +139,17 @@ class TreeBudget:
         fixed = fixed._replace(seconds=self._other_s)
         held, favour = self._held(slots)
         deal = self._dealer.deal(self.acceptance.classes(slots), caps, held, fixed, favour=favour)
-        self._limit, rungs = deal.limit, deal.rungs
-        if deal.limit:
-            self._probe.reset()
-        else:
+        self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
+        if not deal.limit:
             rungs = self._probed(slots, caps, fixed)
+        elif not fixed.num_trees and self.costs.plain_is_worth_a_try(
+            len(slots) + fixed.num_requests, deal.tokens_per_s
+        ):
+            rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
+        else:
+            self._probe.reset()
         begins_rest = slots[(rungs == 0) & ((self.rungs[slots] > 0) | self._is_new[slots])]
-        self._rests_until[begins_rest] = self._round + _LEAST_REST
+        self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
         self._is_new[slots] = False
 
@@ -201,7 +207,10 @@ class TreeBudget:
             rung=int(rungs.max()),
             num_trees=round(np.count_nonzero(rungs) * count / len(slots)),
         )
-        took_s, expected_s = now_s - float(np.median(ended_s)), self.costs.round_s(kind)
+        # Where requests without trees do not wait for the others, theirs are shorter.
+        with_trees = ended_s[rungs > 0]
+        took_s = now_s - float(np.median(with_trees if len(with_trees) else ended_s))
+        expected_s = self.costs.round_s(kind)
         if is_clean:
             if took_s > _BAD_SURPRISE * (expected_s + self._other_s):
                 self._decided_round = -DECISION_ROUNDS

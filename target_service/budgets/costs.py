@@ -45,6 +45,9 @@ _HOST_REQUESTS, _HOST_TREES = 4, 64
 _CHANGE, _CHANGE_S = 0.1, 20e-6
 _MUCH_CHANGE = 0.5
 
+# Rounds after which those without trees are tried, if they might bring more.
+_PLAIN_PATIENCE = 256
+
 _BATCHES = np.array(BATCH_BUCKETS)
 # Of every number of requests, or of trees, the place of its bucket.
 _BUCKETS = np.searchsorted(_BATCHES, np.arange(1 + BATCH_BUCKETS[-1]))
@@ -149,6 +152,20 @@ class RoundCosts:
                 self.draft_s(kind.rung, trees, kind.num_requests, float(kind.num_rows))
             )
         return seconds
+
+    def plain_is_worth_a_try(self, num_requests: int, tokens_per_s: float) -> bool:
+        """Return whether rounds without trees, of which there was none for long, might bring more.
+
+        What is known of them may be of a moment when others used the machine.
+
+        Args:
+            tokens_per_s: That rounds with trees bring.
+        Mutates: what is known of them, which is forgotten.
+        """
+        might_bring = num_requests / self.forward_s(num_requests)
+        return might_bring > tokens_per_s and self._samples.forget_plain(
+            _bucket(num_requests), patience=_PLAIN_PATIENCE
+        )
 
     def note_round(self, kind: RoundKind, took_s: float, now_s: float) -> None:
         """Learn from a round.

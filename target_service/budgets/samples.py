@@ -73,6 +73,17 @@ class RoundSamples:
         """Forget what was learned long ago of rounds with trees; return whether there was any."""
         return bool(self._forget(self._noted_at_s < now_s - _STALE_S, slice(None)).any())
 
+    def forget_plain(self, batch: int, *, patience: int) -> bool:
+        """Forget what rounds of so many requests take without trees, if there was none for many
+        others; return whether it is forgotten now.
+        """
+        place = (0, batch)
+        if not self._num_rounds[place] or self._noted_round[place] >= self._round - patience:
+            return False
+        self._num_rounds[place] = 0
+        self._beside_s[place] = np.nan
+        return True
+
     def try_again(self, now_s: float, buckets: slice) -> bool:
         """Forget, of these numbers of trees, which rounds were not tried for many others; return
         whether there was any.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shared.ladder import LADDER
 from target_service.budgets.budget import StepTimes, TreeBudget
-from target_service.budgets.costs import RoundCosts
+from target_service.budgets.costs import RoundCosts, RoundKind
 from target_service.step_costs import StepCosts
 
 FORWARD = StepCosts(
@@ -264,6 +264,20 @@ def test_a_draft_that_was_slow_for_a_while_is_used_again() -> None:
     adaptive_rate(world, num_rounds=2000, budget=budget, is_new=False)
     rate = adaptive_rate(world, num_rounds=100, budget=budget, is_new=False)
     assert rate >= 0.95 * best_fixed(world)
+
+
+def test_plain_rounds_that_were_slow_for_a_while_are_tried_again() -> None:
+    """Others used the machine while requests rested: that must not keep trees for ever."""
+    world = World(texts("hard", 128))
+    budget = budget_of(world)
+    adaptive_rate(world, budget=budget)
+    assert not budget.rungs.any()
+    for _ in range(9):  # what is known of rounds without trees, as if they took five times as long
+        kind = RoundKind(num_requests=128, num_rows=128)
+        budget.costs.note_round(kind, 5 * world.round_s(np.zeros(128, dtype=np.int64)), world.now_s)
+    adaptive_rate(world, num_rounds=1000, budget=budget, is_new=False)
+    rate = adaptive_rate(world, num_rounds=400, budget=budget, is_new=False)
+    assert rate >= 0.97 * fixed_rate(world, 0)
 
 
 def test_trees_grow_as_a_batch_shrinks() -> None:
