@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Client:
         self._metadata = bearer(token)
         self._stub = pb_grpc.GenerationServiceStub(self._channel)
         self._max_retries = max_retries
+        self._is_closed = threading.Event()
 
     def generate(self, prompt: str | None = None, **options: Unpack[RequestOptions]) -> Completion:
         """Return the completion of a prompt.
@@ -168,6 +170,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; running requests are cancelled."""
+        self._is_closed.set()
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -185,7 +188,7 @@ class Client:
                     for response in call:
                         yield from transcript.take(response)
                 except grpc.RpcError as error:
-                    raise transcript.error_of(error) from None
+                    raise transcript.error_of(error, is_closed=self._is_closed.is_set()) from None
                 finally:
                     call.cancel()
                 transcript.check_finished()
@@ -215,6 +218,7 @@ class AsyncClient:
         self._metadata = bearer(token)
         self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
         self._max_retries = max_retries
+        self._is_closed = threading.Event()  # shared with copies, as the channel is
         self._retry_options: dict[str, Any] = {}
 
     async def generate(
@@ -288,6 +292,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running requests are cancelled."""
+        self._is_closed.set()
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -306,7 +311,7 @@ class AsyncClient:
                         for event in transcript.take(response):
                             yield event
                 except grpc.RpcError as error:
-                    raise transcript.error_of(error) from None
+                    raise transcript.error_of(error, is_closed=self._is_closed.is_set()) from None
                 finally:
                     call.cancel()
                 transcript.check_finished()
@@ -400,8 +405,12 @@ class _Transcript:
         if self._finish is None:
             raise InternalError("the server ended the stream without FinishInfo")
 
-    def error_of(self, error: grpc.RpcError) -> CoppiceError:
-        """Return the typed error of a failed call."""
+    def error_of(self, error: grpc.RpcError, *, is_closed: bool) -> CoppiceError:
+        """Return the typed error of a failed call.
+
+        Args:
+            is_closed: The client is; else it is a server that stops who cancels calls.
+        """
         call = cast(grpc.Call, error)  # an error of a call has the call's status
         known = from_rpc_error(call)
         match call.code():
@@ -410,8 +419,10 @@ class _Transcript:
                 return DeadlineExceededError(
                     f"the deadline passed after {len(self._token_ids)} new tokens{took}"
                 )
-            case grpc.StatusCode.CANCELLED:
+            case grpc.StatusCode.CANCELLED if is_closed:
                 return CancelledError(known.message)
+            case grpc.StatusCode.CANCELLED:
+                return UnavailableError(f"the server ended the call: {known.message}")
         if known.reason == "DUPLICATE_REQUEST_ID" and self._num_attempts > 1:
             return UnavailableError("the server still holds the broken stream", reason="RESUMING")
         return known

@@ -24,13 +24,22 @@ class FakeGeneration(pb_grpc.GenerationServiceServicer):
         first_s: Until the first token.
         gap_s: Between deltas.
         fails_on: First token of prompts that are refused.
+        num_cancelled: Calls, the first ones, that are cancelled, as by a server that stops.
     """
 
-    def __init__(self, *, first_s: float = 0.0, gap_s: float = 0.0, fails_on: int = -1) -> None:
+    def __init__(
+        self,
+        *,
+        first_s: float = 0.0,
+        gap_s: float = 0.0,
+        fails_on: int = -1,
+        num_cancelled: int = 0,
+    ) -> None:
         self.requests: list[tuple[float, pb.GenerateRequest]] = []
         self._first_s = first_s
         self._gap_s = gap_s
         self._fails_on = fails_on
+        self._num_cancelled = num_cancelled
         self._lock = Lock()
 
     def Generate(
@@ -38,6 +47,9 @@ class FakeGeneration(pb_grpc.GenerationServiceServicer):
     ) -> Iterator[pb.GenerateResponse]:
         with self._lock:
             self.requests.append((time.monotonic(), request))
+            is_cancelled = len(self.requests) <= self._num_cancelled
+        if is_cancelled:
+            context.abort(grpc.StatusCode.CANCELLED, "")
         start = sum(request.text.encode()) + sum(request.token_ids.ids)
         if list(request.token_ids.ids)[:1] == [self._fails_on]:
             context.abort_with_status(to_status(ResourceExhaustedError("no room for more")))
