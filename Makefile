@@ -10,8 +10,8 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Processes that run tests: one more than cores, as one begins with tests of processes, which wait much.
-WORKERS ?= 3
+# Processes that run tests. One of them begins with tests of processes, which wait much.
+WORKERS ?= 2
 INTERPRETED := $(VENV)/interpreted.log
 # Tests start hundreds of processes; these read what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE

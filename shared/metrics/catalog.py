@@ -125,7 +125,8 @@ _SPECULATION = (
     _counter(
         "coppice_root_only_rounds_total",
         "Rounds without a tree, by why: off (no speculation asked for, or no drafts), absent (no "
-        "draft holds the request), behind (the draft still reads), resting (a tree would not pay), "
+        "draft holds the request), behind (the draft still reads, or its engine hangs), resting (a "
+        "tree would not pay), "
         "missed (the tree or path did not come in time), late (the round went on without its tree)",
         "reason",
         roles=(ORCHESTRATOR,),
