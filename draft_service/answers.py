@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_service.phases import DraftOutput
-from draft_service.request import DraftRequest
+from draft_service.request import DraftRequest, PendingTree
 from shared.messages import AnswerTimes, TokenTree, TreeBatch
 from shared.peer.channel import PeerChannel
 from shared.step.recorder import Recorder
@@ -22,17 +22,44 @@ class GrownTrees:
     """The trees of a step, on the host.
 
     Args:
-        requests: Whose pending orders are answered.
-        rows: Of the requests in `output`.
+        orders: That they answer.
+        roots: Their root tokens.
+        rows: Of these orders in `output`.
         timer: Of the step.
         is_overlapped: The device grew them before the host had the orders.
     """
 
-    requests: Sequence[DraftRequest]
+    orders: Sequence[PendingTree]
+    roots: Sequence[int]
     rows: Sequence[int]
     output: DraftOutput
     timer: StepTimer
     is_overlapped: bool = False
+
+
+def settle_orders(
+    requests: Sequence[DraftRequest],
+    rows: Sequence[int],
+    output: DraftOutput,
+    timer: StepTimer,
+    *,
+    is_overlapped: bool = False,
+) -> GrownTrees:
+    """Return the answers to the pending orders of requests.
+
+    Mutates: the requests, none of which has a pending order any more.
+    """
+    trees = GrownTrees(
+        orders=[request.pending_tree for request in requests],
+        roots=[request.tokens[-1] for request in requests],
+        rows=rows,
+        output=output,
+        timer=timer,
+        is_overlapped=is_overlapped,
+    )
+    for request in requests:
+        request.pending = None
+    return trees
 
 
 def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
@@ -40,11 +67,9 @@ def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
 
     Args:
         outbox: Takes what goes to the front.
-    Mutates: the requests, none of which has a pending order any more.
     """
     by_channel: dict[PeerChannel, list[int]] = {}
-    for i, request in enumerate(trees.requests):
-        channel = request.pending_tree.channel
+    for i, (_, channel) in enumerate(trees.orders):
         if channel is None:
             outbox.append(token_tree(trees, i, _times(trees, i, recorder)))
         else:
@@ -53,8 +78,6 @@ def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
         times = _times_of(trees, places, recorder) if recorder.is_on else {}
         channel.put(tree_batch(trees, places, times))
         channel.flush()
-    for request in trees.requests:
-        request.pending = None
 
 
 def tree_batch(
@@ -63,18 +86,17 @@ def tree_batch(
     """Return the trees of some requests as one message.
 
     Args:
-        places: Of the requests in `trees`.
+        places: Of the orders in `trees`.
         times: Of timed requests, by their index in `places`.
     """
-    requests = [trees.requests[i] for i in places]
     rows = [trees.rows[i] for i in places]
-    orders = [request.pending_tree.order for request in requests]
+    orders = [trees.orders[i].order for i in places]
     counts = trees.output.num_nodes.tolist()
     tokens, parents = trees.output.token_ids.tolist(), trees.output.parent_index.tolist()
     token_ids: list[int] = []
     parent_index: list[int] = []
-    for request, row in zip(requests, rows, strict=True):
-        token_ids += (request.tokens[-1], *tokens[row][: counts[row]])
+    for place, row in zip(places, rows, strict=True):
+        token_ids += (trees.roots[place], *tokens[row][: counts[row]])
         parent_index += (-1, *parents[row][: counts[row]])
     return TreeBatch(
         request_ids=[order.request_id for order in orders],
@@ -92,8 +114,7 @@ def tree_batch(
 
 def token_tree(trees: GrownTrees, place: int, times: AnswerTimes | None = None) -> TokenTree:
     """Return the tree of one request as a message to the orchestrator."""
-    request, row, output = trees.requests[place], trees.rows[place], trees.output
-    order = request.pending_tree.order
+    order, row, output = trees.orders[place].order, trees.rows[place], trees.output
     count = output.num_nodes[row]
     return TokenTree(
         request_id=order.request_id,
@@ -101,7 +122,7 @@ def token_tree(trees: GrownTrees, place: int, times: AnswerTimes | None = None) 
         draft_epoch=order.draft_epoch,
         round_idx=order.round_idx,
         seq_len=order.seq_len,
-        token_ids=(request.tokens[-1], *output.token_ids[row, :count].tolist()),
+        token_ids=(trees.roots[place], *output.token_ids[row, :count].tolist()),
         parent_index=(-1, *output.parent_index[row, :count].tolist()),
         cumulative_logprobs=(0.0, *output.cumulative_logprobs[row, :count].tolist()),
         times=times,
@@ -118,7 +139,7 @@ def _times_of(
 
 def _times(trees: GrownTrees, place: int, recorder: Recorder) -> AnswerTimes | None:
     """Return how the round of a request went, from its order on; None: it is not timed."""
-    order, timer = trees.requests[place].pending_tree.order, trees.timer
+    order, timer = trees.orders[place].order, trees.timer
     key = order.request_id, order.round_idx
     if not recorder.has_begun(*key):
         return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.answers import GrownTrees
+from draft_service.phases import DraftOutput
 from draft_service.request import DeviceTree, DraftRequest
 from shared.messages import PathEntry, TreeShape
 from shared.peer.channel import PeerChannel
@@ -31,12 +31,18 @@ class ConfirmedTrees:
     """What the device did before its host had the orders, and orders that have come confirm.
 
     Args:
+        requests: Whose orders they are.
+        rows: Of these requests in `output`.
+        timer: Of the launch.
         num_tokens: Accepted of each request: rows that were extended.
         passed: Requests whose newest trees are verified, but of whom no order has come: their
             devices have nothing more to say of these trees.
     """
 
-    trees: GrownTrees
+    requests: Sequence[DraftRequest]
+    rows: Sequence[int]
+    output: DraftOutput
+    timer: StepTimer
     num_tokens: Sequence[int]
     passed: Sequence[DraftRequest]
 
@@ -54,6 +60,10 @@ class PathSource:
 
     def has_mailbox(self, channel: PeerChannel) -> bool:
         """Return whether the device can post trees for the target at a channel."""
+        return False
+
+    def shares_gpu(self, channel: PeerChannel) -> bool:
+        """Return whether such a target's device is this one."""
         return False
 
     def place_tree(

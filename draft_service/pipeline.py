@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from draft_service.answers import GrownTrees, answer
+from draft_service.answers import GrownTrees, answer, settle_orders
 from draft_service.extend_input import ExtendWork
 from draft_service.growth_input import num_scratch_slots
 from draft_service.growth_masks import GrowthMasks
@@ -107,12 +107,16 @@ class DraftPipeline:
         """Extend what can be extended, then grow every tree whose root is extended."""
         clock, has_work = self.tallies.clock, self.has_work
         began_ns = clock.begin()
+        confirmed = None
         if has_work:
-            self._confirm()
+            confirmed = self._confirm()
             clock.end("confirm")
             self._extend_and_grow()
         self._launch_ahead()
         ended_ns = clock.end("ahead")
+        if confirmed is not None:  # the target's device has these trees: nothing waits
+            self._answer(confirmed)
+            ended_ns = clock.end("answer")
         if has_work:
             self.tallies.step_s.add((ended_ns - began_ns) / 1e9)
         self._begins_s = None
@@ -142,7 +146,7 @@ class DraftPipeline:
         output = self._runner.read(timer)
         clock.end("wait")
         rows = range(len(grown))
-        self._answer(GrownTrees(requests=grown, rows=rows, output=output, timer=timer))
+        self._answer(settle_orders(grown, rows, output, timer))
         clock.end("answer")
 
     def _grow_masked(self, growing: Sequence[DraftRequest]) -> None:
@@ -223,24 +227,25 @@ class DraftPipeline:
         timer.device("grow")
         runner.results.start(packed)
 
-    def _confirm(self) -> None:
-        """Commit and answer what the device did before its host had the orders."""
+    def _confirm(self) -> GrownTrees | None:
+        """Commit what the device did before its host had the orders; return the answers."""
         done = self._source.confirm(self._hear_peers)
         if done is None:
-            return
+            return None
         for request in done.passed:  # else the next wait for paths would be over at once
             request.device_tree = None
-        requests = done.trees.requests
+        requests = done.requests
         if not requests:
-            return
+            return None
         for request, num_tokens in zip(requests, done.num_tokens, strict=True):
             request.kv_len += num_tokens
             if request.features is not None:
                 request.features.take(num_tokens)  # the device had them from the mailbox
-        self._answer(done.trees)
+        trees = settle_orders(requests, done.rows, done.output, done.timer, is_overlapped=True)
         self._count(sum(done.num_tokens), len(requests))
         for request in requests:
             self._requests.drop_unseen(request)
+        return trees
 
     def _settle(self, works: Sequence[ExtendWork], growing: Sequence[DraftRequest]) -> None:
         """Do what can wait until a step is launched: count it, free and reserve pages."""
@@ -278,11 +283,10 @@ class DraftPipeline:
 
     def _answer(self, trees: GrownTrees) -> None:
         if trees.is_overlapped:
-            self.num_trees["overlapped"] += len(trees.requests)
+            self.num_trees["overlapped"] += len(trees.orders)
         else:
-            for request in trees.requests:
-                is_peer = request.pending_tree.channel is not None
-                self.num_trees["peer" if is_peer else "relayed"] += 1
+            for _, channel in trees.orders:
+                self.num_trees["relayed" if channel is None else "peer"] += 1
         answer(trees, self._outbox, self._recorder)
 
     def _timer(self, requests: Sequence[DraftRequest]) -> StepTimer:

@@ -30,6 +30,7 @@ class MailboxUse:
         launched_round: Last round that was launched before its tree was here, to come to this slot.
         num_late: Times that the device waited in vain for a tree, less the times that it did not.
         resumes_at: First round whose tree may be ordered through the mailbox again.
+        shares_gpu: The draft's device is the target's: streams wait, no kernel does.
     """
 
     tag_base: int | None = None
@@ -40,6 +41,7 @@ class MailboxUse:
     slot: int = -1
     num_late: int = 0
     resumes_at: int = 0
+    shares_gpu: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,7 +56,6 @@ class DraftPeer:
         progress: Whether its trees are worth waiting for.
         num_tokens_sent: Tokens of the request that the draft has.
         ordered_round: Last round whose tree the target ordered, at `ordered_ns`.
-        is_overlapped: The draft's device grew the newest tree before its host had the order.
         is_rest_told: The orchestrator thinks that it rests.
     """
 
@@ -66,7 +67,6 @@ class DraftPeer:
     num_tokens_sent: int = 0
     ordered_round: int = 0
     ordered_ns: int = 0
-    is_overlapped: bool = False
     is_rest_told: bool = False
 
     @property

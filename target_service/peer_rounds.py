@@ -211,11 +211,10 @@ class PeerRounds(TreeSource):
         requests: Sequence[TargetRequest],
         paths: Sequence[AcceptedNodes],
     ) -> None:
-        """Take note of the orders of a PathBatch, which is queued; send it if a draft needs it."""
+        """Take note of the orders of a PathBatch, which is queued, and send it."""
         ordered_ns = time.monotonic_ns()
         peers = [request.draft for request in requests if request.draft is not None]
-        if not all([peer.is_overlapped for peer in peers]):
-            channel.flush()  # else the draft's device is at work, and nothing waits for this
+        channel.flush()  # before they are committed: the draft works on the next ones meanwhile
         for request, peer, path in zip(requests, peers, paths, strict=True):
             peer.ordered_round = request.round_idx + 2
             peer.num_tokens_sent += len(path.token_ids)
@@ -251,7 +250,6 @@ class PeerRounds(TreeSource):
             tell_rest(self._state, request, peer, is_resting=False)
             if peer.credit is None:
                 continue  # given up
-            peer.is_overlapped = batch.is_overlapped
             try:
                 self._take_tree(request, peer, peer.credit, tree, is_sound=are_sound)
             except InvalidTreeError as error:

@@ -6,7 +6,7 @@ each with up to N nodes. A prefill's last row is a tree of one node. Nothing her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,7 @@ class MailboxTrees:
             will know where the root is.
         num_nodes: Of the largest tree, root included.
         max_depth: Of the deepest.
+        awaited: By slot, round tags of the trees that the stream waits for, before the kernel.
     """
 
     words: torch.Tensor
@@ -73,6 +74,7 @@ class MailboxTrees:
     is_behind: torch.Tensor
     num_nodes: int
     max_depth: int
+    awaited: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

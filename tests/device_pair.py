@@ -162,8 +162,8 @@ class DevicePair(PeerPair):
         def confirm(hear: Callable[[], None]) -> ConfirmedTrees | None:
             done = DeviceRounds.confirm(draft_device, hear)
             if done is not None:
-                assert all(r.is_held for r in done.trees.requests), "its pages are another's"
-                self.num_overlapped += len(done.trees.requests)
+                assert all(r.is_held for r in done.requests), "its pages are another's"
+                self.num_overlapped += len(done.requests)
             return done
 
         overlap.take_paths = take_paths  # type: ignore[method-assign]

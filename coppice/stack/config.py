@@ -41,6 +41,7 @@ class StackConfig:
         num_drafts: Draft processes; 0 = no speculation.
         target_gpus: GPU of each target in turn, index or uuid; empty = all visible ones.
         draft_gpus: GPU of each draft in turn; the same as a target's is allowed.
+        mps: Workers that share a GPU share its time, too, if the machine can do that.
         start_timeout_s: Budget for everything to become ready.
         metrics_port: Port of the first service's metrics, the others have the next ones; 0: none.
         gateway: Its `orchestrators` are filled in; None: there is no HTTP.
@@ -56,6 +57,7 @@ class StackConfig:
     num_drafts: int = 1
     target_gpus: tuple[str, ...] = ()
     draft_gpus: tuple[str, ...] = ()
+    mps: bool = True
     start_timeout_s: float = 600.0
     metrics_port: int = 0
     gateway: GatewayConfig | None = None
@@ -126,6 +128,11 @@ class UpConfig:
     )
     target_gpus: str = option("", "GPU of each target in turn, e.g. 0,1; empty = the first")
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
+    mps: bool = option(
+        default=True,
+        help="let workers that share a GPU share its time, too, by NVIDIA's MPS, which is started "
+        "for them if this machine has it; without it they take turns",
+    )
     num_targets: int = option(1, "target processes", minimum=1)
     num_drafts: int = option(1, "draft processes; 0 = no speculation", minimum=0)
     workers: int = option(
@@ -281,6 +288,7 @@ def stack_config(
         num_drafts=num_drafts,
         target_gpus=split_list(up.target_gpus),
         draft_gpus=split_list(up.draft_gpus),
+        mps=up.mps,
         start_timeout_s=up.start_timeout_s,
         metrics_port=up.metrics_port,
     )

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from coppice.health import health_probe
 from coppice.stack.config import LOOPBACK, StackConfig
+from coppice.stack.mps import MultiProcessService, shared_gpus
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
 from shared.access.caller import Caller
 from shared.config import (
@@ -86,7 +87,9 @@ class Stack:
         self._on_state = on_state
         self._restarts_dead = restarts_dead
         self._admin_port = -1
+        self._mps = MultiProcessService(lambda line: on_log("mps", line))
         self.services: dict[str, ServiceProcess] = {}
+        self._gpu_of: dict[str, str] = {}
         self._metrics_at: dict[str, tuple[str, int]] = {}
 
     @property
@@ -142,6 +145,7 @@ class Stack:
             front_gate(self.config.gateway)
         self.build()
         try:
+            self._start_mps()
             for service in self.services.values():
                 service.start()
             self.wait_ready(*self.services, timeout_s=self.config.start_timeout_s)
@@ -157,6 +161,7 @@ class Stack:
         config = self.config
         num_workers = config.num_targets + config.num_drafts
         gpus = _gpus_of_workers(config)
+        self._gpu_of = dict(zip(self._worker_names, gpus, strict=True))
         front = config.orchestrator
         with _free_ports(num_workers + 5) as ports:
             target_ports = ports[: config.num_targets]
@@ -273,6 +278,8 @@ class Stack:
                 service.request_stop()
                 service.kill()
             raise
+        finally:
+            self._mps.stop()
 
     def __enter__(self) -> Stack:
         return self.start()
@@ -294,6 +301,23 @@ class Stack:
                         + self.services["orchestrator"].log_tail()
                     )
                 time.sleep(POLL_INTERVAL_S)
+
+    def _start_mps(self) -> None:
+        """Start what workers that share a GPU need, and tell them of it."""
+        shared = shared_gpus(list(self._gpu_of.values())) if self.config.mps else ()
+        if shared:
+            self._mps.start()
+        for name, gpu in self._gpu_of.items():
+            if gpu in shared:
+                self.services[name].environ.update(self._mps.environ)
+
+    @property
+    def _worker_names(self) -> list[str]:
+        """Return the names of targets, then of drafts."""
+        return [
+            *(f"target-{index}" for index in range(self.config.num_targets)),
+            *(f"draft-{index}" for index in range(self.config.num_drafts)),
+        ]
 
     @property
     def environ(self) -> dict[str, str]:

@@ -24,6 +24,7 @@ from shared.kernels.mailbox_growth import advance_growth
 from shared.kernels.mailbox_paths import take_paths, take_rows
 from shared.messages import TreeShape
 from shared.peer.mailbox import MailboxEnd
+from shared.peer.stream_waits import NO_PATH, StreamWaits
 from shared.step.packing import RowBlocks
 from shared.step.step_timer import StepTimer
 
@@ -31,6 +32,8 @@ from shared.step.step_timer import StepTimer
 PATH_PATIENCE_US = 100_000
 # Paths of a step are posted together; who has none by then has ended, or is in another step.
 PATH_GRACE_US = 100
+# Of a kernel behind a stream that has waited.
+_SHORT_PATIENCE_US = 200
 
 
 class OverlapRunner:
@@ -42,6 +45,7 @@ class OverlapRunner:
         self._is_cuda = device.type == "cuda"
         # Read by the device while it waits: not 0 when it should not.
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._stream_waits = StreamWaits(PATH_PATIENCE_US / 1e6, small=NO_PATH)
         self._deferred: Callable[[], None] | None = None
 
     @property
@@ -71,6 +75,9 @@ class OverlapRunner:
         grow = self._runner.pack_growth(requests, following_shapes(trees))
         self._stop.zero_()
         timer.host("pack")
+        if mailboxes[0].shares_gpu:  # one path stands for all: they are posted together
+            first = trees[0]
+            self._stream_waits.wait(mailboxes[0].paths[:, 0], [first.slot], [first.round_tag])
         self._deferred = lambda: self._launch(paths, extend, grow, timer)
         if self._is_cuda:
             self.run_deferred()
@@ -82,17 +89,18 @@ class OverlapRunner:
             deferred()
 
     def read(self, timer: StepTimer) -> tuple[NDArray[np.int32], DraftOutput]:
-        """Return what was launched last, valid until the next growth; waits for the device, which
-        waits no longer for paths that are not there.
+        """Return what was launched last; waits for the device, which waits no longer for paths that
+        are not there.
 
         Returns: [B, 1 + MAX_PATH], of each request the tokens of the path that was extended (0:
             nothing was done), and their ids; and the trees.
         """
         self.run_deferred()
         self._stop.fill_(1)
+        self._stream_waits.give_up()
         result, taken = self._runner.results.finish()
         timer.host("read")
-        return taken, DraftOutput.unpack(result)
+        return taken, DraftOutput.unpack(result.copy())  # the next growth may begin before its use
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile what reads and writes mailboxes; nothing comes and nothing is posted.
@@ -122,6 +130,7 @@ class OverlapRunner:
         """
         runner = self._runner
         num_reqs = len(paths.round_tag)
+        is_awaited = paths.mailboxes[0].shares_gpu  # by the stream
         taken = take_paths(
             [mailbox.paths for mailbox in paths.mailboxes],
             paths.mailbox_idx,
@@ -137,7 +146,7 @@ class OverlapRunner:
             path_width=paths.path_width,
             spare_idx=runner.pool.max_num_requests,
             vocab_size=runner.vocab_size,
-            timeout_us=PATH_PATIENCE_US,
+            timeout_us=_SHORT_PATIENCE_US if is_awaited else PATH_PATIENCE_US,
             grace_us=PATH_GRACE_US,
         )
         if extend.features is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.answers import GrownTrees
 from draft_service.device_rounds.mailbox_io import stage_posts
 from draft_service.device_rounds.overlap import OverlapRunner, following_shapes
 from draft_service.path_source import ConfirmedTrees, PathSource, PostTrees
@@ -92,6 +91,10 @@ class DeviceRounds(PathSource):
     def has_mailbox(self, channel: PeerChannel) -> bool:
         return channel in self._mailboxes
 
+    def shares_gpu(self, channel: PeerChannel) -> bool:
+        mailbox = self._mailboxes.get(channel)
+        return mailbox is not None and mailbox.shares_gpu
+
     def place_tree(
         self,
         channel: PeerChannel,
@@ -123,8 +126,15 @@ class DeviceRounds(PathSource):
         ready = list(filter(self._is_ready, requests))
         mailboxes = [self._mailbox_of(request) for request in ready]
         # One launch takes rows of one dtype from a few mailboxes; others are grown by order.
-        alike = [id(own) for own in mailboxes if own.dtype == mailboxes[0].dtype]
-        served = list(dict.fromkeys(alike))[:MAX_MAILBOXES]
+        # A stream waits for one target of its own GPU, a kernel for several on others.
+        first = mailboxes[0] if mailboxes else None
+        alike = [
+            id(own)
+            for own in mailboxes
+            if first is not None and (own.dtype, own.shares_gpu) == (first.dtype, first.shares_gpu)
+        ]
+        num_served = 1 if first is not None and first.shares_gpu else MAX_MAILBOXES
+        served = list(dict.fromkeys(alike))[:num_served]
         return [r for r, own in zip(ready, mailboxes, strict=True) if id(own) in served]
 
     def launch_ahead(
@@ -162,15 +172,11 @@ class DeviceRounds(PathSource):
         paths = [path[1 : 1 + path[0]] for path in taken.tolist()]
         rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
         taken_from = [r for r, path in zip(launched.requests, paths, strict=True) if path]
-        trees = GrownTrees(
+        return ConfirmedTrees(
             requests=[launched.requests[row] for row in rows],
             rows=rows,
             output=output,
             timer=launched.timer,
-            is_overlapped=True,
-        )
-        return ConfirmedTrees(
-            trees=trees,
             num_tokens=[len(paths[row]) for row in rows],
             passed=[request for request in taken_from if request.pending is None],
         )

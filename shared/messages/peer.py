@@ -22,6 +22,7 @@ class PeerAttach:
         has_mailbox: The draft's device posts its trees to the target's mailbox as well.
         num_tokens: Tokens of the request that the draft has.
         protocol_version: Of the draft.
+        shares_gpu: With `has_mailbox`: its device is the target's.
     """
 
     request_id: RequestId
@@ -30,6 +31,7 @@ class PeerAttach:
     has_mailbox: bool = False
     num_tokens: Count = 0
     protocol_version: Count = 0
+    shares_gpu: bool = False
 
 
 @message(peer_pb2.PeerDetach)

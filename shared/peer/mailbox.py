@@ -102,6 +102,8 @@ class MailboxEnd:
     """[2, num_slots, 8, width] of dtype; None if width is 0."""
     num_slots: int
     dtype: torch.dtype | None
+    shares_gpu: bool = False
+    """The target is on the draft's GPU: streams wait, no kernel does (see stream_waits.py)."""
 
 
 def open_mailbox(
@@ -111,9 +113,8 @@ def open_mailbox(
 
     Args:
         width: Of the feature rows that the draft reads; 0: none.
-    Raises: OSError if there is none, it is of another version or width, its target is on the same
-        GPU (neither may wait for the other there) or on a GPU that would wait for a CPU, or CUDA
-        cannot register it.
+    Raises: OSError if there is none, it is of another version or width, its target is on a GPU that
+        would wait for a CPU, or CUDA cannot register it.
     """
     fd = MAILBOXES.open(directory, mailbox_name(socket_name), is_writable=True)
     try:
@@ -121,8 +122,6 @@ def open_mailbox(
         if header.width != width:
             raise OSError(f"its feature rows have width {header.width}, expected {width}")
         gpu = _gpu_of(device)
-        if header.gpu and header.gpu == gpu:
-            raise OSError(f"its target is on the same GPU, {header.gpu}")
         if header.gpu and not gpu:
             raise OSError("its target is on a GPU, which would wait for a CPU")
         memory = mmap.mmap(fd, header.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -130,7 +129,12 @@ def open_mailbox(
         os.close(fd)
     trees, paths, rows = _tensors_in(memory, header, device)
     return MailboxEnd(
-        trees=trees, paths=paths, rows=rows, num_slots=header.num_slots, dtype=header.dtype
+        trees=trees,
+        paths=paths,
+        rows=rows,
+        num_slots=header.num_slots,
+        dtype=header.dtype,
+        shares_gpu=bool(gpu) and header.gpu == gpu,
     )
 
 

@@ -19,6 +19,7 @@ from shared.kernels.mailbox_trees import TakenTrees, take_trees
 from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import PeerAttach, PeerTrees, TreeShape
 from shared.peer.mailbox import NUM_TAGS, Mailbox, tag_of
+from shared.peer.stream_waits import NO_TREE, StreamWaits
 from shared.step.staging import Fields, Staging
 from target_service.batch_window import BatchWindow
 from target_service.budgets.shapes import TreeShapes
@@ -39,6 +40,8 @@ from target_service.scheduler import Scheduler, StepPlan
 
 # A tree takes a millisecond or two; one that has to wait for a prompt, ten.
 PATIENCE_US = 30_000
+# Of a kernel behind a stream that has waited.
+_SHORT_PATIENCE_US = 200
 _MOST_LATE = 10  # times that count
 _NOWHERE = -1
 
@@ -59,6 +62,8 @@ class DeviceRounds(PeerRounds):
         self._given_up = torch.zeros(
             mailbox.num_slots, dtype=torch.int32, pin_memory=mailbox.device.type == "cuda"
         )
+        self._first_nodes = mailbox.trees[:, 1]  # every posted tree has one
+        self._stream_waits = StreamWaits(PATIENCE_US / 1e6, small=NO_TREE)
 
     def end_credit(self, request: TargetRequest) -> None:
         super().end_credit(request)
@@ -66,7 +71,10 @@ class DeviceRounds(PeerRounds):
         if use is not None:
             use.tagged_round = 0
             if use.launched_round > request.round_idx and use.tag_base is not None:
-                self._given_up[use.slot] = tag_of(use.tag_base, use.launched_round)
+                tag = tag_of(use.tag_base, use.launched_round)
+                self._given_up[use.slot] = tag
+                if use.shares_gpu:
+                    self._stream_waits.end(self._first_nodes, use.slot, tag)
 
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
@@ -134,11 +142,13 @@ class DeviceRounds(PeerRounds):
         host["round_tag"][:] = list(map(_round_tag, requests))
         host["is_behind"][:] = [request.num_in_flight for request in requests]
         shapes = [r.queued.shape for r in requests if isinstance(r.queued, DeviceTree)]
+        awaited = {r.req_idx: _round_tag(r) for r in requests if _shares_gpu(r)}
         return MailboxTrees(
             words=self.mailbox.trees,
             **device,
             num_nodes=max(shape.num_draft_tokens for shape in shapes),
             max_depth=max(shape.num_steps for shape in shapes),
+            awaited=awaited,
         )
 
     @torch.inference_mode()
@@ -150,6 +160,10 @@ class DeviceRounds(PeerRounds):
         *,
         num_rows: int,
     ) -> TakenTrees:
+        awaited = trees.awaited
+        if awaited:
+            self._stream_waits.wait(self._first_nodes, list(awaited), list(awaited.values()))
+        all_awaited = len(awaited) == len(trees.slot)
         return take_trees(
             trees.words,
             trees.slot,
@@ -166,7 +180,7 @@ class DeviceRounds(PeerRounds):
             max_depth=trees.max_depth,
             num_rows=num_rows,
             vocab_size=self._state.info.vocab_size,
-            timeout_us=PATIENCE_US,
+            timeout_us=_SHORT_PATIENCE_US if all_awaited else PATIENCE_US,
         )
 
     def place_paths(
@@ -201,7 +215,7 @@ class DeviceRounds(PeerRounds):
     # --- orders through the mailbox --------------------------------------------------------------
 
     def _mailbox_use(self, message: PeerAttach) -> MailboxUse | None:
-        return MailboxUse() if message.has_mailbox else None
+        return MailboxUse(shares_gpu=message.shares_gpu) if message.has_mailbox else None
 
     def _is_launched(self, request: TargetRequest, round_idx: int) -> bool:
         use = _mailbox_use_of(request)
@@ -238,7 +252,11 @@ class DeviceRounds(PeerRounds):
         if is_masked or request.is_sampled_by_path:
             return 0
         if use.tag_base is None:
-            use.tag_base = secrets.randbelow(NUM_TAGS)  # of no request that had the slot before
+            # Of no request that had the slot before, and so that the request's tags count up.
+            use.tag_base = secrets.randbelow(NUM_TAGS // 2)
+            if use.shares_gpu:  # words of later rounds would end a wait
+                self.mailbox.trees[request.req_idx, 1] = 0
+                self.mailbox.paths[request.req_idx, 0] = 0
         use.tagged_round, use.tagged_shape, use.following_shape = round_idx, shape, following
         return tag_of(use.tag_base, round_idx)
 
@@ -253,6 +271,11 @@ def _fields(num_trees: int) -> Fields:
 
 def _mailbox_use_of(request: TargetRequest) -> MailboxUse | None:
     return request.draft.mailbox if request.draft is not None else None
+
+
+def _shares_gpu(request: TargetRequest) -> bool:
+    use = _mailbox_use_of(request)
+    return use is not None and use.shares_gpu
 
 
 def _round_tag(request: TargetRequest) -> int:

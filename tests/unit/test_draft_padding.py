@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.answers import GrownTrees, token_tree
+from draft_service.answers import settle_orders, token_tree
 from draft_service.engine import DraftEngine
 from draft_service.engine_factory import create_engine
 from draft_service.extend_input import joined, stage_features
@@ -148,7 +148,7 @@ def grown(engine: DraftEngine, growing: list[DraftRequest]) -> list[TokenTree]:
     engine.pipeline.launch_growth(growing, UNTIMED)
     rows = range(len(growing))
     output = engine.runner.read(UNTIMED)
-    trees = GrownTrees(requests=growing, rows=rows, output=output, timer=UNTIMED)
+    trees = settle_orders(growing, rows, output, UNTIMED)
     return [token_tree(trees, row) for row in rows]
 
 

@@ -301,12 +301,19 @@ def test_each_end_registers_all_of_it_until_its_last_tensor_is_gone(
     assert runtime.registered == {}
 
 
-def test_a_draft_on_its_targets_gpu_is_refused(folder: Path, runtime: FakeRuntime) -> None:
+def test_a_draft_knows_whether_its_target_is_on_the_same_gpu(
+    folder: Path, runtime: FakeRuntime
+) -> None:
     target = make(folder, device=GPU)
-    with pytest.raises(OSError, match="same GPU, GPU-0"):
-        join(folder, device=GPU)
+    assert join(folder, device=GPU).shares_gpu
     runtime.uuid = "GPU-1"
-    join(folder, device=GPU)
+    assert not join(folder, device=GPU).shares_gpu
+    target.close()
+
+
+def test_cpus_share_no_gpu(folder: Path) -> None:
+    target = make(folder)
+    assert not join(folder).shares_gpu
     target.close()
 
 
