@@ -23,6 +23,7 @@ from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import PathEntry, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import MailboxEnd, is_tag, open_mailbox
+from shared.peer.stream_waits import check_stream_waits
 from shared.step.staging import Staging
 from shared.step.step_timer import StepTimer
 
@@ -73,6 +74,8 @@ class DeviceRounds(PathSource):
         """Open the mailbox of the target at a channel, if it has one that the device can use."""
         try:
             mailbox = open_mailbox(socket_name, width=self._width, device=self._pool.device)
+            if mailbox.shares_gpu:
+                check_stream_waits(mailbox.paths)
         except FileNotFoundError:
             return  # a target without one, which is no fault
         except OSError as error:

@@ -166,6 +166,13 @@ def submit_waits(waits: NDArray[Any]) -> None:
         raise OSError(f"CUDA lets no stream wait for memory: error {result}")
 
 
+def check_stream_waits(words: torch.Tensor) -> None:
+    """Raise OSError unless the current stream can wait for a word in registered memory."""
+    waits = np.zeros(1, _WAIT)
+    waits["operation"], waits["address"] = _WAIT_VALUE_64, words.data_ptr()
+    submit_waits(waits)  # for any word at all
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
