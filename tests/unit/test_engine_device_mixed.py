@@ -178,7 +178,7 @@ NEIGHBOURS = [
 def test_neighbours_of_all_kinds_that_come_and_go_in_every_round_change_nothing(
     make: Make, *, overlaps: bool
 ) -> None:
-    """Prompts in chunks, replays, penalties, plain rounds; one is cancelled in the midst."""
+    """Prompts in chunks, replays, penalties, root-only rounds; one is cancelled in the midst."""
     target, draft, _ = make(
         "eagle", (4, 4), prefill_chunk_len=7, max_num_requests=8, feature_retain_rows=16
     )

@@ -211,7 +211,7 @@ IN_EVERY_RUN = ("phi3", "deepseek-v3")
     ],
 )
 def test_families_with_a_head_and_a_standalone_draft(models: Models, family: str) -> None:
-    """Their switches hold in every row: prompt chunks, trees, plain rounds, and in the draft."""
+    """Their switches hold in every row: chunks, trees, root-only rounds, and in the draft."""
     path = models.get(family, BY_TRANSFORMERS[family])
     head = models.get(f"{family}-eagle3", lambda d: checkpoints.write_eagle3(d, path))
     requests = requests_of(1, (1, 9, 40))[4:8]

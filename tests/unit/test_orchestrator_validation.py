@@ -204,7 +204,7 @@ def test_every_field_is_taken_over() -> None:
 
 
 def test_speculation_off_has_no_tree() -> None:
-    """A tree of one node is what a plain round verifies."""
+    """A tree of one node is what a root-only round verifies."""
     parsed = parse_request(speculation(mode=pb.SPECULATION_MODE_OFF), LIMITS)
     assert parsed.shape is None
 
