@@ -1,6 +1,6 @@
 """One step of a draft, from the rows that are ready to the trees that are answered.
 
-confirm     what the device grew before its orders came is committed and answered (device rounds)
+confirm     what the device grew before its orders came is committed (device rounds)
 plan        rows to extend, within the step's budget
 extend      launched: committed tokens with their true features
 commit      these rows are part of the request from here on
@@ -9,6 +9,7 @@ settle      while the device works: counts, pages that are freed and reserved
 read        waits for the device
 answer      each tree the way that its order came
 ahead       launched: what the device does next without its host (device rounds)
+answer      what was confirmed, for which nothing waits
 """
 
 from __future__ import annotations
