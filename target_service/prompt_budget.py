@@ -6,8 +6,8 @@ more than that the longer a prompt has waited: where prompts come faster than th
 larger steps, which cost less per row, catch up.
 
 Where several prompts wait, no step is larger than it must be to read them nearly as fast as they
-can be read, nor takes many times as long as the smallest one: a short prompt that comes next waits
-for the step in flight, and passes the others in the one behind it.
+can be read, nor takes many times as long as one without prompts: a short prompt that comes next
+waits for the step in flight, and passes the others in the one behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_DELAY = 2.0
 _PATIENCE_S = 0.1
 # Where several prompts wait: of the most rows per second that any size of a step reads ..
 _FULL_SPEED = 0.9
-# .. and of the time that a forward of one row takes.
+# .. and of the time that a forward takes without rows of prompts, or with a single row.
 _MOST_CROWDED = 6.0
 # So that prompts get on beside any trees.
 _LEAST_ROWS = 16
