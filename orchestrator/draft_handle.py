@@ -107,6 +107,18 @@ class DraftHandle:
         return ROOT_ONLY_REASONS[self.state]
 
     @property
+    def waits_since(self) -> float | None:
+        """Return since when the draft owes a tree, loop time; None: it owes none.
+
+        One that only an attached target asks for trees owes none while that waits for the client.
+        """
+        is_asked = self.is_relayed or (
+            self.state is DraftState.BEHIND
+            and (self._watch.is_running or not self._trust.allows_peer_rounds)
+        )
+        return self._orders.owes_since if is_asked else None
+
+    @property
     def trees(self) -> PeerTrees | RootOnly:
         """Return the trees that rounds by credit may have.
 

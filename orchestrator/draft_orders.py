@@ -28,7 +28,8 @@ class DraftOrders:
         self._due: DraftRound | None = None
         self._tree: TokenTree | None = None
         self._sent_at: dict[int, float] = {}
-        self._owes_since: float | None = None
+        self.owes_since: float | None = None
+        """Since when orders have been without any answer, loop time; None: none is owed."""
         self._least_patience_s = least_patience_s
         self._mean_round_s = 0.0  # from order to tree; of peer rounds, from path to path
         self._news = _News()
@@ -45,7 +46,7 @@ class DraftOrders:
 
     def clear(self) -> None:
         """Forget what is due: no answer to it will count, and nobody waits for one."""
-        self._due = self._tree = self._owes_since = None
+        self._due = self._tree = self.owes_since = None
         self._sent_at.clear()
         self._news.tell()
 
@@ -55,8 +56,8 @@ class DraftOrders:
         self._sent_at[order.round_idx] = now
         if len(self._sent_at) > _MAX_TIMED_ORDERS:
             del self._sent_at[min(self._sent_at)]
-        if self._owes_since is None:
-            self._owes_since = now
+        if self.owes_since is None:
+            self.owes_since = now
 
     def is_due(self, round_idx: int) -> bool:
         """Return whether the tree of this round was ordered."""
@@ -104,11 +105,11 @@ class DraftOrders:
 
     def note_answer(self) -> None:
         """Take note that the draft works: what is ordered may take its time again."""
-        self._owes_since = None
+        self.owes_since = None
 
     def silent_s(self, now: float) -> float:
         """Return how long orders have been without any answer, seconds."""
-        return 0.0 if self._owes_since is None else now - self._owes_since
+        return 0.0 if self.owes_since is None else now - self.owes_since
 
     def _note_round(self, took_s: float) -> None:
         self._mean_round_s += _EWMA_WEIGHT * (took_s - self._mean_round_s)
