@@ -25,6 +25,7 @@ from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
 from orchestrator.running import Running
 from orchestrator.siblings import Siblings
+from orchestrator.silence import silence_of
 from orchestrator.worker_control import call_worker
 from orchestrator.workers import WorkerSession
 from shared.config import OrchestratorConfig
@@ -74,20 +75,20 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
         """Return all workers, by role and address."""
-        unpaired = self._pool.pairs.unpaired
-        used = (*self._pool.targets, *self._pool.refused)
-        known = [
-            *(_status_of(worker, "") for worker in used),
-            *(_status_of(draft, unpaired.get(draft.address, "")) for draft in self._pool.drafts),
-        ]
+        now_s = asyncio.get_running_loop().time()
+        known = [self._status_of(worker, now_s) for worker in self._sessions]
         addresses = {status.address for status in known}
         missing = [
             pb.WorkerStatus(
-                address=address, role=endpoints.role_name, state=pb.WORKER_STATE_CONNECTING
+                address=worker.address,
+                role=endpoints.role_name,
+                state=pb.WORKER_STATE_CONNECTING,
+                problem=worker.problem,
+                state_s=now_s - worker.since_s,
             )
             for endpoints in self._endpoints
-            for address in endpoints.unanswered
-            if address not in addresses
+            for worker in endpoints.unanswered
+            if worker.address not in addresses
         ]
         by_role = sorted([*known, *missing], key=lambda s: (s.role != "target", s.address))
         return pb.ListWorkersResponse(workers=by_role)
@@ -193,6 +194,30 @@ class AdminService(pb_grpc.AdminServiceServicer):
             num_processes=1,
         )
 
+    def _status_of(self, worker: WorkerSession, now_s: float) -> pb.WorkerStatus:
+        """Return what is known of a worker.
+
+        Args:
+            now_s: Loop time.
+        """
+        misfit = self._pool.pairs.unpaired.get(worker.address, "")
+        silence = silence_of(worker, self._config, now_s=now_s)
+        state = pb.WORKER_STATE_READY
+        if worker.problem:
+            state = pb.WORKER_STATE_REFUSED
+        elif misfit:
+            state = pb.WORKER_STATE_UNPAIRED
+        elif not worker.is_available:
+            state = pb.WORKER_STATE_DRAINING
+        elif silence is not None:
+            state = pb.WORKER_STATE_SILENT
+        status = _identity_of(worker)
+        status.state = state
+        status.problem = worker.problem or misfit or (silence.problem if silence else "")
+        if silence is not None and state == pb.WORKER_STATE_SILENT:
+            status.state_s = silence.for_s
+        return status
+
     @property
     def _sessions(self) -> tuple[WorkerSession, ...]:
         return (*self._pool.targets, *self._pool.drafts, *self._pool.refused)
@@ -252,25 +277,13 @@ def _add(stats: pb.StatsResponse, other: pb.StatsResponse) -> None:
             mine.update(Counter(mine) + Counter(theirs))
 
 
-def _status_of(worker: WorkerSession, misfit: str) -> pb.WorkerStatus:
-    """Return what is known of a worker.
-
-    Args:
-        misfit: Why no target can use this draft; empty: one can, or it is a target.
-    """
+def _identity_of(worker: WorkerSession) -> pb.WorkerStatus:
+    """Return what a worker says of itself."""
     info, load = worker.info, worker.load
-    state = pb.WORKER_STATE_READY
-    if worker.problem:
-        state = pb.WORKER_STATE_REFUSED
-    elif misfit:
-        state = pb.WORKER_STATE_UNPAIRED
-    elif not worker.is_available:
-        state = pb.WORKER_STATE_DRAINING
     is_target = info.kind == "target"
     return pb.WorkerStatus(
         address=worker.address,
         role="target" if is_target else "draft",
-        state=state,
         incarnation=info.incarnation,
         model=info.model,
         kind=info.kind,
@@ -278,7 +291,6 @@ def _status_of(worker: WorkerSession, misfit: str) -> pb.WorkerStatus:
         versions=info.versions,
         protocol_version=info.protocol_version,
         device=info.device,
-        problem=worker.problem or misfit,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_free_pages=load.num_free_pages,

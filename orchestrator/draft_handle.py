@@ -1,8 +1,8 @@
 """The draft side of one request: who drafts, whether it keeps up, which tree a round may use.
 
 `draft_states.py` holds the states and what leads from one to another, `draft_epochs.py` what is
-sent; here are the answers, the timers and the choice of a worker. Nothing here can change the
-output of a request, or fail it.
+sent, `draft_retry.py` when and where it is opened again; here are the answers and the timers.
+Nothing here can change the output of a request, or fail it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from orchestrator.draft_epochs import DraftEpochs, OutputGrammar
-from orchestrator.draft_orders import DraftOrders, News
+from orchestrator.draft_orders import DraftOrders
 from orchestrator.draft_retry import DraftRetry
 from orchestrator.draft_states import (
     CREDITED,
@@ -79,20 +79,17 @@ class DraftHandle:
         self._shape = shape
         self._adapts = adapts
         self._pool = pool
-        self._config = config
-        self._least_patience_s = config.draft_timeout_ms / 1e3
         self._log = log
         self._on_revoke = on_revoke
         self._epochs = DraftEpochs(
             request_id=request_id, sampling=sampling, grammar=grammar, is_timed=is_timed
         )
-        self._orders = DraftOrders()
+        self._orders = DraftOrders(least_patience_s=config.draft_timeout_ms / 1e3)
         self._trust = PeerTrust()
         self._trees: PeerTrees | RootOnly = _ROOT_ONLY
         self._was_silent = False
-        self._news = News()
         self._watch = PeerWatch()
-        self._retry = DraftRetry()
+        self._retry = DraftRetry(pool, max_silence_s=config.draft_open_timeout_ms / 1e3)
 
     @property
     def is_relayed(self) -> bool:
@@ -108,6 +105,18 @@ class DraftHandle:
     def root_only_reason(self) -> str:
         """Return why a round that is done in this state has no tree, if it has none."""
         return ROOT_ONLY_REASONS[self.state]
+
+    @property
+    def waits_since(self) -> float | None:
+        """Return since when the draft owes a tree, loop time; None: it owes none.
+
+        One that only an attached target asks for trees owes none while that waits for the client.
+        """
+        is_asked = self.is_relayed or (
+            self.state is DraftState.BEHIND
+            and (self._watch.is_running or not self._trust.allows_peer_rounds)
+        )
+        return self._orders.owes_since if is_asked else None
 
     @property
     def trees(self) -> PeerTrees | RootOnly:
@@ -130,7 +139,7 @@ class DraftHandle:
     async def tree(self, round_idx: int) -> TokenTree | None:
         """Return the tree of a round, None for the root alone; waits in relayed rounds only."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
+        deadline = loop.time() + self._orders.patience_s
         while True:
             tree = self._take(round_idx)
             if tree is not None:
@@ -140,7 +149,7 @@ class DraftHandle:
             if loop.time() >= deadline:
                 self._overdue()
                 return None
-            await self._news.wait_until(deadline)
+            await self._orders.wait_until(deadline)
 
     def order(self, *, round_idx: int, seq_len: int, tokens: Sequence[int]) -> bool:
         """Send the draft what was committed and order the tree of the next round.
@@ -155,7 +164,7 @@ class DraftHandle:
         if self._shape is None or self._epochs.target is None:
             return False
         now = asyncio.get_running_loop().time()
-        if self._orders.silent_s(now) > self._max_silence_s:
+        if self._orders.silent_s(now) > self._retry.max_silence_s:
             self._was_silent = True  # its trees may be lost on the way to the target: relay them
             self._lose("it is silent", DraftEvent.SILENT)
         if loss := self._retry.take_loss():  # not logged before: the request might have been over
@@ -181,7 +190,7 @@ class DraftHandle:
     def note_credit(self) -> None:
         """Take note that the target has credit for `trees`, and may wait for one from now on."""
         if isinstance(self.trees, PeerTrees):
-            self._watch.start(lambda: self._patience_s, self._peer_round_overdue)
+            self._watch.start(lambda: self._orders.patience_s, self._peer_round_overdue)
 
     def note_path(self, *, had_tree: bool) -> None:
         """Take note that a round is done that began by credit.
@@ -196,11 +205,7 @@ class DraftHandle:
             self._note_change(had_tree=had_tree)
         else:
             return
-        took_s = self._watch.next_round()
-        if took_s > 2 * self._least_patience_s:
-            # No more than twice what is waited for: a target that paused once is no slow one.
-            took_s = min(took_s, 2 * self._patience_s)
-        self._orders.note_round(took_s)
+        self._orders.note_peer_round(self._watch.next_round())
 
     def pause(self) -> None:
         """Watch no peer rounds until `resume`: the target has no credit, the client must read."""
@@ -282,7 +287,6 @@ class DraftHandle:
         self._orders.receive(tree, asyncio.get_running_loop().time())
         self._retry.note_tree()
         self._fire(DraftEvent.TREE)
-        self._news.tell()
 
     def _take(self, round_idx: int) -> TokenTree | None:
         """Return the tree of a round if it is here; replace the draft if it is a wrong one."""
@@ -303,23 +307,12 @@ class DraftHandle:
         self._log.info("the draft is late, the round goes on without it")
         self._fire(DraftEvent.OVERDUE)
 
-    @property
-    def _patience_s(self) -> float:
-        """Return how long a round waits for its tree, seconds."""
-        return max(3 * self._orders.mean_round_s, self._least_patience_s)
-
-    @property
-    def _max_silence_s(self) -> float:
-        """Return how long a draft may leave its orders without an answer, seconds."""
-        return self._config.draft_open_timeout_ms / 1e3 * self._retry.silence_factor
-
     def _open(self, tokens: Sequence[int]) -> None:
         """Open on the best draft worker; without one, try again after a while."""
         epochs = self._epochs
         assert epochs.target is not None and self._shape is not None
-        worker = self._pool.pick_draft(epochs.target, self._retry.avoid)
+        worker = self._retry.pick(epochs.target, asyncio.get_running_loop().time())
         if worker is None:
-            self._retry.note_no_worker(asyncio.get_running_loop().time())
             return
         self._trust = PeerTrust(is_detached=self._was_silent)
         self._orders.restart(len(tokens))
@@ -334,14 +327,12 @@ class DraftHandle:
         """Free what the draft holds, and let no round wait for it."""
         self._epochs.close(self)
         self._orders.clear()
-        self._news.tell()
 
     def _lose(self, reason: str, event: DraftEvent = DraftEvent.LOST) -> None:
         """Give the draft up; one is opened again after a while, elsewhere if that can be."""
         worker = self._epochs.worker
-        address = worker.address if worker is not None else None
         if self._fire(event):
-            self._retry.note_loss(address, asyncio.get_running_loop().time(), reason)
+            self._retry.note_loss(worker, asyncio.get_running_loop().time(), reason)
 
     def _leave(self) -> None:
         """Have the draft opened on another worker with the next round, if there is one."""

@@ -16,17 +16,28 @@ _MAX_TIMED_ORDERS = 64
 
 
 class DraftOrders:
-    """Orders and trees of one request; an order is for the newest round and replaces the last."""
+    """Orders and trees of one request; an order is for the newest round and replaces the last.
 
-    def __init__(self) -> None:
+    Args:
+        least_patience_s: A round waits so long for its tree, or longer.
+    """
+
+    def __init__(self, *, least_patience_s: float) -> None:
         self.num_tokens_held = 0
         """Tokens of the request that the draft has for certain: an order may be ignored."""
-        self.mean_round_s = 0.0
-        """From the order of a tree to the tree; of peer rounds, from path to path."""
         self._due: DraftRound | None = None
         self._tree: TokenTree | None = None
         self._sent_at: dict[int, float] = {}
-        self._owes_since: float | None = None
+        self.owes_since: float | None = None
+        """Since when orders have been without any answer, loop time; None: none is owed."""
+        self._least_patience_s = least_patience_s
+        self._mean_round_s = 0.0  # from order to tree; of peer rounds, from path to path
+        self._news = _News()
+
+    @property
+    def patience_s(self) -> float:
+        """Return how long a round waits for its tree, seconds."""
+        return max(3 * self._mean_round_s, self._least_patience_s)
 
     def restart(self, num_tokens: int) -> None:
         """Begin a draft_epoch, whose DraftOpen holds so many tokens."""
@@ -34,9 +45,10 @@ class DraftOrders:
         self.num_tokens_held = num_tokens
 
     def clear(self) -> None:
-        """Forget what is due: no answer to it will count."""
-        self._due = self._tree = self._owes_since = None
+        """Forget what is due: no answer to it will count, and nobody waits for one."""
+        self._due = self._tree = self.owes_since = None
         self._sent_at.clear()
+        self._news.tell()
 
     def add(self, order: DraftRound, now: float) -> None:
         """Take note of an order that leaves now (loop time, seconds)."""
@@ -44,8 +56,8 @@ class DraftOrders:
         self._sent_at[order.round_idx] = now
         if len(self._sent_at) > _MAX_TIMED_ORDERS:
             del self._sent_at[min(self._sent_at)]
-        if self._owes_since is None:
-            self._owes_since = now
+        if self.owes_since is None:
+            self.owes_since = now
 
     def is_due(self, round_idx: int) -> bool:
         """Return whether the tree of this round was ordered."""
@@ -57,13 +69,18 @@ class DraftOrders:
         self.num_tokens_held = max(self.num_tokens_held, tree.seq_len + 1)
         sent_at = self._sent_at.pop(tree.round_idx, None)
         if sent_at is not None:
-            self.note_round(now - sent_at)
+            self._note_round(now - sent_at)
             if tree.times is not None:
                 sent_ns, arrived_ns = int(sent_at * 1e9), int(now * 1e9)
                 times = seen_from(tree.times, kind="draft", sent_ns=sent_ns, arrived_ns=arrived_ns)
                 tree = replace(tree, times=times)
         if self.is_due(tree.round_idx):
             self._tree = tree
+        self._news.tell()
+
+    async def wait_until(self, deadline: float) -> None:
+        """Wait for a tree, or for `clear`, or until a moment of the loop's time."""
+        await self._news.wait_until(deadline)
 
     def take(self, round_idx: int, *, vocab_size: int) -> TokenTree | None:
         """Return the tree of a round, None if it has not come.
@@ -79,20 +96,26 @@ class DraftOrders:
         _check_answer(tree, self._due, vocab_size=vocab_size)
         return tree
 
-    def note_round(self, took_s: float) -> None:
-        """Take the measured time of a round, seconds."""
-        self.mean_round_s += _EWMA_WEIGHT * (took_s - self.mean_round_s)
+    def note_peer_round(self, took_s: float) -> None:
+        """Take the measured time of a round that was not ordered, seconds."""
+        if took_s > 2 * self._least_patience_s:
+            # No more than twice what is waited for: a target that paused once is no slow one.
+            took_s = min(took_s, 2 * self.patience_s)
+        self._note_round(took_s)
 
     def note_answer(self) -> None:
         """Take note that the draft works: what is ordered may take its time again."""
-        self._owes_since = None
+        self.owes_since = None
 
     def silent_s(self, now: float) -> float:
         """Return how long orders have been without any answer, seconds."""
-        return 0.0 if self._owes_since is None else now - self._owes_since
+        return 0.0 if self.owes_since is None else now - self.owes_since
+
+    def _note_round(self, took_s: float) -> None:
+        self._mean_round_s += _EWMA_WEIGHT * (took_s - self._mean_round_s)
 
 
-class News:
+class _News:
     """Wakes the one who waits for something to have changed."""
 
     def __init__(self) -> None:

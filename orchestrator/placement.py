@@ -11,7 +11,14 @@ from orchestrator.target_handle import TargetHandle
 from orchestrator.terms import Terms
 from orchestrator.workers import WorkerSession
 from shared.errors import ResourceExhaustedError
-from shared.messages import AcceptedPath, DraftRest, TargetAdmitted, TokenTree, VerifyRound
+from shared.messages import (
+    AcceptedPath,
+    DraftRest,
+    FinishReason,
+    TargetAdmitted,
+    TokenTree,
+    VerifyRound,
+)
 
 OnAdmitted = Callable[[WorkerSession, TargetAdmitted], None]
 """Called once per epoch, with the target, when it holds pages for the request."""
@@ -112,10 +119,22 @@ class Placement:
             tree=tree,
         )
 
-    def note_progress(self, round_idx: int) -> None:
-        """Take note that the target has committed tokens in a round."""
+    def note_path(self, path: AcceptedPath, num_tokens: int) -> None:
+        """Take note that the target has committed tokens in a round.
+
+        Args:
+            num_tokens: Prompt and output, those of the path included.
+        Raises: TargetGone if the path does not follow what the request had before.
+        """
+        is_over = path.finish_reason is not FinishReason.NONE
+        if not path.token_ids or (not is_over and path.seq_len != num_tokens - 1):
+            raise TargetGone(
+                Loss.FAILED,
+                is_kill=True,
+                detail=f"{len(path.token_ids)} tokens committed, seq_len {path.seq_len}",
+            )
         if self.losses.num_rebuilds:  # else there is nothing to forget
-            self.losses.note_progress(self.target.worker, round_idx)
+            self.losses.note_progress(self.target.worker, path.round_idx)
 
     def lose(self, gone: TargetGone) -> None:
         """Account for a loss.

@@ -266,16 +266,8 @@ class Generation:
 
     def _commit(self, path: AcceptedPath) -> None:
         """Take the accepted path; from now on its tokens are part of the request."""
-        num_tokens = len(self._tokens) + len(path.token_ids)
-        is_over = path.finish_reason is not FinishReason.NONE
-        if not path.token_ids or (not is_over and path.seq_len != num_tokens - 1):
-            raise TargetGone(
-                Loss.FAILED,
-                is_kill=True,
-                detail=f"{len(path.token_ids)} tokens committed, seq_len {path.seq_len}",
-            )
+        self._placement.note_path(path, len(self._tokens) + len(path.token_ids))
         self._tokens.extend(path.token_ids)
-        self._placement.note_progress(path.round_idx)
 
     def _prepare_next_round(self, path: AcceptedPath) -> bool:
         """Order the next tree, or extend the target's credit to go on by itself, or both.

@@ -159,7 +159,7 @@ class TargetHandle:
         Round 0 is a prefill, which is under way and needs no tree.
         """
         self._credit_until = order.round_idx - 1
-        if order.round_idx and self._is_asked and self._gone is None:
+        if order.round_idx and self.waits_since is not None and self._gone is None:
             self._asked_at = self._loop.time()
             self._ordered_round = order.round_idx
             self.worker.send(order)
@@ -270,9 +270,9 @@ class TargetHandle:
         question asked, or none.
         """
         self._watch = None
-        if not self._is_asked:
+        since = self.waits_since
+        if since is None:
             return
-        since = self._asked_at
         if self._counts_progress:
             since = max(since, self.worker.last_progress)
         deadline = since + self._step_timeout_s
@@ -292,9 +292,9 @@ class TargetHandle:
             )
 
     @property
-    def _is_asked(self) -> bool:
-        """Return whether a path is waited for."""
-        return self._reply is not None and not self._reply.done()
+    def waits_since(self) -> float | None:
+        """Return since when a path is waited for, loop time; None: none is."""
+        return self._asked_at if self._reply is not None and not self._reply.done() else None
 
     @property
     def _is_in_engine(self) -> bool:
@@ -304,7 +304,7 @@ class TargetHandle:
         """
         has_credit = self._credit_until > self._asked_round
         is_admitted = self._is_admitted or not self.worker.load.num_waiting
-        return (self._is_asked or has_credit) and is_admitted
+        return (self.waits_since is not None or has_credit) and is_admitted
 
     def _settle(self, reply: AcceptedPath | Exception) -> None:
         if self._reply is not None and not self._reply.done():

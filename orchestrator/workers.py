@@ -97,6 +97,10 @@ class WorkerDrains:
 class Handler(Protocol):
     """What takes the replies of one worker about one request."""
 
+    @property
+    def waits_since(self) -> float | None:
+        """Return since when the worker owes an answer, loop time; None: it owes none."""
+
     def receive(self, message: Any) -> None:
         """Take a reply, Garbled, WorkerLost or WorkerDrains; must not block."""
 
@@ -122,10 +126,12 @@ class WorkerSession:
         load: As last reported.
         last_progress: Loop time of the last sign that the engine advances.
         num_received: Messages of the worker, empty ones included.
+        silent_s: For how long it has said nothing at all, seconds in which this process ran.
         is_draining: The worker takes no more requests.
         is_vanished: The name service no longer gives this address.
         is_lost: The session has ended.
         lost_by: Why: ended (in order), error or silent; "" before.
+        lost_because: What is known of that, in words.
         lost_s: When, loop time.
         fate: What became of the process since.
         opening: Requests whose open was sent and not admitted yet.
@@ -141,10 +147,12 @@ class WorkerSession:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     last_progress: float = 0.0
     num_received: int = 0
+    silent_s: float = 0.0
     is_draining: bool = False
     is_vanished: bool = False
     is_lost: bool = False
     lost_by: str = ""
+    lost_because: str = ""
     lost_s: float = 0.0
     fate: Fate = Fate.UNKNOWN
     opening: set[str] = field(default_factory=set)
@@ -191,6 +199,12 @@ class WorkerSession:
     def free_share(self) -> float:
         """Return the share of KV pages that is free, 0..1."""
         return self.load.num_free_pages / self.load.num_pages if self.load.num_pages else 1.0
+
+    @property
+    def waits_since(self) -> float | None:
+        """Return since when the worker owes a request an answer, loop time; None: it owes none."""
+        waits = (handler.waits_since for handler in self._handlers.values())
+        return min((since for since in waits if since is not None), default=None)
 
     def attach(self, request_id: str, handler: Handler) -> None:
         """Hand replies about a request to a handler from now on; it replaces the former one."""
@@ -335,17 +349,17 @@ async def run_session(
             on_open()
             async for response in call:
                 worker.receive(role.unpack(response))
-        is_clean, worker.lost_by = True, "ended"
+        is_clean, worker.lost_by, worker.lost_because = True, "ended", "it has ended the session"
         logger.info("%s ended the session", worker)
     except TimeoutError:
-        worker.lost_by = "silent"
-        logger.warning("lost %s: it said nothing for %g s", worker, SILENCE_S)
+        worker.lost_by, worker.lost_because = "silent", f"it said nothing for {SILENCE_S:g} s"
+        logger.warning("lost %s: %s", worker, worker.lost_because)
     except grpc.aio.AioRpcError as error:
-        worker.lost_by = "error"
         cause = from_rpc_error(error)
+        worker.lost_by, worker.lost_because = "error", f"{error.code().name} {cause.message}"
         if cause.reason == "ENGINE_ENDED":
             worker.fate = Fate.ENDED
-        logger.warning("lost %s: %s %s", worker, error.code().name, cause.message)
+        logger.warning("lost %s: %s", worker, worker.lost_because)
     finally:
         for task in tasks:
             task.cancel()
@@ -368,11 +382,11 @@ async def _watch_silence(worker: WorkerSession, patience: asyncio.Timeout) -> No
 
     Looks are counted, not seconds: time in which this process did not run does not count.
     """
-    num_silent = 0
-    while num_silent * _LOOK_INTERVAL_S < SILENCE_S:
+    while worker.silent_s < SILENCE_S:
         num_received = worker.num_received
         await asyncio.sleep(_LOOK_INTERVAL_S)
-        num_silent = num_silent + 1 if worker.num_received == num_received else 0
+        is_silent = worker.num_received == num_received
+        worker.silent_s = worker.silent_s + _LOOK_INTERVAL_S if is_silent else 0.0
     patience.reschedule(asyncio.get_running_loop().time())
 
 

@@ -19,6 +19,7 @@ _STYLES = {
     "DRAINING": "yellow",
     "REFUSED": "red",
     "UNPAIRED": "red",
+    "SILENT": "red",
     "CONNECTING": "dim",
 }
 _SOURCES = {
@@ -69,7 +70,7 @@ def workers_table(
         table.add_row(
             worker.address,
             worker.role,
-            Text(state.lower(), style=_STYLES[state]),
+            Text(_for_how_long(state.lower(), worker.state_s), style=_STYLES[state]),
             str(worker.num_running),
             str(worker.num_waiting),
             _share(worker.num_pages - worker.num_free_pages, worker.num_pages),
@@ -134,6 +135,13 @@ def _rounds(
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _for_how_long(state: str, seconds: float) -> str:
+    if not seconds:
+        return state
+    unit, name = next(((u, n) for u, n in ((3600, "h"), (60, "min")) if seconds >= 2 * u), (1, "s"))
+    return f"{state} for {seconds // unit:.0f} {name}"
 
 
 def _activity(

@@ -15,15 +15,17 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_REFUSED: _ClassVar[WorkerState]
     WORKER_STATE_UNPAIRED: _ClassVar[WorkerState]
+    WORKER_STATE_SILENT: _ClassVar[WorkerState]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_CONNECTING: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_REFUSED: WorkerState
 WORKER_STATE_UNPAIRED: WorkerState
+WORKER_STATE_SILENT: WorkerState
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("address", "role", "state", "incarnation", "model", "kind", "fingerprint", "versions", "protocol_version", "device", "problem", "num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps")
+    __slots__ = ("address", "role", "state", "incarnation", "model", "kind", "fingerprint", "versions", "protocol_version", "device", "problem", "num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "state_s")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +44,7 @@ class WorkerStatus(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUEST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STATE_S_FIELD_NUMBER: _ClassVar[int]
     address: str
     role: str
     state: WorkerState
@@ -60,7 +63,8 @@ class WorkerStatus(_message.Message):
     num_steps: int
     num_rows: int
     num_request_steps: int
-    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., fingerprint: _Optional[str] = ..., versions: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., problem: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ...) -> None: ...
+    state_s: float
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., fingerprint: _Optional[str] = ..., versions: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., problem: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., state_s: _Optional[float] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from coppice import AsyncClient, Completion
+from coppice.v1 import admin_pb2 as pb
 from tests.contract.serving import Serving, serving, write_model
+from tests.contract.test_unanswered_workers import status_when
 from tests.contract.test_worker_process import start
 from tests.fakes import eventually, generate
 
@@ -37,13 +40,21 @@ async def test_no_request_stays_on_a_silent_worker_or_goes_there(tmp_path: Path)
             stopped = addresses[server.orchestrator.pool.targets[0].address]
             os.kill(stopped.pid, signal.SIGSTOP)
             requests = [asyncio.create_task(ask(server)) for _ in range(4)]
+            (address,) = [at for at, process in addresses.items() if process is stopped]
+            silent = await status_when(server, address, lambda w: "says nothing" in w.problem)
+            assert silent.state == pb.WORKER_STATE_SILENT and silent.state_s >= 2.0
+            assert silent.problem.endswith("its session ends after 5 s")
             async with asyncio.timeout(120.0):
                 ended = await asyncio.gather(*requests)
             assert [completion.token_ids for completion in ended] == [expected] * 4
             assert server.num_targets == 1
             await asyncio.sleep(2.0)
+            gone = await status_when(server, address, lambda w: True)
+            assert gone.state == pb.WORKER_STATE_CONNECTING and gone.state_s > 0
+            assert re.search("said nothing for 5 s|did not answer|time(d )?out", gone.problem)
             assert server.num_targets == 1, "a stopped process takes connections, but nothing else"
             late = await ask(server)
             assert (late.token_ids, late.retries) == (expected, 0), "it went to the other at once"
             os.kill(stopped.pid, signal.SIGCONT)
             await eventually(lambda: server.num_targets == 2)
+            await status_when(server, address, lambda w: w.state == pb.WORKER_STATE_READY)
