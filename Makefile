@@ -13,11 +13,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Processes that run tests. One of them begins with tests of processes, which wait much.
 WORKERS ?= 2
 INTERPRETED := $(VENV)/interpreted.log
+CONTRACT := $(VENV)/contract.log
 # Tests start hundreds of processes; these read what the first one compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-slow tests interpreted check lint types fast-tests format protos install
+.PHONY: demo test test-slow tests interpreted contract check lint types fast-tests format protos install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -37,16 +38,22 @@ demo: $(STAMP)
 test: SELECTED := not exhaustive
 test-slow: SELECTED := exhaustive
 test test-slow: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going SELECTED='$(SELECTED)' tests interpreted
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going SELECTED='$(SELECTED)' tests interpreted contract
 
 tests: $(STAMP)
-	@$(PYTEST) -m '$(SELECTED)'
+	@$(PYTEST) -m '$(SELECTED)' --ignore=tests/contract
 
-# Beside the other tests, which leave a core idle while they wait for processes; heard of at its end.
+# One after the other beside the other tests, which leave a core idle while they wait for processes;
+# heard of at their ends. Tests of contracts wait for two thirds of their time.
 interpreted: $(STAMP)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m '$(SELECTED)' tests/kernels > $(INTERPRETED) 2>&1 \
 		|| { cat $(INTERPRETED); exit 1; }
 	@echo "interpreted kernels: $$(tail -n 1 $(INTERPRETED))"
+
+contract: $(STAMP)
+	@$(BIN)/python -m pytest -m '$(SELECTED)' tests/contract > $(CONTRACT) 2>&1 \
+		|| { cat $(CONTRACT); exit 1; }
+	@echo "contracts: $$(tail -n 1 $(CONTRACT))"
 
 check: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types fast-tests
