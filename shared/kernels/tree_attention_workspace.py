@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -23,6 +23,8 @@ from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice
 # Below torch's grain size: no thread boundary may fall inside of a vector (see exp2 in the
 # reference).
 _ELEMENTWISE_CHUNK = 1 << 14
+# Forms of slices whose views are kept: a few for each tile of the longest context.
+_MAX_WORKSPACES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +119,17 @@ def make_workspaces(
     )
     buffers = _buffers(sizes, device)
     padded_shape = (num_kv_heads, group, head_dim)
-    return tuple(_workspace(rows, padded_shape, *buffers) for rows in slices)
+    return tuple(_cached_workspace(rows, padded_shape, device, buffers) for rows in slices)
 
 
 class _Memory(threading.local):
-    """The buffers of one thread. New memory at every step costs more in page faults than it is
-    worked on; views of an outgrown buffer keep it alive."""
+    """The buffers of one thread, and views into them. New memory at every step costs more in page
+    faults than it is worked on, new views as much as a tenth of the products; views of an outgrown
+    buffer keep it alive."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self.workspaces: dict[Hashable, Workspace] = {}
 
 
 @cache
@@ -135,13 +139,36 @@ def _memory() -> _Memory:
 
 def _buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     """Return flat f32 buffers of at least these sizes; the same ones at every call."""
-    held = _memory().buffers
+    memory = _memory()
+    held = memory.buffers
     for index, size in enumerate(sizes):
         if (index, device) not in held or len(held[index, device]) < size:
             # They outlive this call: a tensor made in inference mode could not be written outside.
             with torch.inference_mode(mode=False):
                 held[index, device] = torch.zeros(size + size // 2, device=device)
+            memory.workspaces.clear()
     return [held[index, device] for index in range(len(sizes))]
+
+
+def _cached_workspace(
+    rows: RowSlice,
+    shape: tuple[int, int, int],
+    device: torch.device,
+    buffers: Sequence[torch.Tensor],
+) -> Workspace:
+    """Return a workspace, with the views of an earlier slice of the same form if there was one."""
+    held = _memory().workspaces
+    form = (rows.num_padded, rows.num_shared, rows.num_own, len(rows.index), rows.masked_tile)
+    key = (form, shape, device)
+    if key not in held:
+        if len(held) == _MAX_WORKSPACES:
+            held.clear()
+        with torch.inference_mode(mode=False):  # else they could not be written outside of it
+            workspace = _workspace(rows, shape, *buffers)
+        nothing = torch.empty(0)  # what a slice holds is larger than all views
+        bare = replace(rows, where=slice(0), index=nothing, mask=nothing)
+        held[key] = replace(workspace, rows=bare)
+    return replace(held[key], rows=rows)
 
 
 def _workspace(
