@@ -108,6 +108,7 @@ def tree_batch(
         token_ids=token_ids,
         parent_index=parent_index,
         times=times,
+        is_overlapped=trees.is_overlapped,
     )
 
 

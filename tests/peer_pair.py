@@ -113,7 +113,7 @@ class PeerPair(LocalPair):
             edited = [tree for tree in map(self.edit_tree, trees) if tree is not None]
             if not edited:
                 return
-            message = batch_of(*edited)
+            message = replace(batch_of(*edited), is_overlapped=message.is_overlapped)
         self.target.submit_peer(channel, message)
 
     def tell_draft(self, channel: PeerChannel, message: Any) -> None:

@@ -42,6 +42,7 @@ _TREE_COLUMNS = (*_SINGLE_TREE_COLUMNS, "num_nodes", "token_ids", "parent_index"
 def _tree_batch_arguments(batch: TreeBatch) -> dict[str, Any]:
     arguments = {name: getattr(batch, name) for name in _TREE_COLUMNS}
     arguments["times"] = {i: to_proto(times) for i, times in batch.times.items()}
+    arguments["is_overlapped"] = batch.is_overlapped
     return arguments
 
 
@@ -66,6 +67,7 @@ def _tree_batch_from_proto(message: peer_pb2.TreeBatch) -> TreeBatch:
     return TreeBatch(
         **columns,
         times={i: from_proto(times) for i, times in message.times.items()},
+        is_overlapped=message.is_overlapped,
     )
 
 

@@ -159,6 +159,8 @@ class TreeBatch:
         token_ids: [L] tree by tree, roots included.
         parent_index: [L] within the node's own tree, root = -1.
         times: Times of the requests that are timed, by index.
+        is_overlapped: The draft's device grew the trees before the draft's host had the orders;
+            targets of release 0.1.0 send the next orders of such drafts later.
     """
 
     request_ids: Sequence[str]
@@ -170,6 +172,7 @@ class TreeBatch:
     token_ids: Sequence[int]
     parent_index: Sequence[int]
     times: Mapping[int, AnswerTimes] = field(default_factory=dict)
+    is_overlapped: bool = False
 
     def trees(self) -> Iterator[PeerTree]:
         """Yield each tree."""

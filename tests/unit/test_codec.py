@@ -44,6 +44,7 @@ BY_HAND = [
         token_ids=[5, 6],
         parent_index=[-1, 0],
         times={0: TIMES},
+        is_overlapped=True,
     ),
     PathBatch(
         parts=(PathEntry("a", 1, 1, 1, 1, (7,), 1, 1),),
