@@ -23,8 +23,10 @@ from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice
 # Below torch's grain size: no thread boundary may fall inside of a vector (see exp2 in the
 # reference).
 _ELEMENTWISE_CHUNK = 1 << 14
-# Forms of slices whose views are kept: a few for each tile of the longest context.
-_MAX_WORKSPACES = 256
+# Batches of the workspaces whose views are kept, 3 KB each, and of a single one: views of long
+# contexts are many, and what is computed with them takes longer.
+_MAX_KEPT_BATCHES = 2048
+_MAX_KEPT_BATCHES_OF_ONE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,11 @@ class Workspace:
     score_chunks: tuple[torch.Tensor, ...]
     acc: torch.Tensor
 
+    @property
+    def num_batches(self) -> int:
+        """Return how many products it has."""
+        return len(self.score_batches) + sum(map(len, self.shared_batches)) + len(self.own_batches)
+
 
 def multiply(library: BatchLibrary, batches: Sequence[Batch]) -> None:
     """Compute products. Mutates: the `out` of every batch."""
@@ -130,6 +137,24 @@ class _Memory(threading.local):
     def __init__(self) -> None:
         self.buffers: dict[tuple[int, torch.device], torch.Tensor] = {}
         self.workspaces: dict[Hashable, Workspace] = {}
+        self.num_batches = 0
+
+    def keep(self, key: Hashable, workspace: Workspace) -> None:
+        """Keep the views of a workspace, unless they are too many; forget others if need be."""
+        count = workspace.num_batches
+        if count > _MAX_KEPT_BATCHES_OF_ONE:
+            return
+        if self.num_batches + count > _MAX_KEPT_BATCHES:
+            self.forget()
+        nothing = torch.empty(0)  # what a slice holds is larger than all views
+        rows = replace(workspace.rows, where=slice(0), index=nothing, mask=nothing)
+        self.workspaces[key] = replace(workspace, rows=rows)
+        self.num_batches += count
+
+    def forget(self) -> None:
+        """Drop all views."""
+        self.workspaces.clear()
+        self.num_batches = 0
 
 
 @cache
@@ -146,7 +171,7 @@ def _buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
             # They outlive this call: a tensor made in inference mode could not be written outside.
             with torch.inference_mode(mode=False):
                 held[index, device] = torch.zeros(size + size // 2, device=device)
-            memory.workspaces.clear()
+            memory.forget()
     return [held[index, device] for index in range(len(sizes))]
 
 
@@ -157,18 +182,16 @@ def _cached_workspace(
     buffers: Sequence[torch.Tensor],
 ) -> Workspace:
     """Return a workspace, with the views of an earlier slice of the same form if there was one."""
-    held = _memory().workspaces
+    memory = _memory()
     form = (rows.num_padded, rows.num_shared, rows.num_own, len(rows.index), rows.masked_tile)
     key = (form, shape, device)
-    if key not in held:
-        if len(held) == _MAX_WORKSPACES:
-            held.clear()
-        with torch.inference_mode(mode=False):  # else they could not be written outside of it
-            workspace = _workspace(rows, shape, *buffers)
-        nothing = torch.empty(0)  # what a slice holds is larger than all views
-        bare = replace(rows, where=slice(0), index=nothing, mask=nothing)
-        held[key] = replace(workspace, rows=bare)
-    return replace(held[key], rows=rows)
+    kept = memory.workspaces.get(key)
+    if kept is not None:
+        return replace(kept, rows=rows)
+    with torch.inference_mode(mode=False):  # else they could not be written outside of it
+        workspace = _workspace(rows, shape, *buffers)
+    memory.keep(key, workspace)
+    return workspace
 
 
 def _workspace(

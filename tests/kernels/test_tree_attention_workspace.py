@@ -63,13 +63,18 @@ def test_views_go_with_the_buffers_that_they_are_of() -> None:
 
 
 def test_what_is_kept_is_bounded_and_holds_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_WORKSPACES", 3)
-    make_workspaces([slice_of(9, 1, 1)], SHAPE, CPU)
-    for num_rows in range(1, 9):
-        make_workspaces([slice_of(num_rows, 1, 1)], SHAPE, CPU)
+    monkeypatch.setattr(module, "_MAX_KEPT_BATCHES", 60)
+    monkeypatch.setattr(module, "_MAX_KEPT_BATCHES_OF_ONE", 30)
+    make_workspaces([slice_of(9, 9, 1)], SHAPE, CPU)
+    sizes = set()
+    for num_shared in range(9):
+        (workspace,) = make_workspaces([slice_of(8, num_shared, 1)], SHAPE, CPU)
         kept = module._memory().workspaces.values()
-        assert 0 < len(kept) <= 3
-        assert not any(len(workspace.rows.index) for workspace in kept)
+        assert sum(each.num_batches for each in kept) <= 60
+        assert any(each.k is workspace.k for each in kept) is (workspace.num_batches <= 30)
+        assert not any(len(each.rows.index) for each in kept)
+        sizes.add(workspace.num_batches <= 30)
+    assert sizes == {True, False} and len(kept) < 6
 
 
 def test_views_made_in_inference_mode_are_written_outside_of_it() -> None:
