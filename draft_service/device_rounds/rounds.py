@@ -127,17 +127,16 @@ class DeviceRounds(PathSource):
         if self._launched is not None:
             return []
         ready = list(filter(self._is_ready, requests))
+        if not ready:
+            return []
         mailboxes = [self._mailbox_of(request) for request in ready]
         # One launch takes rows of one dtype from a few mailboxes; others are grown by order.
         # A stream waits for one target of its own GPU, a kernel for several on others.
-        first = mailboxes[0] if mailboxes else None
+        dtype, shares_gpu = mailboxes[0].dtype, mailboxes[0].shares_gpu
         alike = [
-            id(own)
-            for own in mailboxes
-            if first is not None and (own.dtype, own.shares_gpu) == (first.dtype, first.shares_gpu)
+            id(own) for own in mailboxes if own.dtype == dtype and own.shares_gpu == shares_gpu
         ]
-        num_served = 1 if first is not None and first.shares_gpu else MAX_MAILBOXES
-        served = list(dict.fromkeys(alike))[:num_served]
+        served = list(dict.fromkeys(alike))[: 1 if shares_gpu else MAX_MAILBOXES]
         return [r for r, own in zip(ready, mailboxes, strict=True) if id(own) in served]
 
     def launch_ahead(

@@ -1,4 +1,4 @@
-"""Let a stream wait for words of a mailbox, where no kernel may: both GPUs are one.
+"""Let a stream wait for words of a mailbox, where no kernel may: target and draft have one GPU.
 
 A kernel that waits keeps its process's turn of the GPU, and who should post the word gets none. A
 stream that waits by a memory operation gives its turn away. CUDA knows no end of such a wait, so
@@ -24,7 +24,13 @@ from numpy.typing import NDArray
 
 from shared.kernels.mailbox_words import NO_NODE, TAG_BITS
 
+NO_TREE = NO_NODE
+"""Small number of node 1 of a tree that does not come."""
+NO_PATH = 0
+"""Small number of a path that does not come: its length."""
+
 _TAG_SHIFT = 40
+assert TAG_BITS + _TAG_SHIFT == 63  # so that words are positive and count up
 _SMALL_SHIFT = 32
 _WAIT_VALUE_64 = 4  # CU_STREAM_MEM_OP_WAIT_VALUE_64
 _MOST_AT_ONCE = 256
@@ -147,12 +153,6 @@ class StreamWaits:
                     self._changed.wait_for(lambda: bool(self._waiting))
 
 
-NO_TREE = NO_NODE
-"""Small number of node 1 of a tree that does not come."""
-NO_PATH = 0
-"""Small number of a path that does not come: its length."""
-
-
 def submit_waits(waits: NDArray[Any]) -> None:
     """Let the current stream of the current device wait: `waits` is [n] of `_WAIT`, n <= 256.
 
@@ -176,6 +176,3 @@ def check_stream_waits(words: torch.Tensor) -> None:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
-
-
-assert TAG_BITS + _TAG_SHIFT == 63  # so that words are positive and count up
