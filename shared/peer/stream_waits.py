@@ -2,7 +2,9 @@
 
 A kernel that waits keeps its process's turn of the GPU, and who should post the word gets none. A
 stream that waits by a memory operation gives its turn away. CUDA knows no end of such a wait, so
-a thread ends those that last too long: it posts a word itself, which says that nothing comes.
+a thread ends those that last too long: it posts a word itself, which says that nothing comes. It
+does so again until the stream has gone on: before the stream looks, a late word of an earlier round
+may be written over that one, or a new request's over all.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html
 """
@@ -13,7 +15,6 @@ import ctypes
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +47,33 @@ _WAIT = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Between two looks at a wait that the stream has not come to, or that was ended.
+_AGAIN_S = 2e-3
+
+
+@dataclass(slots=True, kw_only=True)
 class _Waiting:
-    words: NDArray[np.int64]  # [S]
+    """A wait.
+
+    Args:
+        words: [S].
+        until_s: When to look at it.
+        has_begun: Whether the stream has come to it.
+        is_over: Whether the stream has gone on; None: it was not told of the wait yet.
+        was_early: The stream had not come to it when it was looked at.
+    """
+
+    words: NDArray[np.int64]
     slots: NDArray[np.int64]
     values: NDArray[np.int64]
     until_s: float
+    has_begun: Callable[[], bool]
+    is_over: Callable[[], bool] | None = None
+    was_early: bool = False
 
 
 class StreamWaits:
-    """Waits of this process's streams, each for as long as `patience_s` at most.
+    """Waits of this process's streams, each for about `patience_s` at most once a stream is there.
 
     Words count up, so a wait for a word also ends with one of a later round; who reads them looks
     at their tags anyway.
@@ -63,6 +81,7 @@ class StreamWaits:
     Args:
         small: The small number of a word which says that nothing comes.
         submit: Hands waits [n] of `_WAIT` over to the device's current stream.
+        mark: Returns what says whether the device's current stream has done all before it.
         clock: Monotonic, seconds.
     """
 
@@ -72,13 +91,15 @@ class StreamWaits:
         *,
         small: int,
         submit: Callable[[NDArray[Any]], None] | None = None,
+        mark: Callable[[], Callable[[], bool]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._patience_s = patience_s
         self._nothing = np.int64(small) << _SMALL_SHIFT
         self._submit = submit_waits if submit is None else submit
+        self._mark = mark_stream if mark is None else mark
         self._clock = clock
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -95,62 +116,87 @@ class StreamWaits:
         waits["operation"] = _WAIT_VALUE_64
         waits["address"] = words.data_ptr() + at * words.stride(0) * words.element_size()
         waits["value"] = tags << _TAG_SHIFT
+        waiting = _Waiting(
+            words=words.numpy(),
+            slots=at,
+            values=waits["value"],
+            until_s=self._clock() + self._patience_s,
+            has_begun=self._mark(),
+        )
         with self._changed:
-            self._waiting.append(
-                _Waiting(
-                    words=words.numpy(),
-                    slots=at,
-                    values=waits["value"],
-                    until_s=self._clock() + self._patience_s,
-                )
-            )
+            self._waiting.append(waiting)
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="stream-waits", daemon=True)
             self._thread.start()
         for begin in range(0, len(waits), _MOST_AT_ONCE):
             self._submit(waits[begin : begin + _MOST_AT_ONCE])
+        waiting.is_over = self._mark()
 
     def end(self, words: torch.Tensor, slot: int, round_tag: int) -> None:
         """End a wait for one word, if it still lasts."""
-        self._end(words.numpy(), np.array([slot]), np.array([round_tag], np.int64) << _TAG_SHIFT)
+        values = np.array([round_tag], np.int64) << _TAG_SHIFT
+        _post(words.numpy(), np.array([slot]), values, self._nothing)
 
     def give_up(self) -> None:
         """End all waits: what has not come comes too late."""
         with self._changed:
-            while self._waiting:
-                self._end_all(self._waiting.popleft())
+            for waiting in self._waiting[:]:
+                self._end(waiting)
 
     def end_overdue(self) -> float | None:
         """End waits that last too long.
 
-        Returns: How long the next one may last, seconds; None: nothing waits.
+        Returns: How long until the next one is to be looked at, seconds; None: nothing waits.
         """
         with self._changed:
-            while self._waiting:
-                left_s = self._waiting[0].until_s - self._clock()
-                if left_s > 0:
-                    return left_s
-                self._end_all(self._waiting.popleft())
-        return None
+            now_s = self._clock()
+            for waiting in self._waiting[:]:
+                if waiting.until_s <= now_s:
+                    self._look_at(waiting, now_s)
+            if not self._waiting:
+                return None
+            return min(one.until_s for one in self._waiting) - now_s
 
-    def _end_all(self, waiting: _Waiting) -> None:
-        self._end(waiting.words, waiting.slots, waiting.values)
+    def _look_at(self, waiting: _Waiting, now_s: float) -> None:
+        if not waiting.has_begun():
+            waiting.until_s, waiting.was_early = now_s + _AGAIN_S, True
+        elif waiting.was_early:
+            waiting.until_s, waiting.was_early = now_s + self._patience_s, False
+        else:
+            self._end(waiting)
 
-    def _end(
-        self, words: NDArray[np.int64], slots: NDArray[np.int64], values: NDArray[np.int64]
-    ) -> None:
-        missing = words[slots] - values < 0
-        words[slots[missing]] = values[missing] | self._nothing
+    def _end(self, waiting: _Waiting) -> None:
+        """Forget a wait if it is over, else end it and look again soon."""
+        if waiting.is_over is not None and waiting.is_over():
+            self._waiting.remove(waiting)
+            return
+        _post(waiting.words, waiting.slots, waiting.values, self._nothing)
+        waiting.until_s, waiting.was_early = self._clock() + _AGAIN_S, False
+        self._changed.notify()
 
     def _watch(self) -> None:
         while True:
-            left_s = self.end_overdue()
             with self._changed:
-                if left_s is not None:
-                    self._changed.wait_for(lambda: not self._waiting, timeout=left_s)
-                else:
-                    self._changed.wait_for(lambda: bool(self._waiting))
+                self._changed.wait(timeout=self.end_overdue())
+
+
+def _post(
+    words: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    values: NDArray[np.int64],
+    nothing: np.int64,
+) -> None:
+    """Write words that say nothing for those that are missing."""
+    missing = words[slots] - values < 0
+    words[slots[missing]] = values[missing] | nothing
+
+
+def mark_stream() -> Callable[[], bool]:
+    """Return what says whether the current stream has done all that it was given so far."""
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
 
 
 def submit_waits(waits: NDArray[Any]) -> None:
