@@ -106,6 +106,10 @@ class RestedRows:
             first = int(step.ends[place - 1]) if place else 0
             yield int(step.positions[place]), step.rows[first : int(step.ends[place])]
 
+    def has_all(self, since: int) -> bool:
+        """Return whether the rows of a step, and of all after it, are still here."""
+        return since >= self._first
+
     @property
     def _first(self) -> int:
         """Return the number of the oldest step."""

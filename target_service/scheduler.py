@@ -79,6 +79,8 @@ class Scheduler:
         prefill_chunk_len: Most tokens of a prompt, or of a replay, in one step.
         prompt_budget: Limits rows of prompts while others wait; None: chunks are all that does.
         overlaps_steps: Plan rounds of the root alone whose root is still being computed.
+        window: Tokens that a row sees, its own included; 0: all before it. Pages that no row to
+            come sees are freed, but for those of requests whose rows a draft may ask for again.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class Scheduler:
         prefill_chunk_len: int,
         overlaps_steps: bool = False,
         prompt_budget: PromptBudget | None = None,
+        window: int = 0,
     ) -> None:
         self.overlaps_steps = overlaps_steps
         self._pool = pool
         self._max_batch_rows = max_batch_rows
         self._chunk_len = prefill_chunk_len
         self.prompt_budget = prompt_budget
+        self._window = window
         self._waiting: list[tuple[tuple[float, int], TargetRequest]] = []  # (turn, request)
         self._held: dict[str, TargetRequest] = {}  # in order of admission
 
@@ -160,6 +164,8 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Choose the rows of the next step and reserve their pages."""
+        if self._window:
+            self._free_unseen()
         plan = StepPlan(admitted=self._admit())
         chained = [request for request in self.held if _has_chain(request)]
         set_aside = self._max_batch_rows // CHAIN_SHARE if chained else 0
@@ -246,15 +252,33 @@ class Scheduler:
             return False
         if not self._held:
             return True  # max_context_len is chosen so that one request always fits
-        pages_for = self._pool.pages_for
         # Pages that requests in prefill were promised but have not reserved yet.
         promised = sum(
-            max(0, pages_for(len(held.tokens) + MAX_TREE_NODES) - pages_for(held.launched_len))
+            max(0, self._most_pages(held) - self._pool.num_held_pages(held.req_idx))
             for held in self._held.values()
             if held.phase is Phase.PREFILL
         )
-        need = pages_for(len(self._waiting[0][1].tokens) + MAX_TREE_NODES)
-        return need <= self._pool.num_free_pages - promised
+        return self._most_pages(self._waiting[0][1]) <= self._pool.num_free_pages - promised
+
+    def _most_pages(self, request: TargetRequest) -> int:
+        """Return how many pages a request holds at most until its first round is over."""
+        num_tokens = len(request.tokens) + MAX_TREE_NODES
+        if self._frees_unseen(request):
+            # A chunk is planned while the one before it is in flight; both ends are within a page.
+            chunks = 2 * (self._chunk_len + self._pool.page_size)
+            num_tokens = min(num_tokens, self._window + chunks + MAX_TREE_NODES)
+        return self._pool.pages_for(num_tokens)
+
+    def _frees_unseen(self, request: TargetRequest) -> bool:
+        """Return whether the request does without pages that no row to come sees."""
+        return self._window > 0 and request.features is None  # a replay would see them
+
+    def _free_unseen(self) -> None:
+        """Free the pages that lie wholly before the windows of all rows to come or in flight."""
+        for request in self.held:
+            if self._frees_unseen(request):
+                first_seen = request.committed_len + 1 - self._window
+                self._pool.drop_before(request.req_idx, first_seen)
 
     def _admit(self) -> list[TargetRequest]:
         """Move waiting requests in, in turn, while they fit."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shared.messages import TreeShape
 from target_service.budgets.acceptance import Acceptance
 from target_service.budgets.costs import RoundCosts, RoundKind
-from target_service.budgets.deal import NOTHING_FIXED, Dealer, FixedRounds
+from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds
 
 Ints = NDArray[np.int64]
 
@@ -32,11 +32,13 @@ _FAVOUR, _FAVOUR_CPU = 0.02, 0.1
 _UNFAVOURED_DECISION = 16
 # A round that takes so many times what was expected is reason enough to decide anew.
 _BAD_SURPRISE = 1.3
-# Rounds in which prompts are read take longer whatever trees there are: so much at most, by the
-# mean of some twenty rounds.
-_MOST_OTHER_S, _OTHER_WEIGHT = 0.1, 0.05
+# Of a round in the means of how many have rows of prompts, and of their tokens.
+_MIXED_WEIGHT = 0.05
+# Rows that a draft has missed and that are gone are computed again if that pays within the time in
+# which every request gets so many tokens.
+_PAID_BACK_AFTER = 64
 # A request that rests does so for at least so many rounds: a draft must read what came meanwhile.
-_LEAST_REST = 16
+_LEAST_REST = 4
 # .. but for so many where rounds without trees are tried, of which the first says nothing.
 _PLAIN_TRY_ROUNDS = 6
 # Where all requests rest: rounds after which a few are tried, twice as many after each try ..
@@ -58,13 +60,14 @@ class StepTimes(NamedTuple):
         num_rows: Of its trees.
         num_requests: That run, in this step or in others.
         waited_rungs: [B], of the trees that it waited for, whether or not they came; 0: none.
-        is_clean: It computed nothing else, such as rows of prompts, and the draft did not have many
-            of these to read either.
+        has_prompts: It had rows of prompts as well.
+        is_clean: It had not, and the draft did not have many of these to read either.
     """
 
     num_rows: int
     num_requests: int
     waited_rungs: Ints
+    has_prompts: bool
     is_clean: bool
 
 
@@ -101,7 +104,8 @@ class TreeBudget:
         self._probe = _Probe()
         self._ended_s = np.zeros(num_slots)
         self._was_clean = False
-        self._other_s = 0.0  # what a round takes for other work
+        # Means of rounds: which part has rows of prompts, and tokens of a round.
+        self._mixed, self._tokens = 0.0, 1.0
 
     def begin(self, slot: int) -> None:
         """Take note that another request has a slot; it gets what most requests like it have."""
@@ -122,13 +126,22 @@ class TreeBudget:
         """Return whether `decide` would decide anew."""
         return self._round >= self._decided_round + DECISION_ROUNDS
 
-    def decide(self, slots: Ints, caps: Ints, fixed: FixedRounds = NOTHING_FIXED) -> None:
+    def decide(
+        self,
+        slots: Ints,
+        caps: Ints,
+        fixed: FixedRounds = NOTHING_FIXED,
+        *,
+        num_dropped: Ints | None = None,
+    ) -> None:
         """Decide for requests.
 
         Args:
             slots: [B], all different.
             caps: [B], the highest rung that each may have.
             fixed: Other requests of the same steps.
+            num_dropped: [B], rows to compute again for the draft of one that rests no more; None:
+                there are none.
         Mutates: `rungs`.
         """
         self._decided_round = self._round
@@ -136,9 +149,12 @@ class TreeBudget:
             return
         self._renew_gains()
         caps = np.where(self._rests_until[slots] > self._round, 0, caps)
-        fixed = fixed._replace(seconds=self._other_s)
-        held, favour = self._held(slots)
-        deal = self._dealer.deal(self.acceptance.classes(slots), caps, held, fixed, favour=favour)
+        deal = self._deal(slots, caps, fixed)
+        if num_dropped is not None and num_dropped.any():
+            lower_caps = np.where(num_dropped > 0, 0, caps)
+            staying = self._deal(slots, lower_caps, fixed)
+            if not self._pays_back(deal, staying, num_dropped):
+                caps, deal = lower_caps, staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if not deal.limit:
             rungs = self._probed(slots, caps, fixed)
@@ -152,6 +168,28 @@ class TreeBudget:
         self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
         self._is_new[slots] = False
+
+    def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Deal:
+        """Return the best deal; all rest only if that is best beside prompts and without them.
+
+        Beside prompts trees bring little more than none, but drafts must keep up to have trees when
+        the prompts have been read.
+        """
+        classes = self.acceptance.classes(slots)
+        held, favour = self._held(slots)
+        mixed = fixed._replace(mixed_per_token=self._mixed / self._tokens)
+        deal = self._dealer.deal(classes, caps, held, mixed, favour=favour)
+        if deal.limit or not self._mixed:
+            return deal
+        return self._dealer.deal(classes, caps, held, fixed, favour=favour)
+
+    def _pays_back(self, deal: Deal, staying: Deal, num_dropped: Ints) -> bool:
+        """Return whether a deal brings so much more than one in which nobody's rows are computed
+        again, that within some rounds it makes up for that.
+        """
+        lost_s = self.costs.marginal_s(float(num_dropped[deal.rungs > 0].sum()))
+        rounds_s = _PAID_BACK_AFTER * len(deal.rungs) / staying.tokens_per_s
+        return deal.tokens_per_s * rounds_s >= staying.tokens_per_s * (rounds_s + lost_s)
 
     def _held(self, slots: Ints) -> tuple[Ints, float]:
         """Return what requests have, those that are new what most have; and how much more tokens
@@ -176,6 +214,7 @@ class TreeBudget:
             num_accepted: [B], drafts accepted.
         """
         self._round += 1
+        self._note_mixed(len(slots) + int(num_accepted.sum()), times)
         sizes = np.minimum(num_nodes, len(self._rung_of_size) - 1)
         rungs = self._rung_of_size[sizes]
         self._note_time(slots, np.maximum(rungs, times.waited_rungs), times)
@@ -191,13 +230,19 @@ class TreeBudget:
         if len(resting):
             self.acceptance.note_rests(resting, returns=self._limit > 0)
 
+    def _note_mixed(self, num_tokens: int, times: StepTimes) -> None:
+        """Learn how often there are rows of prompts beside trees, and what rounds bring."""
+        self._mixed += _MIXED_WEIGHT * (times.has_prompts - self._mixed)
+        if num_tokens:
+            self._tokens += _MIXED_WEIGHT * (num_tokens - self._tokens)
+
     def _note_time(self, slots: Ints, rungs: Ints, times: StepTimes) -> None:
         """Learn what a round of these requests took: from the end of each one's round before."""
         now_s = self._clock()
         ended_s = self._ended_s[slots]
         self._ended_s[slots] = now_s
         is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
-        if not len(slots) or not ended_s.all():
+        if not is_clean or not len(slots) or not ended_s.all():
             return
         # Requests may take turns: a round of all of them has the rows and trees of several steps.
         count = max(times.num_requests, len(slots))
@@ -210,13 +255,9 @@ class TreeBudget:
         # Where requests without trees do not wait for the others, theirs are shorter.
         with_trees = ended_s[rungs > 0]
         took_s = now_s - float(np.median(with_trees if len(with_trees) else ended_s))
-        expected_s = self.costs.round_s(kind)
-        if is_clean:
-            if took_s > _BAD_SURPRISE * (expected_s + self._other_s):
-                self._decided_round = -DECISION_ROUNDS
-            self.costs.note_round(kind, took_s, now_s)
-        other_s = 0.0 if is_clean else min(max(took_s - expected_s, 0.0), _MOST_OTHER_S)
-        self._other_s += _OTHER_WEIGHT * (other_s - self._other_s)
+        if took_s > _BAD_SURPRISE * self.costs.round_s(kind):
+            self._decided_round = -DECISION_ROUNDS
+        self.costs.note_round(kind, took_s, now_s)
 
     def _renew_gains(self) -> None:
         self._num_decisions += 1

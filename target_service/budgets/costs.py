@@ -89,6 +89,8 @@ class RoundCosts:
         sizes, seconds = zip(*forward.sizes, strict=True)
         self._sizes: tuple[int, ...] = sizes
         self._seconds: tuple[float, ...] = seconds
+        self._size_rows, self._size_seconds = np.array(sizes, float), np.array(seconds)
+        self._marginal_s = min(s / size for size, s in zip(sizes, seconds, strict=True))
         self.is_padded = is_padded
         limits = [*(size for size in sizes if size < most_rows), most_rows]
         self._limits: Floats = np.array(limits, dtype=np.float64)
@@ -116,6 +118,16 @@ class RoundCosts:
         if self.is_padded:
             return seconds[bisect_left(sizes, num_rows)]
         return float(np.interp(num_rows, sizes, seconds))
+
+    def forwards_s(self, num_rows: Floats) -> Floats:
+        """Return what forwards of so many rows take, each."""
+        if self.is_padded:
+            return self._size_seconds.take(self._size_rows.searchsorted(num_rows), mode="clip")
+        return np.interp(num_rows, self._size_rows, self._size_seconds)
+
+    def marginal_s(self, num_rows: Number) -> Number:
+        """Return what so many rows take in steps that prompts fill up."""
+        return num_rows * self._marginal_s
 
     def sizes_above(self, num_rows: int) -> tuple[Floats, Floats]:
         """Return the sizes of steps that are worth filling, and what a forward of each takes.

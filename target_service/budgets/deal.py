@@ -37,7 +37,8 @@ class FixedRounds(NamedTuple):
         num_tokens: That a round of all of them is expected to bring.
         rung: Largest rung that their growth is like; 0: none of them has a tree.
         num_trees: So many of them have trees.
-        seconds: That a round takes for other work, such as rows of prompts.
+        mixed_per_token: Rounds with rows of prompts for each token that all requests get; such a
+            round has no stairs to fill, because prompts take what is left.
     """
 
     num_requests: int = 0
@@ -45,7 +46,7 @@ class FixedRounds(NamedTuple):
     num_tokens: float = 0.0
     rung: int = 0
     num_trees: int = 0
-    seconds: float = 0.0
+    mixed_per_token: float = 0.0
 
 
 NOTHING_FIXED = FixedRounds()
@@ -158,7 +159,9 @@ class Dealer:
             rung=max(int(rungs.max(initial=0)), fixed.rung),
             num_trees=int(np.count_nonzero(rungs)) + fixed.num_trees,
         )
-        return tokens / (self._costs.round_s(kind) + fixed.seconds)
+        seconds = self._costs.round_s(kind)
+        saved_s = self._costs.forward_s(kind.num_rows) - self._costs.marginal_s(kind.num_rows)
+        return tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
 
     def _plans(self, classes: Ints, caps: Ints, fixed: FixedRounds) -> list[_Plan]:
         """Return the best plan that fills a step, and the best by which all get what they may."""
@@ -169,7 +172,7 @@ class Dealer:
         if not len(sizes):
             return []
         num_all = len(classes) + fixed.num_requests
-        beside_s = costs.host_s(num_all) + fixed.seconds
+        beside_s = costs.host_s(num_all)
         counts = self._count(classes, caps)
         above = counts[::-1].cumsum(axis=0)[::-1]
         present = np.flatnonzero(counts.any(axis=1)).tolist()
@@ -183,23 +186,23 @@ class Dealer:
             num_rows, gained, num_trees = _add_up(climb, folded)
             total = float(num_rows[-1])
             num_sizes = int(np.searchsorted(sizes, base + total))
-            used = sizes[:num_sizes] - base
-            seconds = sizes_s[:num_sizes]
-            if base + total <= sizes[-1]:
-                used = np.concatenate((used, (total,)))
-                seconds = np.concatenate((seconds, (costs.forward_s(base + total),)))
+            # Steps that are filled, and those after which another class or rung is next.
+            ends = num_rows[1:][(folded[climb.key] > 0) & (base + num_rows[1:] <= sizes[-1])]
+            used = np.concatenate((sizes[:num_sizes] - base, ends))
+            seconds = np.concatenate((sizes_s[:num_sizes], costs.forwards_s(base + ends)))
             trees = np.ceil(np.interp(used, num_rows, num_trees)).astype(np.int64)
             draft_s = costs.draft_s(
                 max(limit, fixed.rung), trees + fixed.num_trees, num_all, base + used
             )
             brought = tokens + np.interp(used, num_rows, gained)
+            mixed = np.minimum(1.0, fixed.mixed_per_token * brought)
+            seconds -= mixed * (seconds - costs.marginal_s(base + used))
             scores = brought / (seconds + beside_s + draft_s)
-            if num_sizes:
-                place = int(scores[:num_sizes].argmax())
-                score, rows = float(scores[place]), float(used[place])
-                filled.append(_Plan(score, limit, climb, folded, rows))
-            if len(used) > num_sizes:
-                whole.append(_Plan(float(scores[-1]), limit, climb, folded, total))
+            for plans, part in ((filled, slice(num_sizes)), (whole, slice(num_sizes, None))):
+                if len(scores[part]):
+                    place = int(scores[part].argmax())
+                    score, rows = float(scores[part][place]), float(used[part][place])
+                    plans.append(_Plan(score, limit, climb, folded, rows))
         return [max(plans, key=lambda plan: plan.score) for plans in (filled, whole) if plans]
 
     def _count(self, classes: Ints, caps: Ints) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -50,11 +50,18 @@ class BudgetedShapes(TreeShapes):
 
     Args:
         requests: Of the engine.
+        num_dropped: Rows that a request which rests would have to compute again for its draft.
     """
 
-    def __init__(self, requests: Mapping[str, TargetRequest], budget: TreeBudget) -> None:
+    def __init__(
+        self,
+        requests: Mapping[str, TargetRequest],
+        budget: TreeBudget,
+        num_dropped: Callable[[TargetRequest], int] = lambda _: 0,
+    ) -> None:
         self._requests = requests
         self._budget = budget
+        self._num_dropped = num_dropped
         # By slot: who holds it as far as the budget knows, and what it wants of that request.
         self._owners: list[TargetRequest | None] = [None] * len(budget.rungs)
         self._wanted: list[TreeShape | None] = [None] * len(budget.rungs)
@@ -100,6 +107,7 @@ class BudgetedShapes(TreeShapes):
                 waited_rungs=np.array(
                     list(map(self._waited_rung, trees.requests[:count])), dtype=np.int64
                 ),
+                has_prompts=not is_clean,
                 is_clean=is_clean and num_behind * _CATCH_UP_SHARE <= num_requests,
             ),
         )
@@ -120,7 +128,7 @@ class BudgetedShapes(TreeShapes):
             self._budget.begin(slot)
 
     def _decide(self) -> None:
-        slots, caps, fixed = [], [], []
+        slots, caps, dropped, fixed = [], [], [], []
         num_others = 0
         for request in self._requests.values():
             if request.phase is not Phase.RUNNING:
@@ -133,11 +141,17 @@ class BudgetedShapes(TreeShapes):
             elif credit.adapts:
                 slots.append(request.req_idx)
                 caps.append(_cap_of(credit.shape))
+                dropped.append(self._num_dropped(request))
             else:
                 fixed.append(credit.shape)
         places = np.array(slots, dtype=np.int64)
         fixed_rounds = _fixed_rounds(num_others, fixed)
-        self._budget.decide(places, np.array(caps, dtype=np.int64), fixed_rounds)
+        self._budget.decide(
+            places,
+            np.array(caps, dtype=np.int64),
+            fixed_rounds,
+            num_dropped=np.array(dropped, dtype=np.int64),
+        )
         for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):
             self._wanted[slot] = LADDER[rung - 1] if rung else None
 

@@ -66,7 +66,7 @@ fixed_rounds = st.builds(
     num_tokens=st.floats(0, 100),
     rung=st.integers(0, len(LADDER)),
     num_trees=st.integers(0, 20),
-    seconds=st.floats(0, 0.05),
+    mixed_per_token=st.floats(0, 0.1),
 )
 
 

@@ -38,14 +38,16 @@ class World:
         max_batch_rows: int = 64,
         chunk_len: int = 16,
         costs: StepCosts | None = None,
+        window: int = 0,
     ) -> None:
         self.pool = KVPool(
             layout=KVLayout(num_layers=1, num_heads=1, width=1), num_pages=num_pages,
             page_size=page_size,
-            max_num_requests=max_num_requests, max_pages_per_request=num_pages,
+            max_num_requests=max_num_requests, max_pages_per_request=max(num_pages, 300),
             dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
         self.now = 0.0
+        self.window = window
         self.max_batch_rows = max_batch_rows
         self.chunk_len = chunk_len
         self.scheduler = Scheduler(
@@ -53,6 +55,7 @@ class World:
             max_batch_rows=max_batch_rows,
             prefill_chunk_len=chunk_len,
             prompt_budget=None if costs is None else PromptBudget(costs, clock=lambda: self.now),
+            window=window,
         )
         self.order = itertools.count()
 
@@ -109,16 +112,24 @@ class World:
         gone = {id(r) for r in plan.retracted}
         for request, size in zip(plan.verifies, sizes, strict=True):
             assert id(request) not in gone
-            assert self.num_reserved(request) >= request.committed_len + size
+            self.check_rows(request, request.committed_len, request.committed_len + size)
         for work in plan.prefills:
             assert id(work.request) not in gone
             assert work.start == work.request.committed_len
-            assert self.num_reserved(work.request) >= work.stop
+            self.check_rows(work.request, work.start, work.stop)
         for request in plan.retracted:
             assert request.req_idx == -1 and request.phase is Phase.WAITING
 
     def num_reserved(self, request: TargetRequest) -> int:
         return self.pool.reserved_len(request.req_idx)
+
+    def check_rows(self, request: TargetRequest, start: int, stop: int) -> None:
+        """Check that all that rows write and see has pages, and nothing before a window."""
+        first_seen = max(0, start + 1 - self.window) if self.window else 0
+        assert self.pool.holds(request.req_idx, first_seen, stop)
+        if first_seen >= self.pool.page_size:
+            unseen = (first_seen // self.pool.page_size) * self.pool.page_size
+            assert not self.pool.holds(request.req_idx, unseen - 1, stop), "a page that none sees"
 
 
 def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int) -> int:
@@ -161,15 +172,17 @@ def run_to_the_end(world: World, lengths: list[int], num_tokens: int, seed: int)
     room=st.integers(0, 60),
     max_batch_rows=st.sampled_from([1, 7, 64, 500]),
     seed=st.integers(0, 1000),
+    window=st.sampled_from([0, 1, 7, 40]),
 )
 def test_everyone_finishes_in_any_pool_that_holds_one(
-    lengths: list[int], page_size: int, room: int, max_batch_rows: int, seed: int
+    lengths: list[int], page_size: int, room: int, max_batch_rows: int, seed: int, window: int
 ) -> None:
+    """Whatever rows see: what is behind a window is freed, and nothing before its time."""
     num_tokens = 12
     needed = max(lengths) + num_tokens + 7 + MAX_TREE_NODES
     world = World(
         num_pages=1 + -(-(needed + room) // page_size), page_size=page_size,
-        max_num_requests=3, max_batch_rows=max_batch_rows, chunk_len=16,
+        max_num_requests=3, max_batch_rows=max_batch_rows, chunk_len=16, window=window,
     )  # fmt: skip
     run_to_the_end(world, lengths, num_tokens, seed)
 
@@ -210,6 +223,27 @@ def test_admission_waits_for_a_prompt_and_a_whole_round() -> None:
     world.scheduler.remove(first)
     world.scheduler.remove(third)
     assert world.pool.num_free_pages == world.pool.num_pages and not world.scheduler.has_work
+
+
+def test_admission_waits_for_no_more_than_a_window_and_its_chunks() -> None:
+    """Of a request whose rows no draft asks for; what it will still reserve is set aside."""
+    most = 40 + 2 * (16 + 4) + MAX_TREE_NODES
+    world = World(num_pages=1 + 2 * most // 4, page_size=4, window=40)
+    first, second, third = (world.open(str(i), 1000) for i in range(3))
+    assert world.step().admitted == [first, second]
+    while first.phase is second.phase is Phase.PREFILL:
+        assert third.phase is Phase.WAITING
+        assert not world.step().retracted
+    for _ in range(100):
+        assert not world.step().retracted
+    assert third.phase is Phase.RUNNING, "a prompt that is read holds its window's pages"
+    world.scheduler.remove(third)
+    world.scheduler.remove(second)
+    reading = world.open("reading", 200)
+    reading.features = FeatureLog(retain_rows=8)
+    assert world.step().admitted == [], "its pages are kept: it needs those of 264 tokens"
+    world.scheduler.remove(first)
+    assert world.step().admitted == [reading]
 
 
 def test_rows_of_the_page_table_limit_admission() -> None:

@@ -1,0 +1,182 @@
+"""Budgets in virtual time while requests come and go: an 8B and its draft on one H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shared.ladder import LADDER
+from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.prompt_budget import PromptBudget
+from tests.unit.test_budgets_simulated import EASY, FORWARD, World
+
+NUM_SLOTS = 256
+_CATCH_UP_ROUNDS = 2
+_DRAFT_S_PER_PROMPT_ROW = 1e-6
+
+
+@dataclass
+class Arrived:
+    """A request.
+
+    Args:
+        at_s: When it came.
+        num_prompt: Rows of its prompt that are left.
+        num_new: Tokens of its output.
+    """
+
+    at_s: float
+    num_prompt: int
+    num_new: int
+    num_tokens: float = 0.0
+    num_ordered: int = 0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def per_token_s(self) -> float:
+        return (self.ended_s - self.first_s) / (self.num_new - 1)
+
+
+@dataclass
+class Server:
+    """One target, whose budget is None where all trees are of one rung.
+
+    Args:
+        rung: Of all trees where there is no budget.
+    """
+
+    ease: float = EASY
+    rung: int = 0
+    is_adaptive: bool = False
+    now_s: float = 1.0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
+
+    def __post_init__(self) -> None:
+        self.world = World(np.full(NUM_SLOTS, self.ease), draft_factor=1.15)
+        self.costs = self.world.costs()
+        self.budget = TreeBudget(self.costs, LADDER, NUM_SLOTS, clock=lambda: self.now_s)
+        self.prompts = PromptBudget(FORWARD, clock=lambda: self.now_s)
+        self.rows = self.world.rows
+        self.free = list(range(NUM_SLOTS))
+        self.slots: dict[int, Arrived] = {}
+
+    def serve(self, requests: list[Arrived]) -> None:
+        coming = sorted(requests, key=lambda one: one.at_s)
+        while coming or self.slots:
+            while coming and coming[0].at_s <= self.now_s:
+                self.slots[self.free.pop()] = coming.pop(0)
+            if not self.slots:
+                self.now_s = coming[0].at_s
+                continue
+            self._step()
+
+    def _step(self) -> None:
+        slots = np.array([s for s, one in self.slots.items() if not one.num_prompt], dtype=np.int64)
+        reading = [(s, one) for s, one in self.slots.items() if one.num_prompt]
+        running = [self.slots[slot] for slot in slots.tolist()]
+        rungs = self._rungs(slots, running)
+        num_rows = int(self.rows[rungs].sum())
+        num_prompt_rows = self._read(reading, num_rows)
+        took_s = FORWARD.of(num_rows + num_prompt_rows) + 0.2e-3 + 15e-6 * len(slots)
+        took_s += _DRAFT_S_PER_PROMPT_ROW * num_prompt_rows
+        largest = int(rungs.max(initial=0))
+        if largest:
+            took_s += self.world.draft_s(largest, int(np.count_nonzero(rungs)))
+        self.now_s += took_s
+        self.prompts.note_step(num_rows + num_prompt_rows, num_chain_rows=num_prompt_rows)
+        accepted = self.world.accepted(rungs, slots)
+        if len(slots):
+            num_behind = sum(0 < one.num_ordered <= _CATCH_UP_ROUNDS for one in running)
+            times = StepTimes(
+                num_rows=num_rows,
+                num_requests=len(slots),
+                waited_rungs=rungs,
+                has_prompts=num_prompt_rows > 0,
+                is_clean=not num_prompt_rows and num_behind * 8 <= len(slots),
+            )
+            if self.is_adaptive:
+                self.budget.note_step(slots, self.rows[rungs], accepted, times)
+        for slot, one, count in zip(slots.tolist(), running, accepted.tolist(), strict=True):
+            one.num_tokens += 1 + count
+            if one.num_tokens >= one.num_new:
+                one.ended_s = self.now_s
+                del self.slots[slot]
+                self.free.append(slot)
+        for slot, one in reading:
+            if not one.num_prompt:
+                one.first_s, one.num_tokens = self.now_s, 1
+                self.budget.begin(slot)
+
+    def _rungs(self, slots: NDArray[np.int64], running: list[Arrived]) -> NDArray[np.int64]:
+        wanted = np.full(len(slots), self.rung)
+        if self.is_adaptive and len(slots):
+            if self.budget.is_due:
+                self.budget.decide(slots, np.full(len(slots), len(LADDER)))
+            wanted = self.budget.rungs[slots]
+        for one, rung in zip(running, wanted.tolist(), strict=True):
+            one.num_ordered = one.num_ordered + 1 if rung else 0
+        is_here = np.array([one.num_ordered > _CATCH_UP_ROUNDS for one in running], dtype=bool)
+        return np.where(is_here, wanted, 0)
+
+    def _read(self, reading: list[tuple[int, Arrived]], num_rows: int) -> int:
+        if not reading:
+            return 0
+        left = self.prompts.num_rows(
+            num_rows,
+            sum(one.num_prompt for _, one in reading),
+            min(one.at_s for _, one in reading),
+            is_crowded=len(reading) > 1,
+        )
+        num_read = 0
+        for _, one in reading:
+            count = min(one.num_prompt, left - num_read)
+            one.num_prompt -= count
+            num_read += count
+        return num_read
+
+
+def arrivals(rate: float, seconds: float, seed: int = 1) -> list[Arrived]:
+    """Poisson; prompts log-uniform in 64..2048, outputs uniform in 50..350."""
+    rng = np.random.default_rng(seed)
+    at_s = 1.0 + np.cumsum(rng.exponential(1 / rate, int(2 * rate * seconds)))
+    return [
+        Arrived(at, int(np.exp(rng.uniform(np.log(64), np.log(2048)))), int(rng.uniform(50, 350)))
+        for at in at_s[at_s < 1 + seconds].tolist()
+    ]
+
+
+def mean_time_s(requests: list[Arrived], server: Server) -> float:
+    """Return what requests take from their arrival to their end, on average."""
+    server.serve(requests)
+    return float(np.mean([one.ended_s - one.at_s for one in requests]))
+
+
+def fixed_servers(ease: float) -> list[Server]:
+    return [Server(ease=ease, rung=rung) for rung in (0, 1, 3, 5)]
+
+
+@pytest.mark.parametrize("ease", [EASY, 0.5])
+@pytest.mark.parametrize("rate", [8, 20, 40])
+def test_under_arrivals_a_budget_is_near_the_best_shape_or_better(rate: float, ease: float) -> None:
+    """What it learns first included."""
+    best_s = min(mean_time_s(arrivals(rate, 5), server) for server in fixed_servers(ease))
+    adaptive = Server(ease=ease, is_adaptive=True)
+    assert mean_time_s(arrivals(rate, 5), adaptive) <= 1.1 * best_s
+
+
+@pytest.mark.parametrize("ease", [EASY, 0.5, 0.05])
+@pytest.mark.parametrize("count", [1, 16, 32, 64, 128])
+def test_with_its_prompts_a_batch_is_near_the_best_shape_or_better(count: int, ease: float) -> None:
+    def batch_s(server: Server) -> float:
+        began_s = server.now_s
+        server.serve([Arrived(began_s, 256, 256) for _ in range(count)])
+        return server.now_s - began_s
+
+    best_s = min(map(batch_s, fixed_servers(ease)))
+    adaptive = Server(ease=ease, is_adaptive=True)
+    took_s = [batch_s(adaptive) for _ in range(3)]
+    assert float(np.median(took_s)) <= 1.06 * best_s
