@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from benchmarks.inflation import SHAPES, Shape
 from benchmarks.models import open_pair
@@ -30,14 +31,27 @@ from benchmarks.rows import build_rows, fill_noise, new_pool
 from benchmarks.timing import add_output_flag, copy_bandwidth, integers, progress, report, time_ms
 from shared.device import resolve_device
 from shared.kernels import linear as linear_module
+from shared.kernels.int4 import MIDDLE, Int4Weight, pack_int4
 from shared.kernels.linear import linear_addends, multiply, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu, multiply_swiglu
 from shared.kernels.linear_tiles import MAX_SPLIT_ROWS, Tiles, num_splits
-from shared.kernels.quantized import SCALE_BLOCK, GpuWeight, QuantizedWeight, quantize
+from shared.kernels.quantized import (
+    SCALE_BLOCK,
+    GpuWeight,
+    QuantizedWeight,
+    quantize,
+    values_of,
+)
+from shared.models.checkpoint import CheckpointReader
 from shared.models.llama import CausalLM
 
 HEAD_DIM = 128
 DTYPE = torch.bfloat16
+INT4_FORMS = ("group", "zeros")
+_GROUP, _INT4_BLOCK = 128, 512
+# Of a weight, with its scales.
+_BYTES = {"bfloat16": 2, "channel": 1, "block": 1 + 4 / SCALE_BLOCK}
+_BYTES |= {"group": 0.5 + 2 / _GROUP, "zeros": 0.5 + 4 / _GROUP}
 # More than the second-level cache of any GPU so far.
 _ROTATED_BYTES = 256 * 2**20
 
@@ -48,7 +62,8 @@ class Line:
 
     Args:
         what: A product, or "step".
-        weights: "bfloat16", "channel" or "block": what shares a scale in FP8.
+        weights: "bfloat16"; "channel" or "block": what shares a scale in FP8; "group" or "zeros":
+            int4, without and with zeros.
         tiles: "" = those that are chosen; else N/T/K/warps/stages, and splits if they were said.
         us: -1: these tiles do not fit.
         share: limit_us / us.
@@ -79,9 +94,13 @@ class Candidate:
     splits: int
 
 
-def main() -> None:
-    """Measure what the flags ask for."""
-    args = _parse()
+def main(description: str | None = __doc__, scalings: str = "channel,block") -> None:
+    """Measure what the flags ask for.
+
+    Args:
+        scalings: What is measured unless flags say otherwise.
+    """
+    args = _parse((description or "").split("\n")[0], scalings)
     device = resolve_device(args.device)
     lines: list[Line] = []
     with torch.inference_mode():
@@ -99,15 +118,15 @@ def main() -> None:
         sys.exit("a product is wrong, or a row depends on the others")
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def _parse(description: str, scalings: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--parts", default="products,step")
     parser.add_argument("--products", default="qkv,o,gate_up,down")
     parser.add_argument("--rows", type=integers, default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--step-rows", type=integers, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=256, help="tokens before the rows of steps")
-    parser.add_argument("--scalings", default="channel,block")
+    parser.add_argument("--scalings", default=scalings, help=f"of {', '.join(_BYTES)}")
     parser.add_argument("--tiles", type=_candidates, default=[], help="N/T/K/warps/stages[/splits]")
     parser.add_argument("--device", default="auto")
     add_output_flag(parser)
@@ -132,13 +151,11 @@ def _products(args: argparse.Namespace, device: torch.device, bandwidth: float) 
         generator = torch.Generator(device=device).manual_seed(0)
         weight = torch.randn(size, generator=generator, device=device).to(DTYPE)
         weight = weight / math.sqrt(size[1])
-        forms: dict[str, GpuWeight] = {"bfloat16": weight}
-        forms["channel"] = quantize(weight)
-        forms["block"] = _by_block(forms["channel"])
+        forms = {form: _in_form(weight, form) for form in ("bfloat16", *args.scalings.split(","))}
         x = torch.randn((max(args.rows), size[1]), generator=generator, device=device).to(DTYPE)
         for rows in args.rows:
             plain_us = 0.0
-            for form in ("bfloat16", *args.scalings.split(",")):
+            for form in forms:
                 for candidate in (None, *(args.tiles if form != "bfloat16" else ())):
                     if candidate is not None and not _fits(candidate, rows, form):
                         continue
@@ -161,9 +178,34 @@ def _sizes(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def _by_block(weight: GpuWeight) -> QuantizedWeight:
+def _in_form(weight: torch.Tensor, form: str) -> GpuWeight:
+    """Return a weight in bfloat16, FP8 or int4."""
+    if form in INT4_FORMS:
+        return round_to_int4(weight, has_zeros=form == "zeros")
+    if form == "bfloat16":
+        return weight
+    quantized = quantize(weight)
+    return _by_block(quantized) if form == "block" else quantized
+
+
+def round_to_int4(weight: torch.Tensor, *, has_zeros: bool) -> Int4Weight:
+    """Return a weight rounded to the nearest values of groups of 128, as no tool would do it."""
+    width_k = weight.shape[1]
+    groups = functional.pad(weight.float(), (0, -width_k % _GROUP)).unflatten(1, (-1, _GROUP))
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    if has_zeros:
+        scales = ((high - low) / 15).clamp(min=1e-4).half()
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+    else:
+        scales = (torch.maximum(high, -low) / 7).clamp(min=1e-4).half()
+        zeros = torch.full_like(low, MIDDLE)
+    values = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+    values = values.flatten(1)[:, :width_k].to(torch.uint8)
+    return pack_int4(values, scales, zeros if has_zeros else None, _GROUP, weight.dtype)
+
+
+def _by_block(weight: QuantizedWeight) -> QuantizedWeight:
     """Return the weight with a scale for each block of K, the same in all of them."""
-    assert isinstance(weight, QuantizedWeight)
     num_blocks = -(-weight.shape[1] // SCALE_BLOCK)
     return QuantizedWeight(
         values=weight.values,
@@ -177,7 +219,8 @@ def _fits(candidate: Candidate, rows: int, form: str) -> bool:
     wide = candidate.tiles.block_t >= min(rows, 128) and candidate.tiles.block_t <= max(
         16, 4 * rows
     )
-    return wide and (form != "block" or candidate.tiles.block_k == SCALE_BLOCK)
+    block_k = {"block": SCALE_BLOCK, "group": _INT4_BLOCK, "zeros": _INT4_BLOCK}.get(form)
+    return wide and (block_k is None or candidate.tiles.block_k == block_k)
 
 
 def _product(
@@ -190,13 +233,13 @@ def _product(
 ) -> Line:
     """Measure one product."""
     is_gated = name == "gate_up"
-    values = weight.values if isinstance(weight, QuantizedWeight) else weight
+    values = values_of(weight)
     num_copies = max(2, _ROTATED_BYTES // values.nbytes) if x.is_cuda else 1
     copies = [weight, *(_copy(weight) for _ in range(num_copies - 1))]
     call = partial(_call, is_gated=is_gated, candidate=candidate)
     out_values = len(x) * len(values) // (2 if is_gated else 1)
     num_bytes = values.nbytes + x.nbytes + out_values * (2 if is_gated else 4)
-    if isinstance(weight, QuantizedWeight):
+    if not isinstance(weight, torch.Tensor):
         num_bytes += weight.scales.nbytes
     limit_us = num_bytes / bandwidth * 1e6
     try:
@@ -209,7 +252,7 @@ def _product(
     return Line(
         what=name,
         rows=len(x),
-        weights=weight.scaling if isinstance(weight, QuantizedWeight) else "bfloat16",
+        weights="bfloat16" if isinstance(weight, torch.Tensor) else weight.scaling,
         tiles=candidate.name if candidate else "",
         us=us,
         limit_us=limit_us,
@@ -220,9 +263,7 @@ def _product(
 
 
 def _copy(weight: GpuWeight) -> GpuWeight:
-    if isinstance(weight, QuantizedWeight):
-        return weight.rearranged(torch.clone)
-    return weight.clone()
+    return weight.clone() if isinstance(weight, torch.Tensor) else weight.rearranged(torch.clone)
 
 
 def _splits(candidate: Candidate | None) -> contextlib.AbstractContextManager[object]:
@@ -264,7 +305,7 @@ def _is_right(
         return sum_addends(y, None, torch.float32) if y.dim() == 3 else y
 
     y = result(x)
-    dense = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight.float()
+    dense = weight.float() if isinstance(weight, torch.Tensor) else weight.dequantized()
     want = x.float() @ dense.T
     if is_gated:
         gate, up = want.chunk(2, dim=1)
@@ -279,10 +320,11 @@ def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
     plain: dict[int, float] = {}
     shape = SHAPES[args.shape]
     with open_pair(args.shape) as pair:
-        for quantization in ("", "fp8"):
-            model = _load(pair.target, device, quantization)
-            sizes = _sizes(shape).values()
-            layer = sum(math.prod(size) for size in sizes) * (1 if quantization else 2)
+        for form in ("bfloat16", *args.scalings.split(",")):
+            if form == "block":  # as fast as in its products
+                continue
+            model = _load(pair.target, device, form)
+            layer = sum(math.prod(size) for size in _sizes(shape).values()) * _BYTES[form]
             num_bytes = layer * shape.num_layers + 2 * shape.vocab_size * shape.hidden_size
             for rows in args.step_rows:
                 us, is_right = _step(model, rows, args.context)
@@ -291,7 +333,7 @@ def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
                 yield Line(
                     what="step",
                     rows=rows,
-                    weights="channel" if quantization else "bfloat16",
+                    weights=form,
                     tiles="",
                     us=us,
                     limit_us=limit_us,
@@ -302,10 +344,21 @@ def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
             del model
 
 
-def _load(directory: Path, device: torch.device, quantization: str) -> CausalLM:
-    return CausalLM.from_checkpoint(
-        directory, device, DTYPE, context_len=2048, quantization=quantization
-    )
+def _load(directory: Path, device: torch.device, form: str) -> CausalLM:
+    def load_int4(reader: CheckpointReader, name: str, shape: Sequence[int]) -> GpuWeight:
+        return _in_form(reader.load(name, shape), form)
+
+    is_patched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if form in INT4_FORMS:
+        is_patched = mock.patch.object(CheckpointReader, "load_matrix", load_int4)
+    with is_patched:
+        return CausalLM.from_checkpoint(
+            directory,
+            device,
+            DTYPE,
+            context_len=2048,
+            quantization="fp8" if form == "channel" else "",
+        )
 
 
 def _step(model: CausalLM, num_requests: int, context: int) -> tuple[float, bool]:

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from shared.kernels.balanced_tiles import Deal, handover
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.int4 import SPLIT_MULTIPLE, Int4Weight
 from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
     INTERPRETED_TILES,
@@ -30,6 +31,7 @@ from shared.kernels.linear_tiles import (
     Tiles,
     choose_deal,
     choose_fp8_tiles,
+    choose_int4_tiles,
     choose_tiles,
     num_splits,
     num_tiles,
@@ -39,10 +41,10 @@ from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import (
     GpuWeight,
     QuantizedWeight,
-    add_product,
-    load_weight,
+    add_block,
     operands,
     scale_sum,
+    values_of,
 )
 
 
@@ -50,7 +52,7 @@ from shared.kernels.quantized import (
 def _linear_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
-    scales_ptr,  # see `QuantizedWeight`, unread if SCALING is "none"
+    scales_ptr,  # see `add_block`, unread if SCALING is "none"
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N], or [splits, T, N] f32 if IS_SPLIT; mutated
     num_rows,
@@ -58,6 +60,7 @@ def _linear_kernel(
     width_k,
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -82,9 +85,21 @@ def _linear_kernel(
         tl.assume(begin < end)
         acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(begin, end, BLOCK_K):
-            weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
-            x = x_desc.load([first_t, k]).to(DOT_DTYPE)
-            acc = add_product(acc, weight, x, scales_ptr, n, k, width_n, SCALING)
+            acc = add_block(
+                acc,
+                x_desc,
+                weight_desc,
+                scales_ptr,
+                first_t,
+                first_n,
+                k,
+                n,
+                width_n,
+                width_k,
+                DOT_DTYPE,
+                SCALING,
+                GROUP,
+            )
         acc = scale_sum(acc, scales_ptr, n, width_n, SCALING)
         if NUM_SPLITS == 1 or IS_SPLIT:
             total = acc
@@ -175,8 +190,7 @@ def num_addends(num_rows: int, weight: Weight) -> int:
     """Return how many addends `linear_addends` returns of so many rows."""
     if isinstance(weight, CpuWeight) or num_rows > MAX_SPLIT_ROWS:
         return 1
-    values = weight.values if isinstance(weight, QuantizedWeight) else weight
-    if not use_triton(values):
+    if not use_triton(values_of(weight)):
         return 1
     return num_splits(*weight.shape)
 
@@ -261,7 +275,9 @@ def _multiply(
     if x.is_cuda:
         num_rows, size, shape = x.shape[0], x.element_size(), (weight.shape[0], weight.shape[1])
         deal = choose_deal(num_rows, *shape) if size == 2 else None
-        if isinstance(weight, QuantizedWeight):
+        if isinstance(weight, Int4Weight):
+            tiles, deal = choose_int4_tiles(num_rows, size, weight.block_k), None
+        elif isinstance(weight, QuantizedWeight):
             by_block = weight.scaling == "block"
             tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
             tiles = SQUARE_FP8_TILES if deal else tiles
@@ -291,18 +307,22 @@ def multiply(
     num_rows, (width_n, width_k) = x.shape[0], weight.shape
     splits = num_splits(width_n, width_k)
     split_k = split_width(width_k, splits)
+    copied_k = tiles.block_k
+    if isinstance(weight, Int4Weight):
+        split_k = split_width(width_k, splits, SPLIT_MULTIPLE)
+        tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
     count_launch("linear")
-    values, scales, scaling = operands(weight)
+    values, scales, told = operands(weight)
     tensors = (
-        blocks_of(x, tiles.block_t, tiles.block_k),
-        blocks_of(values, tiles.block_n, tiles.block_k),
+        blocks_of(x, tiles.block_t, copied_k),
+        blocks_of(values, tiles.block_n, copied_k),
         scales,
         values if bias is None else bias.contiguous(),
         out,
     )
     options = {
         "DOT_DTYPE": dot_dtype(x),
-        "SCALING": scaling,
+        **told,
         "HAS_BIAS": bias is not None,
         "NUM_SPLITS": splits,
         "BLOCK_N": tiles.block_n,
@@ -355,9 +375,11 @@ def sum_addends_ref(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `sum_addends` does in plain torch."""
-    total = addends[0]
-    for addend in addends[1:]:
+    total, *others = addends.unbind()
+    for addend in others:
         total = total + addend
     if bias is not None:
         total = total + bias.float()
-    return total.to(dtype) if residual is None else residual + total.to(dtype)
+    if total.dtype != dtype:
+        total = total.to(dtype)
+    return total if residual is None else residual + total

@@ -1,4 +1,4 @@
-"""The first half of a gated MLP: silu(x Wg^T + bg) * (x Wu^T + bu), rows independent of each other.
+"""The first half of a gated MLP: f(x Wg^T + bg) * (x Wu^T + bu), rows independent of each other.
 
 One program computes the same outputs of both products, so that nothing but the result is stored.
 The K schedule is that of `linear` with one split. Grid: (tiles of T, tiles of F), or of many rows
@@ -25,6 +25,7 @@ from shared.kernels.balanced_tiles import (
 )
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales
 from shared.kernels.linear import blocks_of
 from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
@@ -36,7 +37,10 @@ from shared.kernels.quantized import (
     operands,
     scale_sum,
 )
-from shared.kernels.swiglu import swiglu
+from shared.kernels.swiglu import GELU_A, GELU_B, Activation, swiglu
+
+_GELU_A = tl.constexpr(GELU_A)
+_GELU_B = tl.constexpr(GELU_B)
 
 # Of more rows tiles are dealt out evenly: of fewer, what is handed over costs what that saves.
 _MIN_BALANCED_ROWS = 384
@@ -66,6 +70,23 @@ def choose_fp8_tiles(num_rows: int, element_size: int) -> Tiles:
     return Tiles(64, 64, 128, 4, 3) if num_rows <= 64 else Tiles(64, 128, 128, 8, 3)
 
 
+def choose_int4_tiles(num_rows: int, element_size: int, block_k: int) -> Tiles:
+    """Return a GPU's tiles of both products with a weight in int4.
+
+    Args:
+        element_size: Bytes of a value of a row.
+        block_k: Of the weight, see `Int4Weight`.
+    """
+    if element_size == 4:
+        return Tiles(32, 16, block_k, 4, 2)
+    num_stages = 2 if block_k > 256 else 3  # more would leave room for one program only
+    if num_rows <= 16:
+        return Tiles(64, 16, block_k, 4, num_stages)
+    if num_rows <= 32:
+        return Tiles(64, 32, block_k, 4, num_stages)
+    return Tiles(64, 64, block_k, 8, num_stages)
+
+
 def _choose_deal(counts: tuple[int, int], num_programs: int) -> Deal | None:
     """Return how tiles of T and N are dealt out; None: a program per tile takes fewer turns."""
     deal = deal_tiles(*counts, num_programs)
@@ -77,7 +98,7 @@ def _choose_deal(counts: tuple[int, int], num_programs: int) -> Deal | None:
 def _add_products(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [2 F, K] in blocks [BLOCK_N, BLOCK_K], gate above up
-    scales_ptr,  # see `QuantizedWeight`, unread if SCALING is "none"
+    scales_ptr,  # see `add_block`, unread if SCALING is "none"
     gate,  # [BLOCK_N, BLOCK_T] f32
     up,
     first_t,
@@ -87,17 +108,32 @@ def _add_products(
     end,
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Return both sums with the products of K in [begin, end) added to them, begin < end."""
     n = first_n + tl.arange(0, BLOCK_N)
     for k in range(begin, end, BLOCK_K):
-        x = x_desc.load([first_t, k]).to(DOT_DTYPE)
-        gate_weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
-        up_weight = load_weight(weight_desc, first_n + width_f, k, DOT_DTYPE, SCALING)
-        gate = add_product(gate, gate_weight, x, scales_ptr, n, k, 2 * width_f, SCALING)
-        up = add_product(up, up_weight, x, scales_ptr, n + width_f, k, 2 * width_f, SCALING)
+        if GROUP:
+            width_n = 2 * width_f
+            scales = load_scales(scales_ptr, 0, n, k, width_n, end, SCALING, GROUP)
+            up_scales = load_scales(scales_ptr, 0, n + width_f, k, width_n, end, SCALING, GROUP)
+            zeros, up_zeros = scales, up_scales
+            if SCALING == "zeros":
+                zeros = load_scales(scales_ptr, 1, n, k, width_n, end, SCALING, GROUP)
+                up_zeros = load_scales(scales_ptr, 1, n + width_f, k, width_n, end, SCALING, GROUP)
+            x = load_parts(x_desc, first_t, k, DOT_DTYPE, GROUP)
+            words = weight_desc.load([first_n, k // 4])
+            gate = add_groups(gate, words, x, scales, zeros, DOT_DTYPE, SCALING)
+            words = weight_desc.load([first_n + width_f, k // 4])
+            up = add_groups(up, words, x, up_scales, up_zeros, DOT_DTYPE, SCALING)
+        else:
+            x = x_desc.load([first_t, k]).to(DOT_DTYPE)
+            gate_weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
+            up_weight = load_weight(weight_desc, first_n + width_f, k, DOT_DTYPE, SCALING)
+            gate = add_product(gate, gate_weight, x, scales_ptr, n, k, 2 * width_f, SCALING)
+            up = add_product(up, up_weight, x, scales_ptr, n + width_f, k, 2 * width_f, SCALING)
     return gate, up
 
 
@@ -114,6 +150,7 @@ def _store_swiglu(
     width_f,
     SCALING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -127,7 +164,10 @@ def _store_swiglu(
         up += tl.load(bias_ptr + width_f + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     dtype = out_ptr.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    out = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    inner = gate
+    if ACTIVATION == "gelu_tanh":
+        inner = gate * tl.fma(gate * gate, tl.full(gate.shape, _GELU_B, tl.float32), _GELU_A)
+    out = tl.div_rn(gate, 1.0 + tl.exp(-inner)) * up
     out_ptrs = out_ptr + t.to(tl.int64)[None, :] * width_f + n[:, None]
     tl.store(out_ptrs, out.to(dtype), mask=(t < num_rows)[None, :] & in_n[:, None])
 
@@ -144,7 +184,9 @@ def _linear_swiglu_kernel(
     width_k,
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -169,6 +211,7 @@ def _linear_swiglu_kernel(
         width_k,
         DOT_DTYPE,
         SCALING,
+        GROUP,
         BLOCK_N,
         BLOCK_K,
     )
@@ -184,6 +227,7 @@ def _linear_swiglu_kernel(
         width_f,
         SCALING,
         HAS_BIAS,
+        ACTIVATION,
         BLOCK_N,
         BLOCK_T,
     )
@@ -204,7 +248,9 @@ def _balanced_swiglu_kernel(
     NUM_MEMBERS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -247,6 +293,7 @@ def _balanced_swiglu_kernel(
             end_k * BLOCK_K,
             DOT_DTYPE,
             SCALING,
+            GROUP,
             BLOCK_N,
             BLOCK_K,
         )
@@ -268,31 +315,38 @@ def _balanced_swiglu_kernel(
                 width_f,
                 SCALING,
                 HAS_BIAS,
+                ACTIVATION,
                 BLOCK_N,
                 BLOCK_T,
             )
 
 
 def linear_swiglu(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
-    """Return silu(gate) * up of two products; a row's bits do not depend on the other rows.
+    """Return f(gate) * up of two products; a row's bits do not depend on the other rows.
 
     Args:
         x: [T, K].
         weight: [2 F, K], the rows of gate above those of up; dtype of x; see `linear`.
         bias: [2 F] or None.
+        activation: f, see `swiglu`.
     Returns: [T, F] in the dtype of x; gate and up are rounded to it before they are combined.
     """
     if isinstance(weight, CpuWeight) or not use_triton(x):
-        return linear_swiglu_cpu(x, weight, bias)
+        return linear_swiglu_cpu(x, weight, bias, activation)
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
     num_rows, width_f = x.shape[0], weight.shape[0] // 2
     out = torch.empty((num_rows, width_f), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     tiles, deal = INTERPRETED_TILES, None
-    if x.is_cuda and isinstance(weight, QuantizedWeight):
+    if x.is_cuda and isinstance(weight, Int4Weight):
+        tiles = choose_int4_tiles(num_rows, x.element_size(), weight.block_k)
+    elif x.is_cuda and isinstance(weight, QuantizedWeight):
         # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
         tiles = choose_fp8_tiles(num_rows, x.element_size())
     elif x.is_cuda:
@@ -300,7 +354,7 @@ def linear_swiglu(
         if x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
             counts = num_tiles(tiles, num_rows, width_f)
             deal = _choose_deal(counts, num_multiprocessors(x.device))
-    multiply_swiglu(x, weight, bias, out, tiles, deal)
+    multiply_swiglu(x, weight, bias, out, tiles, deal, activation)
     return out
 
 
@@ -311,21 +365,25 @@ def multiply_swiglu(
     out: torch.Tensor,
     tiles: Tiles,
     deal: Deal | None,
+    activation: Activation = "silu",
 ) -> None:
     """Launch both products.
 
     Args:
-        x, weight, bias: See `linear_swiglu`.
+        x, weight, bias, activation: See `linear_swiglu`.
         out: [T, F].
         deal: None: a program per tile.
     Mutates: `out`, all of it.
     """
     num_rows, width_f, width_k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     count_launch("linear_swiglu")
-    values, scales, scaling = operands(weight)
+    copied_k = tiles.block_k
+    if isinstance(weight, Int4Weight):
+        tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
+    values, scales, told = operands(weight)
     tensors = (
-        blocks_of(x, tiles.block_t, tiles.block_k),
-        blocks_of(values, tiles.block_n, tiles.block_k),
+        blocks_of(x, tiles.block_t, copied_k),
+        blocks_of(values, tiles.block_n, copied_k),
         scales,
         values if bias is None else bias.contiguous(),
         out,
@@ -333,8 +391,9 @@ def multiply_swiglu(
     sizes = (num_rows, width_f, width_k)
     options = {
         "DOT_DTYPE": dot_dtype(x),
-        "SCALING": scaling,
+        **told,
         "HAS_BIAS": bias is not None,
+        "ACTIVATION": activation,
         "BLOCK_N": tiles.block_n,
         "BLOCK_T": tiles.block_t,
         "BLOCK_K": tiles.block_k,
@@ -352,8 +411,11 @@ def multiply_swiglu(
 
 
 def linear_swiglu_cpu(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """Do what `linear_swiglu` does on a CPU."""
     gate, up = linear_cpu(x, weight, bias).chunk(2, dim=-1)
-    return swiglu(gate, up)
+    return swiglu(gate, up, activation)

@@ -49,9 +49,13 @@ def num_splits(width_n: int, width_k: int) -> int:
     return splits
 
 
-def split_width(width_k: int, splits: int) -> int:
-    """Return the length of every split but the last, which may be shorter."""
-    return triton.cdiv(triton.cdiv(width_k, splits), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+def split_width(width_k: int, splits: int, multiple: int = _SPLIT_MULTIPLE) -> int:
+    """Return the length of every split but the last, which may be shorter.
+
+    Args:
+        multiple: What it is a multiple of.
+    """
+    return triton.cdiv(triton.cdiv(width_k, splits), multiple) * multiple
 
 
 # Tensor cores add up 16 values of k at a time whatever the tile. What interprets a kernel on a CPU
@@ -101,6 +105,23 @@ def choose_fp8_tiles(
     if num_rows <= 128 or by_block:
         return SQUARE_FP8_TILES
     return _WIDE
+
+
+def choose_int4_tiles(num_rows: int, element_size: int, block_k: int) -> Tiles:
+    """Return a GPU's tiles of a product with a weight in int4.
+
+    Args:
+        element_size: Bytes of a value of a row.
+        block_k: Of the weight, see `Int4Weight`.
+    """
+    if element_size == 4:
+        return Tiles(32, 16, block_k, 4, 2)
+    is_long = block_k > 256  # then more stages would leave room for one program only
+    if num_rows <= 16:
+        return Tiles(64, 16, block_k, 4, 3 if is_long else 4)
+    if num_rows <= 32:
+        return Tiles(64, 32, block_k, 4, 2 if is_long else 4)
+    return Tiles(128, 64, block_k, 8, 2 if is_long else 3)
 
 
 def choose_deal(num_rows: int, width_n: int, width_k: int) -> Deal | None:

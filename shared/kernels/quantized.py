@@ -1,4 +1,4 @@
-"""Weights in FP8 (e4m3) with scales in float32, and how kernels read them.
+"""Weights in FP8 (e4m3) with scales in float32, and how kernels read them; int4 is in int4.py.
 
 A kernel multiplies rows by the values themselves, which every activation dtype holds exactly, and
 scales what it has accumulated: at the end of a split of K, if an output has one scale, else after
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales, stack_int4
 
 E4M3_MAX = 448.0
 # Values of k that share a scale, where an output has more than one.
@@ -95,7 +98,7 @@ class QuantizedWeight:
         )
 
 
-GpuWeight = torch.Tensor | QuantizedWeight
+GpuWeight = torch.Tensor | QuantizedWeight | Int4Weight
 
 
 def quantize(weight: torch.Tensor) -> QuantizedWeight:
@@ -134,6 +137,9 @@ def stack_rows(parts: Sequence[GpuWeight]) -> GpuWeight | None:
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(tensors) == len(parts):
         return torch.cat(tensors)
+    int4 = [part for part in parts if isinstance(part, Int4Weight)]
+    if len(int4) == len(parts):
+        return stack_int4(int4)
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(quantized) < len(parts) or len({len(part.scales) for part in quantized}) > 1:
         return None
@@ -146,11 +152,25 @@ def stack_rows(parts: Sequence[GpuWeight]) -> GpuWeight | None:
     )
 
 
-def operands(weight: GpuWeight) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return what a kernel reads: values, scales (unread if there are none), SCALING."""
+def values_of(weight: GpuWeight) -> torch.Tensor:
+    """Return the tensor that holds the values of a weight, of N rows."""
+    return weight if isinstance(weight, torch.Tensor) else weight.values
+
+
+def operands(
+    weight: GpuWeight,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return what a kernel reads: values, scales (unread if there are none), what it is told."""
+    if isinstance(weight, Int4Weight):
+        told = {"SCALING": weight.scaling, "GROUP": weight.group_size}
+        if not weight.values.is_cuda:  # what interprets kernels knows no other way to make operands
+            told["DOT_DTYPE"] = tl.float32
+        return weight.values, weight.scales, told
+    told = {"SCALING": "none", "GROUP": 0}
     if isinstance(weight, QuantizedWeight):
-        return weight.values.view(torch.uint8), weight.scales.contiguous(), weight.scaling
-    return weight, weight, "none"
+        told["SCALING"] = weight.scaling
+        return weight.values.view(torch.uint8), weight.scales.contiguous(), told
+    return weight, weight, told
 
 
 @triton.jit
@@ -199,6 +219,38 @@ def add_product(
         acc += tl.dot(weight, x.T, input_precision="ieee") * scale[:, None]
     else:
         acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def add_block(
+    acc,  # [BLOCK_N, BLOCK_T] f32
+    x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K], of int4 [BLOCK_T, GROUP]
+    weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]; words of int4 in [BLOCK_N, GROUP]
+    scales_ptr,  # see `add_product` and `load_scales`
+    first_t,
+    first_n,
+    k,
+    n,
+    width_n,
+    width_k,
+    DOT_DTYPE: tl.constexpr,
+    SCALING: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return the sum with the product of a block of K added to it; device function."""
+    if GROUP:
+        scales = load_scales(scales_ptr, 0, n, k, width_n, width_k, SCALING, GROUP)
+        zeros = scales
+        if SCALING == "zeros":
+            zeros = load_scales(scales_ptr, 1, n, k, width_n, width_k, SCALING, GROUP)
+        words = weight_desc.load([first_n, k // 4])
+        x = load_parts(x_desc, first_t, k, DOT_DTYPE, GROUP)
+        acc = add_groups(acc, words, x, scales, zeros, DOT_DTYPE, SCALING)
+    else:
+        weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
+        x = x_desc.load([first_t, k]).to(DOT_DTYPE)
+        acc = add_product(acc, weight, x, scales_ptr, n, k, width_n, SCALING)
     return acc
 
 

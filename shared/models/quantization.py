@@ -1,8 +1,9 @@
 """Which quantised weights a checkpoint may have, as its config.json says. No torch here.
 
 Weights in FP8 (e4m3) are read as they are: in DeepSeek's format (a scale per block of 128 x 128),
-in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor).
-Activations are not quantised, whatever the checkpoint asks for.
+in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor). Of
+those in int4 int4_config.py knows more. Experts in MXFP4 are read where an architecture has them in
+tensors of all experts (gpt-oss). Activations are not quantised, whatever the checkpoint asks for.
 """
 
 from __future__ import annotations
@@ -12,22 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.int4_config import PACKED, QWEIGHT, parse_int4
 
-FP8 = "fp8"
+FP8, INT4, MXFP4 = "fp8", "int4", "mxfp4"
 _SIDE = 128
 _DENSE = ("kv_b_proj", "input_proj", "eh_proj")
+_WEIGHTS = ("weight", QWEIGHT, PACKED)
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
 _HINT = (
-    "only weights in FP8 (e4m3) are read; use such a checkpoint, or one in bfloat16, of which "
-    "--quantization fp8 makes FP8 while it is loaded"
+    "only weights in FP8 (e4m3) and int4, and experts of gpt-oss in MXFP4, are read; use such a "
+    "checkpoint, or one in bfloat16, of which --quantization fp8 makes FP8 while it is loaded"
 )
 
 
-def parse_quantization(fields: Mapping[str, Any], source: str) -> str:
-    """Return how the weights of a config.json are quantised: "fp8", or "".
+def parse_quantization(
+    fields: Mapping[str, Any], source: str, *, has_fused_experts: bool = False
+) -> str:
+    """Return how the weights of a config.json are quantised: "fp8" or "int4" (projections),
+    "mxfp4" (experts), or "".
 
     Args:
         source: File to name in errors.
+        has_fused_experts: The architecture has tensors of all experts, which may be MXFP4.
     Raises: CheckpointError naming what is not supported.
     """
     config = fields.get("quantization_config")
@@ -37,6 +44,10 @@ def parse_quantization(fields: Mapping[str, Any], source: str) -> str:
         raise CheckpointError(f"{source}: quantization_config must be an object, got {config!r}")
     method = config.get("quant_method")
     source = f"{source}: quantization_config"
+    if method == MXFP4 and has_fused_experts:
+        return MXFP4
+    if parse_int4(config, source) is not None:
+        return INT4
     if method == "compressed-tensors":
         _check_compressed(config, source)
     elif method == "fp8":
@@ -58,12 +69,14 @@ def quantization_while_loading(name: str, *, checkpoint: str) -> str:
 
 
 def is_projection(name: str) -> bool:
-    """Return whether a tensor is a projection of a layer, which stays or becomes FP8.
+    """Return whether a tensor is a projection of a layer, which stays in FP8 or int4, or becomes
+    FP8.
 
     Others are dequantised while they load: routed experts, and what latent attention cuts into
     parts.
     """
-    module = name.removesuffix(".weight").rpartition(".")[2]
+    parts = name.split(".")
+    module = parts[-2] if len(parts) > 1 and parts[-1] in _WEIGHTS else parts[-1]
     is_other = ".experts." in name or module in _DENSE
     return module.endswith(("_proj", "_proj_with_mqa")) and not is_other
 
@@ -122,4 +135,6 @@ def read_quantization(directory: Path) -> str:
     """Return how the weights of a checkpoint are quantised, see `parse_quantization`."""
     from shared.models.decoder_config import read_config_json
 
-    return parse_quantization(read_config_json(directory), f"{directory / 'config.json'}")
+    fields = read_config_json(directory)
+    source = f"{directory / 'config.json'}"
+    return parse_quantization(fields, source, has_fused_experts=True)

@@ -22,6 +22,7 @@ from shared.kernels.linear_tiles import (
     split_width,
 )
 from shared.kernels.quantized import QuantizedWeight, quantize
+from shared.kernels.swiglu import Activation
 from tests.marks import IS_INTERPRETED, first_if_interpreted
 
 # Rows of three tiles and of five, the last of each not whole; likewise columns.
@@ -88,19 +89,23 @@ def test_a_product_in_fp8_dealt_out_has_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width_k", [200, 512])
+@pytest.mark.parametrize(("width_k", "activation"), [(200, "gelu_tanh"), (512, "silu")])
 def test_a_gated_product_dealt_out_has_the_same_bits(
-    device: torch.device, tiles: Tiles, dtype: torch.dtype, width_k: int
+    device: torch.device,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    width_k: int,
+    activation: Activation,
 ) -> None:
     x = torch.randn(NUM_ROWS, width_k).to(device, dtype)
     weight = (torch.randn(2 * WIDTH_N, width_k) / width_k**0.5).to(device, dtype)
     bias = torch.randn(2 * WIDTH_N).to(device, dtype)
     want, out = torch.empty(2, NUM_ROWS, WIDTH_N, dtype=dtype, device=device)
-    multiply_swiglu(x, weight, bias, want, tiles, None)
+    multiply_swiglu(x, weight, bias, want, tiles, None, activation)
     for deal in deals(tiles, WIDTH_N):
         for _ in range(1 if IS_INTERPRETED else 3):
             out.fill_(float("nan"))
-            multiply_swiglu(x, weight, bias, out, tiles, deal)
+            multiply_swiglu(x, weight, bias, out, tiles, deal, activation)
             assert torch.equal(out, want), deal
         places = handover(x.device, deal, 2 * tiles.block_n * tiles.block_t)
         assert not places[:, 0].any(), "somebody waits for ever the next time"

@@ -41,6 +41,31 @@ def test_odd_sizes_and_dtypes(
     assert launch_counts().get("linear_swiglu", 0) == 2 * int(use_triton(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_of_the_gate(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.randn(9, 70).to(device, dtype)
+    weight = (torch.randn(74, 70) / 8).to(device, dtype)
+    out = linear_swiglu(x, weight, None, "gelu_tanh")
+    gate, up = (x.double().cpu() @ weight.double().cpu().T).chunk(2, dim=1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    scale = up.abs().clamp(min=1)
+    torch.testing.assert_close(
+        out.double().cpu() / scale, expected / scale,
+        rtol=8 * TOLERANCE[dtype], atol=8 * TOLERANCE[dtype],
+    )  # fmt: skip
+    for count in (1, 2, 8):
+        assert torch.equal(linear_swiglu(x[:count], weight, None, "gelu_tanh"), out[:count])
+
+
+# numpy, which interprets the kernel, warns of exp's overflow to infinity.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_gelu_of_large_gates_gives_no_nan(device: torch.device) -> None:
+    x = torch.tensor([[1.0], [-1.0]]).to(device)
+    weight = torch.tensor([[1000.0], [9.0], [0.5], [0.5]]).to(device)
+    out = linear_swiglu(x, weight, None, "gelu_tanh").cpu()
+    torch.testing.assert_close(out, torch.tensor([[500.0, 4.5], [0.0, 0.0]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_it_is_linear_then_swiglu(device: torch.device, dtype: torch.dtype) -> None:
     """exp of the two may differ in the last bit."""

@@ -188,12 +188,11 @@ def with_weights(**fields: Any) -> dict[str, Any]:
 
 REFUSED = [
     ("fp8", "quantization_config must be an object"),
-    ({"quant_method": "awq", "bits": 4}, "quant_method = 'awq'.*--quantization fp8"),
-    ({"quant_method": "gptq"}, "quant_method = 'gptq'"),
+    ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes'.*--quantization fp8"),
     ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),
     (BLOCK_CONFIG | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
     (BLOCK_CONFIG | {"weight_block_size": [64, 64]}, "weight_block_size = .64, 64."),
-    (CHANNEL | {"format": "pack-quantized"}, "format = 'pack-quantized'"),
+    (CHANNEL | {"format": "int-quantized"}, "format = 'int-quantized'"),
     (CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: K and V in FP8"),
     (CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     (CHANNEL | {"config_groups": {}}, "config_groups must be"),

@@ -1,0 +1,138 @@
+"""Which weights in int4 a checkpoint may have, as its config.json says. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import CheckpointError
+
+GROUP_SIZES = (32, 64, 128)
+PACKED_FORMAT = "pack-quantized"
+# Ends of the names of a module's tensors: values, in AWQ and GPTQ, and in compressed-tensors.
+QWEIGHT, PACKED = "qweight", "weight_packed"
+_HINT = (
+    "of int4 AWQ (version gemm), GPTQ and pack-quantized files of compressed-tensors are read, "
+    f"4 bits in groups of {', '.join(map(str, GROUP_SIZES))}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Config:
+    """How values in int4 are packed.
+
+    Args:
+        method: "awq", "gptq" or "compressed-tensors".
+        group_size: Inputs that share a scale.
+        zero_offset: How much larger zeros are than stored.
+        is_reordered: Groups have inputs from anywhere: their weights are dequantised while they
+            load.
+    """
+
+    method: str
+    group_size: int
+    zero_offset: int = 0
+    is_reordered: bool = False
+
+
+def parse_int4(config: Mapping[str, Any], source: str) -> Int4Config | None:
+    """Return how the weights of a quantization_config are packed; None: they are not in int4.
+
+    Args:
+        source: File and field to name in errors.
+    Raises: CheckpointError naming the field of what is not supported.
+    """
+    method = config.get("quant_method")
+    if method == "awq":
+        _require(config, source, "version", ("gemm", "GEMM", None))
+        _require(config, source, "zero_point", (True, None))
+        return Int4Config(method=method, group_size=_parse_bits(config, source))
+    if method == "gptq":
+        return _parse_gptq(config, source)
+    if method == "compressed-tensors" and config.get("format") == PACKED_FORMAT:
+        return _parse_compressed(config, source)
+    return None
+
+
+def _parse_gptq(config: Mapping[str, Any], source: str) -> Int4Config:
+    _require(config, source, "checkpoint_format", ("gptq", "gptq_v2", "", None))
+    _require(config, source, "is_marlin_format", (False, None))
+    _require(config, source, "lm_head", (False, None))
+    _require(config, source, "pack_dtype", ("int32", None))
+    if config.get("dynamic"):
+        raise CheckpointError(f"{source}.dynamic: modules with settings of their own are not read")
+    return Int4Config(
+        method="gptq",
+        group_size=_parse_bits(config, source),
+        zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1,
+        is_reordered=bool(config.get("desc_act")) and not config.get("static_groups"),
+    )
+
+
+def _parse_bits(config: Mapping[str, Any], source: str) -> int:
+    """Return the size of groups."""
+    _require(config, source, "bits", (4,))
+    _require(config, source, "group_size", GROUP_SIZES)
+    return int(config["group_size"])
+
+
+def _parse_compressed(config: Mapping[str, Any], source: str) -> Int4Config:
+    _require(config, source, "kv_cache_scheme", (None,))
+    sparsity = config.get("sparsity_config")
+    if sparsity:
+        _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"{source}.config_groups must be an object with a group of weights")
+    found: dict[str, Int4Config] = {}
+    for name, group in groups.items():
+        place = f"{source}.config_groups.{name}.weights"
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(f"{place} must be an object, got {weights!r}")
+        _require(group, place.removesuffix(".weights"), "input_activations", (None,))
+        _require(group, place.removesuffix(".weights"), "format", (None, PACKED_FORMAT))
+        _require(weights, place, "num_bits", (4,))
+        _require(weights, place, "type", ("int",))
+        _require(weights, place, "strategy", ("group",))
+        _require(weights, place, "group_size", GROUP_SIZES)
+        _require(weights, place, "actorder", (None, False, "static", "weight", "group", True))
+        found[name] = Int4Config(
+            method="compressed-tensors",
+            group_size=weights["group_size"],
+            is_reordered=weights.get("actorder") in ("group", True),
+        )
+    if len(set(found.values())) > 1:
+        raise CheckpointError(
+            f"{source}.config_groups: {', '.join(found)} differ in group_size or actorder; "
+            "all must be alike"
+        )
+    return next(iter(found.values()))
+
+
+def _require(fields: Mapping[str, Any], source: str, name: str, supported: tuple[Any, ...]) -> None:
+    value = fields.get(name)
+    if value not in supported:
+        shown = ", ".join(repr(one) for one in supported if one is not None) or "none"
+        raise CheckpointError(
+            f"{source}.{name} = {value!r} is not supported, only {shown}: {_HINT}"
+        )
+
+
+def read_int4_config(directory: Path) -> Int4Config | None:
+    """Return how a checkpoint's weights are packed; None: its config.json has no int4.
+
+    Raises: CheckpointError naming what is not supported.
+    """
+    from shared.models.decoder_config import read_config_json
+
+    fields = read_config_json(directory)
+    text = fields.get("text_config")
+    if "quantization_config" not in fields and isinstance(text, Mapping):
+        fields = dict(text)
+    config = fields.get("quantization_config")
+    if not isinstance(config, Mapping):
+        return None
+    return parse_int4(config, f"{directory / 'config.json'}: quantization_config")
