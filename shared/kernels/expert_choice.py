@@ -30,6 +30,8 @@ class ChoiceRule:
     Args:
         count: Experts of a row.
         is_sigmoid: Scores are sigmoids of logits, else their softmax.
+        is_of_chosen: The best logits are chosen, bias included, and the softmax is over these
+            alone (gpt-oss); then `is_normalised`.
         is_normalised: Weights are divided by their sum.
         scaling_factor: What weights are then multiplied by.
         num_groups: Groups of neighbouring experts; they divide their number.
@@ -39,6 +41,7 @@ class ChoiceRule:
 
     count: int
     is_sigmoid: bool = False
+    is_of_chosen: bool = False
     is_normalised: bool = True
     scaling_factor: float = 1.0
     num_groups: int = 1
@@ -104,6 +107,7 @@ def _choose_experts_kernel(
     NUM_SPLITS: tl.constexpr,
     COUNT: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
+    IS_OF_CHOSEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -127,15 +131,24 @@ def _choose_experts_kernel(
         is_expert,
         NUM_SPLITS,
     )
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
     if IS_SIGMOID:
         scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
+        choice = scores
+    elif IS_OF_CHOSEN:
+        if HAS_BIAS:
+            logits += bias
+        logits = tl.where(is_expert, logits, lowest)
+        scores = tl.exp(logits - tl.max(logits, axis=0))  # to be divided by the sum of the chosen
+        choice = logits
     else:
         logits = tl.where(is_expert, logits, lowest)
         powers = tl.exp(logits - tl.max(logits, axis=0))
         scores = tl.div_rn(powers, tl.sum(powers, axis=0))
-    choice = scores
-    if HAS_BIAS:
-        choice += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
+        choice = scores
+    if HAS_BIAS and not IS_OF_CHOSEN:
+        choice += bias
     choice = tl.where(choice == choice, choice, SCORE_OF_NAN)
     if NUM_GROUPS > 1:
         is_open = _best_groups(
@@ -166,23 +179,33 @@ def _choose_experts_kernel(
 
 
 def choose_experts(
-    logits: torch.Tensor, bias: torch.Tensor | None, row_indptr: torch.Tensor, rule: ChoiceRule
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    row_indptr: torch.Tensor,
+    rule: ChoiceRule,
+    ids: torch.Tensor | None = None,
 ) -> ChosenExperts:
     """Choose the experts of every row; a row's depend on its logits alone.
 
     Args:
         logits: [S, T, E] f32, see `linear_addends`.
-        bias: [E] f32, added to scores for the choice alone; None: there is none.
+        bias: [E] f32, added to scores for the choice alone, or to logits if the rule is so; None:
+            there is none.
         row_indptr: [R + 1] i32, whose last value is the number of rows without padding.
+        ids: [T, count] i32, where the ids are left; None: in memory of their own.
+    Mutates: `ids`.
     Source: arXiv:2412.19437 for groups and bias.
     """
     assert bias is None or bias.dtype == torch.float32
+    assert rule.is_normalised or not rule.is_of_chosen
     if not use_triton(logits):
-        return choose_experts_ref(logits, bias, row_indptr, rule)
+        return choose_experts_ref(logits, bias, row_indptr, rule, ids)
     splits, num_rows, num_experts = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     assert row_indptr.is_contiguous() and num_experts % rule.num_groups == 0
-    ids = torch.empty((num_rows, rule.count), dtype=torch.int32, device=logits.device)
+    if ids is None:
+        ids = torch.empty((num_rows, rule.count), dtype=torch.int32, device=logits.device)
+    assert ids.shape == (num_rows, rule.count) and ids.is_contiguous() and ids.dtype == torch.int32
     weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     if num_rows == 0:
         return ChosenExperts(ids=ids, weights=weights)
@@ -202,6 +225,7 @@ def choose_experts(
         NUM_SPLITS=splits,
         COUNT=rule.count,
         IS_SIGMOID=rule.is_sigmoid,
+        IS_OF_CHOSEN=rule.is_of_chosen,
         HAS_BIAS=bias is not None,
         IS_NORMALISED=rule.is_normalised,
         NUM_GROUPS=rule.num_groups,
@@ -218,18 +242,21 @@ def choose_experts(
 
 
 def choose_experts_ref(
-    logits: torch.Tensor, bias: torch.Tensor | None, row_indptr: torch.Tensor, rule: ChoiceRule
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    row_indptr: torch.Tensor,
+    rule: ChoiceRule,
+    ids: torch.Tensor | None = None,
 ) -> ChosenExperts:
     """Do what `choose_experts` does in plain torch."""
     settle_vector_math()
     values = sum_addends_ref(logits, None, torch.float32)
     num_rows, num_experts = values.shape
-    if rule.is_sigmoid:
-        scores = 1 / (1 + torch.exp(-values))
-    else:
-        powers = torch.exp(values - values.amax(dim=1, keepdim=True))
-        scores = powers / powers.sum(dim=1, keepdim=True)
-    choice = scores if bias is None else scores + bias
+    if rule.is_of_chosen and bias is not None:
+        values, bias = values + bias, None
+    scores = _scores(values, rule)
+    choice = values if rule.is_of_chosen else scores
+    choice = choice if bias is None else choice + bias
     choice = choice.nan_to_num(nan=_SCORE_OF_NAN)
     if rule.num_groups > 1:
         groups = choice.view(num_rows, rule.num_groups, -1)
@@ -238,15 +265,23 @@ def choose_experts_ref(
         is_open = torch.zeros_like(judged, dtype=torch.bool).scatter(1, best, value=True)
         choice = groups.masked_fill(~is_open[:, :, None], _SCORE_OF_OTHERS).view_as(choice)
     order = choice.sort(dim=1, descending=True, stable=True).indices
-    ids = order[:, : rule.count].sort(dim=1).values
-    weights = scores.gather(1, ids)
+    chosen = order[:, : rule.count].sort(dim=1).values
+    weights = scores.gather(1, chosen)
     if rule.is_normalised:
         total = weights[:, 0]
         for slot in range(1, rule.count):
             total = total + weights[:, slot]
         weights = weights / (total + _TINY)[:, None]
     weights = weights * rule.scaling_factor
-    is_padding = torch.arange(num_rows, device=ids.device) >= row_indptr[-1]
-    ids = ids.masked_fill(is_padding[:, None], num_experts)
+    is_padding = torch.arange(num_rows, device=chosen.device) >= row_indptr[-1]
+    chosen = chosen.masked_fill(is_padding[:, None], num_experts).to(torch.int32)
     weights = weights.masked_fill(is_padding[:, None], 0.0)
-    return ChosenExperts(ids=ids.to(torch.int32), weights=weights)
+    return ChosenExperts(ids=chosen if ids is None else ids.copy_(chosen), weights=weights)
+
+
+def _scores(logits: torch.Tensor, rule: ChoiceRule) -> torch.Tensor:
+    """Return what is weighed: of chosen experts alone still to be divided by the sum of these."""
+    if rule.is_sigmoid:
+        return 1 / (1 + torch.exp(-logits))
+    powers = torch.exp(logits - logits.amax(dim=1, keepdim=True))
+    return powers if rule.is_of_chosen else powers / powers.sum(dim=1, keepdim=True)

@@ -10,6 +10,7 @@ Grid: (programs that share an expert's rows, tiles of outputs, pairs or experts)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,23 @@ from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import aligned, count_launch, dot_dtype, use_triton
 from shared.kernels.expert_choice import ChosenExperts
 from shared.kernels.expert_order import order_pairs
-from shared.kernels.expert_products_cpu import ExpertWeights, apply_experts_cpu
+from shared.kernels.expert_products_cpu import (
+    PLAIN_FORM,
+    ExpertForm,
+    ExpertWeights,
+    KernelWeights,
+    apply_experts_cpu,
+)
 from shared.kernels.linear import blocks_of
 from shared.kernels.linear_tiles import INTERPRETED_TILES, SQUARE_TILES, Tiles
+from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, WORDS_K, Mxfp4Weights, from_mxfp4
 
 # Pairs have programs of their own while hardly any two of them share an expert.
 _EXPERTS_PER_PAIR = 4
 # Tiles hold so many times the rows that an expert has on average.
 _ROOM = 2
+
+_PART, _PARTS = tl.constexpr(MXFP4_BLOCK), tl.constexpr(NUM_PARTS)
 
 
 @triton.jit
@@ -56,21 +66,48 @@ def _pairs_at(pairs_ptr, place, end, IS_DIRECT: tl.constexpr):
     return tl.load(pairs_ptr + place)
 
 
+@triton.jit
+def _rows_at(x_ptrs, k, column, width_k, IS_WHOLE: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """Return values [k, k + columns) of rows as operand of a product; 0 past the last one."""
+    if IS_WHOLE:
+        x = tl.load(x_ptrs + k)
+    else:
+        x = tl.load(x_ptrs + k, mask=(k + column < width_k)[None, :], other=0.0)
+    return x.to(DOT_DTYPE)
+
+
+@triton.jit
+def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return silu(gate) * up, or what `clamped_swiglu` returns; NaN stays NaN."""
+    if LIMIT == 0:
+        return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, up)
+    up = tl.where(up < -LIMIT, -LIMIT, up)
+    return tl.div_rn(gate, 1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+
+
 @triton.jit(do_not_specialize=["num_lanes"])
 def _expert_swiglu_kernel(
     x_ptr,  # [T, K]
     weight_desc,  # [E * 2 F, K] in blocks [BLOCK_N, BLOCK_K]; of each expert gate above up
+    scales_ptr,  # [E, blocks, 2 F] i32, unread unless IS_MXFP4, where the weight is one of words
     ids_ptr,  # [P] i32
     pairs_ptr,  # [P] i32, unread if IS_DIRECT
     indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
+    bias_ptr,  # [E, 2 F], unread unless HAS_BIAS
     out_ptr,  # [P, F] mutated
     width_f,
     width_k,
     num_lanes,
     NUM_EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     IS_DIRECT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -86,7 +123,12 @@ def _expert_swiglu_kernel(
     tl.assume(end_k > 0)
     first_row = expert * 2 * width_f + first_n
     n = first_n + tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, _PART if IS_MXFP4 else BLOCK_K)
+    if HAS_BIAS:
+        bias_ptr += expert.to(tl.int64) * 2 * width_f
+        is_biased = (n < width_f) & is_expert
+        gate_bias = tl.load(bias_ptr + n, mask=is_biased, other=0.0).to(tl.float32)
+        up_bias = tl.load(bias_ptr + width_f + n, mask=is_biased, other=0.0).to(tl.float32)
     for first in range(begin + tl.program_id(0) * BLOCK_T, end, num_lanes * BLOCK_T):
         place = first + tl.arange(0, BLOCK_T)
         pair = _pairs_at(pairs_ptr, place, end, IS_DIRECT).to(tl.int64)
@@ -94,16 +136,31 @@ def _expert_swiglu_kernel(
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(0, end_k, BLOCK_K):
-            if IS_WHOLE:
-                x = tl.load(x_ptrs + k)
+            if IS_MXFP4:
+                gate_words = weight_desc.load([first_row, k // _PARTS])
+                up_words = weight_desc.load([first_row + width_f, k // _PARTS])
+                block = (expert * tl.cdiv(width_k, BLOCK_K) + k // BLOCK_K) * 2
+                block_ptr = scales_ptr + block * width_f + n
+                has_scale = (n < width_f) & is_expert
+                gate_scales = tl.load(block_ptr, mask=has_scale, other=0)
+                up_scales = tl.load(block_ptr + width_f, mask=has_scale, other=0)
+                for part in tl.static_range(_PARTS):
+                    of_part = column + part * _PART
+                    x = _rows_at(x_ptrs + part * _PART, k, of_part, width_k, IS_WHOLE, DOT_DTYPE)
+                    gate_weight = from_mxfp4(gate_words, gate_scales, part, DOT_DTYPE)
+                    up_weight = from_mxfp4(up_words, up_scales, part, DOT_DTYPE)
+                    gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
+                    up = tl.dot(up_weight, x.T, up, input_precision="ieee")
             else:
-                x = tl.load(x_ptrs + k, mask=(k + column < width_k)[None, :], other=0.0)
-            x = x.to(DOT_DTYPE)
-            gate_weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
-            up_weight = weight_desc.load([first_row + width_f, k]).to(DOT_DTYPE)
-            gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
-            up = tl.dot(up_weight, x.T, up, input_precision="ieee")
-        out = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+                x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE)
+                gate_weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
+                up_weight = weight_desc.load([first_row + width_f, k]).to(DOT_DTYPE)
+                gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
+                up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+        if HAS_BIAS:
+            gate += gate_bias[:, None]
+            up += up_bias[:, None]
+        out = _activated(gate, up, LIMIT, ALPHA)
         tl.store(
             out_ptr + pair[None, :] * width_f + n[:, None],
             tl.where(is_expert, out, 0.0).to(out_ptr.dtype.element_ty),
@@ -115,10 +172,12 @@ def _expert_swiglu_kernel(
 def _expert_down_kernel(
     x_ptr,  # [P, K]
     weight_desc,  # [E * N, K] in blocks [BLOCK_N, BLOCK_K]
+    scales_ptr,  # [E, blocks, N] i32, unread unless IS_MXFP4, where the weight is one of words
     ids_ptr,  # [P] i32
     pairs_ptr,  # [P] i32, unread if IS_DIRECT
     indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
     weights_ptr,  # [P] f32
+    bias_ptr,  # [E, N], unread unless HAS_BIAS
     out_ptr,  # [SLOTS, T, N] f32 mutated
     num_rows,
     width_n,
@@ -126,8 +185,10 @@ def _expert_down_kernel(
     num_lanes,
     NUM_EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     IS_DIRECT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -141,19 +202,33 @@ def _expert_down_kernel(
     tl.assume(end_k > 0)
     first_row = expert * width_n + first_n
     n = first_n + tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, _PART if IS_MXFP4 else BLOCK_K)
+    if HAS_BIAS:
+        bias_ptr += expert.to(tl.int64) * width_n
+        is_biased = (n < width_n) & (expert < NUM_EXPERTS)
+        bias = tl.load(bias_ptr + n, mask=is_biased, other=0.0).to(tl.float32)
     for first in range(begin + tl.program_id(0) * BLOCK_T, end, num_lanes * BLOCK_T):
         place = first + tl.arange(0, BLOCK_T)
         pair = _pairs_at(pairs_ptr, place, end, IS_DIRECT).to(tl.int64)
         x_ptrs = x_ptr + pair[:, None] * width_k + column[None, :]
         total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(0, end_k, BLOCK_K):
-            if IS_WHOLE:
-                x = tl.load(x_ptrs + k)
+            if IS_MXFP4:
+                words = weight_desc.load([first_row, k // _PARTS])
+                block = expert * tl.cdiv(width_k, BLOCK_K) + k // BLOCK_K
+                has_scale = (n < width_n) & (expert < NUM_EXPERTS)
+                scales = tl.load(scales_ptr + block * width_n + n, mask=has_scale, other=0)
+                for part in tl.static_range(_PARTS):
+                    of_part = column + part * _PART
+                    x = _rows_at(x_ptrs + part * _PART, k, of_part, width_k, IS_WHOLE, DOT_DTYPE)
+                    weight = from_mxfp4(words, scales, part, DOT_DTYPE)
+                    total = tl.dot(weight, x.T, total, input_precision="ieee")
             else:
-                x = tl.load(x_ptrs + k, mask=(k + column < width_k)[None, :], other=0.0)
-            weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
-            total = tl.dot(weight, x.to(DOT_DTYPE).T, total, input_precision="ieee")
+                x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE)
+                weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
+                total = tl.dot(weight, x.T, total, input_precision="ieee")
+        if HAS_BIAS:
+            total += bias[:, None]
         total *= tl.load(weights_ptr + pair)[None, :]
         addend = (pair % SLOTS) * num_rows + pair // SLOTS
         tl.store(
@@ -206,6 +281,7 @@ def apply_experts(
     down: ExpertWeights,
     chosen: ChosenExperts,
     out: torch.Tensor,
+    form: ExpertForm = PLAIN_FORM,
 ) -> None:
     """Compute w * W_down (silu(W_gate x) * W_up x) of each row's experts, as addends of their sum.
 
@@ -214,17 +290,15 @@ def apply_experts(
 
     Args:
         x: [T, K].
-        gate_up: [E, 2 F, K], the rows of gate above those of up; dtype of x.
+        gate_up: [E, 2 F, K], the rows of gate above those of up; dtype of x, or MXFP4.
         down: [E, N, F].
         chosen: Experts of each row.
         out: [count, T, N] f32, in slots as the experts of a row are; zeros in rows of padding.
+        form: What else they compute.
     Mutates: `out`, all of it.
     """
-    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
-        apply_experts_cpu(x, gate_up, down, chosen, out)
-        return
-    if not use_triton(x):
-        apply_experts_cpu(x, gate_up, down, chosen, out)
+    if isinstance(gate_up, Sequence) or isinstance(down, Sequence) or not use_triton(x):
+        apply_experts_cpu(x, gate_up, down, chosen, out, form)
         return
     num_experts, width_n, width_f = down.shape
     num_rows, count = chosen.ids.shape
@@ -237,16 +311,17 @@ def apply_experts(
     if not grid.is_direct:
         order = order_pairs(chosen.ids, num_experts)
     inner = torch.empty((num_rows * count, width_f), dtype=x.dtype, device=x.device)
-    _launch_swiglu(aligned(x), gate_up, chosen.ids, order, grid, inner)
-    _launch_down(inner, down, chosen, order, grid, out)
+    _launch_swiglu(aligned(x), gate_up, chosen.ids, order, grid, form, inner)
+    _launch_down(inner, down, chosen, order, grid, form.down_bias, out)
 
 
 def _launch_swiglu(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: KernelWeights,
     ids: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
     grid: _Grid,
+    form: ExpertForm,
     out: torch.Tensor,
 ) -> None:
     """Launch gate and up. Mutates: `out`, all of it."""
@@ -254,27 +329,35 @@ def _launch_swiglu(
     tiles = INTERPRETED_TILES
     if x.is_cuda:
         tiles = choose_up_tiles(grid.rows_per_expert, x.element_size())
+    weight_desc, scales, tiles = _operands(weight, tiles)
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_swiglu")
     _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), grid.num_items)](
         x,
-        _describe(weight, tiles),
+        weight_desc,
+        scales,
         ids,
         *order,
+        x if form.gate_up_bias is None else form.gate_up_bias,
         out,
         width_f,
         width_k,
         num_lanes,
+        HAS_BIAS=form.gate_up_bias is not None,
+        LIMIT=form.limit,
+        ALPHA=form.alpha,
+        IS_MXFP4=isinstance(weight, Mxfp4Weights),
         **_options(x, ids, tiles, grid, num_experts, width_k),
     )
 
 
 def _launch_down(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: KernelWeights,
     chosen: ChosenExperts,
     order: tuple[torch.Tensor, torch.Tensor],
     grid: _Grid,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Launch the second product. Mutates: `out`, all of it."""
@@ -282,26 +365,35 @@ def _launch_down(
     tiles = INTERPRETED_TILES
     if x.is_cuda:
         tiles = choose_down_tiles(grid.rows_per_expert, x.element_size())
+    weight_desc, scales, tiles = _operands(weight, tiles)
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_down")
     _expert_down_kernel[(num_lanes, triton.cdiv(width_n, tiles.block_n), grid.num_items)](
         x,
-        _describe(weight, tiles),
+        weight_desc,
+        scales,
         chosen.ids,
         *order,
         chosen.weights,
+        x if bias is None else bias,
         out,
         len(chosen.ids),
         width_n,
         width_k,
         num_lanes,
+        HAS_BIAS=bias is not None,
+        IS_MXFP4=isinstance(weight, Mxfp4Weights),
         **_options(x, chosen.ids, tiles, grid, num_experts, width_k),
     )
 
 
-def _describe(weight: torch.Tensor, tiles: Tiles) -> TensorDescriptor:
-    """Describe the weights of all experts as one matrix."""
-    return blocks_of(weight.flatten(0, 1), tiles.block_n, tiles.block_k)
+def _operands(weight: KernelWeights, tiles: Tiles) -> tuple[TensorDescriptor, torch.Tensor, Tiles]:
+    """Return the weights of all experts as one matrix, their scales, and tiles that fit them."""
+    if isinstance(weight, Mxfp4Weights):
+        tiles = tiles._replace(block_k=WORDS_K)
+        words = weight.values.flatten(0, 1)
+        return blocks_of(words, tiles.block_n, MXFP4_BLOCK), weight.scales, tiles
+    return blocks_of(weight.flatten(0, 1), tiles.block_n, tiles.block_k), weight, tiles
 
 
 def _options(

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
+from shared.kernels.dispatch import use_triton
 from shared.kernels.expert_choice import ChosenExperts
+from shared.kernels.mxfp4 import Mxfp4Weights, dequantize_mxfp4, pack_mxfp4
 from shared.kernels.products_cpu import CpuProducts, CpuWeight, Weight, linear_cpu
-from shared.kernels.swiglu import swiglu
+from shared.kernels.swiglu import clamped_swiglu, swiglu
 
-ExpertWeights = torch.Tensor | Sequence[Weight]
-"""One weight [N, K] of each expert: a tensor [E, N, K], or packed, if a CPU computes with it."""
+KernelWeights = torch.Tensor | Mxfp4Weights
+"""One weight [N, K] of each expert, as kernels read them: [E, N, K]."""
+ExpertWeights = KernelWeights | Sequence[Weight]
+"""The same, or packed for a CPU that computes with them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertForm:
+    """What experts compute beside w * W_down (silu(W_gate x) * W_up x).
+
+    Args:
+        gate_up_bias: [E, 2 F], added to the first products; None: nothing is.
+        down_bias: [E, N], added to the second one before it is weighted; None: nothing is.
+        limit: What gate and up are limited to, in a `clamped_swiglu`; 0: silu(gate) * up.
+        alpha: Of the clamped one.
+    """
+
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+PLAIN_FORM = ExpertForm()
 
 
 def hold_experts(
@@ -33,23 +58,53 @@ def hold_experts(
     return stacked
 
 
+def hold_mxfp4(
+    products: CpuProducts,
+    weights: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    num_experts: int,
+    dtype: torch.dtype,
+) -> ExpertWeights:
+    """Return weights of experts in MXFP4 as their products read them: a CPU dequantised.
+
+    Args:
+        weights: As in `pack_mxfp4`.
+        dtype: Of the rows that are multiplied by them.
+    """
+    values, scales = next(weights)
+    rest = chain([(values, scales)], weights)
+    if values.is_cuda or use_triton(values):
+        return pack_mxfp4(rest, num_experts, dtype)
+    dense = (dequantize_mxfp4(*weight).to(dtype) for weight in rest)
+    return hold_experts(products, dense, num_experts)
+
+
 def apply_experts_cpu(
     x: torch.Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
     chosen: ChosenExperts,
     out: torch.Tensor,
+    form: ExpertForm = PLAIN_FORM,
 ) -> None:
     """Do what `apply_experts` does on a CPU.
 
+    Args:
+        gate_up, down: Not in MXFP4.
     Mutates: `out`, all of it.
     """
+    assert not isinstance(gate_up, Mxfp4Weights) and not isinstance(down, Mxfp4Weights)
     out.zero_()
     for expert in chosen.ids.unique().tolist():
         if expert == len(down):  # padding
             continue
         rows, slots = (chosen.ids == expert).nonzero(as_tuple=True)
-        product = linear_cpu(x[rows], gate_up[expert], out_dtype=torch.float32)
-        inner = swiglu(*product.chunk(2, dim=1)).to(x.dtype)
-        y = linear_cpu(inner, down[expert], out_dtype=torch.float32)
+        bias = None if form.gate_up_bias is None else form.gate_up_bias[expert]
+        product = linear_cpu(x[rows], gate_up[expert], bias, out_dtype=torch.float32)
+        gate, up = product.chunk(2, dim=1)
+        if form.limit:
+            inner = clamped_swiglu(gate, up, form.limit, form.alpha)
+        else:
+            inner = swiglu(gate, up)
+        bias = None if form.down_bias is None else form.down_bias[expert]
+        y = linear_cpu(inner.to(x.dtype), down[expert], bias, out_dtype=torch.float32)
         out[slots, rows] = y * chosen.weights[rows, slots, None]

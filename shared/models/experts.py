@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from shared.kernels.expert_choice import ChoiceRule, ChosenExperts, choose_experts
 from shared.kernels.expert_products import apply_experts
-from shared.kernels.expert_products_cpu import ExpertWeights, hold_experts
-from shared.kernels.linear import linear_addends, num_addends
+from shared.kernels.linear import linear, linear_addends, num_addends
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.swiglu import logistic
 from shared.models.attention import Rows
 from shared.models.checkpoint import CheckpointReader
+from shared.models.expert_weights import load_expert_weights
 from shared.models.experts_config import ExpertsConfig, GroupScore, Scoring
 from shared.models.projections import Product, load_rows
 
@@ -23,16 +22,25 @@ class Experts:
     Args:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
         hidden_size: Width of the residual stream.
+        index: How many layers with experts come before it.
     """
 
     def __init__(
-        self, reader: CheckpointReader, prefix: str, config: ExpertsConfig, hidden_size: int
+        self,
+        reader: CheckpointReader,
+        prefix: str,
+        config: ExpertsConfig,
+        hidden_size: int,
+        index: int = 0,
     ) -> None:
+        self._index = index
         names = config.tensors
         prefix = f"{prefix}.{names.block}"
+        router = f"{prefix}.{names.router}"
         self._rule = ChoiceRule(
             count=config.num_experts_per_tok,
             is_sigmoid=config.scoring is Scoring.SIGMOID,
+            is_of_chosen=config.scoring is Scoring.SOFTMAX_OF_CHOSEN,
             is_normalised=config.is_normalised,
             scaling_factor=config.scaling_factor,
             num_groups=config.num_groups,
@@ -40,26 +48,12 @@ class Experts:
             judges_by_two=config.group_score is GroupScore.BEST_TWO,
         )
         num_experts = config.num_experts
-        self._router = reader.load_weight(f"{prefix}.gate.weight", (num_experts, hidden_size))
+        self._router = reader.load_weight(f"{router}.weight", (num_experts, hidden_size))
         self._bias = None
-        if config.has_correction_bias:
-            name = f"{prefix}.gate.e_score_correction_bias"
+        if config.router_bias:
+            name = f"{router}.{config.router_bias}"
             self._bias = reader.load(name, (num_experts,), dtype=torch.float32)
-        experts = [f"{prefix}.experts.{expert}" for expert in range(num_experts)]
-        gate_up_names = (names.gate, names.up)
-        self._gate_up = hold_experts(
-            reader.products,
-            _gate_ups(reader, experts, gate_up_names, (config.width, hidden_size)),
-            num_experts,
-        )
-        self._down: ExpertWeights = hold_experts(
-            reader.products,
-            (
-                reader.load_dense(f"{expert}.{names.down}.weight", (hidden_size, config.width))
-                for expert in experts
-            ),
-            num_experts,
-        )
+        self._experts = load_expert_weights(reader, prefix, config, hidden_size)
         self._shared = None
         if config.shared_width:
             shared = f"{prefix}.{names.shared}"
@@ -68,6 +62,10 @@ class Experts:
             gate_up = load_rows(reader, shared, parts, hidden_size, None)
             down = reader.load_projection(f"{shared}.down_proj.weight", shape[::-1])
             self._shared = (reader.products.weight(gate_up), down)
+        self._shared_gate = None
+        if config.has_shared_gate:
+            name = f"{prefix}.{names.shared}_gate.weight"
+            self._shared_gate = reader.load_weight(name, (1, hidden_size))
 
     def forward(self, x: torch.Tensor, rows: Rows) -> Product:
         """Return what to add to the residual stream: first of the shared expert, then of the chosen
@@ -84,18 +82,16 @@ class Experts:
         if self._shared is not None:
             inner = linear_swiglu(x, self._shared[0])
             linear_addends(inner, self._shared[1], out=addends[:num_shared])
-        apply_experts(x, self._gate_up, self._down, chosen, addends[num_shared:])
+            if self._shared_gate is not None:
+                gate = logistic(linear(x, self._shared_gate, out_dtype=torch.float32))  # [T, 1]
+                addends[:num_shared].mul_(gate)
+        experts = self._experts
+        routed = addends[num_shared:]
+        apply_experts(x, experts.gate_up, experts.down, chosen, routed, experts.form)
         return Product(addends=addends, bias=None)
 
     def choose(self, x: torch.Tensor, rows: Rows) -> ChosenExperts:
         """Return the experts of every row; see `forward`."""
         logits = linear_addends(x, self._router)
-        return choose_experts(logits, self._bias, rows.attention.row_indptr, self._rule)
-
-
-def _gate_ups(
-    reader: CheckpointReader, modules: list[str], names: tuple[str, str], shape: tuple[int, int]
-) -> Iterator[torch.Tensor]:
-    """Load the gate of each module above its up."""
-    for module in modules:
-        yield torch.cat([reader.load_dense(f"{module}.{name}.weight", shape) for name in names])
+        out = None if rows.expert_ids is None else rows.expert_ids[self._index]
+        return choose_experts(logits, self._bias, rows.attention.row_indptr, self._rule, out)

@@ -18,6 +18,8 @@ class Scoring(enum.StrEnum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+    """The best logits are chosen, and the softmax is over these alone."""
 
 
 class GroupScore(enum.StrEnum):
@@ -35,15 +37,20 @@ class ExpertTensors:
 
     Args:
         block: The module of a layer, "mlp" or another.
+        router: The module of the router.
         gate, up, down: The projections of one expert.
         shared: The module of what is applied to every token.
+        is_fused: All experts are in one tensor of each projection: `gate_up_proj`, in which gate
+            and up alternate, and `down_proj`. They are transposed, or blocks and scales of MXFP4.
     """
 
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    is_fused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +61,20 @@ class ExpertsConfig:
         num_experts_per_tok: Experts of one token.
         width: Width of an expert.
         scoring: Of the router.
-        has_correction_bias: Experts are chosen by score + bias, and weighted by score.
+        router_bias: Name of a tensor of the router; "": there is none. Experts are chosen by score
+            + bias and weighted by score; a softmax of the chosen is over logits + bias.
         is_normalised: The weights of a token's experts are divided by their sum.
         scaling_factor: What the weights are then multiplied by.
         num_groups: Groups of neighbouring experts; 1: all are chosen from.
         num_chosen_groups: Groups that experts are chosen from.
         group_score: What groups are judged by.
         shared_width: Width of the feed-forward that every token passes besides; 0: there is none.
+        has_shared_gate: Its output is multiplied by the logistic function of a projection, to one
+            value, of its input.
         dense_layers: Layers without experts.
+        has_bias: The projections of experts have biases.
+        swiglu_limit: Gate and up are limited to it, see `clamped_swiglu`; 0: silu(gate) * up.
+        swiglu_alpha: Of the limited ones.
         tensors: Names in the checkpoint.
     """
 
@@ -69,15 +82,23 @@ class ExpertsConfig:
     num_experts_per_tok: int
     width: int
     scoring: Scoring = Scoring.SOFTMAX
-    has_correction_bias: bool = False
+    router_bias: str = ""
     is_normalised: bool = True
     scaling_factor: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
     group_score: GroupScore = GroupScore.BEST_TWO
     shared_width: int = 0
+    has_shared_gate: bool = False
     dense_layers: frozenset[int] = frozenset()
+    has_bias: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.0
     tensors: ExpertTensors = ExpertTensors()
+
+    def index_of(self, layer_id: int) -> int:
+        """Return how many layers with experts come before a layer."""
+        return layer_id - sum(dense < layer_id for dense in self.dense_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +108,11 @@ class ExpertsFamily:
     Args:
         count_fields: Names of the number of experts, any of them.
         width_field: Name of an expert's width.
+        router_bias, has_bias: As in ExpertsConfig.
+        is_clamped: Gate and up are limited, as `swiglu_limit` and `swiglu_alpha` say.
         always_normalises: Weights are normalised whatever `norm_topk_prob` says.
+        shared_width_field: Name of the width of what every token passes besides; "": `has_shared`.
+        has_shared_gate: That has a gate.
         has_shared: `n_shared_experts` says how many experts' width every token passes besides.
         has_groups: `n_group` and `topk_group` limit what is chosen from, unless `topk_method` is
             "greedy".
@@ -96,8 +121,12 @@ class ExpertsFamily:
     count_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
     width_field: str = "moe_intermediate_size"
     scoring: Scoring = Scoring.SOFTMAX
-    has_correction_bias: bool = False
+    router_bias: str = ""
+    has_bias: bool = False
+    is_clamped: bool = False
     always_normalises: bool = False
+    shared_width_field: str = ""
+    has_shared_gate: bool = False
     has_shared: bool = False
     has_groups: bool = False
     group_score: GroupScore = GroupScore.BEST_TWO
@@ -136,19 +165,26 @@ def parse_experts(
         raise CheckpointError(f"{source}: n_group = {num_groups} leaves one expert to a group")
     width = _positive(fields, family.width_field, source)
     num_shared = _natural(fields, "n_shared_experts", source) if family.has_shared else 0
+    shared_width = num_shared * width
+    if family.shared_width_field:
+        shared_width = _positive(fields, family.shared_width_field, source)
     return ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,
         width=width,
         scoring=family.scoring,
-        has_correction_bias=family.has_correction_bias,
+        router_bias=family.router_bias,
         is_normalised=family.always_normalises or bool(fields.get("norm_topk_prob", False)),
-        scaling_factor=_scaling_factor(fields, source),
+        scaling_factor=_number(fields, "routed_scaling_factor", source, 1.0),
         num_groups=num_groups,
         num_chosen_groups=num_chosen,
         group_score=family.group_score,
-        shared_width=num_shared * width,
+        shared_width=shared_width,
+        has_shared_gate=family.has_shared_gate,
         dense_layers=dense_layers,
+        has_bias=family.has_bias,
+        swiglu_limit=_number(fields, "swiglu_limit", source, 7.0) if family.is_clamped else 0.0,
+        swiglu_alpha=_number(fields, "swiglu_alpha", source, 1.702) if family.is_clamped else 1.0,
         tensors=family.tensors,
     )
 
@@ -170,14 +206,12 @@ def _dense_layers(fields: Mapping[str, Any], source: str, num_layers: int) -> fr
     return frozenset(i for i in layers if i < first or (i + 1) % step or i in listed)
 
 
-def _scaling_factor(fields: Mapping[str, Any], source: str) -> float:
-    value = fields.get("routed_scaling_factor")
+def _number(fields: Mapping[str, Any], name: str, source: str, default: float) -> float:
+    value = fields.get(name)
     if value is None:
-        return 1.0
+        return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(
-            f"{source}: routed_scaling_factor must be a positive number, got {value!r}"
-        )
+        raise CheckpointError(f"{source}: {name} must be a positive number, got {value!r}")
     return float(value)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 from shared.kernels import expert_choice, expert_order, expert_products
+from shared.kernels.linear_tiles import Tiles
 from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launch_options
 
 
 def choice_kernels():
-    """Yield, as `kernels` does, what chooses the experts of rows, of Qwen3's and DeepSeek's."""
-    for num_experts, is_grouped in ((128, False), (256, True)):
+    """Yield, as `kernels` does, what chooses the experts of rows, of Qwen3, gpt-oss, DeepSeek."""
+    for num_experts, is_grouped, is_of_chosen in (
+        (128, False, False),
+        (32, False, True),
+        (256, True, False),
+    ):
         yield (
             expert_choice._choose_experts_kernel,
             ["*fp32", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "fp32"],
@@ -18,7 +25,8 @@ def choice_kernels():
                 "NUM_SPLITS": 2,
                 "COUNT": 8,
                 "IS_SIGMOID": is_grouped,
-                "HAS_BIAS": is_grouped,
+                "IS_OF_CHOSEN": is_of_chosen,
+                "HAS_BIAS": is_grouped or is_of_chosen,
                 "IS_NORMALISED": True,
                 "NUM_GROUPS": 8 if is_grouped else 1,
                 "GROUP_BLOCK": 8 if is_grouped else 1,
@@ -43,25 +51,36 @@ def expert_kernels(dtype: str):
     """Yield, as `kernels` does, the products by the experts' weights."""
     values, size = f"*{dtype}", 4 if dtype == "fp32" else 2
     ids = ["*i32"] * 3
-    for rows_per_expert in (1, 32, 64, 128, 256):
+    for rows_per_expert, is_mxfp4 in itertools.product((1, 32, 64, 128, 256), (False, True)):
         shape = {
             "DOT_DTYPE": DOT_DTYPES[dtype],
             "NUM_EXPERTS": 128,
             "SLOTS": 8,
+            "HAS_BIAS": is_mxfp4,
             "IS_DIRECT": rows_per_expert == 1,
-            "IS_WHOLE": rows_per_expert != 64,
+            "IS_WHOLE": rows_per_expert != 64 and not is_mxfp4,
+            "IS_MXFP4": is_mxfp4,
         }
         tiles = expert_products.choose_up_tiles(rows_per_expert, size)
+        weight, tiles = _weight(dtype, tiles, is_mxfp4=is_mxfp4)
         yield (
             expert_products._expert_swiglu_kernel,
-            [values, descriptors(dtype, tiles)[1], *ids, values, *["i32"] * 3],
-            {**shape, **blocks(tiles)},
+            [values, *weight, *ids, values, values, *["i32"] * 3],
+            {**shape, **blocks(tiles), "LIMIT": 7.0 * is_mxfp4, "ALPHA": 1.702},
             launch_options(tiles),
         )
         tiles = expert_products.choose_down_tiles(rows_per_expert, size)
+        weight, tiles = _weight(dtype, tiles, is_mxfp4=is_mxfp4)
         yield (
             expert_products._expert_down_kernel,
-            [values, descriptors(dtype, tiles)[1], *ids, "*fp32", "*fp32", *["i32"] * 4],
+            [values, *weight, *ids, "*fp32", values, "*fp32", *["i32"] * 4],
             {**shape, **blocks(tiles)},
             launch_options(tiles),
         )
+
+
+def _weight(dtype: str, tiles: Tiles, *, is_mxfp4: bool) -> tuple[list[str], Tiles]:
+    """Return the types of a weight's descriptor and its scales, and the tiles that fit them."""
+    if not is_mxfp4:
+        return [descriptors(dtype, tiles)[1], f"*{dtype}"], tiles
+    return [f"tensordesc<i16[{tiles.block_n}, 32]>", "*i32"], tiles._replace(block_k=128)

@@ -8,7 +8,7 @@ import torch
 from shared.kernels.expert_choice import ChoiceRule, ChosenExperts, choose_experts
 from shared.kernels.expert_order import order_pairs
 from shared.kernels.expert_products import apply_experts
-from shared.kernels.expert_products_cpu import hold_experts
+from shared.kernels.expert_products_cpu import ExpertForm, hold_experts
 from shared.kernels.products_cpu import CpuProducts
 from tests.marks import first_if_interpreted
 
@@ -22,6 +22,7 @@ RULES = {
         count=4, is_sigmoid=True, scaling_factor=2.5, num_groups=4, num_chosen_groups=3
     ),
     "glm": ChoiceRule(count=4, is_sigmoid=True),
+    "gpt-oss": ChoiceRule(count=4, is_of_chosen=True),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 NUM_EXPERTS = 12
@@ -35,8 +36,12 @@ def indptr_of(num_rows: int, device: torch.device) -> torch.Tensor:
 def choose_one(logits: list[float], bias: list[float] | None, rule: ChoiceRule) -> dict[int, float]:
     """Choose a row's experts value by value; expert -> weight, in order of ids."""
     values = torch.tensor(logits, dtype=torch.float64)
-    scores = (values.sigmoid() if rule.is_sigmoid else values.softmax(0)).tolist()
-    choice = [score + extra for score, extra in zip(scores, bias or [0.0] * len(scores))]  # noqa: B905
+    extras = torch.tensor(bias or [0.0] * len(logits), dtype=torch.float64)
+    if rule.is_of_chosen:
+        values = values + extras
+    weighed = values.sigmoid() if rule.is_sigmoid else values.softmax(0)
+    choice = (values if rule.is_of_chosen else weighed + extras).tolist()
+    scores = weighed.tolist()
     size = len(scores) // rule.num_groups
     groups = [range(i * size, (i + 1) * size) for i in range(rule.num_groups)]
     num_judged = 2 if rule.judges_by_two else 1
@@ -55,7 +60,7 @@ def choose_one(logits: list[float], bias: list[float] | None, rule: ChoiceRule) 
 def test_choice_is_that_of_a_reference(device: torch.device, name: str) -> None:
     rule, num_rows = RULES[name], 9
     logits = torch.randn(2, num_rows, NUM_EXPERTS)
-    bias = torch.randn(NUM_EXPERTS) if rule.is_sigmoid else None
+    bias = torch.randn(NUM_EXPERTS) if rule.is_sigmoid or rule.is_of_chosen else None
     chosen = choose_experts(
         logits.to(device),
         None if bias is None else bias.to(device),
@@ -83,7 +88,7 @@ def test_ties_go_to_the_lower_expert_and_group(device: torch.device) -> None:
 
 # numpy, which interprets the kernel, warns of what is not a number.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "gpt-oss"])
 def test_rows_of_nan_choose_experts_that_exist(device: torch.device, name: str) -> None:
     rule = RULES[name]
     logits = torch.randn(1, 3, NUM_EXPERTS).to(device)
@@ -95,12 +100,37 @@ def test_rows_of_nan_choose_experts_that_exist(device: torch.device, name: str) 
     assert 0 <= int(chosen.ids.min()) and int(chosen.ids.max()) < NUM_EXPERTS
 
 
+def test_logits_choose_where_their_scores_vanish(device: torch.device) -> None:
+    """The best logits differ by 1e-6 of them, and others are too low to have a score at all."""
+    logits = torch.tensor([[[100.0, -200.0, 100.00001, -100.0, -99.0, 100.00002]]])
+    rule = ChoiceRule(count=4, is_of_chosen=True)
+    chosen = choose_experts(logits.to(device), None, indptr_of(1, device), rule)
+    assert chosen.ids.tolist() == [[0, 2, 4, 5]]
+    assert chosen.weights[0, 2] == 0 and float(chosen.weights.sum()) == pytest.approx(1)
+
+
 def test_padding_chooses_nobody(device: torch.device) -> None:
     chosen = choose_experts(
         torch.randn(1, 5, NUM_EXPERTS).to(device), None, indptr_of(3, device), RULES["glm"]
     )
     assert (chosen.ids[3:] == NUM_EXPERTS).all() and (chosen.weights[3:] == 0).all()
     assert (chosen.ids[:3] < NUM_EXPERTS).all() and (chosen.weights[:3] > 0).all()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_ids_may_be_left_in_memory_of_others(device: torch.device, name: str) -> None:
+    """The first rows of a layer's place get them; nothing else is touched."""
+    rule, num_rows = RULES[name], 5
+    logits = torch.randn(1, num_rows, NUM_EXPERTS).to(device)
+    bias = torch.randn(NUM_EXPERTS).to(device) if rule.is_sigmoid else None
+    indptr = indptr_of(3, device)
+    expected = choose_experts(logits, bias, indptr, rule)
+    places = torch.full((2, num_rows + 3, rule.count), -7, dtype=torch.int32, device=device)
+    ids = places[:, :num_rows][1]
+    chosen = choose_experts(logits, bias, indptr, rule, ids)
+    assert chosen.ids.data_ptr() == ids.data_ptr()
+    assert torch.equal(ids, expected.ids) and torch.equal(chosen.weights, expected.weights)
+    assert (places[0] == -7).all() and (places[1, num_rows:] == -7).all()
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 1500])
@@ -116,7 +146,13 @@ class Layer:
     """Weights of experts, and rows through them."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, widths: tuple[int, int, int], *, count: int
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        widths: tuple[int, int, int],
+        *,
+        count: int,
+        is_limited: bool = False,
     ) -> None:
         width_k, width_f, self.width_n = widths
         self.gate_up = torch.randn(NUM_EXPERTS, 2 * width_f, width_k) / width_k**0.5
@@ -127,6 +163,14 @@ class Layer:
             hold_experts(products, iter(w), NUM_EXPERTS) for w in (self.gate_up, self.down)
         ]
         self.count = count
+        self.form = ExpertForm()
+        if is_limited:
+            self.form = ExpertForm(
+                gate_up_bias=torch.randn(NUM_EXPERTS, 2 * width_f).to(device, dtype),
+                down_bias=torch.randn(NUM_EXPERTS, self.width_n).to(device, dtype),
+                limit=1.5,
+                alpha=1.702,
+            )
 
     def choose(self, ids: list[list[int]]) -> ChosenExperts:
         place = self.down.device
@@ -138,8 +182,23 @@ class Layer:
     def apply(self, x: torch.Tensor, chosen: ChosenExperts) -> torch.Tensor:
         """Return addends; memory that they leave unwritten is NaN."""
         out = torch.full((self.count, len(x), self.width_n), torch.nan, device=x.device)
-        apply_experts(x, *self._held, chosen, out)
+        apply_experts(x, *self._held, chosen, out, self.form)
         return out
+
+    def expert_of(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what an expert makes of one row, in float64 on the CPU."""
+        gate_up = self.gate_up[expert].double().cpu() @ x.double().cpu()
+        form = self.form
+        if form.gate_up_bias is not None:
+            gate_up += form.gate_up_bias[expert].double().cpu()
+        gate, up = gate_up.chunk(2)
+        if form.limit:
+            gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+            inner = gate * (form.alpha * gate).sigmoid() * (up + 1)
+        else:
+            inner = gate * gate.sigmoid() * up
+        y = self.down[expert].double().cpu() @ inner
+        return y if form.down_bias is None else y + form.down_bias[expert].double().cpu()
 
 
 def rows_of(chosen: ChosenExperts, rows: list[int]) -> ChosenExperts:
@@ -147,18 +206,19 @@ def rows_of(chosen: ChosenExperts, rows: list[int]) -> ChosenExperts:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "widths"),
+    ("dtype", "widths", "is_limited"),
     [
-        (torch.float32, (1, 1, 1)),
-        (torch.float32, (130, 70, 66)),
-        (torch.float16, (64, 64, 128)),
-        (torch.bfloat16, (72, 40, 24)),
+        (torch.float32, (1, 1, 1), False),
+        (torch.float32, (130, 70, 66), False),
+        (torch.float32, (66, 70, 130), True),
+        (torch.float16, (64, 64, 128), True),
+        (torch.bfloat16, (72, 40, 24), False),
     ],
 )
 def test_products_are_those_of_a_reference(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int, int]
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int, int], *, is_limited: bool
 ) -> None:
-    layer = Layer(device, dtype, widths, count=2)
+    layer = Layer(device, dtype, widths, count=2, is_limited=is_limited)
     chosen = layer.choose([[0, 3], [3, 11], [1, 3], [0, 10], [NUM_EXPERTS] * 2])
     x = torch.randn(5, widths[0]).to(device, dtype)
     got = layer.apply(x, chosen)
@@ -166,21 +226,19 @@ def test_products_are_those_of_a_reference(
         for slot, expert in enumerate(ids):
             want = torch.zeros(widths[2], dtype=torch.float64)
             if expert < NUM_EXPERTS:
-                gate_up = layer.gate_up[expert].double().cpu() @ x[row].double().cpu()
-                gate, up = gate_up.chunk(2)
-                want = layer.down[expert].double().cpu() @ (gate * gate.sigmoid() * up)
-                want *= float(chosen.weights[row, slot])
+                want = layer.expert_of(expert, x[row]) * float(chosen.weights[row, slot])
             torch.testing.assert_close(
                 got[slot, row].double().cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
             )
 
 
+@pytest.mark.parametrize("is_limited", [False, True])
 @pytest.mark.parametrize("dtype", first_if_interpreted([torch.float32, torch.bfloat16]))
 def test_bits_of_a_row_do_not_depend_on_the_others(
-    device: torch.device, dtype: torch.dtype
+    device: torch.device, dtype: torch.dtype, *, is_limited: bool
 ) -> None:
     """Alone, among many, all on one expert, on experts of their own, in any order, padded."""
-    layer = Layer(device, dtype, (67, 20, 18), count=3)
+    layer = Layer(device, dtype, (67, 20, 18), count=3, is_limited=is_limited)
     num_rows, own = 35, [2, 5, 9]
     x = torch.randn(num_rows, 67).to(device, dtype)
     crowds = {

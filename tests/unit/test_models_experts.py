@@ -11,6 +11,8 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.kernels.expert_choice import ChosenExperts, choose_experts
+from shared.messages import SamplingParams
+from shared.messages.routed_experts import join_routed
 from shared.models import experts as experts_module
 from shared.models.config import ModelConfig
 from shared.models.experts_config import ExpertsConfig, ExpertTensors, GroupScore, Scoring
@@ -19,6 +21,7 @@ from target_service.start_up import measure_costs
 from tests import checkpoints, families
 from tests.checkpoints import Tensors, edit_checkpoint
 from tests.engines import Models, Pairing, make_target, pool_of
+from tests.local_pair import LocalPair, LocalRequest
 from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 
 CPU = torch.device("cpu")
@@ -44,7 +47,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+)
 def test_routers_choose_whom_those_of_transformers_choose(
     tmp_path: Path, name: str, chosen: list[ChosenExperts]
 ) -> None:
@@ -54,17 +59,66 @@ def test_routers_choose_whom_those_of_transformers_choose(
     oracle = load_transformers(directory)
     outputs: list[Any] = []
     for layer in oracle.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda *call: outputs.append(call[2]))
+        router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        if router is not None:
+            router.register_forward_hook(lambda *call: outputs.append(call[2]))
     ids = tokens_of(64)
     oracle(torch.tensor([ids]))
     Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids)
-    assert len(chosen) == len(outputs) == (3 if name == "mixtral" else 2)
+    assert len(chosen) == len(outputs) == (3 if name in ("mixtral", "gpt_oss") else 2)
     for ours, (_, weights, want) in zip(chosen, outputs, strict=True):
         order = want.argsort(dim=1)
         assert torch.equal(ours.ids.long(), want.gather(1, order))
         torch.testing.assert_close(ours.weights, weights.gather(1, order), rtol=1e-4, atol=1e-6)
         assert len(ours.ids.unique()) > 3, "few experts are chosen: the comparison proves little"
+
+
+SERVED: dict[str, Callable[[Path], Path]] = {
+    "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
+    "a dense layer": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
+    "two bytes": lambda d: families.write(
+        d,
+        "qwen3_moe",
+        **families.QWEN3_MOE | {"num_experts": 400, "moe_intermediate_size": 4},
+        num_hidden_layers=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_clients_hear_is_whom_routers_of_transformers_choose(
+    tmp_path: Path, name: str
+) -> None:
+    """At the positions from the last prompt token to the last but one; ascending in every row."""
+    path = SERVED[name](tmp_path)
+    target = make_target(Pairing(target=path, draft=path, algorithm="none"), prefill_chunk_len=8)
+    requests = [
+        LocalRequest(
+            prompt=tokens_of(21, seed=i),
+            max_new_tokens=12,
+            sampling=SamplingParams(temperature=i, seed=5),
+            wants_routed_experts=True,
+        )
+        for i in range(2)
+    ]
+    LocalPair(target).run(requests)
+    oracle = load_transformers(path)
+    outputs: list[Any] = []
+    for layer in oracle.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda *call: outputs.append(call[2][2]))
+    for request in requests:
+        outputs.clear()
+        oracle(torch.tensor([request.tokens]))
+        want = torch.stack(outputs, dim=1).sort(dim=2).values
+        found = join_routed(path.routed_experts for path in request.paths)
+        assert found is not None
+        first = len(request.prompt) - 1
+        want = want[first : first + len(request.output)]
+        assert found.tolist() == want.tolist()
+        assert found.shape == want.shape
+        assert len(want.unique()) > 4, "few experts are chosen: the comparison proves little"
+        assert (int(want.max()) > 255) == (name == "two bytes")
 
 
 def test_config_of_glm(tmp_path: Path) -> None:
@@ -74,7 +128,7 @@ def test_config_of_glm(tmp_path: Path) -> None:
         num_experts_per_tok=3,
         width=40,
         scoring=Scoring.SIGMOID,
-        has_correction_bias=True,
+        router_bias="e_score_correction_bias",
         is_normalised=True,
         scaling_factor=1.5,
         num_groups=4,

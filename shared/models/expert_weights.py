@@ -1,0 +1,130 @@
+"""The weights of a layer's experts, in whichever tensors a checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from shared.errors import CheckpointError
+from shared.kernels.expert_products_cpu import ExpertForm, ExpertWeights, hold_experts, hold_mxfp4
+from shared.kernels.mxfp4 import MXFP4_BLOCK, has_numbers
+from shared.models.checkpoint import CheckpointReader
+from shared.models.experts_config import ExpertsConfig
+
+_BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedExperts:
+    """What rows of a layer are multiplied by, see `apply_experts`."""
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    form: ExpertForm
+
+
+def load_expert_weights(
+    reader: CheckpointReader, prefix: str, config: ExpertsConfig, hidden_size: int
+) -> LoadedExperts:
+    """Load the experts of a layer.
+
+    Args:
+        prefix: Name of their module in the checkpoint, "model.layers.0.mlp".
+    Raises: CheckpointError naming a tensor that is missing, mis-shaped, or holds no numbers.
+    """
+    if config.tensors.is_fused:
+        return _load_fused(reader, f"{prefix}.experts", config, hidden_size)
+    names, num_experts = config.tensors, config.num_experts
+    experts = [f"{prefix}.experts.{expert}" for expert in range(num_experts)]
+    gate_ups = _gate_ups(reader, experts, (names.gate, names.up), (config.width, hidden_size))
+    downs = (
+        reader.load_dense(f"{expert}.{names.down}.weight", (hidden_size, config.width))
+        for expert in experts
+    )
+    return LoadedExperts(
+        gate_up=hold_experts(reader.products, gate_ups, num_experts),
+        down=hold_experts(reader.products, downs, num_experts),
+        form=_form(config),
+    )
+
+
+def _gate_ups(
+    reader: CheckpointReader, modules: list[str], names: tuple[str, str], shape: tuple[int, int]
+) -> Iterator[torch.Tensor]:
+    """Load the gate of each module above its up."""
+    for module in modules:
+        yield torch.cat([reader.load_dense(f"{module}.{name}.weight", shape) for name in names])
+
+
+def _load_fused(
+    reader: CheckpointReader, module: str, config: ExpertsConfig, hidden_size: int
+) -> LoadedExperts:
+    """Load experts that share a tensor of each projection, gate and up in alternating rows."""
+    width = config.width
+    order = torch.cat([torch.arange(0, 2 * width, 2), torch.arange(1, 2 * width, 2)])
+    shapes = {"gate_up": (2 * width, hidden_size), "down": (hidden_size, width)}
+    held: dict[str, ExpertWeights] = {}
+    biases: dict[str, torch.Tensor] = {}
+    for projection, shape in shapes.items():
+        name = f"{module}.{projection}_proj"
+        rows = order if projection == "gate_up" else torch.arange(shape[0])
+        held[projection] = _hold_fused(reader, name, (config.num_experts, *shape), rows)
+        if config.has_bias:
+            bias = reader.load(f"{name}{_BIAS}", (config.num_experts, shape[0]))
+            biases[projection] = bias[:, rows.to(bias.device)]
+    return LoadedExperts(
+        gate_up=held["gate_up"],
+        down=held["down"],
+        form=_form(config, biases.get("gate_up"), biases.get("down")),
+    )
+
+
+def _form(
+    config: ExpertsConfig,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> ExpertForm:
+    return ExpertForm(
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        limit=config.swiglu_limit,
+        alpha=config.swiglu_alpha,
+    )
+
+
+def _hold_fused(
+    reader: CheckpointReader, name: str, shape: tuple[int, int, int], rows: torch.Tensor
+) -> ExpertWeights:
+    """Load the weights [N, K] of experts of one tensor, or of its blocks and scales in MXFP4.
+
+    Args:
+        shape: (E, N, K).
+        rows: [N] i64, the order in which the checkpoint's outputs are wanted.
+    """
+    num_experts, width_n, width_k = shape
+    if f"{name}{_BLOCKS}" not in reader.names:
+        weights = reader.load(name, (num_experts, width_k, width_n))
+        rows = rows.to(weights.device)
+        ordered = (weight.T[rows] for weight in weights)
+        return hold_experts(reader.products, ordered, num_experts)
+    if width_k % MXFP4_BLOCK:
+        raise CheckpointError(
+            f"{reader.directory}: {name!r} is MXFP4 with {width_k} inputs; they must be a multiple "
+            f"of {MXFP4_BLOCK}"
+        )
+    num_blocks = width_k // MXFP4_BLOCK
+    half = MXFP4_BLOCK // 2
+    blocks = reader.load_bytes(f"{name}{_BLOCKS}", (num_experts, width_n, num_blocks, half))
+    scales = reader.load_bytes(f"{name}{_SCALES}", (num_experts, width_n, num_blocks))
+    if not has_numbers(scales):
+        raise CheckpointError(
+            f"{reader.directory}: tensor '{name}{_SCALES}' holds NaN or scales beyond float32; get "
+            "an undamaged checkpoint"
+        )
+    rows = rows.to(blocks.device)
+    pairs = (
+        (block.flatten(1)[rows], scale[rows]) for block, scale in zip(blocks, scales, strict=True)
+    )
+    return hold_mxfp4(reader.products, pairs, num_experts, reader.dtype)
