@@ -55,6 +55,55 @@ SMOLLM3 = {
     "mlp_bias": True,
     "tie_word_embeddings": True,
 }
+# Layers with and without a window, of which the second kind is not rotated.
+SMOLLM3_WINDOWS = SMOLLM3 | {"use_sliding_window": True, "sliding_window": 20, "seed": 2}
+# Only the last layer has a window.
+QWEN3_WINDOWS = {
+    "head_dim": 24,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "max_window_layers": 2,
+}
+_GEMMA = {
+    "head_dim": 24,
+    "attention_bias": True,
+    "query_pre_attn_scalar": 13,
+    "tie_word_embeddings": True,
+    "sliding_window": 20,
+    "num_hidden_layers": 4,
+}
+# Caps that bend what they cap.
+GEMMA2 = _GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+GEMMA3 = _GEMMA | {
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ],
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
+# Layers with a window have a rotary embedding of their own, or the only one.
+OLMO3 = {
+    "attention_bias": True,
+    "sliding_window": 20,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
+EXAONE4 = {"head_dim": 24, "sliding_window": 20, "sliding_window_pattern": 2}
+MINISTRAL = {
+    "head_dim": 24,
+    "sliding_window": 20,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
+GLM4 = {"head_dim": 16, "attention_bias": True}
 SEED_OSS = {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}
 _LATENT = {
     "num_key_value_heads": 4,
@@ -75,6 +124,17 @@ DEEPSEEK_V2 = _LATENT | {"q_lora_rank": None, "topk_method": "greedy"}
 # As V3: ranks, groups, a bias.
 DEEPSEEK_V3 = _LATENT | {"q_lora_rank": 48, "num_mtp_layers": 0}
 MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 24}
+# The second layer is dense; weights are not normalised; the first layer has a window.
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "mlp_only_layers": [1],
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "max_window_layers": 1,
+}
 # The first layer is dense; weights are not normalised.
 QWEN3_MOE = {
     "num_experts": 6,
@@ -83,6 +143,23 @@ QWEN3_MOE = {
     "head_dim": 24,
     "attention_bias": True,
     "mlp_only_layers": [0],
+}
+# A window that hides tokens in every other layer, and limits that many values are beyond.
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "head_dim": 24,
+    "sliding_window": 20,
+    "swiglu_limit": 0.7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 20000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 8.0,
+        "truncate": False,
+    },
 }
 GLM4_MOE = {
     "n_routed_experts": 8,
@@ -128,22 +205,40 @@ def write(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> 
     return write_tokenizer(directory)
 
 
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def write_gemma3_with_vision(directory: Path) -> Path:
+    """Write a Gemma 3 with a vision tower, whose output layer is the embedding."""
+    import transformers
+
+    text = _SIZES | GEMMA3 | {"model_type": "gemma3_text", "final_logit_softcapping": None}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={"model_type": "siglip_vision_model", **_VISION},
+        mm_tokens_per_image=4,
+        tie_word_embeddings=True,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
 def write_mistral3(directory: Path) -> Path:
     """Write a Mistral with a vision tower; head_dim is not hidden_size / heads."""
     import transformers
 
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-        "image_size": 28,
-        "patch_size": 14,
-    }
     config = transformers.Mistral3Config(
         text_config=_SIZES | {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
-        vision_config={"model_type": "pixtral", **vision},
+        vision_config={"model_type": "pixtral", "head_dim": 8, **_VISION},
         tie_word_embeddings=False,
     )
     model = transformers.Mistral3ForConditionalGeneration(config)
@@ -159,14 +254,16 @@ def fill(model: Any, seed: int) -> None:
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            values = 1 + 0.2 * values
+            center = 0 if "gemma" in model.config.model_type else 1
+            values = center + 0.2 * values
         elif parameter.ndim == 1:
             values = 0.3 * values
         elif "embed" not in name or is_tied:
             scale = LOGIT_SCALE if "lm_head" in name or "embed" in name else 1.0
             values = values * scale / math.sqrt(parameter.shape[-1])
-        if is_tied and name == "model.norm.weight":  # or the head would echo the newest token
-            values *= torch.randn(values.shape, generator=generator).sign()
+        if is_tied and name.endswith("model.norm.weight"):  # or the head echoes the newest token
+            sign = torch.randn(values.shape, generator=generator).sign()
+            values = (values + 1) * sign - 1 if center == 0 else values * sign
         parameter.data.copy_(values)
     for name, buffer in sorted(model.named_buffers()):
         if "correction_bias" in name:

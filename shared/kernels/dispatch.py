@@ -26,7 +26,13 @@ def use_triton(tensor: torch.Tensor) -> bool:
     Args:
         tensor: Any operand; on a CPU the kernel runs only when TRITON_INTERPRET=1.
     """
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return tensor.is_cuda or is_interpreted()
+
+
+@cache
+def is_interpreted() -> bool:
+    """Return whether kernels run on a CPU; Triton reads the same when they are decorated."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def dot_dtype(tensor: torch.Tensor) -> tl.dtype:

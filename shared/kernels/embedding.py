@@ -21,9 +21,11 @@ def _embed_kernel(
     root_idx_ptr,  # [T] i64, -1: the token is in token_ids
     table_ptr,  # [V, h]
     out_ptr,  # [T, h] mutated
+    multiplier,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_ROOTS: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     wait_for_previous(IS_DEPENDENT)
@@ -36,6 +38,8 @@ def _embed_kernel(
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
     values = tl.load(table_ptr + token_id * WIDTH + column, mask=in_row, other=0.0)
+    if HAS_MULTIPLIER:
+        values = (values.to(tl.float32) * multiplier).to(values.dtype)
     tl.store(out_ptr + row * WIDTH + column, values, mask=in_row)
 
 
@@ -44,6 +48,8 @@ def embed(
     table: torch.Tensor,
     roots: torch.Tensor | None = None,
     root_idx: torch.Tensor | None = None,
+    *,
+    multiplier: float = 1.0,
 ) -> torch.Tensor:
     """Return the embeddings of tokens.
 
@@ -53,10 +59,11 @@ def embed(
         roots: [num_reqs] i64, the newest token of each request, or None.
         root_idx: [T] i64, which of the roots a row's token is; -1: `token_ids` has it. Given with
             `roots`.
+        multiplier: What they are multiplied by.
     Returns: [T, h] in the dtype of the table.
     """
     if not use_triton(table):
-        return embed_ref(token_ids, table, roots, root_idx)
+        return embed_ref(token_ids, table, roots, root_idx, multiplier=multiplier)
     assert table.is_contiguous() and token_ids.is_contiguous()
     num_rows, width = len(token_ids), table.shape[1]
     out = torch.empty((num_rows, width), dtype=table.dtype, device=table.device)
@@ -70,9 +77,11 @@ def embed(
         root_idx if has_roots else token_ids,
         table,
         out,
+        multiplier,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         HAS_ROOTS=has_roots,
+        HAS_MULTIPLIER=multiplier != 1,
         num_warps=4,
         **dependent_launch(table),
     )
@@ -84,8 +93,11 @@ def embed_ref(
     table: torch.Tensor,
     roots: torch.Tensor | None = None,
     root_idx: torch.Tensor | None = None,
+    *,
+    multiplier: float = 1.0,
 ) -> torch.Tensor:
     """Do what `embed` does in plain torch."""
     if roots is not None and root_idx is not None:
         token_ids = torch.where(root_idx >= 0, roots[root_idx.clamp(min=0)], token_ids)
-    return functional.embedding(token_ids, table)
+    values = functional.embedding(token_ids, table)
+    return values if multiplier == 1 else values * multiplier

@@ -22,7 +22,7 @@ import torch
 
 from shared.kernels.dispatch import use_triton
 from shared.kernels.products_elementwise import LANES, multiply_elementwise
-from shared.kernels.quantized import GpuWeight, QuantizedWeight
+from shared.kernels.quantized import GpuWeight, values_of
 
 # Rows of one call of a library: of plain decoding, and of trees of up to 8 nodes.
 ROW_TILE = 8
@@ -87,8 +87,9 @@ class TileLibrary(ProductLibrary):
         """Return x W^T, tile by tile."""
         num_rows = x.shape[0]
         x = aligned_tiles(x, width_k)
-        if len(x) == ROW_TILE:
-            return self.multiply_tile(x, held)[:num_rows]
+        if x.shape[0] == ROW_TILE:
+            out = self.multiply_tile(x, held)
+            return out if num_rows == ROW_TILE else out[:num_rows]
         tiles = x.view(-1, ROW_TILE, width_k).unbind()
         return torch.cat([self.multiply_tile(tile, held) for tile in tiles])[:num_rows]
 
@@ -237,7 +238,7 @@ class CpuProducts:
 
     def weight(self, given: GpuWeight) -> Weight:
         """Return a weight [N, K] as `linear` and its kin read it: packed, if a CPU computes it."""
-        values = given.values if isinstance(given, QuantizedWeight) else given
+        values = values_of(given)
         if values.device.type != "cpu" or use_triton(values):
             return given
         weight = CpuWeight(given, self)
@@ -275,7 +276,7 @@ class CpuWeight:
         width_n, width_k = weight.shape
         self._width_k = padded(width_k, ALIGNED_VALUES)
         wide = torch.zeros((max(_MIN_WIDTH, padded(width_n, ALIGNED_VALUES)), self._width_k))
-        values = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        values = weight if isinstance(weight, torch.Tensor) else weight.dequantized()
         wide[:width_n, :width_k] = values
         self._library = products.linear
         self._held = self._library.pack(wide)
@@ -295,10 +296,11 @@ class CpuWeight:
         if x.shape[0] == 0:
             return torch.empty((0, self.shape[0]))
         out = self._library.multiply(x, self._held, self._width_k)
-        return out[:, : self.shape[0]].contiguous()
+        width_n = self.shape[0]
+        return (out if out.shape[1] == width_n else out[:, :width_n]).contiguous()
 
 
-Weight = torch.Tensor | QuantizedWeight | CpuWeight
+Weight = GpuWeight | CpuWeight
 
 
 def linear_cpu(

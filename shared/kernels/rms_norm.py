@@ -25,7 +25,7 @@ def normalise_block(x, weight, eps, width, dtype: tl.constexpr):
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,  # [num_rows, h]
-    weight_ptr,  # [h]
+    weight_ptr,  # [h], its dtype or f32
     out_ptr,  # [num_rows, h] mutated
     eps,
     WIDTH: tl.constexpr,
@@ -38,9 +38,8 @@ def _rms_norm_kernel(
     in_row = column < WIDTH
     x = tl.load(x_ptr + row * WIDTH + column, mask=in_row, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    out = normalise_block(x, weight, eps, WIDTH, dtype)
-    tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=in_row)
+    out = normalise_block(x, weight, eps, WIDTH, weight_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * WIDTH + column, out.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -48,12 +47,15 @@ def _add_rms_norm_kernel(
     x_ptr,  # [num_rows, h]
     addends_ptr,  # [S, num_rows, h] f32
     bias_ptr,  # [h], unread unless HAS_BIAS
-    weight_ptr,  # [h]
+    delta_weight_ptr,  # [h], unread unless NORMS_DELTA
+    weight_ptr,  # [h], unread unless NORMS_SUM
     sum_ptr,  # [num_rows, h] mutated
-    out_ptr,  # [num_rows, h] mutated
+    out_ptr,  # [num_rows, h] mutated if NORMS_SUM
     num_rows,
     eps,
     HAS_BIAS: tl.constexpr,
+    NORMS_DELTA: tl.constexpr,
+    NORMS_SUM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -64,17 +66,22 @@ def _add_rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
     offset = row * WIDTH + column
-    dtype = out_ptr.dtype.element_ty
+    dtype = sum_ptr.dtype.element_ty
     split_stride = num_rows.to(tl.int64) * WIDTH
     delta = sum_addends_block(addends_ptr, offset, split_stride, in_row, NUM_SPLITS)
     if HAS_BIAS:
         delta += tl.load(bias_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    if NORMS_DELTA:
+        delta = delta.to(dtype).to(tl.float32)
+        weight = tl.load(delta_weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+        delta = normalise_block(delta, weight, eps, WIDTH, delta_weight_ptr.dtype.element_ty)
     x = tl.load(x_ptr + offset, mask=in_row, other=0.0).to(tl.float32)
     x = (x + delta.to(dtype).to(tl.float32)).to(dtype)
     tl.store(sum_ptr + offset, x, mask=in_row)
-    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-    out = normalise_block(x.to(tl.float32), weight, eps, WIDTH, dtype)
-    tl.store(out_ptr + offset, out.to(dtype), mask=in_row)
+    if NORMS_SUM:
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+        out = normalise_block(x.to(tl.float32), weight, eps, WIDTH, weight_ptr.dtype.element_ty)
+        tl.store(out_ptr + offset, out.to(dtype), mask=in_row)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -82,14 +89,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: [..., h].
-        weight: [h], dtype of x.
+        weight: [h], dtype of x or f32; normalised values are rounded to it before they are scaled.
         eps: Added to the mean square.
     Returns: [..., h] in the dtype of x.
-    Source: LlamaRMSNorm of transformers (rounds to the dtype of x before the weight).
+    Source: LlamaRMSNorm of transformers; with a weight in f32 those of Olmo2 and Gemma.
     """
     if not use_triton(x):
         return rms_norm_ref(x, weight, eps)
-    assert x.dtype == weight.dtype and weight.is_contiguous()
+    assert weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()
     x = aligned(x)
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -114,8 +121,9 @@ def add_rms_norm(
     x: torch.Tensor,
     addends: torch.Tensor,
     bias: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
+    delta_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a product to the residual stream and normalise the sum.
 
@@ -123,16 +131,20 @@ def add_rms_norm(
         x: [T, h], the residual stream.
         addends: [S, T, h] f32, see `linear_addends`; their sum is rounded to the dtype of x.
         bias: [h] of the product, or None.
-        weight: [h] of the norm, dtype of x.
+        weight: [h] of the norm, see `rms_norm`; None: the sum is not normalised.
         eps: Added to the mean square.
-    Returns: (sum [T, h], normalised sum [T, h]), in the dtype of x.
+        delta_weight: [h] of a norm of the product, before it is added; None: there is none.
+    Returns: (sum [T, h], normalised sum [T, h], or the sum again), in the dtype of x.
     """
     if not use_triton(x):
-        return add_rms_norm_ref(x, addends, bias, weight, eps)
-    assert x.dtype == weight.dtype and weight.is_contiguous() and addends.is_contiguous()
+        return add_rms_norm_ref(x, addends, bias, weight, eps, delta_weight)
+    for one in (weight, delta_weight):
+        assert one is None or (one.dtype in (x.dtype, torch.float32) and one.is_contiguous())
+    assert addends.is_contiguous()
     assert addends.shape[1:] == x.shape and addends.dtype == torch.float32
     x = aligned(x)
-    total, out = torch.empty_like(x), torch.empty_like(x)
+    total = torch.empty_like(x)
+    out = total if weight is None else torch.empty_like(x)
     num_rows, width = x.shape
     if num_rows == 0:
         return total, out
@@ -140,13 +152,16 @@ def add_rms_norm(
     _add_rms_norm_kernel[(num_rows,)](
         x,
         addends,
-        weight if bias is None else bias,
-        weight,
+        x if bias is None else bias,
+        x if delta_weight is None else delta_weight,
+        x if weight is None else weight,
         total,
         out,
         num_rows,
         eps,
         HAS_BIAS=bias is not None,
+        NORMS_DELTA=delta_weight is not None,
+        NORMS_SUM=weight is not None,
         NUM_SPLITS=len(addends),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
@@ -160,16 +175,20 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     """Do what `rms_norm` does in plain torch."""
     wide = x.float().contiguous()  # a mean over strided rows adds in another order
     mean_square = (wide * wide).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
+    return (weight * (wide * torch.rsqrt(mean_square + eps)).to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm_ref(
     x: torch.Tensor,
     addends: torch.Tensor,
     bias: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
+    delta_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what `add_rms_norm` does in plain torch."""
-    total = x + sum_addends_ref(addends, bias, x.dtype)
-    return total, rms_norm_ref(total, weight, eps)
+    delta = sum_addends_ref(addends, bias, x.dtype)
+    if delta_weight is not None:
+        delta = rms_norm_ref(delta, delta_weight, eps)
+    total = x + delta
+    return total, total if weight is None else rms_norm_ref(total, weight, eps)

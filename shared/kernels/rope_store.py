@@ -73,8 +73,9 @@ def _rope_store_kernel(
             scale = 1.0 / tl.sqrt(square_sum / HEAD_DIM + eps)[:, None]
             first_weight = tl.load(norm_ptr + pair, mask=in_half, other=0.0).to(tl.float32)
             second_weight = tl.load(norm_ptr + HALF + pair, mask=in_half, other=0.0).to(tl.float32)
-            first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype)
-            second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype)
+            inner = q_norm_ptr.dtype.element_ty
+            first = ((first * scale).to(inner).to(tl.float32) * first_weight).to(dtype)
+            second = ((second * scale).to(inner).to(tl.float32) * second_weight).to(dtype)
             first, second = first.to(tl.float32), second.to(tl.float32)
         cos = tl.load(cos_ptr + row * angle_stride + pair, mask=in_half, other=0.0)
         sin = tl.load(sin_ptr + row * angle_stride + pair, mask=in_half, other=0.0)
@@ -112,7 +113,7 @@ def rope_store(
     Args:
         addends: [S, T, (Hq + 2 Hkv) * d] f32, of the QKV product, see `linear_addends`.
         bias: [(Hq + 2 Hkv) * d] or None.
-        norms: Weights [d] of the norms of q and k heads; None: there are none.
+        norms: Weights [d] of the norms of q and k heads, see `rms_norm`; None: there are none.
         eps: Of those norms.
         cos, sin: [T, d / 2] f32, rows of both equally far apart.
         k_cache, v_cache: [num_slots, Hkv, d], the dtype of the model.
@@ -180,10 +181,12 @@ def rope_store_ref(
     _, num_kv_heads, head_dim = k_cache.shape
     qkv = sum_addends_ref(addends, bias, k_cache.dtype).unflatten(-1, (-1, head_dim))  # [T, H, d]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
-        q, k = rms_norm_ref(q, norms[0], eps), rms_norm_ref(k, norms[1], eps)
+        q, k = qk.split([num_heads, num_kv_heads], dim=1)
+        qk = torch.cat((rms_norm_ref(q, norms[0], eps), rms_norm_ref(k, norms[1], eps)), dim=1)
+    q, k = apply_rope(qk, cos, sin).split([num_heads, num_kv_heads], dim=1)
     slots = slot_mapping.long()
-    k_cache.index_copy_(0, slots, apply_rope(k, cos, sin))
+    k_cache.index_copy_(0, slots, k)
     v_cache.index_copy_(0, slots, v)
-    return apply_rope(q, cos, sin)
+    return q.contiguous()

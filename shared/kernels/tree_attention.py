@@ -52,7 +52,9 @@ def tree_attention(
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
+    sinks: torch.Tensor | None = None,
     *,
+    softcap: float = 0.0,
     products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Attend from every row to its prefix and its own path.
@@ -66,12 +68,17 @@ def tree_attention(
         v_cache: [num_slots, Hkv, d].
         metadata: TreeAttentionMetadata of the T rows.
         scale: Multiplies the scores.
+        sinks: [Hq] f32, of each head a score without a V, which all of its rows see; None: there
+            are none.
+        softcap: Scores s become softcap * tanh(s / softcap); 0: they stay.
         products: How a CPU multiplies; None: by a library.
     Returns: [T, Hq, d] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
-        return tree_attention_cpu(q, k_cache, v_cache, metadata, scale, products=products)
-    return attend_in_chunks(q, k_cache, v_cache, metadata, scale)
+        return tree_attention_cpu(
+            q, k_cache, v_cache, metadata, scale, sinks, softcap=softcap, products=products
+        )
+    return attend_in_chunks(q, k_cache, v_cache, metadata, scale, sinks, softcap=softcap)
 
 
 def attend_in_chunks(
@@ -80,7 +87,9 @@ def attend_in_chunks(
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
+    sinks: torch.Tensor | None = None,
     *,
+    softcap: float = 0.0,
     num_splits: int | None = None,
     chunk_tiles: int = TRITON_CHUNK_TILES,
 ) -> torch.Tensor:
@@ -95,6 +104,7 @@ def attend_in_chunks(
     num_kv_heads = k_cache.shape[1]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
     assert k_cache.dtype == v_cache.dtype == q.dtype and num_heads % num_kv_heads == 0
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
     if num_rows == 0 or metadata.req_idx.shape[0] == 0:
@@ -128,12 +138,19 @@ def attend_in_chunks(
         "TILE": TRITON_KV_TILE,
         "CHUNK_TILES": chunk_tiles,
         "SEQUENTIAL": is_sequential,
+        "HAS_SINKS": sinks is not None,
+        "HAS_SOFTCAP": softcap > 0,
     }
+    # Weights are powers of 2. Under a cap scores are tanh, of half of what its exponential takes.
+    scales = (scale * _LOG2_E, 1.0)
+    if softcap:
+        scales = (softcap * _LOG2_E, 2 * scale / softcap * _LOG2_E)
     count_launch("tree_attention")
     _shared_tiles_kernel[(num_kv_heads, cut.num_programs)](
         q,
         k_cache,
         v_cache,
+        stats if sinks is None else sinks,
         out,
         stats,
         acc,
@@ -142,7 +159,7 @@ def attend_in_chunks(
         tables.rows,
         q.stride(0),
         num_states,
-        scale * _LOG2_E,
+        *scales,
         **shape,
         PAGE_SIZE=metadata.page_size,
         HAS_WINDOW=metadata.window > 0,
@@ -156,6 +173,7 @@ def attend_in_chunks(
         q,
         k_cache,
         v_cache,
+        stats if sinks is None else sinks,
         out,
         stats,
         acc,
@@ -163,7 +181,7 @@ def attend_in_chunks(
         tables.rows,
         q.stride(0),
         num_states,
-        scale * _LOG2_E,
+        *scales,
         **shape,
         OWN_SLOTS=tables.own_slots.shape[1],
         QUERIES=own_queries,
@@ -270,6 +288,9 @@ def tree_attention_ref(
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
+    sinks: torch.Tensor | None = None,
+    *,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Do what `tree_attention` does in plain torch, one row at a time; return f64."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -291,5 +312,10 @@ def tree_attention_ref(
                 for cache in (k_cache, v_cache)
             )
             scores = torch.einsum("hd,lhd->hl", q[row].double(), k) * scale
-            out[row] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v)
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(seen)]
+            out[row] = torch.einsum("hl,lhd->hd", weights, v)
     return out

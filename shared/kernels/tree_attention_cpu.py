@@ -13,11 +13,17 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn import functional
 
-from shared.kernels.products_cpu import BatchLibrary, CpuProducts
+from shared.kernels.products_cpu import GROUP_MULTIPLE, BatchLibrary, CpuProducts, padded
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
-from shared.kernels.tree_attention_plan import plan_rows
-from shared.kernels.tree_attention_workspace import Workspace, make_workspaces, multiply
+from shared.kernels.tree_attention_plan import CPU_KV_TILE, plan_rows
+from shared.kernels.tree_attention_workspace import (
+    ELEMENTWISE_CHUNK,
+    Workspace,
+    make_workspaces,
+    multiply,
+)
 from shared.kernels.vector_math import settle_vector_math
 
 _LOG2_E = math.log2(math.e)
@@ -29,7 +35,9 @@ def tree_attention_cpu(
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
+    sinks: torch.Tensor | None = None,
     *,
+    softcap: float = 0.0,
     products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Do what `tree_attention` does, on a CPU."""
@@ -44,12 +52,19 @@ def tree_attention_cpu(
         slices = plan_rows(metadata, num_heads, num_kv_heads, head_dim, q.device)
         metadata.plans[key] = spaces = make_workspaces(slices, shape, q.device)
     # Weights are powers of 2: exp is several times slower where the result vanishes.
-    scaled = (q.float() * (scale * _LOG2_E)).view(num_rows, *shape)
-    out = torch.zeros_like(scaled)
+    factor = scale * _LOG2_E * (2 / softcap if softcap else 1)
+    scaled = (q.float() * factor).view(num_rows, *shape)
+    if sinks is not None:
+        sinks = _padded_sinks(sinks * _LOG2_E, num_kv_heads)
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    if len(spaces) == 1 and _are_all(spaces[0].rows.where, num_rows):
+        out = torch.empty(scaled.shape, dtype=q.dtype, device=q.device)
+        rows = _attend(scaled, keys, values, sinks, spaces[0], library, softcap)
+        return out.copy_(rows).view(q.shape)
+    out = torch.zeros_like(scaled)
     for space in spaces:
         where = space.rows.where
-        rows = _attend(scaled[where], keys, values, space, library)
+        rows = _attend(scaled[where], keys, values, sinks, space, library, softcap)
         if isinstance(where, torch.Tensor):
             out.index_copy_(0, where, rows)
         else:
@@ -57,19 +72,27 @@ def tree_attention_cpu(
     return out.view(q.shape).to(q.dtype)
 
 
+def _are_all(where: slice | torch.Tensor, num_rows: int) -> bool:
+    """Return whether these are all rows of a step, in order."""
+    return isinstance(where, slice) and where == slice(0, num_rows)
+
+
 def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    sinks: torch.Tensor | None,
     space: Workspace,
     library: BatchLibrary,
+    softcap: float,
 ) -> torch.Tensor:
     """Attend from the rows of a slice.
 
     Args:
-        q: [n, Hkv, group, d], scaled.
+        q: [n, Hkv, group, d], scaled; under a cap, twice what tanh is to take.
         keys: [num_slots * Hkv, d].
         values: [num_slots * Hkv, d].
+        sinks: [Hkv, 1, G, 1], scaled as scores are; None: there are none.
     Returns: [n, Hkv, group, d], a view of the workspace.
     Mutates: the workspace.
     """
@@ -84,7 +107,9 @@ def _attend(
     _gather(values, space.rows.index, space.v)
 
     multiply(library, space.score_batches)
-    totals = _softmax(space)
+    if softcap:
+        _cap(space, softcap * _LOG2_E)
+    totals = _softmax(space, sinks)
 
     space.acc.zero_()
     for batches in space.shared_batches:
@@ -108,8 +133,17 @@ def _gather(cache: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None
     out[:, :head_dim] = cache.index_select(0, index)
 
 
-def _softmax(space: Workspace) -> torch.Tensor:
-    """Turn scores into weights and return their sums, [Hkv, n, G], tiles added in order.
+def _cap(space: Workspace, cap: float) -> None:
+    """Turn scores into `cap` * tanh: tanh(x) = 1 - 2 / (exp(2 x) + 1). Vectors: see `_softmax`.
+
+    Mutates: the scores of the workspace.
+    """
+    for chunk in space.score_chunks:
+        chunk.exp2_().add_(1).reciprocal_().mul_(-2 * cap).add_(cap)
+
+
+def _softmax(space: Workspace, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Turn scores into weights and return their sums, [Hkv, n, G]: tiles in order, then sinks.
 
     torch computes 2^x by vectors and the rest of a range by a scalar function of other bits. There
     is never a rest: tiles are wider than vectors, and chunks too short to be cut for threads.
@@ -119,9 +153,35 @@ def _softmax(space: Workspace) -> torch.Tensor:
     if len(space.masked_scores):
         space.masked_scores.add_(space.rows.mask)
     scores = space.scores
-    largest = scores.amax(-1)  # [tiles, Hkv, n, G]
-    scores.sub_(largest.amax(0).unsqueeze(-1))
+    is_single = scores.shape[0] == 1
+    largest = scores.amax(-1, keepdim=True)  # [tiles, Hkv, n, G, 1]
+    largest = largest[0] if is_single else largest.amax(0)
+    if sinks is not None:
+        largest = torch.maximum(largest, sinks)
+    scores.sub_(largest)
     for chunk in space.score_chunks:
         chunk.exp2_()
     sums = scores.sum(-1)
-    return sums.cumsum(0, dtype=torch.float64)[-1].to(sums.dtype)
+    if is_single and sinks is None:
+        return sums[0]
+    totals = sums.cumsum(0, dtype=torch.float64)[-1]
+    if sinks is not None:
+        totals += _exp2((sinks - largest).squeeze(-1))
+    return totals.to(sums.dtype)
+
+
+def _padded_sinks(sinks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Return sinks [Hq] f32 by their groups, as wide as a workspace has these. [Hkv, 1, G, 1]."""
+    grouped = sinks.view(num_kv_heads, 1, -1, 1)
+    group = grouped.shape[2]
+    return functional.pad(grouped, (0, 0, 0, padded(group, GROUP_MULTIPLE) - group))
+
+
+def _exp2(values: torch.Tensor) -> torch.Tensor:
+    """Return 2^x as `_softmax` computes it: by vectors alone, and on one thread."""
+    count = values.numel()
+    powers = values.new_zeros(padded(count, CPU_KV_TILE))
+    powers[:count] = values.flatten()
+    for chunk in powers.split(ELEMENTWISE_CHUNK):
+        chunk.exp2_()
+    return powers[:count].view(values.shape)

@@ -12,6 +12,7 @@ from shared.kernels.dependent_launch import wait_for_previous
 from shared.kernels.page_slots import slots_of
 from shared.kernels.tree_attention_tiles import (
     NOTHING,
+    add_sink,
     add_tile,
     attention_of,
     chunk_begin,
@@ -115,11 +116,18 @@ def _load_state(
     return largest, total, acc
 
 
+@triton.jit
+def _load_sink(sinks_ptr, kv_head, head, GROUP: tl.constexpr):
+    """Return the sinks of heads of a group; 0 past it."""
+    return tl.load(sinks_ptr + kv_head * GROUP + head, mask=head < GROUP, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_states"])
 def _shared_tiles_kernel(
     q_ptr,  # [T, Hq, d]
     k_cache_ptr,  # [num_slots, Hkv, d]
     v_cache_ptr,  # [num_slots, Hkv, d]
+    sinks_ptr,  # [Hq] f32, unread unless HAS_SINKS
     out_ptr,  # [T, Hq, d] mutated
     stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
     acc_ptr,  # [T, Hkv, S, G, d] f32 mutated
@@ -129,6 +137,7 @@ def _shared_tiles_kernel(
     q_stride,
     num_states,
     scale,
+    inner_scale,
     DOT_DTYPE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -141,6 +150,8 @@ def _shared_tiles_kernel(
     HAS_WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     SEQUENTIAL: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Compute the states of the tiles that rows share. Grid: (Hkv, P).
@@ -213,7 +224,7 @@ def _shared_tiles_kernel(
             is_visible = kv_index[None, :] < kv_len[:, None]
             if HAS_WINDOW:
                 is_visible = is_visible & (kv_index[None, :] >= kv_start[:, None])
-            state = add_tile(state, q, k, v, is_visible, scale)
+            state = add_tile(state, q, k, v, is_visible, scale, inner_scale, HAS_SOFTCAP)
             kv_index += TILE
         if not SEQUENTIAL:
             _store_state(
@@ -230,7 +241,10 @@ def _shared_tiles_kernel(
 
     if SEQUENTIAL:
         if is_chain:
-            out = attention_of(fold(closed, state)).to(out_ptr.dtype.element_ty)
+            folded = fold(closed, state)
+            if HAS_SINKS:
+                folded = add_sink(folded, _load_sink(sinks_ptr, kv_head, head, GROUP))
+            out = attention_of(folded).to(out_ptr.dtype.element_ty)
             out_ptr += (row_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
             out_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
             tl.store(out_ptr + out_offset[:, None] + dim[None, :], out, mask=is_value)
@@ -264,6 +278,7 @@ def _finish_rows_kernel(
     q_ptr,  # [T, Hq, d]
     k_cache_ptr,  # [num_slots, Hkv, d]
     v_cache_ptr,  # [num_slots, Hkv, d]
+    sinks_ptr,  # [Hq] f32, unread unless HAS_SINKS
     out_ptr,  # [T, Hq, d] mutated
     stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
     acc_ptr,  # [T, Hkv, S, G, d] f32 mutated
@@ -272,6 +287,7 @@ def _finish_rows_kernel(
     q_stride,
     num_states,
     scale,
+    inner_scale,
     DOT_DTYPE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -283,6 +299,8 @@ def _finish_rows_kernel(
     CHUNK_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
     SEQUENTIAL: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Add, in a tree, the tiles that hold a row's own path, then fold its states. Grid: (T, Hkv).
@@ -360,7 +378,7 @@ def _finish_rows_kernel(
                 )
             is_seen = (kv_index >= kv_start) & (kv_index < kv_len)
             is_visible = (head >= 0)[:, None] & is_seen[None, :]
-            state = add_tile(state, q, k, v, is_visible, scale)
+            state = add_tile(state, q, k, v, is_visible, scale, inner_scale, HAS_SOFTCAP)
             chunk = chunk_of(tile, CHUNK_TILES)
             closes = tile + 1 == chunk_begin(chunk + 1, CHUNK_TILES)
             if closes | (tile + 1 == end_tile):
@@ -397,6 +415,8 @@ def _finish_rows_kernel(
                 HEAD_DIM,
             )
             folded = fold(folded, state)
+    if HAS_SINKS:
+        folded = add_sink(folded, _load_sink(sinks_ptr, kv_head, head, GROUP))
     out = attention_of(folded)
     is_out = (head < GROUP)[:, None] & in_dim[None, :]
     out_ptr += (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)

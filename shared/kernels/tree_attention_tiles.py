@@ -4,7 +4,7 @@ A tile is 64 adjacent KV indices. What rows take from it is a *state*: the large
 the weights and the sum of the weighted V. The tiles of a chunk are added to the empty state in
 ascending order, then the states of the chunks are folded, from the empty state again. Chunks are
 cut at fixed KV indices, so a chunk's state is the same whoever computes it, and so is what is
-folded from all of them.
+folded from all of them. The sink of a head, where there is one, is added once, after all chunks.
 
 A tile of which a row sees nothing, and an empty state, change nothing: the factor of what is there
 is 2^0. (A zero may change its sign, which is why `attention_of` ends with `+ 0.0`.)
@@ -15,6 +15,8 @@ of a product the same bits beside any others, whether 64 rows are multiplied at 
 """
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ TRITON_CHUNK_TILES = 4
 
 # Below every score, and finite: a difference of two of it is 0.
 NOTHING = tl.constexpr(-1e38)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _SHORT = tl.constexpr(16)
 _MEDIUM = tl.constexpr(28)
 
@@ -81,7 +84,7 @@ def empty_state(QUERIES: tl.constexpr, DIM_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_tile(state, q, k, v, is_visible, scale):
+def add_tile(state, q, k, v, is_visible, scale, inner_scale, HAS_SOFTCAP: tl.constexpr):
     """Return the state of a run of tiles and the one that follows it.
 
     Args:
@@ -90,8 +93,13 @@ def add_tile(state, q, k, v, is_visible, scale):
         v: [64, d].
         is_visible: [QUERIES, 64].
         scale: Of the scores, > 0, times log2(e): weights are powers of 2.
+        inner_scale: HAS_SOFTCAP: scores are tanh of the products, which this multiplies twice and
+            times log2(e) before.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), of which no operation can be fused
+        twos = tl.full(scores.shape, 2.0, dtype=tl.float32)
+        scores = 1.0 - tl.div_rn(twos, tl.exp2(scores * inner_scale) + 1.0)
     return add_scores(state, scores, v, is_visible, scale)
 
 
@@ -123,6 +131,20 @@ def fold(state, following):
     total = tl.fma(state[1], factor, following[1] * following_factor)
     acc = tl.fma(state[2], factor[:, None], following[2] * following_factor[:, None])
     return largest, total, acc
+
+
+@triton.jit
+def add_sink(state, sink):
+    """Return the state of all tiles and a score that takes its share of the weight, and has no V.
+
+    Args:
+        sink: [QUERIES] f32, the score as learned.
+    """
+    sink *= _LOG2_E
+    largest = tl.maximum(state[0], sink)
+    factor = tl.exp2(state[0] - largest)
+    total = tl.fma(state[1], factor, tl.exp2(sink - largest))
+    return largest, total, state[2] * factor[:, None]
 
 
 @triton.jit

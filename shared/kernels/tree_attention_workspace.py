@@ -22,7 +22,7 @@ from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice
 
 # Below torch's grain size: no thread boundary may fall inside of a vector (see exp2 in the
 # reference).
-_ELEMENTWISE_CHUNK = 1 << 14
+ELEMENTWISE_CHUNK = 1 << 14
 # Batches of the workspaces whose views are kept, 3 KB each, and of a single one: views of long
 # contexts are many, and what is computed with them takes longer.
 _MAX_KEPT_BATCHES = 2048
@@ -255,7 +255,7 @@ def _workspace(
         own_products=_part(own_product_buffer, (num_own, *by_row)),
         scores=scores,
         masked_scores=scores[rows.masked_tile :],
-        score_chunks=scores.flatten().split(_ELEMENTWISE_CHUNK),
+        score_chunks=scores.flatten().split(ELEMENTWISE_CHUNK),
         acc=_part(acc_buffer, by_row),
     )
 

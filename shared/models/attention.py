@@ -17,9 +17,11 @@ from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_
 from shared.messages import MAX_TREE_NODES
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
+from shared.models.families import NormRule
 from shared.models.projections import (
     Product,
     load_biases,
+    load_norm,
     load_rows,
     multiply,
     pair_rows,
@@ -44,12 +46,15 @@ class Rows:
     Args:
         cos, sin: [T, d / 2] f32.
         slot_mapping: [T] i32.
+        expert_ids: [layers with experts, T, top_k] i32, where the choice of each layer is left;
+            None: nobody asks.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     attention: TreeAttentionMetadata
     slot_mapping: torch.Tensor
+    expert_ids: torch.Tensor | None = None
 
     def unrotated(self) -> Rows:
         """Return the same rows for a layer without a rotary embedding."""
@@ -83,22 +88,28 @@ class RopeTable:
             position_ids: [T] i64.
             dtype: Of queries, keys and values.
         """
-        cos, sin = embed(position_ids, self._angles).chunk(2, dim=1)
+        cos, sin = self.angles(position_ids)
         return Rows(
             cos=cos,
             sin=sin,
-            attention=self._prepared(attention, dtype),
+            attention=prepare_attention(self._config, attention, dtype),
             slot_mapping=slot_mapping,
         )
 
-    def _prepared(
-        self, attention: TreeAttentionMetadata, dtype: torch.dtype
-    ) -> TreeAttentionMetadata:
-        config = self._config
-        if config.latent is not None:
-            rank = config.latent.kv_lora_rank
-            return prepared_latents(attention, dtype, config.num_heads, rank)
-        return prepared(attention, dtype, config.num_heads, config.num_kv_heads)
+    def angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of rows at [T] i64 positions, [T, d / 2] f32 each."""
+        cos, sin = embed(position_ids, self._angles).chunk(2, dim=1)
+        return cos, sin
+
+
+def prepare_attention(
+    config: ModelConfig, attention: TreeAttentionMetadata, dtype: torch.dtype
+) -> TreeAttentionMetadata:
+    """Return a forward's attention with what all of a model's layers share, see `prepared`."""
+    if config.latent is not None:
+        rank = config.latent.kv_lora_rank
+        return prepared_latents(attention, dtype, config.num_heads, rank)
+    return prepared(attention, dtype, config.num_heads, config.num_kv_heads)
 
 
 class Attention:
@@ -115,6 +126,7 @@ class Attention:
         self._products = reader.products
         self._eps = config.rms_norm_eps
         self._scale = config.attention_multiplier or config.head_dim**-0.5
+        self._softcap = config.attention_softcap
         self._residual_multiplier = config.residual_multiplier
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
@@ -133,24 +145,31 @@ class Attention:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
             self._o_bias *= config.residual_multiplier
         self._widths = list(parts.values())
+        self._sinks = None
+        if config.has_sinks:
+            self._sinks = reader.load(f"{prefix}.sinks", (config.num_heads,), dtype=torch.float32)
         self._norms = self._wide_norms = None
         if config.has_qk_norm:
-            self._norms = self._load_norms(reader, prefix, order, config.head_dim, config.head_dim)
+            widths = (config.head_dim, config.head_dim)
+            self._norms = self._load_norms(reader, prefix, config.norm_rule, order, widths)
         if config.has_wide_qk_norm:
-            self._wide_norms = self._load_norms(reader, prefix, order, q_width, kv_width)
+            widths = (q_width, kv_width)
+            self._wide_norms = self._load_norms(reader, prefix, config.norm_rule, order, widths)
 
     @staticmethod
     def _load_norms(
         reader: CheckpointReader,
         prefix: str,
+        rule: NormRule,
         order: torch.Tensor | None,
-        q_width: int,
-        k_width: int,
+        widths: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Load the weights of the norms of q and k."""
-        q_norm = reader.load(f"{prefix}.q_norm.weight", (q_width,))
-        k_norm = reader.load(f"{prefix}.k_norm.weight", (k_width,))
-        return pair_rows(q_norm, order, q_width), pair_rows(k_norm, order, k_width)
+        q_norm, k_norm = (
+            load_norm(reader, f"{prefix}.{name}_norm.weight", width, rule)
+            for name, width in zip("qk", widths, strict=True)
+        )
+        return pair_rows(q_norm, order, widths[0]), pair_rows(k_norm, order, widths[1])
 
     def forward(self, x: torch.Tensor, rows: Rows, caches: LayerCaches) -> Product:
         """Store the rows' K/V, then attend.
@@ -177,7 +196,14 @@ class Attention:
             rows.slot_mapping,
         )
         out = tree_attention(
-            q, k_cache, v_cache, rows.attention, self._scale, products=self._products
+            q,
+            k_cache,
+            v_cache,
+            rows.attention,
+            self._scale,
+            self._sinks,
+            softcap=self._softcap,
+            products=self._products,
         )
         return multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)
 

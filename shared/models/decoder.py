@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from shared.kernels.linear import sum_addends
-from shared.kernels.rms_norm import rms_norm
 from shared.models.attention import Attention, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.feed_forward import MLP, load_feed_forward
+from shared.models.feed_forward import load_feed_forward
 from shared.models.latent_attention import LatentAttention
-from shared.models.projections import Product, add, add_and_norm
+from shared.models.projections import Product, add, add_and_norm, load_norm
 from shared.progress import note_progress
 
 
@@ -38,12 +38,19 @@ class DecoderLayer:
     ) -> None:
         hidden = config.hidden_size
         self._eps = config.rms_norm_eps
-        self._input_norm = None
-        if has_input_norm:
-            self._input_norm = reader.load(f"{prefix}.input_layernorm.weight", (hidden,))
+
+        def norm(name: str | None) -> torch.Tensor | None:
+            if name is None:
+                return None
+            return load_norm(reader, f"{prefix}.{name}.weight", hidden, config.norm_rule)
+
+        norms = config.layer_norms
+        self._input_norm = norm(norms.before_attention if has_input_norm else None)
+        self._attention_norm = norm(norms.after_attention)
+        self._mlp_input_norm = norm(norms.before_mlp)
+        self._mlp_norm = norm(norms.after_mlp)
         attention_class = Attention if config.latent is None else LatentAttention
         self._attention = attention_class(reader, f"{prefix}.self_attn", config, hidden)
-        self._post_norm = reader.load(f"{prefix}.post_attention_layernorm.weight", (hidden,))
         self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
 
     def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,10 +61,7 @@ class DecoderLayer:
             pending: Still to be added to it.
         Returns: (residual stream [T, h], input of the attention [T, h]).
         """
-        if self._input_norm is not None:
-            return add_and_norm(x, pending, self._input_norm, self._eps)
-        x = add(x, pending)
-        return x, x
+        return self._add(x, pending, self._input_norm)
 
     def forward(
         self,
@@ -72,50 +76,19 @@ class DecoderLayer:
         Mutates: rows of `caches` named by the slot mapping.
         """
         note_progress()
-        pending = self._attention.forward(normed, rows, caches)
-        x, normed = add_and_norm(x, pending, self._post_norm, self._eps)
-        return x, self._feed_forward.forward(normed, rows)
+        product = self._normed(self._attention.forward(normed, rows, caches), self._attention_norm)
+        x, normed = self._add(x, product, self._mlp_input_norm)
+        return x, self._normed(self._feed_forward.forward(normed, rows), self._mlp_norm)
 
-
-class PostNormLayer:
-    """Attention and MLP with norms behind them; the same interface as a DecoderLayer's.
-
-    Args:
-        prefix: Name of the layer in the checkpoint, "model.layers.0".
-    """
-
-    def __init__(
-        self, reader: CheckpointReader, prefix: str, config: ModelConfig, layer_id: int = 0
-    ) -> None:
-        assert config.experts is None or layer_id in config.experts.dense_layers
-        hidden = config.hidden_size
-        self._eps = config.rms_norm_eps
-        self._attention = Attention(reader, f"{prefix}.self_attn", config, hidden)
-        self._attention_norm = reader.load(f"{prefix}.post_attention_layernorm.weight", (hidden,))
-        self._mlp = MLP(reader, f"{prefix}.mlp", config)
-        self._mlp_norm = reader.load(f"{prefix}.post_feedforward_layernorm.weight", (hidden,))
-
-    def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream twice: attention reads it as it is."""
+    def _add(
+        self, x: torch.Tensor, pending: Product | None, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what is pending, and norm; without a norm return the sum twice."""
+        if norm is not None:
+            return add_and_norm(x, pending, norm, self._eps)
         x = add(x, pending)
         return x, x
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        normed: torch.Tensor,
-        rows: Rows,
-        caches: LayerCaches,
-    ) -> tuple[torch.Tensor, None]:
-        """Run the layer on what `enter` returned; nothing is left to be added.
-
-        Mutates: rows of `caches` named by the slot mapping.
-        """
-        note_progress()
-        product = self._attention.forward(normed, rows, caches)
-        x = self._add_normed(x, product, self._attention_norm)
-        return self._add_normed(x, self._mlp.forward(x), self._mlp_norm), None
-
-    def _add_normed(self, x: torch.Tensor, product: Product, weight: torch.Tensor) -> torch.Tensor:
-        delta = sum_addends(product.addends, product.bias, x.dtype)
-        return x + rms_norm(delta, weight, self._eps)
+    def _normed(self, product: Product, norm: torch.Tensor | None) -> Product:
+        """Return a product that is normed before it is added, if there is a norm."""
+        return product if norm is None else replace(product, norm=norm, eps=self._eps)

@@ -15,10 +15,19 @@ from typing import Any
 from shared.errors import CheckpointError
 from shared.kv.layout import KVLayout
 from shared.models.experts_config import ExpertsConfig, parse_experts
-from shared.models.families import FAMILIES, MULTIPLIERS, TARGET_ARCHITECTURES, Family, Window
+from shared.models.families import (
+    FAMILIES,
+    MULTIPLIERS,
+    TARGET_ARCHITECTURES,
+    Family,
+    LayerNorms,
+    NormRule,
+)
+from shared.models.family_fields import has_gelu, parse_ropes, parse_softcaps, query_multiplier
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.quantization import parse_quantization
-from shared.models.rope_config import RopeConfig, parse_rope, require_positive
+from shared.models.rope_config import RopeConfig, require_positive
+from shared.models.window_config import parse_windows
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_POSITIONS = 1 << 22
@@ -56,14 +65,24 @@ class ModelConfig:
         num_heads, num_kv_heads: Query heads, K/V heads.
         has_qkv_bias, has_o_bias, has_mlp_bias: Which projections have a bias.
         has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
+        has_sinks: Each query head has a score without a V, which all tokens see.
         has_wide_qk_norm: They are, over the values of all heads at once.
-        has_post_norms: Norms are behind attention and MLP, not before them.
+        layer_norms: Where the norms of a layer are, and what they are called.
+        norm_rule: How all norms scale.
         fused_projections: Projections that are one tensor in the checkpoint: "qkv", "gate_up".
         embedding_multiplier: What embeddings are multiplied by before the first layer.
         attention_multiplier: What scores are multiplied by; None: 1 / sqrt(head_dim).
         residual_multiplier: What attention and MLP are multiplied by before they are added.
         logits_scaling: What logits are divided by.
-        sliding_window: A token sees the last `sliding_window` tokens, itself included; 0 = all.
+        has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size), rounded to the model's
+            dtype.
+        has_gelu: Gates of MLPs pass gelu, approximated by tanh, not silu.
+        attention_softcap, logits_softcap: Soft limits of scores and logits, see `tree_attention`;
+            0: there is none.
+        local_rope: Rotary embedding of the layers with a window; None: `rope`.
+        sliding_window: In every layer a token sees the last `sliding_window` tokens at most, itself
+            included; 0 = all.
+        layer_windows: What it sees in each layer, where that differs; empty: in all the same.
         is_tied: The output head is the embedding.
         dtype: "float32", "float16" or "bfloat16", what the weights were saved for.
         unrotated_layers: Layers without a rotary embedding.
@@ -71,7 +90,8 @@ class ModelConfig:
         num_mtp_layers: Layers of multi-token prediction in the checkpoint.
         latent: Of multi-head latent attention, in which `num_kv_heads` and `head_dim` are those of
             the queries; None: heads have K and V.
-        quantization: How projections are quantised, "fp8", or "".
+        quantization: How weights are quantised: "fp8" or "int4" (projections), "mxfp4" (experts),
+            or "".
         eos_token_ids: Ids that end a text, from generation_config.json if it says, else from
             config.json.
         experts: Feed-forwards that a router chooses from; None: every layer has one, dense.
@@ -92,13 +112,21 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
-    has_post_norms: bool = False
+    has_sinks: bool = False
+    layer_norms: LayerNorms = LayerNorms()
+    norm_rule: NormRule = NormRule.ROUNDED
     fused_projections: tuple[str, ...] = ()
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    has_scaled_embedding: bool = False
+    has_gelu: bool = False
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    local_rope: RopeConfig | None = None
     sliding_window: int = 0
+    layer_windows: tuple[int, ...] = ()
     is_tied: bool = False
     dtype: str = "float32"
     unrotated_layers: tuple[int, ...] = ()
@@ -193,24 +221,36 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     """
     family = FAMILIES[architecture]
     refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in family.implemented}
-    if family.has_vision:
-        fields = _language_fields(fields, source)
+    if family.text_type:
+        fields = _language_fields(fields, source, family)
     refuse_fields(fields, source, {**refused, **family.refused})
     fields = {**family.defaults, **fields}
-    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(
-            f"{source}: hidden_act = {fields['hidden_act']!r} is not supported, only silu is"
-        )
     latent = parse_latent(fields, source) if family.has_latent_attention else None
     num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family, latent)
     num_layers = require_int(fields, "num_hidden_layers", source)
     num_mtp_layers = fields.get("num_nextn_predict_layers") if family.has_mtp else 0
     max_positions = _parse_positions(fields, source)
+    unrotated = _parse_unrotated(fields, source, family, num_layers)
+    windows = parse_windows(fields, source, family, num_layers, unrotated)
+    if family.rotates_windows_only and fields.get("sliding_window") is not None:
+        unrotated = tuple(layer for layer, window in enumerate(windows) if not window)
+    ropes = parse_ropes(
+        fields,
+        source,
+        family,
+        head_dim=head_dim if latent is None else latent.qk_rope_head_dim,
+        max_positions=max_positions,
+    )
+    if all(windows) and ropes[1] is not None:
+        ropes = (ropes[1], None)
     multipliers: dict[str, Any] = {
         name: require_positive(fields[name], f"{source}: {name}")
         for name in MULTIPLIERS
         if name in family.implemented and fields.get(name) is not None
     }
+    multipliers |= parse_softcaps(fields, source, family)
+    if family.has_query_scalar:
+        multipliers["attention_multiplier"] = query_multiplier(fields, source)
     return ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
@@ -221,47 +261,51 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         head_dim=head_dim,
         rms_norm_eps=_parse_epsilon(fields, source),
         max_position_embeddings=max_positions,
-        rope=parse_rope(
-            fields,
-            source,
-            head_dim=head_dim if latent is None else latent.qk_rope_head_dim,
-            max_positions=max_positions,
-            default_share=family.rotary_share,
-            is_interleaved=family.is_interleaved,
-            aliases=family.rope_aliases,
-        ),
+        rope=ropes[0],
+        local_rope=ropes[1] if any(windows) else None,
         has_qkv_bias=_is_set(fields, family.qkv_bias),
         has_o_bias=_is_set(fields, family.o_bias),
         has_mlp_bias=_is_set(fields, family.mlp_bias),
+        has_scaled_embedding=family.has_scaled_embedding,
+        has_gelu=has_gelu(fields, source, family),
         has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
-        has_post_norms=family.has_post_norms,
+        has_sinks=family.has_sinks,
+        layer_norms=family.layer_norms,
+        norm_rule=family.norm_rule,
         fused_projections=family.fused,
-        sliding_window=_parse_window(fields, source, family.window, num_layers),
+        sliding_window=max(windows) if all(windows) else 0,
+        layer_windows=windows if len(set(windows)) > 1 else (),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
-        unrotated_layers=_parse_unrotated(fields, source, family, num_layers),
-        has_vision=family.has_vision,
+        unrotated_layers=unrotated,
+        has_vision=bool(family.text_type),
         num_mtp_layers=int(num_mtp_layers or 0),
         latent=latent,
         experts=parse_experts(fields, source, family.experts, num_layers)
         if family.experts
         else None,
-        quantization=parse_quantization(fields, source),
+        quantization=parse_quantization(
+            fields,
+            source,
+            has_fused_experts=bool(family.experts and family.experts.tensors.is_fused),
+        ),
         **multipliers,
     )
 
 
-def _language_fields(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _language_fields(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, Any]:
     """Return the fields of the language model in the config.json of one that sees, too."""
     text = fields.get("text_config")
-    if not isinstance(text, Mapping) or text.get("model_type", "mistral") != "mistral":
+    kind = family.text_type
+    if not isinstance(text, Mapping) or text.get("model_type", kind) != kind:
         raise CheckpointError(
-            f"{source}: text_config must be an object of model_type 'mistral', got {text!r}"
+            f"{source}: text_config must be an object of model_type {kind!r}, got {text!r}"
         )
     is_tied = fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     said = {name: value for name, value in text.items() if value is not None or name not in fields}
-    return {**fields, **said, "tie_word_embeddings": is_tied}
+    tying = {} if is_tied is None else {"tie_word_embeddings": is_tied}
+    return {**fields, **said, **tying}
 
 
 def _parse_unrotated(
@@ -349,38 +393,6 @@ def refuse_fields(
         value = fields.get(name)
         if value is not None and value not in neutral:
             raise CheckpointError(f"{source}: {name} = {value!r} is not supported")
-
-
-def _parse_window(fields: Mapping[str, Any], source: str, when: Window, num_layers: int) -> int:
-    if when is Window.NEVER:
-        return 0
-    window = fields.get("sliding_window")
-    if fields.get("layer_types") is not None:
-        is_windowed = _parse_layer_types(fields["layer_types"], source, num_layers)
-    elif window is None or not (when is Window.IF_SET or fields.get("use_sliding_window")):
-        is_windowed = [False] * num_layers
-    else:
-        first = 0 if when is Window.IF_SET else fields.get("max_window_layers", 0)
-        is_windowed = [first is not None and layer >= first for layer in range(num_layers)]
-    if not any(is_windowed):
-        return 0
-    if not all(is_windowed):
-        raise CheckpointError(
-            f"{source}: layers with and without a sliding window (use_sliding_window, "
-            "max_window_layers, layer_types) are not supported in one model"
-        )
-    return require_int({"sliding_window": window}, "sliding_window", source)
-
-
-def _parse_layer_types(layer_types: Any, source: str, num_layers: int) -> list[bool]:
-    """Return which layers have a sliding window."""
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown or len(layer_types) != num_layers:
-        raise CheckpointError(
-            f"{source}: layer_types must hold full_attention or sliding_attention for each of "
-            f"{num_layers} layers, got {layer_types!r}"
-        )
-    return [kind == "sliding_attention" for kind in layer_types]
 
 
 def _parse_dtype(fields: Mapping[str, Any], source: str) -> str:

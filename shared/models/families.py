@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.models.experts_config import ExpertsFamily, ExpertTensors, GroupScore, Scoring
@@ -15,13 +15,56 @@ MULTIPLIERS = (
 )  # fmt: skip
 
 
+class NormRule(enum.Enum):
+    """How RMS norms scale what they have normalised, in float32."""
+
+    ROUNDED = enum.auto()
+    """Rounded to the dtype of the model first (Llama)."""
+    WIDE = enum.auto()
+    """By a weight in float32, and rounded last."""
+    OFFSET = enum.auto()
+    """As WIDE, by 1 + weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorms:
+    """What the norms of a layer are called; None: there is none at that place."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+NORMS_BEHIND = LayerNorms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+NORMS_AROUND = LayerNorms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+
+
 class Window(enum.Enum):
-    """When a checkpoint's `sliding_window` holds."""
+    """Where a checkpoint's `sliding_window` holds, if `layer_types` does not say it."""
 
     NEVER = enum.auto()
     IF_SET = enum.auto()
+    """In every layer."""
+    PATTERN = enum.auto()
+    """In all but every `sliding_window_pattern`-th layer, which sees everything."""
     IF_USED = enum.auto()
-    """`use_sliding_window` says so."""
+    """If `use_sliding_window`, from layer `max_window_layers` on."""
+    IF_USED_BY_ALL = enum.auto()
+    """If `use_sliding_window`, in every layer, whatever `layer_types` says."""
+    IF_USED_EVEN = enum.auto()
+    """If `use_sliding_window`, in the even ones of the first `max_window_layers` layers."""
+    IF_USED_UNROTATED = enum.auto()
+    """If `use_sliding_window`, in layers without a rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +76,25 @@ class Family:
             config.json that says so.
         has_qk_norm: q and k are RMS-normalised per head, or the field that says so.
         has_wide_qk_norm: They are, all heads at once.
-        has_post_norms: Norms are behind attention and MLP, not before them.
+        has_sinks: Attention has sinks: of each head a learned score without a V.
+        layer_norms: Where the norms of a layer are.
+        norm_rule: How all norms scale.
+        window: Where `sliding_window` holds.
+        window_period: What an absent `sliding_window_pattern` means.
         has_own_head_dim: `head_dim` must be in config.json; else hidden_size / heads by default.
         is_mha_by_default: Without `num_key_value_heads` every head has its own K and V.
         fused: Projections that are one tensor: "qkv", "gate_up".
         rotary_share: What an absent `partial_rotary_factor` means; None: there is no such field.
         is_interleaved: The rotary embedding pairs neighbours.
         rope_aliases: Its own names of rope types.
+        has_local_rope: Layers with a window have a rotary embedding of their own.
+        rotates_windows_only: If there is a window, layers without it are not rotated.
+        has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size).
+        has_query_scalar: Scores are divided by the root of `query_pre_attn_scalar`.
+        activation_field: What says how gates of MLPs are activated.
         has_latent_attention: Multi-head latent attention.
-        has_vision: The checkpoint has a vision tower beside the language model, whose fields are in
-            `text_config`; the tower is left out.
+        text_type: The checkpoint has a vision tower beside a language model of this `model_type`,
+            whose fields are in `text_config`; the tower is left out. "": there is none.
         refused: Fields that this family alone reads, and that are not implemented -> the values,
             besides None, that ask for nothing.
         implemented: Fields that are refused for other families, and computed for this one.
@@ -56,16 +108,24 @@ class Family:
     mlp_bias: bool | str = False
     has_qk_norm: bool | str = False
     has_wide_qk_norm: bool = False
-    has_post_norms: bool = False
+    has_sinks: bool = False
+    layer_norms: LayerNorms = LayerNorms()
+    norm_rule: NormRule = NormRule.ROUNDED
     window: Window = Window.NEVER
+    window_period: int = 0
     has_own_head_dim: bool = False
     is_mha_by_default: bool = False
     fused: tuple[str, ...] = ()
     rotary_share: float | None = None
     is_interleaved: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    has_local_rope: bool = False
+    rotates_windows_only: bool = False
+    has_scaled_embedding: bool = False
+    has_query_scalar: bool = False
+    activation_field: str = "hidden_act"
     has_latent_attention: bool = False
-    has_vision: bool = False
+    text_type: str = ""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     implemented: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +133,39 @@ class Family:
     has_mtp: bool = False
 
 
+_CORRECTION_BIAS = "e_score_correction_bias"
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_GEMMA3 = Family(
+    window=Window.PATTERN,
+    window_period=6,
+    has_own_head_dim=True,
+    has_qk_norm=True,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    layer_norms=NORMS_AROUND,
+    norm_rule=NormRule.OFFSET,
+    has_local_rope=True,
+    has_scaled_embedding=True,
+    has_query_scalar=True,
+    activation_field="hidden_activation",
+    implemented=("final_logit_softcapping",),
+    refused={"use_bidirectional_attention": (False,)},
+    defaults={
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+)
 _DEEPSEEK_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _DEEPSEEK_FIELDS = ("kv_lora_rank", *_DEEPSEEK_COUNTS)
 FAMILIES: dict[str, Family] = {
@@ -83,9 +176,10 @@ FAMILIES: dict[str, Family] = {
         is_mha_by_default=True,
     ),
     "MistralForCausalLM": Family(window=Window.IF_SET, defaults={"sliding_window": 4096}),
+    "MinistralForCausalLM": Family(window=Window.IF_SET, defaults={"sliding_window": 4096}),
     "Mistral3ForConditionalGeneration": Family(
         window=Window.IF_SET,
-        has_vision=True,
+        text_type="mistral",
         defaults={"sliding_window": 4096},
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window=Window.IF_USED),
@@ -114,6 +208,56 @@ FAMILIES: dict[str, Family] = {
         implemented=("partial_rotary_factor",),
         defaults={"attention_bias": True},
     ),
+    "Glm4ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        has_own_head_dim=True,
+        layer_norms=LayerNorms(
+            after_attention="post_self_attn_layernorm",
+            before_mlp="post_attention_layernorm",
+            after_mlp="post_mlp_layernorm",
+        ),
+        fused=("gate_up",),
+        rotary_share=0.5,
+        is_interleaved=True,
+        implemented=("partial_rotary_factor",),
+        defaults={"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    ),
+    "Gemma2ForCausalLM": Family(
+        window=Window.PATTERN,
+        window_period=2,
+        has_own_head_dim=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        layer_norms=NORMS_AROUND,
+        norm_rule=NormRule.OFFSET,
+        has_scaled_embedding=True,
+        has_query_scalar=True,
+        activation_field="hidden_activation",
+        implemented=("attn_logit_softcapping", "final_logit_softcapping"),
+        refused={"use_bidirectional_attention": (False,)},
+        defaults={
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        text_type="gemma3_text",
+        implemented=(),
+        # Published files leave out what is as in the class.
+        defaults={
+            **_GEMMA3.defaults,
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
+    ),
     "GraniteForCausalLM": Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -126,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
-        refused={"use_sliding_window": (False,)},
+        window=Window.IF_USED_UNROTATED,
         implemented=("no_rope_layers",),
         defaults={
             "no_rope_layer_interval": 4,
@@ -138,9 +282,30 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         has_wide_qk_norm=True,
-        has_post_norms=True,
+        layer_norms=NORMS_BEHIND,
+        norm_rule=NormRule.WIDE,
         is_mha_by_default=True,
         defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Olmo3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_wide_qk_norm=True,
+        layer_norms=NORMS_BEHIND,
+        norm_rule=NormRule.WIDE,
+        is_mha_by_default=True,
+        window=Window.PATTERN,
+        window_period=4,
+        has_local_rope=True,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0},
+    ),
+    "Exaone4ForCausalLM": Family(
+        has_qk_norm=True,
+        layer_norms=NORMS_BEHIND,
+        window=Window.PATTERN,
+        window_period=4,
+        rotates_windows_only=True,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "SeedOssForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -162,11 +327,22 @@ FAMILIES: dict[str, Family] = {
             tensors=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
         ),
     ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias="qkv_bias",
+        window=Window.IF_USED_EVEN,
+        implemented=("num_experts", "num_local_experts"),
+        defaults={"qkv_bias": True},
+        experts=ExpertsFamily(
+            shared_width_field="shared_expert_intermediate_size",
+            has_shared_gate=True,
+            tensors=ExpertTensors(shared="shared_expert"),
+        ),
+    ),
     "Qwen3MoeForCausalLM": Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         has_qk_norm=True,
-        window=Window.IF_USED,
+        window=Window.IF_USED_BY_ALL,
         implemented=("num_experts", "num_local_experts"),
         experts=ExpertsFamily(),
     ),
@@ -180,11 +356,34 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertsFamily(
             count_fields=("n_routed_experts", "num_local_experts"),
             scoring=Scoring.SIGMOID,
-            has_correction_bias=True,
+            router_bias=_CORRECTION_BIAS,
             has_shared=True,
             has_groups=True,
         ),
         has_mtp=True,
+    ),
+    "GptOssForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_sinks=True,
+        norm_rule=NormRule.WIDE,
+        window=Window.PATTERN,
+        window_period=2,
+        has_own_head_dim=True,
+        implemented=("num_local_experts", "num_experts"),
+        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128}
+        | {"rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "rope_scaling": _GPT_OSS_ROPE}
+        | {"torch_dtype": "bfloat16"},  # of published tensors beside MXFP4, whose files omit it
+        experts=ExpertsFamily(
+            count_fields=("num_local_experts", "num_experts"),
+            width_field="intermediate_size",
+            scoring=Scoring.SOFTMAX_OF_CHOSEN,
+            router_bias="bias",
+            has_bias=True,
+            is_clamped=True,
+            always_normalises=True,
+            tensors=ExpertTensors(router="router", is_fused=True),
+        ),
     ),
     "DeepseekV2ForCausalLM": Family(
         has_latent_attention=True,
@@ -212,7 +411,7 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertsFamily(
             count_fields=_DEEPSEEK_COUNTS,
             scoring=Scoring.SIGMOID,
-            has_correction_bias=True,
+            router_bias=_CORRECTION_BIAS,
             has_shared=True,
             has_groups=True,
         ),

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.swiglu import Activation
 from shared.models.attention import Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
@@ -36,7 +37,7 @@ def load_feed_forward(
     experts = config.experts
     if experts is None or layer_id in experts.dense_layers:
         return MLP(reader, f"{prefix}.mlp", config)
-    return Experts(reader, prefix, experts, config.hidden_size)
+    return Experts(reader, prefix, experts, config.hidden_size, experts.index_of(layer_id))
 
 
 class MLP:
@@ -49,6 +50,7 @@ class MLP:
     def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self._residual_multiplier = config.residual_multiplier
+        self._activation: Activation = "gelu_tanh" if config.has_gelu else "silu"
         parts = {"gate": inner, "up": inner}
         fused = "gate_up" if "gate_up" in config.fused_projections else None
         self._gate_up = reader.products.weight(load_rows(reader, prefix, parts, hidden, fused))
@@ -65,5 +67,5 @@ class MLP:
         Args:
             x: [T, h].
         """
-        inner = linear_swiglu(x, self._gate_up, self._gate_up_bias)
+        inner = linear_swiglu(x, self._gate_up, self._gate_up_bias, self._activation)
         return multiply(inner, self._down, self._down_bias, self._residual_multiplier)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,12 +10,14 @@ import torch
 from shared.errors import CheckpointError
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
+from shared.kernels.softcap import softcap_
 from shared.kernels.tree_attention import TreeAttentionMetadata
-from shared.models.attention import KVCaches, RopeTable
+from shared.models.attention import KVCaches
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.decoder import DecoderLayer, PostNormLayer
-from shared.models.projections import Product, add_and_norm
+from shared.models.decoder import DecoderLayer
+from shared.models.layer_rows import LayerRows
+from shared.models.projections import Product, add_and_norm, load_norm
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -58,19 +60,20 @@ class CausalLM:
     ) -> None:
         self.config = config
         self._embedding = load_embedding(reader, config)
-        layer_class = PostNormLayer if config.has_post_norms else DecoderLayer
         self._layers = [
-            layer_class(reader, f"model.layers.{i}", config, i) for i in range(config.num_layers)
+            DecoderLayer(reader, f"model.layers.{i}", config, i) for i in range(config.num_layers)
         ]
-        self._norm = reader.load("model.norm.weight", (config.hidden_size,))
+        self._norm = load_norm(reader, "model.norm.weight", config.hidden_size, config.norm_rule)
         head = load_head(reader, config, self._embedding)
         self._head = reader.products.weight(head)
-        if config.embedding_multiplier != 1:  # not in place: the head may be the same tensor
-            self._embedding = self._embedding * config.embedding_multiplier
         self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
-        self._rope = RopeTable(config, context_len or config.max_position_embeddings, self.device)
+        self._embedding_multiplier = config.embedding_multiplier
+        if config.has_scaled_embedding:  # by the root in the model's own dtype
+            root = torch.tensor(config.hidden_size**0.5, dtype=self.dtype)
+            self._embedding_multiplier = float(root)
+        self._rows = LayerRows(config, context_len or config.max_position_embeddings, self.device)
 
     @classmethod
     def from_checkpoint(
@@ -107,6 +110,7 @@ class CausalLM:
         capture_layers: tuple[int, ...] = (),
         roots: torch.Tensor | None = None,
         root_idx: torch.Tensor | None = None,
+        expert_ids: torch.Tensor | None = None,
     ) -> ForwardOutput:
         """Run rows of new tokens through all layers.
 
@@ -117,20 +121,24 @@ class CausalLM:
             capture_layers: Layers whose OUTPUT (residual stream) is wanted.
             roots: [num_reqs] i64, tokens that only the device knows; None: there are none.
             root_idx: [T] i64, which of the roots each row's token is; -1: it is in `token_ids`.
+            expert_ids: [layers with experts, at least T, top_k] i32, where the rows' experts are
+                left; None: nowhere.
         Returns: ForwardOutput.
-        Mutates: `kv` rows named by `slot_mapping`.
+        Mutates: `kv` rows named by `slot_mapping`, the first T rows of each layer's `expert_ids`.
         """
-        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
-        unrotated = rows.unrotated() if self.config.unrotated_layers else rows
-        x = embed(token_ids, self._embedding, roots, root_idx)
+        rows = self._rows.rows(position_ids, attention, slot_mapping, self.dtype)
+        if expert_ids is not None:
+            expert_ids = expert_ids[:, : len(token_ids)]
+            rows = [replace(one, expert_ids=expert_ids) for one in rows]
+        multiplier = self._embedding_multiplier
+        x = embed(token_ids, self._embedding, roots, root_idx, multiplier=multiplier)
         pending: Product | None = None
         captured = {}
         for layer_id, layer in enumerate(self._layers):
             x, normed = layer.enter(x, pending)
             if layer_id - 1 in capture_layers:
                 captured[layer_id - 1] = x
-            turned = unrotated if layer_id in self.config.unrotated_layers else rows
-            x, pending = layer.forward(x, normed, turned, kv.layers[layer_id])
+            x, pending = layer.forward(x, normed, rows[layer_id], kv.layers[layer_id])
         x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(
@@ -148,7 +156,10 @@ class CausalLM:
         Returns: [R, V] f32.
         """
         logits = linear(hidden, self._head, out_dtype=torch.float32)
-        return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+        if self.config.logits_scaling != 1:
+            logits = logits / self.config.logits_scaling
+        limit = self.config.logits_softcap
+        return logits if limit == 0 else softcap_(logits, limit)
 
 
 def _mtp_extras(config: ModelConfig) -> list[str]:

@@ -10,9 +10,10 @@ import torch
 from shared.errors import CheckpointError
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.products_cpu import Weight
-from shared.kernels.quantized import GpuWeight, QuantizedWeight, stack_rows
+from shared.kernels.quantized import GpuWeight, stack_rows
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
 from shared.models.checkpoint import CheckpointReader
+from shared.models.families import NormRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +23,23 @@ class Product:
     Args:
         addends: [S, T, h] f32, see `linear_addends`.
         bias: [h] or None.
+        norm: [h], weight of the norm that their sum passes before it is added; None: there is none.
+        eps: Of that norm.
     """
 
     addends: torch.Tensor
     bias: torch.Tensor | None
+    norm: torch.Tensor | None = None
+    eps: float = 0.0
 
 
 def add(x: torch.Tensor, pending: Product | None) -> torch.Tensor:
     """Add what is pending to the residual stream. [T, h]."""
     if pending is None:
         return x
-    return sum_addends(pending.addends, pending.bias, x.dtype, x)
+    if pending.norm is None:
+        return sum_addends(pending.addends, pending.bias, x.dtype, x)
+    return add_rms_norm(x, pending.addends, pending.bias, None, pending.eps, pending.norm)[0]
 
 
 def add_and_norm(
@@ -44,7 +51,8 @@ def add_and_norm(
     """
     if pending is None:
         return x, rms_norm(x, weight, eps)
-    return add_rms_norm(x, pending.addends, pending.bias, weight, eps)
+    assert pending.norm is None or pending.eps == eps
+    return add_rms_norm(x, pending.addends, pending.bias, weight, eps, pending.norm)
 
 
 def multiply(
@@ -53,6 +61,17 @@ def multiply(
     """Return a projection times `multiplier`, which its bias has been multiplied by."""
     addends = linear_addends(x, weight)
     return Product(addends=addends if multiplier == 1 else addends * multiplier, bias=bias)
+
+
+def load_norm(reader: CheckpointReader, name: str, width: int, rule: NormRule) -> torch.Tensor:
+    """Load the weight of an RMS norm, ready for `rms_norm`: [width], in float32 unless ROUNDED.
+
+    1 + weight is added up in float32, as transformers does, and stays there.
+    """
+    if rule is NormRule.ROUNDED:
+        return reader.load(name, (width,))
+    weight = reader.load(name, (width,), dtype=torch.float32)
+    return weight + 1 if rule is NormRule.OFFSET else weight
 
 
 def load_rows(
@@ -76,7 +95,7 @@ def load_rows(
     if stacked is None:
         raise CheckpointError(
             f"{reader.directory}: {', '.join(names)} are multiplied at once; all or none of them "
-            "must be FP8, with scales of one kind"
+            "must be FP8, or int4, with scales of one kind"
         )
     return stacked
 
@@ -99,6 +118,6 @@ def pair_rows(rows: torch.Tensor, order: torch.Tensor | None, num_rows: int) -> 
 
 def pair_weight_rows(weight: GpuWeight, order: torch.Tensor | None, num_rows: int) -> GpuWeight:
     """Do what `pair_rows` does with the rows of a weight."""
-    if isinstance(weight, QuantizedWeight):
-        return weight.rearranged(lambda rows: pair_rows(rows, order, num_rows))
-    return pair_rows(weight, order, num_rows)
+    if isinstance(weight, torch.Tensor):
+        return pair_rows(weight, order, num_rows)
+    return weight.rearranged(lambda rows: pair_rows(rows, order, num_rows))

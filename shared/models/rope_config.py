@@ -143,6 +143,34 @@ def parse_rope(
     )
 
 
+def main_rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the rotary embedding of layers without a window, where those with one
+    have another: `rope_parameters` may hold one of each kind of layer."""
+    by_kind = _ropes_by_kind(fields)
+    if by_kind is None:
+        return fields
+    return {**fields, "rope_parameters": by_kind.get("full_attention") or {"rope_type": "default"}}
+
+
+def local_rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the rotary embedding of layers with a window, which is not scaled unless
+    `rope_parameters` says so; its base is `rope_local_base_freq`, if there is one."""
+    local = (_ropes_by_kind(fields) or {}).get("sliding_attention") or {}
+    theta = fields.get("rope_local_base_freq", fields.get("rope_theta"))
+    return {
+        **fields,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", **local},
+        "rope_scaling": None,
+    }
+
+
+def _ropes_by_kind(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    values = fields.get("rope_parameters")
+    kinds = {"full_attention", "sliding_attention"}
+    return values if isinstance(values, Mapping) and kinds & {*values} else None
+
+
 def _parse_scaling(
     kind: RopeKind, values: Mapping[str, Any], place: str, *, max_positions: int, num_pairs: int
 ) -> dict[str, Any]:

@@ -134,6 +134,10 @@ def pack(
     )
 
 
-def exact(batch: Batch, scale: float) -> torch.Tensor:
+def exact(
+    batch: Batch, scale: float, sinks: torch.Tensor | None = None, *, softcap: float = 0.0
+) -> torch.Tensor:
     """Return the attention of every row in float64, on the CPU. [T, Hq, d]."""
-    return tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale).cpu()
+    return tree_attention_ref(
+        batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale, sinks, softcap=softcap
+    ).cpu()

@@ -69,6 +69,7 @@ def kernels(dtype: str):
                 **dot,
                 **blocks(tiles),
                 "SCALING": "none",
+                "GROUP": 0,
                 "HAS_BIAS": num_rows <= 16,
                 "IS_SPLIT": num_splits > 1 and num_rows <= linear_tiles.MAX_SPLIT_ROWS,
                 "NUM_SPLITS": num_splits,
@@ -85,7 +86,9 @@ def kernels(dtype: str):
                 **dot,
                 **blocks(tiles),
                 "SCALING": "none",
+                "GROUP": 0,
                 "HAS_BIAS": True,
+                "ACTIVATION": "gelu_tanh" if num_rows == 64 else "silu",
             },
             launch_options(tiles),
         )
@@ -99,6 +102,7 @@ def kernels(dtype: str):
                 {
                     **dot,
                     "SCALING": "none",
+                    "GROUP": 0,
                     **blocks(square),
                     **share,
                     "HAS_BIAS": True,
@@ -107,14 +111,19 @@ def kernels(dtype: str):
                 },
                 launch_options(square),
             )
-        yield (
-            linear_swiglu._balanced_swiglu_kernel,
-            [*descriptors(dtype, square), *[values] * 3, "*fp32", *["i32"] * 3],
-            {**dot, **blocks(square), **share, "SCALING": "none", "HAS_BIAS": True},
-            launch_options(square),
-        )
+        for activation in ("silu", "gelu_tanh"):
+            yield (
+                linear_swiglu._balanced_swiglu_kernel,
+                [*descriptors(dtype, square), *[values] * 3, "*fp32", *["i32"] * 3],
+                {**dot, **blocks(square), **share, "SCALING": "none", "GROUP": 0}
+                | {"HAS_BIAS": True, "ACTIVATION": activation},
+                launch_options(square),
+            )
     for scaling in ("block", "channel"):
         yield from fp8_products(dtype, scaling)
+    forms = [("group", 128), ("zeros", 64), ("zeros", 32)]
+    for scaling, group_size in forms[-1:] if dtype == "fp32" else forms:
+        yield from int4_products(dtype, scaling, group_size)
     yield (
         linear._sum_addends_kernel,
         ["*fp32", values, values, values, "i32", "i32"],
@@ -123,8 +132,8 @@ def kernels(dtype: str):
     for ids, has_roots in (("*i64", True), ("*i64", False), ("*i32", False)):
         yield (
             embedding._embed_kernel,
-            [*[ids] * 3, values, values],
-            {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots},
+            [*[ids] * 3, values, values, "fp32"],
+            {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots, "HAS_MULTIPLIER": has_roots},
         )
     yield (
         head_input._head_input_kernel,
@@ -132,26 +141,32 @@ def kernels(dtype: str):
         {"WIDTH": 1000, "BLOCK": 1024},
     )
     yield rms_norm._rms_norm_kernel, [values] * 3 + ["fp32"], {"WIDTH": 1000, "BLOCK": 1024}
-    yield (
-        rms_norm._add_rms_norm_kernel,
-        [values, "*fp32", values, values, values, values, "i32", "fp32"],
-        {"HAS_BIAS": True, "NUM_SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096},
-    )
-    yield (
-        rope_store._rope_store_kernel,
-        ["*fp32", values, values, values, "*fp32", "*fp32", "*i32", *[values] * 3]
-        + ["i32", "i32", "fp32"],
-        {
-            "HAS_BIAS": True,
-            "HAS_NORM": True,
-            "NUM_SPLITS": 2,
-            "NUM_HEADS": 32,
-            "NUM_KV_HEADS": 8,
-            "HALF": 64,
-            "HALF_BLOCK": 64,
-            "HEADS": 8,
-        },
-    )
+    for weights, norms in (
+        (values, {"NORMS_DELTA": False, "NORMS_SUM": True}),
+        ("*fp32", {"NORMS_DELTA": True, "NORMS_SUM": True}),
+        (values, {"NORMS_DELTA": True, "NORMS_SUM": False}),
+    ):
+        yield (
+            rms_norm._add_rms_norm_kernel,
+            [values, "*fp32", values, weights, weights, values, values, "i32", "fp32"],
+            {"HAS_BIAS": True, **norms, "NUM_SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096},
+        )
+    for weights in (values, "*fp32"):
+        yield (
+            rope_store._rope_store_kernel,
+            ["*fp32", values, weights, weights, "*fp32", "*fp32", "*i32", *[values] * 3]
+            + ["i32", "i32", "fp32"],
+            {
+                "HAS_BIAS": True,
+                "HAS_NORM": True,
+                "NUM_SPLITS": 2,
+                "NUM_HEADS": 32,
+                "NUM_KV_HEADS": 8,
+                "HALF": 64,
+                "HALF_BLOCK": 64,
+                "HEADS": 8,
+            },
+        )
     yield from mailbox_kernels(values)
     yield move_kv._move_paths_kernel, ["*i64", "*i32", "*i32", values, "i32"], {**row, "STEPS": 64}
     if dtype == "bf16":  # what has no dtype is compiled once
@@ -222,7 +237,12 @@ def kernels(dtype: str):
 def fp8_products(dtype: str, scaling: str):
     """Yield products with weights in FP8, as `kernels` does."""
     itemsize, by_block = 4 if dtype == "fp32" else 2, scaling == "block"
-    dot = {"DOT_DTYPE": DOT_DTYPES[dtype], "SCALING": scaling, "HAS_BIAS": True}
+    dot = {
+        "DOT_DTYPE": DOT_DTYPES[dtype],
+        "SCALING": scaling,
+        "GROUP": 0,
+        "HAS_BIAS": True,
+    }
 
     def types(tiles: linear_tiles.Tiles) -> list[str]:
         rows = f"tensordesc<{dtype}[{tiles.block_t}, {tiles.block_k}]>"
@@ -241,7 +261,7 @@ def fp8_products(dtype: str, scaling: str):
         yield (
             linear_swiglu._linear_swiglu_kernel,
             [*types(tiles), f"*{dtype}", *["i32"] * 3],
-            {**dot, **blocks(tiles)},
+            {**dot, **blocks(tiles), "ACTIVATION": "silu"},
             launch_options(tiles),
         )
     if dtype == "fp32":
@@ -344,10 +364,11 @@ def sampling_kernels():
 def attention_kernels(dtype: str):
     """Yield tree attention: with states split and in sequence, of narrow and wide heads."""
     dot = DOT_DTYPES[dtype]
-    cases = [(80, False), (128, False), (128, True)]
+    cases = [(80, False, False), (128, False, False), (128, True, False)]
     if dtype != "fp32":
-        cases += [(64, False), (256, False), (256, True)]
-    for head_dim, is_sequential in cases:
+        cases += [(64, False, False), (256, False, False), (256, True, False)]
+        cases += [(64, False, True), (64, True, True)]  # of gpt-oss
+    for head_dim, is_sequential, has_sinks in cases:
         dim_block = triton.next_power_of_2(head_dim)
         queries = tree_attention.choose_queries(dot)
         shape = {
@@ -360,19 +381,51 @@ def attention_kernels(dtype: str):
             "TILE": tree_attention_tiles.TRITON_KV_TILE,
             "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
             "SEQUENTIAL": is_sequential,
+            "HAS_SINKS": has_sinks,
+            # As Gemma 2 has it.
+            "HAS_SOFTCAP": head_dim == 256,
         }
-        values = [f"*{dtype}"] * 4 + ["*fp32"] * 2
+        values = [f"*{dtype}"] * 3 + ["*fp32", f"*{dtype}"] + ["*fp32"] * 2
         yield (
             tree_attention_kernels._shared_tiles_kernel,
-            [*values, *["*i32"] * 3, *["i32"] * 2, "fp32"],
+            [*values, *["*i32"] * 3, *["i32"] * 2, "fp32", "fp32"],
             {**shape, "PAGE_SIZE": 16, "HAS_WINDOW": False, "ROWS": queries // 8},
             tree_attention.shared_options(dot, dim_block, queries),
         )
         yield (
             tree_attention_kernels._finish_rows_kernel,
-            [*values, *["*i32"] * 2, *["i32"] * 2, "fp32"],
+            [*values, *["*i32"] * 2, *["i32"] * 2, "fp32", "fp32"],
             {**shape, "OWN_SLOTS": 128, "QUERIES": 16},
             tree_attention.finish_options(dot, dim_block, 16),
+        )
+
+
+def int4_products(dtype: str, scaling: str, group_size: int):
+    """Yield products with weights in int4, as `kernels` does."""
+    itemsize = 4 if dtype == "fp32" else 2
+    dot = {"DOT_DTYPE": DOT_DTYPES[dtype], "HAS_BIAS": True}
+    dot |= {"SCALING": scaling, "GROUP": group_size}
+
+    def types(tiles: linear_tiles.Tiles) -> list[str]:
+        rows = f"tensordesc<{dtype}[{tiles.block_t}, {group_size}]>"
+        words = f"tensordesc<i16[{tiles.block_n}, {group_size}]>"
+        return [rows, words, "*fp16", f"*{dtype}"]
+
+    for num_rows in (2048, 128, 64, 32, 1):
+        tiles = linear_tiles.choose_int4_tiles(num_rows, itemsize, 4 * group_size)
+        split = {"IS_SPLIT": num_rows <= 128, "NUM_SPLITS": 4, "SPLIT_K": 1024}
+        yield (
+            linear._linear_kernel,
+            [*types(tiles), "*fp32", *["i32"] * 3],
+            {**dot, **blocks(tiles), **split},
+            launch_options(tiles),
+        )
+        tiles = linear_swiglu.choose_int4_tiles(num_rows, itemsize, 4 * group_size)
+        yield (
+            linear_swiglu._linear_swiglu_kernel,
+            [*types(tiles), f"*{dtype}", *["i32"] * 3],
+            {**dot, **blocks(tiles), "ACTIVATION": "silu"},
+            launch_options(tiles),
         )
 
 

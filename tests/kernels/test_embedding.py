@@ -19,6 +19,14 @@ def test_rows_of_the_table(device: torch.device, dtype: torch.dtype) -> None:
     assert launch_counts().get("embed", 0) == 2 * int(use_triton(table))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_times_a_multiplier_are_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
+    table = torch.randn(11, 70).to(device, dtype)
+    token_ids = torch.tensor([10, 0, 3]).to(device)
+    want = (table[token_ids].double() * 7.25).to(dtype)
+    assert torch.equal(embed(token_ids, table, multiplier=7.25), want)
+
+
 def test_rows_may_name_roots_instead_of_tokens(device: torch.device) -> None:
     table = torch.randn(11, 6).to(device)
     roots = torch.tensor([4, 9, 0, 10]).to(device)

@@ -13,9 +13,11 @@ from shared.messages import SamplingParams, TreeShape
 from tests.checkpoints import write_eagle3
 from tests.deepseek import write_deepseek
 from tests.engines import Pairing, make_draft, make_target, run_plain
+from tests.gpt_oss import write_gpt_oss
 from tests.grammars import vocabulary_of
 from tests.kernels.launches import counted_kernels
 from tests.local_pair import LocalPair, LocalRequest
+from tests.marks import EXHAUSTIVE
 
 # Hot enough that the noise, which draft and target share, decides most tokens.
 HOT = SamplingParams(temperature=4.0, top_k=200, top_p=0.98, min_p=0.0001, seed=1)
@@ -55,3 +57,30 @@ def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
     assert all(len(tree.token_ids) > 1 for request in requests for tree in request.trees)
     assert target.load.num_moved_rounds > 0
     assert {name for name, count in launch_counts().items() if count > 0} == counted_kernels()
+
+
+@EXHAUSTIVE
+def test_sinks_and_experts_in_mxfp4_run_in_an_engine(tmp_path: Path) -> None:
+    """Rows have the same bits in trees, in a batch, and alone; a window hides the first tokens."""
+    target_dir = write_gpt_oss(
+        tmp_path / "target", hidden_size=32, num_layers=2, window=6, is_mxfp4=True
+    )
+    draft_dir = write_eagle3(tmp_path / "draft", target_dir, layer_ids=(0, 1))
+    pairing = Pairing(target=target_dir, draft=draft_dir, algorithm="eagle3")
+    small = {"max_context_len": 12, "max_batch_rows": 32}
+    target, draft = make_target(pairing, **small), make_draft(pairing, **small)
+    requests = [
+        LocalRequest(
+            prompt=prompt,
+            max_new_tokens=2,
+            sampling=HOT,
+            logprobs=True,
+            shape=TreeShape(num_steps=2, topk=2, num_draft_tokens=4),
+        )
+        for prompt in ([72, 101, 108, 108, 111, 44, 32, 119], [72, 105])
+    ]
+    plain = run_plain(target, requests, alone=True)
+    LocalPair(target, draft).run(requests)
+    for got, want in zip(requests, plain, strict=True):
+        assert got.output == want.output and got.logprob_rows == want.logprob_rows
+        assert all(len(tree.token_ids) > 1 for tree in got.trees)

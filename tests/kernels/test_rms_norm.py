@@ -151,6 +151,48 @@ def test_adding_and_norming_is_adding_then_norming(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_in_float32_scales_before_the_one_rounding(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    x = torch.randn(5, 70).to(device, dtype)
+    weight = 1 + torch.randn(70).to(device)
+    out = rms_norm(x, weight, 1e-5)
+    expected = oracle(x, weight, 1e-5)
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out.double().cpu(), expected, rtol=max(TOLERANCE[dtype] / 2, 1e-6), atol=1e-6
+    )
+    narrow = rms_norm(x, weight.to(dtype), 1e-5)
+    assert torch.equal(narrow, out) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", ["own", "float32"])
+def test_a_product_may_be_normed_before_it_is_added(
+    device: torch.device, dtype: torch.dtype, weight_dtype: str
+) -> None:
+    x = torch.randn(5, 70).to(device, dtype)
+    addends, bias = torch.randn(3, 5, 70).to(device), torch.randn(70).to(device, dtype)
+    norms = torch.randn(2, 70).to(device, torch.float32 if weight_dtype == "float32" else dtype)
+    weight, delta_weight = norms.unbind()
+    for some_bias in (None, bias):
+        delta = sum_addends(addends, some_bias, dtype)
+        expected = x + rms_norm(delta, delta_weight, 1e-5)
+        total, normed = add_rms_norm(x, addends, some_bias, weight, 1e-5, delta_weight)
+        is_exact = not (IS_INTERPRETED and dtype == torch.bfloat16)
+        assert not is_exact or torch.equal(total, expected)
+        torch.testing.assert_close(total, expected, rtol=2**-6, atol=2**-6)
+        assert torch.equal(normed, rms_norm(total, weight, 1e-5))
+        alone, again = add_rms_norm(x, addends, some_bias, None, 1e-5, delta_weight)
+        assert torch.equal(alone, total) and torch.equal(again, total)
+        one = slice(3, 4)
+        row, _ = add_rms_norm(
+            x[one], addends[:, one].contiguous(), some_bias, None, 1e-5, delta_weight
+        )
+        assert torch.equal(row, total[one])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_a_sum_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtype) -> None:
     x = torch.randn(40, 100).to(device, dtype)
     addends = torch.randn(2, 40, 100).to(device)

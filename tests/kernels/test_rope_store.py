@@ -122,6 +122,18 @@ def test_norms_of_heads_come_before_the_rotation(device: torch.device, dtype: to
     check(case.stored(case.v), v.double())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_in_float32_scale_before_the_one_rounding(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    case = Case(device, dtype, [9, 5, 20], head_dim=34)
+    q_norm, k_norm = (1 + torch.randn(34).to(device) for _ in range(2))
+    out = case.run(norms=(q_norm, k_norm))
+    q, k, _ = case.rows()
+    check(out, rotated(rms_norm_ref(q, q_norm.cpu(), 1e-6), case.angles))
+    check(case.stored(case.k), rotated(rms_norm_ref(k, k_norm.cpu(), 1e-6), case.angles))
+
+
 def test_padding_goes_to_the_sink_and_only_there(device: torch.device) -> None:
     slots = [0, 9, 0, 6, 5, 0, 0]
     case = Case(device, torch.float32, slots)

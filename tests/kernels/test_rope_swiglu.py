@@ -99,6 +99,14 @@ def test_swiglu_of_large_gates(device: torch.device, dtype: torch.dtype) -> None
     check(out, torch.tensor([gated(g, 0.5) for g in gate.tolist()], dtype=torch.float64))
 
 
+def test_gelu_is_that_of_torch(device: torch.device) -> None:
+    gate = torch.linspace(-12, 12, 1001).to(device)
+    out = swiglu(gate, torch.full_like(gate, 2.0), "gelu_tanh")
+    expected = 2 * torch.nn.functional.gelu(gate.double(), approximate="tanh")
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(swiglu(gate[:13], torch.full_like(gate[:13], 2.0), "gelu_tanh"), out[:13])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_bits_of_a_row_do_not_depend_on_the_batch_or_the_layout(
     device: torch.device, dtype: torch.dtype

@@ -85,6 +85,28 @@ def test_window_hides_old_tokens_and_pages_given_back(device, window):
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_soft_cap_bends_scores(device, softcap):
+    blocks = [random_block(66, BUSHY), random_block(3, 7), random_block(129, 1)]
+    batch = pack(blocks, page_size=4, device=device)
+    args = (batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.9)
+    out = tree_attention(*args, softcap=softcap)
+    expected = exact(batch, 0.9, softcap=softcap)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
+    assert (exact(batch, 0.9) - expected).abs().max() > 1e-3
+
+
+# numpy, which interprets the kernels, warns of infinity.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_scores_far_beyond_a_soft_cap_are_finite(device):
+    batch = pack([random_block(9, (-1, 0, 0))], page_size=4, device=device)
+    args = (batch.q, batch.k_cache, batch.v_cache, batch.metadata, 1e4)
+    out = tree_attention(*args, softcap=3.0)
+    torch.testing.assert_close(
+        out.double().cpu(), exact(batch, 1e4, softcap=3.0), rtol=0, atol=2e-5
+    )
+
+
 def test_every_row_count_up_to_a_full_tree(device):
     for num_rows in (64,) if IS_INTERPRETED else (1, 2, 17, 33, 64):
         parents = tuple((row - 1) // 3 if row else -1 for row in range(num_rows))

@@ -49,6 +49,11 @@ def tree(batch):
     return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE)
 
 
+def capped(batch):
+    """Return it of scores under a soft cap that bends them."""
+    return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE, softcap=2.0)
+
+
 def latent(batch):
     """Return that of latent attention, over the keys alone."""
     width = 512 if batch.q.shape[2] == 576 else 16
@@ -106,6 +111,17 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
 )
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_row_has_the_same_bits_in_every_form(device, length, op, heads, window):
+    compare_forms(device, length, op, heads, window)
+
+
+@pytest.mark.parametrize("length", [65] if IS_INTERPRETED else LENGTHS)
+def test_a_row_under_a_soft_cap_has_them(device, length):
+    for heads in HEADS[:2]:
+        compare_forms(device, length, capped, heads, 0)
+
+
+def compare_forms(device, length, op, heads, window):
+    """Compare a row in every form with plain decoding."""
     path = random_block(0, length, **heads)
     others = [random_block(70, (-1, 0, 0, 1), **heads), random_block(3, 6, **heads)]
     for dtype in dtypes(device):

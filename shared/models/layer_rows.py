@@ -1,0 +1,101 @@
+"""What each layer of a model knows about the rows of a forward, where layers differ in it.
+
+Layers that agree share one object: its angles are gathered, and its attention is planned, once per
+forward. A model whose layers all agree has one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+import torch
+
+from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.messages import MAX_TREE_NODES
+from shared.models.attention import RopeTable, Rows, prepare_attention
+from shared.models.config import ModelConfig
+
+
+class _Rope(enum.Enum):
+    MAIN = enum.auto()
+    LOCAL = enum.auto()
+    NONE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What layers may differ in.
+
+    Args:
+        window: Tokens that a row sees, beside the limit of its forward; 0 = all.
+        rope: Its rotary embedding.
+    """
+
+    window: int
+    rope: _Rope
+
+
+class LayerRows:
+    """The rows of a forward, layer by layer.
+
+    Args:
+        context_len: Longest sequence, tokens.
+    """
+
+    def __init__(self, config: ModelConfig, context_len: int, device: torch.device) -> None:
+        self._config = config
+        self._tables = {_Rope.MAIN: RopeTable(config, context_len, device)}
+        if config.local_rope is not None:
+            local = replace(config, rope=config.local_rope)
+            self._tables[_Rope.LOCAL] = RopeTable(local, context_len, device)
+        # No row gets as far as a wider one.
+        widest = context_len + MAX_TREE_NODES
+        windows = config.layer_windows or (0,) * config.num_layers
+        views = [
+            _View(window=window if window < widest else 0, rope=_rope_of(config, layer, window))
+            for layer, window in enumerate(windows)
+        ]
+        self._views = list(dict.fromkeys(views))
+        self._view_of_layer = [self._views.index(view) for view in views]
+
+    def rows(
+        self,
+        position_ids: torch.Tensor,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> list[Rows]:
+        """Gather the rows' angles, and cut their attention.
+
+        Args:
+            position_ids: [T] i64.
+            attention: What the rows see; a layer's window may hide more.
+            slot_mapping: [T] i32.
+            dtype: Of queries, keys and values.
+        Returns: One for each layer.
+        """
+        seen: dict[int, TreeAttentionMetadata] = {}
+        rows: list[Rows] = []
+        angles = {rope: table.angles(position_ids) for rope, table in self._tables.items()}
+        for view in self._views:
+            window = _narrower(view.window, attention.window)
+            if window not in seen:
+                is_same = window == attention.window
+                narrowed = attention if is_same else replace(attention, window=window)
+                seen[window] = prepare_attention(self._config, narrowed, dtype)
+            cos, sin = angles.get(view.rope, angles[_Rope.MAIN])
+            turned = Rows(cos=cos, sin=sin, attention=seen[window], slot_mapping=slot_mapping)
+            rows.append(turned.unrotated() if view.rope is _Rope.NONE else turned)
+        return [rows[view] for view in self._view_of_layer]
+
+
+def _rope_of(config: ModelConfig, layer: int, window: int) -> _Rope:
+    if layer in config.unrotated_layers:
+        return _Rope.NONE
+    return _Rope.LOCAL if window and config.local_rope is not None else _Rope.MAIN
+
+
+def _narrower(window: int, other: int) -> int:
+    """Return the smaller of two windows, of which 0 has no end."""
+    return min(window, other) if window and other else window or other

@@ -1,0 +1,91 @@
+"""Which layers of a model see a sliding window only, as written in config.json. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.errors import CheckpointError
+from shared.models.families import Family, Window
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Of transformers' classes that read `max_window_layers`.
+_MAX_WINDOW_LAYERS = 28
+
+
+def parse_windows(
+    fields: Mapping[str, Any],
+    source: str,
+    family: Family,
+    num_layers: int,
+    unrotated_layers: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Return how many tokens each layer sees, its own included; 0 = all.
+
+    Args:
+        fields: The whole config.json, the family's defaults included.
+        source: File to name in errors.
+        unrotated_layers: Layers without a rotary embedding.
+    Raises: CheckpointError naming the field.
+    """
+    is_windowed = _windowed_layers(fields, source, family, num_layers, unrotated_layers)
+    if not any(is_windowed):
+        return (0,) * num_layers
+    window = fields.get("sliding_window")
+    if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
+        raise CheckpointError(
+            f"{source}: sliding_window must be a positive integer, got {window!r}"
+        )
+    return tuple(window if one else 0 for one in is_windowed)
+
+
+def _windowed_layers(
+    fields: Mapping[str, Any],
+    source: str,
+    family: Family,
+    num_layers: int,
+    unrotated_layers: Sequence[int],
+) -> list[bool]:
+    when = family.window
+    if when is Window.NEVER:
+        return [False] * num_layers
+    if fields.get("layer_types") is not None and when is not Window.IF_USED_BY_ALL:
+        return _parse_layer_types(fields["layer_types"], source, num_layers)
+    is_used = when in (Window.IF_SET, Window.PATTERN) or bool(fields.get("use_sliding_window"))
+    if fields.get("sliding_window") is None or not is_used:
+        return [False] * num_layers
+    layers = range(num_layers)
+    first = fields.get("max_window_layers", _MAX_WINDOW_LAYERS)
+    match when:
+        case Window.IF_USED:
+            return [first is not None and layer >= first for layer in layers]
+        case Window.IF_USED_EVEN:
+            return [first is not None and layer < first and layer % 2 == 0 for layer in layers]
+        case Window.IF_USED_UNROTATED:
+            return [layer in unrotated_layers for layer in layers]
+        case Window.PATTERN:
+            period = _parse_period(fields, source, family)
+            return [(layer + 1) % period != 0 for layer in layers]
+    return [True] * num_layers
+
+
+def _parse_layer_types(layer_types: Any, source: str, num_layers: int) -> list[bool]:
+    """Return which layers have a sliding window."""
+    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not is_list or any(kind not in _LAYER_TYPES for kind in layer_types):
+        raise CheckpointError(
+            f"{source}: layer_types must hold full_attention or sliding_attention for each of "
+            f"{num_layers} layers, got {layer_types!r}"
+        )
+    return [kind == "sliding_attention" for kind in layer_types]
+
+
+def _parse_period(fields: Mapping[str, Any], source: str, family: Family) -> int:
+    """Return how many layers there are from one that sees everything to the next."""
+    period = fields.get("sliding_window_pattern", family.window_period)
+    if not isinstance(period, int) or isinstance(period, bool) or period <= 0:
+        raise CheckpointError(
+            f"{source}: sliding_window_pattern must be a positive integer, got {period!r}; or "
+            "write layer_types, which says it of each layer"
+        )
+    return period

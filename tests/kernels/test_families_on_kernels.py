@@ -1,0 +1,72 @@
+"""Families whose layers ask the kernels for what no other test's model does, against transformers.
+
+Soft caps, gelu, norms in float32 behind products, multiplied embeddings, a gate of shared experts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shared.models.llama import CausalLM
+from tests import families
+from tests.marks import exhaustive
+from tests.paged import PagedKV
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 48,  # of whose root rounding to bfloat16 makes another
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "eos_token_id": 63,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", families.GEMMA2 | SMALL),
+    "gemma3": ("gemma3_text", families.GEMMA3 | SMALL),
+    "olmo3": ("olmo3", families.OLMO3 | SMALL),
+    "glm4": ("glm4", families.GLM4 | {**SMALL, "layer_types": None}),
+    "qwen2-moe": ("qwen2_moe", families.QWEN2_MOE | SMALL | {"mlp_only_layers": []}),
+}
+IDS = [(17 * i) % 60 for i in range(9)]
+# Of logits with a spread of about 2.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.12}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gemma2", torch.float32),
+        *exhaustive(
+            (name, dtype)
+            for dtype in TOLERANCE
+            for name in CASES
+            if (name, dtype) != ("gemma2", torch.float32)
+        ),
+    ],
+)
+def test_logits(tmp_path: Path, device: torch.device, name: str, dtype: torch.dtype) -> None:
+    model_type, fields = CASES[name]
+    directory = families.write(tmp_path, model_type, **fields)
+    model = CausalLM.from_checkpoint(directory, device, dtype)
+    kv = PagedKV(model.config.kv_layout, dtype=dtype, device=device)
+    metadata, slots = kv.chain(0, len(IDS), window=model.config.sliding_window)
+    with torch.inference_mode():
+        output = model.forward(
+            torch.tensor(IDS, device=device),
+            torch.arange(len(IDS), device=device),
+            kv,
+            metadata,
+            slots,
+        )
+        got = model.logits(output.hidden).float().cpu()
+        oracle = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        want = oracle(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=0)
