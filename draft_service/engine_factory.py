@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -30,9 +31,17 @@ from shared.models.checkpoint import (
     tokenizer_hash,
     weight_bytes,
 )
-from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
+from shared.models.config import (
+    DraftKind,
+    HeadConfig,
+    ModelConfig,
+    feature_layers,
+    feature_spec,
+    resolve_draft,
+)
 from shared.models.digest import start_model_hash
 from shared.models.draft import load_draft
+from shared.models.hub import last_part
 from shared.models.quantization import quantization_while_loading, read_quantization
 from shared.rpc.engine import ProgressCallback
 
@@ -100,7 +109,10 @@ def create_engine(
             context_len=longest,
             is_projected=config.project_features,
             quantization=quantization,
+            token_map=Path(config.draft_token_map).expanduser() if config.draft_token_map else None,
         )
+    if config.draft_token_map:
+        logger.info("proposes %d of %d tokens", model.vocab_size, target_config.vocab_size)
     window = min(config.window or model.max_position, model.max_position, longest)
     progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
@@ -125,9 +137,10 @@ def create_engine(
         device=device,
     )
     logger.info("%s draft, window of %d tokens (0 = whole context)", kind, window)
+    log_feature_layers(directory, kind, target_config)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
-        model=config.model if config.model == "demo" else directory.name,
+        model=config.model if config.model == "demo" else last_part(config.model),
         model_hash=model_hash(),
         tokenizer_hash=tokenizer_hash(directory if kind is DraftKind.STANDALONE else target),
         vocab_size=target_config.vocab_size,
@@ -171,6 +184,17 @@ def create_engine(
         )
     engine.serving.begin()
     return engine
+
+
+def log_feature_layers(directory: Path, kind: DraftKind, target: ModelConfig) -> None:
+    """Say which layers of the target an EAGLE-3 head reads, and how its config.json counts them.
+
+    A head that was trained with others drafts badly, and nothing else shows it.
+    """
+    if kind is not DraftKind.EAGLE3:
+        return
+    layers = feature_layers(directory, HeadConfig.from_checkpoint(directory, kind), target)
+    logger.info("reads the outputs of the target's layers %s (%s)", list(layers.ids), layers)
 
 
 def fit_window(window: int, num_pages: int, page_size: int) -> int:

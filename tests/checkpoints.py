@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,13 @@ def write_eagle3(
     layer_ids: tuple[int, ...] | None = (0, 2),
     has_fc_bias: bool = False,
     feeds_back_norm: bool = False,
+    norm_before_residual: bool | None = None,
+    norm_before_fc: bool = False,
+    tap_norms: tuple[str, ...] = (),
+    is_speculators: bool = False,
+    model_type: str = "llama",
     hidden_size: int | None = None,
+    heads: tuple[int, int] | None = None,
     max_position_embeddings: int = 512,
     prefix: str = "",
     layer_name: str = "midlayer",
@@ -208,17 +215,27 @@ def write_eagle3(
     Args:
         draft_vocab_size: None: the target's vocabulary, no d2t.
         layer_ids: None: no eagle_config, so that the default layers are captured.
+        norm_before_residual: None: config.json does not say.
+        tap_norms: Names of the norms of the captured layers (EAGLE-3.1); none: there are none.
+        is_speculators: The format of speculators: `transformer_layer_config`, tensors of
+            `layers.0.`, and `layer_ids` + 1.
+        model_type: Of the decoder layer, with `is_speculators`: "llama" or "qwen3".
         hidden_size: The head's own; needs `has_embedding` and `has_head` when not the target's.
+        heads: Query heads and their width, to be wider than the hidden state.
     """
     generator = _generator(seed)
     target = json.loads((target_dir / "config.json").read_text())
     target |= target.get("text_config", {})
     target_width = target["hidden_size"]
     shape = _head_shape(target, hidden_size or target_width, max_position_embeddings)
+    if heads is not None:
+        shape = replace(shape, num_heads=heads[0], head_dim=heads[1])
     width = shape.hidden_size
+    layer_name = "layers.0" if is_speculators else layer_name
+    layer = _layer("x", shape, generator, input_width=2 * width, has_qk_norm=model_type == "qwen3")
     tensors = {
         f"{layer_name}.{name}": tensor
-        for name, tensor in _layer("x", shape, generator, input_width=2 * width).items()
+        for name, tensor in layer.items()
         for name in [name.removeprefix("x.")]
     }
     num_captured = 3 if layer_ids is None else len(layer_ids)
@@ -227,9 +244,20 @@ def write_eagle3(
     if has_fc_bias:
         tensors["fc.bias"] = 0.3 * _normal((width,), generator)
     tensors["norm.weight"] = _norm(width, generator)
+    tensors |= {f"{name}.weight": _norm(target_width, generator) for name in tap_norms}
+    if norm_before_fc:
+        tensors["input_norm.weight"] = _norm(num_captured * target_width, generator)
     if has_embedding:
         tensors["embed_tokens.weight"] = _normal((shape.vocab_size, width), generator)
-    fields = _config("LlamaForCausalLMEagle3", "llama", shape)
+    fields = _config("LlamaForCausalLMEagle3", model_type, shape)
+    if is_speculators:
+        layer_fields = {name: value for name, value in fields.items() if name != "architectures"}
+        fields = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "org/llm"}},
+            "transformer_layer_config": layer_fields,
+        }
     if has_head:
         size = draft_vocab_size or shape.vocab_size
         tensors["lm_head.weight"] = _matrix(size, width, generator, scale=LOGIT_SCALE)
@@ -238,7 +266,9 @@ def write_eagle3(
         hot = torch.randperm(shape.vocab_size, generator=generator)[:draft_vocab_size].sort().values
         tensors["d2t"] = hot - torch.arange(draft_vocab_size)
         tensors["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill(0, hot, 1)
-    if layer_ids is not None:
+    if is_speculators and layer_ids is not None:
+        fields["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in layer_ids]
+    elif layer_ids is not None:
         fields["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": list(layer_ids),
             "use_aux_hidden_state": True,
@@ -247,6 +277,12 @@ def write_eagle3(
         fields["bias"] = True
     if feeds_back_norm:
         fields["norm_output"] = True
+    if norm_before_residual is not None:
+        fields["norm_before_residual"] = norm_before_residual
+    if norm_before_fc:
+        fields["norm_before_fc"] = True
+    if tap_norms:
+        fields["use_aux_norm" if tap_norms[0].startswith("aux") else "fc_norm"] = True
     if width != target_width:
         fields["target_hidden_size"] = target_width
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
@@ -310,6 +346,24 @@ def read_tensors(directory: Path) -> Tensors:
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
+
+
+def pickle_weights(directory: Path, to: Path, *, num_shards: int = 1) -> Path:
+    """Write the checkpoint again with its weights in PyTorch's own format."""
+    shutil.copytree(directory, to, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = read_tensors(directory)
+    if num_shards == 1:
+        torch.save(tensors, to / "pytorch_model.bin")
+        return to
+    weight_map: dict[str, str] = {}
+    names = sorted(tensors)
+    for i in range(num_shards):
+        name = f"pytorch_model-{i + 1:05d}-of-{num_shards:05d}.bin"
+        shard = {tensor: tensors[tensor] for tensor in names[i::num_shards]}
+        torch.save(shard, to / name)
+        weight_map |= dict.fromkeys(shard, name)
+    (to / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return to
 
 
 def edit_checkpoint(

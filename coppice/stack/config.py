@@ -80,11 +80,13 @@ class UpConfig:
     """The options of `coppice up`; a service's other options go into its table of --config."""
 
     target_model: str = option(
-        "demo", "checkpoint directory of the target, or demo", aliases=("model_path",)
+        "demo",
+        "checkpoint directory of the target, org/name[@revision] on the Hub, or demo",
+        aliases=("model_path",),
     )
     draft_model: str = option(
         "demo",
-        "checkpoint directory of the draft, demo or none",
+        "checkpoint directory of the draft, org/name[@revision] on the Hub, demo or none",
         aliases=("speculative_draft_model_path",),
     )
     algorithm: str = option(
@@ -92,6 +94,11 @@ class UpConfig:
         "auto, eagle3, eagle, mtp, standalone or none",
         choices=ALGORITHMS,
         aliases=("speculative_algorithm",),
+    )
+    draft_token_map: str = option(
+        "",
+        "file of the token ids that an EAGLE-1/2 head may propose (FR-Spec); empty = all",
+        aliases=("speculative_token_map",),
     )
     num_steps: int = option(
         0,
@@ -113,6 +120,11 @@ class UpConfig:
         minimum=0,
         maximum=MAX_TREE_NODES,
         aliases=("speculative_num_draft_tokens",),
+    )
+    expected_accept_length: float = option(
+        0.0,
+        "accept_length that the draft is known for: the log says if it stays far below; 0 = none",
+        minimum=0,
     )
     page_size: int = option(16, "tokens per KV page, any value >= 1", minimum=1)
     device: str = option("auto", "auto, cpu or cuda")
@@ -221,6 +233,7 @@ _OF_DRAFT = {
     "algorithm": "algorithm",
     "draft_dtype": "dtype",
     "draft_quantization": "quantization",
+    "draft_token_map": "draft_token_map",
 }
 _OF_ORCHESTRATOR = {
     "target_model": "model",
@@ -228,6 +241,7 @@ _OF_ORCHESTRATOR = {
         name: name
         for name in (
             *("num_steps", "topk", "num_draft_tokens", "drain_timeout_s"),
+            "expected_accept_length",
             *("token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
             *("insecure", "reflection", "secret_file", "log_level", "log_format"),
             *("otlp_endpoint", "trace_sample_rate", "served_model_name", "chat_template"),

@@ -8,12 +8,12 @@ at start-up, printed once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from shared.config.option import option
 from shared.config.ports import DialConfig, PortConfig
 from shared.logs import FORMATS, LEVELS
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
+from shared.models.hub import last_part
 
 QUANTIZATIONS = ("auto", "fp8")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -115,7 +115,9 @@ class TargetConfig(WorkerConfig):
     """The target worker."""
 
     model: str = option(
-        "demo", "checkpoint directory of the target, or demo", aliases=("model_path",)
+        "demo",
+        "checkpoint directory of the target, org/name[@revision] on the Hub, or demo",
+        aliases=("model_path",),
     )
     allow_inexact: bool = option(
         default=False,
@@ -123,7 +125,7 @@ class TargetConfig(WorkerConfig):
     )
     draft_model: str = option(
         "demo",
-        "draft checkpoint whose features to capture: a directory, demo or none",
+        "draft checkpoint whose features to capture: directory, org/name[@revision], demo or none",
         aliases=("speculative_draft_model_path",),
     )
     algorithm: str = option(
@@ -179,7 +181,9 @@ class DraftConfig(WorkerConfig, DialConfig):
     """The draft worker."""
 
     model: str = option(
-        "demo", "draft checkpoint directory, or demo", aliases=("speculative_draft_model_path",)
+        "demo",
+        "draft checkpoint directory, org/name[@revision] on the Hub, or demo",
+        aliases=("speculative_draft_model_path",),
     )
     target_model: str = option(
         "demo",
@@ -191,6 +195,12 @@ class DraftConfig(WorkerConfig, DialConfig):
         "auto, eagle3, eagle, mtp or standalone",
         choices=ALGORITHMS[:-1],
         aliases=("speculative_algorithm",),
+    )
+    draft_token_map: str = option(
+        "",
+        "file of token ids, JSON or .pt, that an EAGLE-1/2 head proposes no others than (FR-Spec), "
+        "which makes its output layer smaller; empty = the whole vocabulary",
+        aliases=("speculative_token_map",),
     )
     targets: str = option(
         "",
@@ -241,7 +251,7 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
     )
     model: str = option(
         "demo",
-        "target checkpoint directory or demo: tokenizer and stop ids",
+        "target checkpoint directory, org/name[@revision] or demo: tokenizer and stop ids",
         aliases=("model_path",),
     )
     grammar_after_s: float = option(
@@ -283,6 +293,12 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
         minimum=0,
         maximum=MAX_TREE_NODES,
         aliases=("speculative_num_draft_tokens",),
+    )
+    expected_accept_length: float = option(
+        0.0,
+        "accept_length, bonus included, that the draft is known for; if it stays far below, the "
+        "log says so once, with likely causes; 0 = nothing is expected",
+        minimum=0,
     )
     workers: int = option(
         0,
@@ -423,7 +439,7 @@ class GatewayConfig(PortConfig, DialConfig, LogConfig):
 
 def served_name(config: OrchestratorConfig) -> str:
     """Return what clients call the model."""
-    return config.served_model_name or PurePath(config.model).name
+    return config.served_model_name or last_part(config.model)
 
 
 def admin_port(config: OrchestratorConfig) -> int:

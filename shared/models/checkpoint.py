@@ -15,17 +15,21 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
+from shared.models import hub, pickled
+from shared.models.int4_config import PACKED, QWEIGHT, Int4Config, read_int4_config
 from shared.models.quantization import FP8, activation_scale_of, is_projection
 
 if TYPE_CHECKING:
     import torch
 
+    from shared.kernels.int4 import Int4Weight
     from shared.kernels.products_cpu import CpuProducts, Weight
     from shared.kernels.quantized import GpuWeight, QuantizedWeight
 
@@ -33,6 +37,7 @@ DEMO = "demo"
 BUNDLED_ROLES = ("target", "eagle3", "standalone")
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 FP8_DTYPE = "F8_E4M3"
+BYTES_DTYPE = "U8"
 
 
 # Ends of the names of scales: DeepSeek's, though values are multiplied by them, and all others'.
@@ -77,10 +82,12 @@ def report_reads(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One entry of a safetensors header.
+    """One tensor of a file: an entry of a safetensors header, or of a pytorch_model.bin.
 
     Args:
-        start, end: Bytes of the tensor in the file, [start, end).
+        dtype: As safetensors calls it.
+        start, end: Bytes of the tensor in the file, [start, end); of a pytorch_model.bin only
+            their difference means something.
     """
 
     name: str
@@ -90,12 +97,28 @@ class TensorInfo:
     start: int
     end: int
 
+    @property
+    def is_pickled(self) -> bool:
+        """Return whether the file is in PyTorch's own format."""
+        return self.file.suffix == pickled.SUFFIX
+
+
+def open_weights(path: Path, device: str = "cpu") -> Any:
+    """Open a file of weights; a context manager with `get_tensor`.
+
+    Raises: CheckpointError or SafetensorError if it cannot be read.
+    """
+    if path.suffix == pickled.SUFFIX:
+        return pickled.PickledFile(path)
+    return safe_open(path, framework="pt", device=device)
+
 
 def resolve_model(name: str, role: str) -> Path:
     """Return the directory of a checkpoint.
 
     Args:
-        name: A directory, or "demo" for the bundled model.
+        name: A directory; "demo" for the bundled model; `org/name` or `org/name@revision` for one
+            on the Hugging Face Hub, which is downloaded if it is not cached.
         role: Which bundled model: "target", "eagle3" or "standalone".
     Raises: CheckpointError when there is no checkpoint.
     """
@@ -104,11 +127,14 @@ def resolve_model(name: str, role: str) -> Path:
         spec = importlib.util.find_spec("coppice")
         assert spec is not None and spec.submodule_search_locations, "coppice is not installed"
         directory = Path(spec.submodule_search_locations[0]) / "bundled" / role
+    elif hub.is_hub_name(name):
+        directory = hub.fetch(name)
     else:
         directory = Path(name).expanduser()
     if not (directory / "config.json").is_file():
         raise CheckpointError(
-            f"{directory} holds no config.json; pass a Hugging Face checkpoint directory or 'demo'"
+            f"{directory} holds no config.json; pass a Hugging Face checkpoint directory, a name "
+            "on the Hub (org/name) or 'demo'"
         )
     return directory
 
@@ -133,12 +159,16 @@ def tokenizer_hash(directory: Path) -> str:
 
 
 def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
-    """Return every tensor of a checkpoint, by name, from the headers of its safetensors files.
+    """Return every tensor of a checkpoint, by name, from the headers of its files.
+
+    They are safetensors, or pytorch_model.bin where there are none.
 
     Raises: CheckpointError naming the file that is missing or broken, or the tensor that the index
         promises and no file holds.
     """
     index_path = directory / "model.safetensors.index.json"
+    if not index_path.is_file() and not any(directory.glob("*.safetensors")):
+        index_path = directory / pickled.INDEX
     if not index_path.is_file():
         return _read_header(_single_file(directory))
     weight_map = _read_weight_map(index_path)
@@ -178,16 +208,27 @@ def stored_bytes(directory: Path) -> int:
 
 
 def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
-    """Return the memory that a checkpoint's floating-point tensors take, bytes.
+    """Return the memory that a checkpoint's weights take, bytes.
 
     Args:
         itemsize: Bytes per value as they are loaded, of what is not quantised.
         quantization: "fp8": projections are, or become, FP8.
     """
     total = 0
+    int4 = read_int4_config(directory)
     for name, info in read_tensor_infos(directory).items():
         size = math.prod(info.shape)
+        if int4 is not None and name.endswith((QWEIGHT, PACKED)):
+            is_kept = is_projection(name) and not int4.is_reordered
+            total += 4 * size if is_kept else 8 * size * itemsize
+            continue
+        if int4 is not None and name.endswith((".scales", ".weight_scale")):
+            total += 4 * size  # with their zeros
+            continue
         is_stored = info.dtype == FP8_DTYPE
+        if info.dtype == BYTES_DTYPE:  # MXFP4, whose last blocks are made whole
+            total += size + size // 32
+            continue
         if info.dtype not in FLOAT_DTYPES and not is_stored:
             continue
         if is_projection(name) and (is_stored or quantization == FP8):
@@ -206,13 +247,18 @@ def _single_file(directory: Path) -> Path:
         raise CheckpointError(
             f"{directory} holds {len(files)} safetensors files and no model.safetensors.index.json"
         )
-    hint = ""
-    if any(directory.glob("*.bin")):
-        hint = "; convert its .bin files with safetensors.torch.save_file"
+    if (directory / pickled.FILE).is_file():
+        return directory / pickled.FILE
+    hint = pickled.hint_at_pickles(directory)
     raise CheckpointError(f"{directory} holds no safetensors file{hint}")
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
+    if path.suffix == pickled.SUFFIX:
+        return {
+            name: TensorInfo(name=name, file=path, dtype=dtype, shape=shape, start=0, end=size)
+            for name, (dtype, shape, size) in pickled.PickledFile(path).entries().items()
+        }
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -243,7 +289,7 @@ class CheckpointReader:
     """Reads a checkpoint's tensors straight to a device, and accounts for every one of them.
 
     Args:
-        directory: Holds model.safetensors, or shards with their index.
+        directory: Holds model.safetensors, or shards with their index; or pytorch_model.bin.
         device: Where tensors go.
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
@@ -288,6 +334,11 @@ class CheckpointReader:
         self._files.clear()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Return what floating-point tensors become."""
+        return self._dtype
+
+    @property
     def names(self) -> Collection[str]:
         """Return every tensor's name, renamed."""
         return self._infos.keys()
@@ -310,7 +361,7 @@ class CheckpointReader:
         if info.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"{self.directory}: tensor {info.name!r} is {info.dtype}; it must be one of "
-                f"{', '.join(sorted(FLOAT_DTYPES))}: only projections of layers may be FP8"
+                f"{', '.join(sorted(FLOAT_DTYPES))}: only projections of layers may be FP8 or int4"
             )
         return self._read(info, dtype or self._dtype)
 
@@ -323,24 +374,72 @@ class CheckpointReader:
         return self.products.weight(self.load_matrix(name, shape))
 
     def load_dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return a matrix on the device in the dtype, dequantised if it is FP8; see `load`."""
+        """Return a matrix on the device in the dtype, dequantised if need be; see `load`."""
+        from shared.kernels.int4 import Int4Weight
+
+        if self._is_packed(name):
+            weight = self._load_packed(name, shape)
+            if isinstance(weight, Int4Weight):
+                weight = weight.dequantized()
+            return weight.to(self._dtype)
         info = self._infos.get(name)
         if info is None or info.dtype != FP8_DTYPE:
             return self.load(name, shape)
         return self._load_quantized(name, shape).dequantized().to(self._dtype)
 
     def load_matrix(self, name: str, shape: Sequence[int]) -> GpuWeight:
-        """Return the weight of a projection on the device, in FP8 or in the dtype.
+        """Return the weight of a projection on the device, in FP8, in int4 or in the dtype.
 
         Raises: CheckpointError naming a tensor that is missing, mis-shaped, or holds no numbers.
         """
         from shared.kernels.quantized import quantize
 
+        if self._is_packed(name):
+            return self._load_packed(name, shape)
         info = self._infos.get(name)
         if info is not None and info.dtype == FP8_DTYPE:
             return self._load_quantized(name, shape)
         weight = self.load(name, shape)
         return self._numbers(name, quantize(weight)) if self._quantization == FP8 else weight
+
+    def _is_packed(self, name: str) -> bool:
+        """Return whether a weight is in int4."""
+        module = name.removesuffix("weight")
+        return name not in self._infos and any(
+            f"{module}{end}" in self._infos for end in (QWEIGHT, PACKED)
+        )
+
+    def _load_packed(self, name: str, shape: Sequence[int]) -> Int4Weight | torch.Tensor:
+        """Load values, scales and zeros of a weight in int4."""
+        from shared.models.int4_tensors import Int4Source, load_int4
+
+        source = Int4Source(
+            place=str(self.directory),
+            config=self._int4_config,
+            read=self._load_raw,
+            dtype_of=lambda name: self._infos[name].dtype if name in self._infos else "",
+        )
+        return load_int4(source, name.removesuffix(".weight"), shape, self._dtype)
+
+    @cached_property
+    def _int4_config(self) -> Int4Config:
+        config = read_int4_config(self.directory)
+        if config is None:
+            raise CheckpointError(
+                f"{self.directory}: some weights are packed in int4, but quantization_config of "
+                "config.json does not say how"
+            )
+        return config
+
+    def _load_raw(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> torch.Tensor:
+        """Return a tensor on the device in its own dtype, one of `dtypes`."""
+        info = self._take(name, shape)
+        if info.dtype not in dtypes:
+            raise CheckpointError(
+                f"{self.directory}: tensor {info.name!r} is {info.dtype}, expected "
+                f"{' or '.join(dtypes)}"
+            )
+        return self._read(info, None)
 
     def _load_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight:
         """Load values and scales."""
@@ -377,6 +476,20 @@ class CheckpointReader:
             )
         return weight
 
+    def load_bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return a tensor of bytes on the device, u8.
+
+        Raises: CheckpointError naming a tensor that is missing, mis-shaped or not of bytes.
+        """
+        import torch
+
+        info = self._take(name, shape)
+        if info.dtype != BYTES_DTYPE:
+            raise CheckpointError(
+                f"{self.directory}: tensor {info.name!r} is {info.dtype}, expected {BYTES_DTYPE}"
+            )
+        return self._read(info, torch.uint8)
+
     def load_int64(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return an integer tensor on the device, as int64.
 
@@ -404,6 +517,7 @@ class CheckpointReader:
             for name in set(self._infos) - self._loaded
             if name.startswith(within)
             and not self._is_activation_scale(name)
+            and not self._is_zero_bias(name)
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in extras)
         )
         if left_over:
@@ -418,11 +532,19 @@ class CheckpointReader:
         weight = activation_scale_of(name)
         return weight in self._loaded and self._infos[weight].dtype == FP8_DTYPE
 
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is the bias that GPTQ's tools give projections without one."""
+        if not name.endswith(".bias") or not self._is_packed(f"{name.removesuffix('bias')}weight"):
+            return False
+        return not bool(self._read(self._infos[name], None).any())
+
     def _take(self, name: str, shape: Sequence[int]) -> TensorInfo:
         info = self._infos.get(name)
         if info is None:
+            packed = "; it is in int4, which only projections of layers may be"
             raise CheckpointError(
                 f"{self.directory}: missing tensor {name!r} of shape {list(shape)}"
+                f"{packed if self._is_packed(name) else ''}"
             )
         if info.shape != tuple(shape):
             raise CheckpointError(
@@ -432,16 +554,17 @@ class CheckpointReader:
         self._loaded.add(name)
         return info
 
-    def _read(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+    def _read(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
         try:
             if info.file not in self._files:
-                file = safe_open(info.file, framework="pt", device=str(self._device))
+                file = open_weights(info.file, str(self._device))
                 self._files[info.file] = file.__enter__()
             tensor = self._files[info.file].get_tensor(info.name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
         # On a CPU the tensor is a view of the mapped file: unaligned, and gone when it is replaced.
         is_view = self._device.type == "cpu"
+        dtype = tensor.dtype if dtype is None else dtype
         loaded = tensor.to(device=self._device, dtype=dtype, copy=is_view)
         on_read = _on_read.get()
         if on_read is not None:

@@ -21,6 +21,7 @@ from threading import Thread
 
 from shared.errors import CheckpointError
 from shared.models.checkpoint import TensorInfo, read_tensor_infos
+from shared.models.pickled import PickledFile
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def model_hash(directory: Path, cache: HashCache | None = None) -> str:
     """Return the identity of a checkpoint: SHA-256 over its config and every byte of its tensors.
 
     Covers config.json and each tensor's name, shape, dtype and contents, in order of names: the
-    same for any sharding.
+    same for any sharding, and for safetensors and pytorch_model.bin.
 
     Args:
         cache: Where digests are remembered; None: in the user's cache directory.
@@ -182,8 +183,16 @@ def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
     digest = hashlib.sha256(config.read_bytes())
     names = sorted(infos)
     num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+    files = {info.file for info in infos.values() if info.is_pickled}
+    pickles = {file: PickledFile(file) for file in files}
+
+    def digest_of(info: TensorInfo) -> str:
+        if info.is_pickled:
+            return hashlib.sha256(pickles[info.file].bytes_of(info.name)).hexdigest()
+        return _digest_of(info)
+
     with ThreadPoolExecutor(num_threads, thread_name_prefix="model-hash") as pool:
-        contents = pool.map(_digest_of, (infos[name] for name in names))
+        contents = pool.map(digest_of, (infos[name] for name in names))
         for name, content in zip(names, contents, strict=True):
             info = infos[name]
             digest.update(f"{name} {info.dtype} {list(info.shape)} {content}\n".encode())
@@ -191,7 +200,7 @@ def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
 
 
 def _digest_of(info: TensorInfo) -> str:
-    """Return the SHA-256 of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes in a safetensors file."""
     digest = hashlib.sha256()
     left = info.end - info.start
     block = memoryview(bytearray(min(_BLOCK_BYTES, left)))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shared.errors import ConfigError
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.layout import KVLayout
 from shared.messages import FeatureSpec
@@ -21,6 +22,7 @@ from shared.models.eagle import EagleDraft
 from shared.models.eagle3 import Eagle3Draft
 from shared.models.mtp import MTPDraft
 from shared.models.standalone import StandaloneDraft
+from shared.models.token_map import read_token_map
 
 
 class DraftModel(Protocol):
@@ -108,6 +110,7 @@ def load_draft(
     context_len: int | None = None,
     is_projected: bool = False,
     quantization: str = "",
+    token_map: Path | None = None,
 ) -> DraftModel:
     """Load a draft, every tensor of its checkpoint accounted for.
 
@@ -119,18 +122,27 @@ def load_draft(
             may exceed the draft's: past its own it attends to a sliding window.
         is_projected: As in `feature_spec`.
         quantization: "fp8": projections that are not FP8 become it.
-    Raises: CheckpointError naming what is missing, left over, mis-shaped or does not fit.
+        token_map: File of the ids that an EAGLE-1/2 head may propose; None: all.
+    Raises: CheckpointError naming what is missing, left over, mis-shaped or does not fit;
+        ConfigError if the token map does not.
     """
     kind, spec = feature_spec(draft_dir, target_dir, algorithm, is_projected=is_projected)
+    target = ModelConfig.from_checkpoint(target_dir)
     if context_len is None:
-        context_len = ModelConfig.from_checkpoint(target_dir).max_position_embeddings
+        context_len = target.max_position_embeddings
+    if token_map is not None and kind is not DraftKind.EAGLE:
+        raise ConfigError(
+            f"--draft-token-map restricts EAGLE-1/2 heads, and the draft is {kind}: leave it out "
+            "(an EAGLE-3 head has its own, d2t)"
+        )
     place: dict[str, Any] = {"device": device, "dtype": dtype, "context_len": context_len}
     place["quantization"] = quantization
     match kind:
         case DraftKind.EAGLE3:
             return Eagle3Draft.from_checkpoint(draft_dir, target_dir, spec, **place)
         case DraftKind.EAGLE:
-            return EagleDraft.from_checkpoint(draft_dir, target_dir, spec, **place)
+            ids = None if token_map is None else read_token_map(token_map, target.vocab_size)
+            return EagleDraft.from_checkpoint(draft_dir, target_dir, spec, token_map=ids, **place)
         case DraftKind.MTP:
             return MTPDraft.from_checkpoint(draft_dir, spec, **place)
         case DraftKind.STANDALONE:

@@ -39,6 +39,7 @@ class EagleDraft(Head):
     Args:
         reader: Of the head's checkpoint.
         embedding, target_head: [V, h], the target's.
+        token_map: [n] i64, the ids that it may propose; None: all.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EagleDraft(Head):
         *,
         embedding: torch.Tensor,
         target_head: torch.Tensor,
+        token_map: torch.Tensor | None,
         context_len: int,
     ) -> None:
         decoder = config.decoder
@@ -69,6 +71,10 @@ class EagleDraft(Head):
             DecoderLayer(reader, f"layers.{i}", decoder, has_input_norm=i > 0)
             for i in range(decoder.num_layers)
         ]
+        self._token_map = token_map
+        if token_map is not None:
+            self._token_map = token_map = token_map.to(self.device)
+            target_head = target_head[token_map]
         self._head = reader.products.weight(target_head)
         self.vocab_size = target_head.shape[0]
 
@@ -83,9 +89,12 @@ class EagleDraft(Head):
         dtype: torch.dtype,
         context_len: int,
         quantization: str = "",
+        token_map: torch.Tensor | None = None,
     ) -> EagleDraft:
         """Load a head; embedding and output layer are the target's.
 
+        Args:
+            token_map: [n] i64, the ids that it may propose; None: all.
         Raises: CheckpointError naming what is missing, left over or mis-shaped.
         """
         config = HeadConfig.from_checkpoint(directory, DraftKind.EAGLE)
@@ -102,10 +111,15 @@ class EagleDraft(Head):
                 feature_spec,
                 embedding=read_target_embedding(target_dir, device, dtype),
                 target_head=read_target_head(target_dir, device, dtype),
+                token_map=token_map,
                 context_len=context_len,
             )
             reader.finish(_KNOWN_EXTRAS)
         return draft
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Map draft ids to target ids by the token map."""
+        return draft_ids.long() if self._token_map is None else self._token_map[draft_ids.long()]
 
     def forward(
         self,

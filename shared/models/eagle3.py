@@ -2,9 +2,10 @@
 
 Row p reads token p + 1 and h: fc of the concatenated outputs of some target layers at p, or the
 recurrent hidden state of the parent row. Its one layer attends from [norm(embedding); norm(h)], the
-residual is h alone, and the sum before the final norm is what is fed back.
+residual is h alone, and the sum before the final norm is what is fed back. What differs in heads of
+speculators and of EAGLE-3.1 are norms: HeadConfig has them.
 
-Source: arXiv:2503.01840; formats as read by SGLang's models/llama_eagle3.py.
+Source: arXiv:2503.01840; formats as read by SGLang's and vLLM's models/llama_eagle3.py.
 """
 
 from __future__ import annotations
@@ -34,12 +35,25 @@ from shared.models.projections import add, add_and_norm
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 # t2d is d2t seen from the other side.
-_PROJECTION = ("fc.weight", "fc.bias")
-_KNOWN_EXTRAS = ("t2d", "midlayer.self_attn.rotary_emb.inv_freq")
+_FEATURE_NORM = "input_norm.weight"
+_PROJECTION = ("fc.weight", "fc.bias", "fc_norm.*.weight", _FEATURE_NORM)
+_KNOWN_EXTRAS = (
+    "t2d",
+    "midlayer.self_attn.rotary_emb.inv_freq",
+    # Copies of the target's, which speculators trains with.
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
+_NAME_ALIASES = {
+    "layers.0.": "midlayer.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
 
 
 class FeatureProjection:
-    """fc of an EAGLE-3 head: what it does to a feature before anything else.
+    """fc of an EAGLE-3 head, with the norms before it: what it does to a feature first.
 
     The target may apply it in place of the draft; in the same dtype and on the same kind of device
     the bits are the same.
@@ -51,7 +65,16 @@ class FeatureProjection:
 
     def __init__(self, reader: CheckpointReader, config: HeadConfig, width: int) -> None:
         hidden = config.decoder.hidden_size
-        self._weight = reader.load_weight("fc.weight", (hidden, width))
+        weight = reader.load("fc.weight", (hidden, width))
+        self._norm_width = 0
+        self._eps = config.decoder.rms_norm_eps
+        scales = _load_norms(reader, config, width)
+        if scales is not None:
+            # fc takes over the weights of the norms: all of them are one launch.
+            self._norm_width = scales.shape[1]
+            self._ones = torch.ones_like(scales[0])
+            weight = (weight.float() * scales.flatten().float()).to(weight.dtype)
+        self._weight = reader.products.weight(weight)
         self._bias = reader.load("fc.bias", (hidden,)) if config.has_fc_bias else None
 
     @classmethod
@@ -68,7 +91,20 @@ class FeatureProjection:
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """Return [T, h] of features [T, width]."""
+        if self._norm_width:
+            taps = features.unflatten(1, (-1, self._norm_width))
+            features = rms_norm(taps, self._ones, self._eps).flatten(1)
         return linear(features, self._weight, self._bias)
+
+
+def _load_norms(reader: CheckpointReader, config: HeadConfig, width: int) -> torch.Tensor | None:
+    """Load the weights of the norms before fc, [number of norms, width of each], if there are."""
+    if config.has_feature_norm:
+        return reader.load(_FEATURE_NORM, (width,))[None]
+    if not config.has_tap_norms:
+        return None
+    tap = config.target_hidden_size
+    return torch.stack([reader.load(f"fc_norm.{i}.weight", (tap,)) for i in range(width // tap)])
 
 
 class Eagle3Draft(Head):
@@ -101,6 +137,7 @@ class Eagle3Draft(Head):
         )
         hidden = decoder.hidden_size
         self._feeds_back_norm = config.feeds_back_norm
+        self._has_normed_residual = config.has_normed_residual
         self._projection = None
         if not feature_spec.projection:
             self._projection = FeatureProjection(reader, config, feature_spec.width)
@@ -179,6 +216,8 @@ class Eagle3Draft(Head):
         norms = (self._input_norm, self._hidden_norm)
         x = head_input(token_ids, self._embedding, recurrent, norms, self._eps)
         pending = self._attention.forward(x, rows, kv.layers[0])
+        if self._has_normed_residual:
+            recurrent = x[:, self.hidden_size :].contiguous()
         hidden, normed = add_and_norm(recurrent, pending, self._post_norm, self._eps)
         pending = self._mlp.forward(normed)
         if self._feeds_back_norm:
@@ -214,8 +253,9 @@ class Eagle3Draft(Head):
 
 def _rename(name: str) -> str:
     name = without_model_prefix(name)
-    if name.startswith("layers.0."):
-        return "midlayer." + name.removeprefix("layers.0.")
+    for alias, usual in _NAME_ALIASES.items():
+        if name.startswith(alias):
+            return usual + name.removeprefix(alias)
     return name
 
 

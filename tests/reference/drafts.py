@@ -97,16 +97,32 @@ class ReferenceEagle3(_Head):
         self.weights = {
             name.replace("layers.0.", "midlayer."): t for name, t in self.weights.items()
         }
+        # What is absent in speculators' files means true (vLLM), in all others false.
+        layer = self.config.get("transformer_layer_config")
+        self.norms_residual = self.config.get("norm_before_residual", layer is not None)
+        self.config |= layer or {}
 
     def features(self, target: DenseOutput) -> torch.Tensor:
         n = len(target.layers)
         eagle_config = self.config.get("eagle_config") or {}
         # By default the inputs of layers 2, n // 2 and n - 3, that is outputs of those before.
         ids = eagle_config.get("eagle_aux_hidden_state_layer_ids", [1, n // 2 - 1, n - 4])
+        if "eagle_aux_hidden_state_layer_ids" in self.config:
+            ids = [i - 1 for i in self.config["eagle_aux_hidden_state_layer_ids"]]
         return torch.cat([target.layers[i] for i in ids], dim=-1)
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
-        return project(self.weights, "fc", features)
+        w = self.weights
+        if "input_norm.weight" in w:
+            features = rms_norm(features, w["input_norm.weight"], self.config)
+        names = [name for name in w if name.startswith(("fc_norm.", "aux_norm_"))]
+        order = ("fc_norm.0", "fc_norm.1", "fc_norm.2", "low", "mid", "high")
+        norms = [w[name] for part in order for name in names if part in name]
+        if norms:
+            taps = features.chunk(len(norms), dim=-1)
+            pairs = zip(taps, norms, strict=True)
+            features = torch.cat([rms_norm(tap, norm, self.config) for tap, norm in pairs], dim=-1)
+        return project(w, "fc", features)
 
     def hidden(self, rows: list[Row]) -> torch.Tensor:
         tokens, positions, vectors = self.unpack(rows)
@@ -119,7 +135,8 @@ class ReferenceEagle3(_Head):
             ],
             dim=-1,
         )
-        x = vectors + attend(w, "midlayer.self_attn", x, config, positions, self.window)
+        residual = x[:, vectors.shape[1] :] if self.norms_residual else vectors
+        x = residual + attend(w, "midlayer.self_attn", x, config, positions, self.window)
         normed = rms_norm(x, w["midlayer.post_attention_layernorm.weight"], config)
         x = x + mlp(w, "midlayer.mlp", normed)
         if config.get("norm_output"):

@@ -327,8 +327,13 @@ def test_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
 
 def test_directory_without_safetensors(tmp_path: Path) -> None:
     directory = checkpoints.write_llama(tmp_path)
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="no safetensors file; convert its .bin"):
+    (directory / "model.safetensors").rename(directory / "consolidated.00.pth")
+    with pytest.raises(
+        CheckpointError, match=r"no safetensors file; .*convert consolidated.00.pth"
+    ):
+        load(directory)
+    (directory / "consolidated.00.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"no safetensors file$"):
         load(directory)
 
 

@@ -142,8 +142,156 @@ def test_qwen_window(tmp_path: Path, fields: dict[str, Any], window: int) -> Non
     assert read(directory).sliding_window == window
 
 
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "windows"),
+    [
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 1}, (0, 8, 8)),
+        ("Qwen2ForCausalLM", {"layer_types": MIXED}, (8, 0, 8)),
+        ("MistralForCausalLM", {"layer_types": MIXED}, (8, 0, 8)),
+        ("LlamaForCausalLM", {"layer_types": MIXED}, ()),  # its class knows no window
+    ],
+)
+def test_windows_that_differ_from_layer_to_layer(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], windows: tuple[int, ...]
+) -> None:
+    directory = checkpoints.write_qwen2(tmp_path)
+    fields = {"architectures": [architecture], **fields}
+    config = read(edit_checkpoint(directory, config=lambda c: c.update(fields)))
+    assert (config.sliding_window, config.layer_windows) == (0, windows)
+
+
+# What files on the Hub say, beside sizes.
+GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+}
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+OLMO3_7B = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "rope_theta": 500000,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+        "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+}  # fmt: skip
+EXAONE4_32B = {
+    "architectures": ["Exaone4ForCausalLM"],
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 4096,
+    "sliding_window_pattern": "LLLG",
+}
+
+
+def published(tmp_path: Path, fields: dict[str, Any], **sizes: Any) -> ModelConfig:
+    """Return the ModelConfig of a file on the Hub."""
+    dims = {
+        "vocab_size": 1000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+    }
+    written = fields if "text_config" in fields else dims | sizes | fields
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    return read(tmp_path)
+
+
+def test_gemma_2_as_published(tmp_path: Path) -> None:
+    config = published(tmp_path, GEMMA2_2B)
+    assert config.layer_windows == (4096, 0) * 4
+    assert (config.attention_softcap, config.logits_softcap) == (50.0, 30.0)
+    assert (config.has_gelu, config.has_scaled_embedding, config.is_tied) == (True, True, True)
+    assert config.attention_multiplier == 1 / 16
+    assert published(tmp_path, GEMMA2_2B | {"final_logit_softcapping": None}).logits_softcap == 0
+
+
+def test_gemma_3_as_published(tmp_path: Path) -> None:
+    config = published(tmp_path, GEMMA3_4B)
+    assert config.layer_windows == (*[1024] * 5, 0, 1024)
+    assert config.rope == RopeConfig(theta=1e6, kind=RopeKind.LINEAR, factor=8.0)
+    assert config.local_rope == RopeConfig(theta=1e4)
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
+    assert (config.head_dim, config.max_position_embeddings, config.is_tied) == (256, 131072, True)
+    # All layers of a kind: there is one rotary embedding, theirs.
+    text = GEMMA3_4B["text_config"] | {"num_hidden_layers": 5}
+    local = published(tmp_path, GEMMA3_4B | {"text_config": text})
+    assert (local.sliding_window, local.layer_windows) == (1024, ())
+    assert (local.rope, local.local_rope) == (RopeConfig(theta=1e4), None)
+
+
+def test_olmo_3_as_published(tmp_path: Path) -> None:
+    config = published(tmp_path, OLMO3_7B)
+    assert config.layer_windows == (4096, 4096, 4096, 0) * 2
+    assert config.rope.kind is RopeKind.YARN
+    assert config.local_rope == RopeConfig(theta=500000.0)
+    plain = published(tmp_path, OLMO3_7B | {"rope_scaling": None})
+    assert (plain.rope, plain.local_rope) == (RopeConfig(theta=500000.0), None)
+
+
+def test_exaone_4_as_published(tmp_path: Path) -> None:
+    config = published(tmp_path, EXAONE4_32B)
+    assert config.layer_windows == (4096, 4096, 4096, 0) * 2
+    assert config.unrotated_layers == (3, 7)
+    small = published(tmp_path, EXAONE4_32B | {"sliding_window": None, "layer_types": None})
+    assert (small.sliding_window, small.layer_windows, small.unrotated_layers) == (0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        (EXAONE4_32B | {"layer_types": None}, "sliding_window_pattern.*write layer_types"),
+        (EXAONE4_32B | {"sliding_window": 0}, "sliding_window must be"),
+        (GEMMA2_2B | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA2_2B | {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        (GEMMA2_2B | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (GEMMA2_2B | {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+        (
+            {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 8},
+            "shared_expert_intermediate_size",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 8, "hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act = 'gelu_pytorch_tanh' is not supported, only silu",
+        ),
+    ],
+)
+def test_what_a_family_cannot_mean_is_named(
+    tmp_path: Path, fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        published(tmp_path, fields)
+
+
 UNSUPPORTED = [
-    ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
+    ({"architectures": ["InternLM3ForCausalLM"]}, "InternLM3ForCausalLM"),
     ({"architectures": []}, "architectures"),
     ({"architectures": None}, "architectures"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -159,8 +307,7 @@ UNSUPPORTED = [
     ({"vocab_size": "many"}, "vocab_size"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ({"head_dim": 15}, "head_dim"),
-    ({"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers"),
-    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+    ({"use_sliding_window": True, "sliding_window": "8", "max_window_layers": 1}, "sliding_window"),
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
     ({"eos_token_id": "x"}, "eos_token_id"),
@@ -234,12 +381,9 @@ def test_layers_without_rope(tmp_path: Path) -> None:
     assert read(directory).unrotated_layers == (1,)
     edit_checkpoint(directory, config=lambda c: c.update(no_rope_layers=[0, 1, 0]))
     assert read(directory).unrotated_layers == (0, 2)
-    edit_checkpoint(directory, config=lambda c: c.update(use_sliding_window=True))
-    with pytest.raises(CheckpointError, match="use_sliding_window"):
-        read(directory)
-    edit_checkpoint(
-        directory, config=lambda c: c.update(use_sliding_window=False, no_rope_layers=[1, 1])
-    )
+    edit_checkpoint(directory, config=lambda c: c.update(use_sliding_window=True, sliding_window=8))
+    assert read(directory).layer_windows == (8, 0, 8)
+    edit_checkpoint(directory, config=lambda c: c.update(no_rope_layers=[1, 1]))
     with pytest.raises(CheckpointError, match="no_rope_layers"):
         read(directory)
 
@@ -337,10 +481,19 @@ def _set(**fields: Any) -> dict[str, Any]:
         (DraftKind.EAGLE3, _set(hidden_size=64), "target_hidden_size"),
         (DraftKind.EAGLE3, _set(num_hidden_layers=2), "num_hidden_layers"),
         (DraftKind.EAGLE3, _set(draft_vocab_size=0), "draft_vocab_size"),
-        (DraftKind.EAGLE3, _set(norm_before_residual=True), "norm_before_residual"),
-        (DraftKind.EAGLE3, _set(fc_norm=True), "fc_norm"),
+        (DraftKind.EAGLE3, _set(norm_before_residual="yes"), "norm_before_residual"),
+        (DraftKind.EAGLE3, _set(fc_norm=True, use_aux_norm=False), "use_aux_norm"),
+        (DraftKind.EAGLE3, _set(fc_norm=True, norm_before_fc=True), "one or the other"),
+        (DraftKind.EAGLE3, _set(parallel_drafting=True), "parallel_drafting"),
         (DraftKind.EAGLE3, _set(eagle_config={"layers": [1]}), "layers"),
         (DraftKind.EAGLE3, _set(eagle_config={"use_aux_hidden_state": False}), "use_aux"),
+        (DraftKind.EAGLE3, _set(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm"),
+        (
+            DraftKind.EAGLE3,
+            _set(norm_before_fc=False, eagle_config={"norm_before_fc": True}),
+            "norm_before_fc",
+        ),
+        (DraftKind.EAGLE, _set(norm_before_residual=True), "norm_before_residual"),
         (DraftKind.EAGLE3, _set(eagle_config=[1]), "eagle_config"),
         (
             DraftKind.EAGLE3,
@@ -366,6 +519,58 @@ def test_head_that_does_not_fit_is_refused(
     edit_checkpoint(head, config=lambda c: c.update(fields))
     with pytest.raises(CheckpointError, match=name):
         feature_spec(head, target, kind)
+
+
+def test_the_place_of_the_layer_ids_says_how_they_count(tmp_path: Path) -> None:
+    """Nested as SpecForge and SGLang mean them, at top level as vLLM and speculators do."""
+    target = checkpoints.write_llama(tmp_path / "target", shape=Shape(num_layers=6))
+    head = checkpoints.write_eagle3(tmp_path / "head", target, layer_ids=(1, 2, 5))
+    assert feature_spec(head, target, "auto")[1].layer_ids == (1, 2, 5)
+    name = "eagle_aux_hidden_state_layer_ids"
+    edit_checkpoint(head, config=lambda c: c.update({name: [2, 3, 6]}))  # the same layers
+    assert feature_spec(head, target, "auto")[1].layer_ids == (1, 2, 5)
+    edit_checkpoint(head, config=lambda c: c.update({name: [1, 2, 5]}))
+    with pytest.raises(
+        CheckpointError, match=rf"{name} \[1, 2, 5\].*vLLM.*but eagle_config.*SGLang"
+    ):
+        feature_spec(head, target, "auto")
+    edit_checkpoint(head, config=lambda c: c.pop("eagle_config"))
+    assert feature_spec(head, target, "auto")[1].layer_ids == (0, 1, 4)
+    for said in ([0, 2, 3], [2, 3, 7]):
+        edit_checkpoint(head, config=lambda c, said=said: c.update({name: said}))
+        with pytest.raises(CheckpointError, match="number of layers before the tap.*6 layers"):
+            feature_spec(head, target, "auto")
+
+
+def test_speculators_format(tmp_path: Path) -> None:
+    target = checkpoints.write_llama(tmp_path / "target", shape=Shape(num_layers=6))
+    head = checkpoints.write_eagle3(
+        tmp_path / "head", target, layer_ids=(1, 2, 4), is_speculators=True
+    )
+    assert feature_spec(head, target, "auto") == feature_spec(head, target, "eagle3")
+    assert feature_spec(head, target, "auto")[1].layer_ids == (1, 2, 4)
+    assert HeadConfig.from_checkpoint(head, DraftKind.EAGLE3).has_normed_residual
+    with pytest.raises(CheckpointError, match=r"no eagle head.*--algorithm eagle3"):
+        feature_spec(head, target, "eagle")
+    layer = "transformer_layer_config"
+    sliding = {"layer_types": ["sliding_attention"], "sliding_window": 64}
+    assert HeadConfig.from_checkpoint(head, DraftKind.EAGLE3).decoder.sliding_window == 0
+    edit_checkpoint(head, config=lambda c: c[layer].update(sliding))
+    assert HeadConfig.from_checkpoint(head, DraftKind.EAGLE3).decoder.sliding_window == 64
+    edit_checkpoint(head, config=lambda c: c[layer].update({"sliding_window": None}))
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        feature_spec(head, target, "auto")
+    edit_checkpoint(head, config=lambda c: c[layer].update({"layer_types": ["full_attention"]}))
+    edit_checkpoint(head, config=lambda c: c[layer].pop("hidden_size"))
+    with pytest.raises(CheckpointError, match=rf"{layer}: hidden_size"):
+        feature_spec(head, target, "auto")
+    for broken in ([], {"model_type": "mamba"}):
+        edit_checkpoint(head, config=lambda c, broken=broken: c.update({layer: broken}))
+        with pytest.raises(CheckpointError, match=f"{layer} must be an object of model_type llama"):
+            feature_spec(head, target, "auto")
+    edit_checkpoint(head, config=lambda c: c.update({"speculators_model_type": "medusa"}))
+    with pytest.raises(CheckpointError, match="speculators_model_type = 'medusa'.*only 'eagle3'"):
+        detect_kind(head, "auto")
 
 
 def test_default_layers_need_a_target_deep_enough(tmp_path: Path) -> None:
@@ -406,6 +611,11 @@ def test_head_config_switches(tmp_path: Path) -> None:
     assert (config.decoder.hidden_size, config.target_hidden_size) == (32, 48)
     assert (config.has_fc_bias, config.feeds_back_norm) == (True, True)
     assert (config.draft_vocab_size, config.decoder.max_position_embeddings) == (100, 128)
+    assert not (config.has_normed_residual or config.has_tap_norms or config.has_feature_norm)
+    nested = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
+    edit_checkpoint(head, config=lambda c: c["eagle_config"].update(nested))
+    config = HeadConfig.from_checkpoint(head, DraftKind.EAGLE3)
+    assert config.has_normed_residual and config.has_tap_norms and config.feeds_back_norm
 
 
 def test_resolve_draft(tmp_path: Path) -> None:

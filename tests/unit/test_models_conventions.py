@@ -100,8 +100,10 @@ def write_target(path: Path, *, num_layers: int = 1, has_mtp: bool = False) -> P
     return write(path, fields, tensors)
 
 
-def write_eagle3(path: Path, *, value: object, **fields: object) -> Path:
-    tensors = layer("midlayer", value=value, query=[[0.0] * 4] * 2)
+def write_eagle3(
+    path: Path, *, value: object, norms: dict[str, object] | None = None, **fields: object
+) -> Path:
+    tensors = layer("midlayer", value=value, query=[[0.0] * 4] * 2) | (norms or {})
     tensors |= {
         "fc.weight": [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 0.0, 0.5]],  # layer A + half of layer B
         "midlayer.input_layernorm.weight": [1.0, 1.0],
@@ -221,6 +223,33 @@ def test_eagle3_with_norm_output_feeds_back_the_normed_sum(tmp_path: Path) -> No
     hidden = run(draft, [0], [[6.0, 8.0]])
     assert_rows(hidden, want)
     assert_rows(draft.logits(hidden), want)
+
+
+def test_eagle3_residual_may_begin_normed(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", num_layers=2)
+    none = [[0.0] * 4] * 2
+    head = write_eagle3(tmp_path / "draft", value=none, norm_before_residual=True)
+    draft = load_draft("auto", head, target, device=CPU, dtype=torch.float32)
+    # hidden_norm has weight 2: 2 x (6, 8) / sqrt(50), and the layer adds nothing.
+    hidden = run(draft, [0], [[6.0, 8.0]])
+    assert_rows(hidden, [[12 / math.sqrt(50), 16 / math.sqrt(50)]])
+
+
+def test_eagle3_norms_before_fc(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", num_layers=2)
+    features = torch.tensor([[6.0, 8.0, 0.0, 2.0]])
+    taps: dict[str, object] = {"fc_norm.0.weight": [1.0, 2.0], "fc_norm.1.weight": [1.0, 3.0]}
+    none = [[0.0] * 4] * 2
+    head = write_eagle3(tmp_path / "a", value=none, norms=taps, fc_norm=True)
+    draft = load_draft("auto", head, target, device=CPU, dtype=torch.float32)
+    # Each tap by itself: (6, 16) / sqrt(50) + (0, 6) / sqrt(2) / 2.
+    want = [[6 / math.sqrt(50), 16 / math.sqrt(50) + 3 / math.sqrt(2)]]
+    assert_rows(draft.project_features(features), want)
+    one: dict[str, object] = {"input_norm.weight": [1.0, 2.0, 1.0, 3.0]}
+    head = write_eagle3(tmp_path / "b", value=none, norms=one, norm_before_fc=True)
+    draft = load_draft("auto", head, target, device=CPU, dtype=torch.float32)
+    # All four together, whose mean square is 26: ((6, 16) + (0, 6) / 2) / sqrt(26).
+    assert_rows(draft.project_features(features), [[6 / math.sqrt(26), 19 / math.sqrt(26)]])
 
 
 def test_eagle3_attention_reads_normed_embedding_then_normed_hidden(tmp_path: Path) -> None:

@@ -106,6 +106,25 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "eagle3-fc-bias-norm-output": _eagle3(has_fc_bias=True, feeds_back_norm=True),
     "eagle3-other-width": _eagle3(hidden_size=32, has_embedding=True),
     "eagle3-other-names": _eagle3(prefix="model.", layer_name="layers.0"),
+    "eagle3-speculators": _eagle3(is_speculators=True, has_embedding=True),
+    "eagle3-speculators-plain-residual": _eagle3(
+        DEEP, is_speculators=True, norm_before_residual=False, layer_ids=None
+    ),
+    "eagle3-speculators-qwen3": _eagle3(
+        is_speculators=True, model_type="qwen3", norm_before_fc=True
+    ),
+    "eagle3-normed-residual": _eagle3(norm_before_residual=True),
+    "eagle3.1": _eagle3(
+        DEEP,
+        layer_ids=(1, 2, 4),
+        tap_norms=("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+        feeds_back_norm=True,
+    ),
+    "eagle3.1-older-names": _eagle3(
+        DEEP, layer_ids=None, tap_norms=("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+    ),
+    "eagle3.1-one-norm-before-fc": _eagle3(norm_before_fc=True, has_fc_bias=True),
+    "eagle3-wide-heads": _eagle3(heads=(8, 16)),
     "eagle": _eagle(),
     "eagle-no-fc-bias": _eagle(has_fc_bias=False, has_embedding=False),
     "eagle-two-layers": _eagle(num_layers=2, prefix="model."),
