@@ -37,6 +37,7 @@ from shared.messages import (
     FinishReason,
     GenerateEvent,
     PromptInfo,
+    RoutedExperts,
     SpeculationStats,
     Timings,
     TokenDelta,
@@ -44,6 +45,7 @@ from shared.messages import (
     Usage,
 )
 from shared.messages.batches import unpack_events
+from shared.messages.routed_experts import join_routed
 from shared.rpc.channel import open_blocking_channel, open_channel
 from shared.rpc.status import from_rpc_error
 
@@ -72,6 +74,7 @@ class Completion:
     Args:
         text: Without the stop string, unless asked for.
         logprobs: One per token if asked for, else empty.
+        routed_experts: A row per token, if asked for and unless there is no token; else None.
         matched_stop: The stop string or stop token id that ended it, if one did.
         seed: Sending the same request with it gives the same output.
         retries: Times that the server moved or rebuilt the request.
@@ -89,6 +92,7 @@ class Completion:
     timings: Timings
     seed: int
     retries: int
+    routed_experts: RoutedExperts | None = None
 
 
 class Client:
@@ -347,6 +351,7 @@ class _Transcript:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
+        self._routed: list[RoutedExperts | None] = []
 
     def next_attempt(self) -> tuple[pb.GenerateRequest, float | None]:
         """Return the request, going on after what was received, and the time left."""
@@ -381,6 +386,7 @@ class _Transcript:
                 self._token_ids += event.token_ids
                 self._text.append(event.text)
                 self._logprobs += event.logprobs
+                self._routed.append(event.routed_experts)
             case FinishInfo():
                 usage = dataclasses.replace(event.usage, num_output_tokens=len(self._token_ids))
                 event = self._finish = dataclasses.replace(event, usage=usage)
@@ -443,4 +449,5 @@ class _Transcript:
             timings=self._finish.timings,
             seed=self._info.seed,
             retries=self._finish.retries,
+            routed_experts=join_routed(self._routed),
         )

@@ -41,6 +41,8 @@ class RequestOptions(TypedDict, total=False):
             template has.
         round_times: Have FinishInfo say where every round's time went.
         round_trees: Have every TokenDelta bring the tree of its round.
+        routed_experts: Have the result, and every TokenDelta, say which experts the model chose for
+            each output token; refused if the model has none.
         priority: Larger is served sooner when requests wait.
         session_id: Name of a conversation, whose requests prefer the target that had the last one.
             It saves no reading of prompts: targets keep nothing of a request that has ended.
@@ -83,6 +85,7 @@ class RequestOptions(TypedDict, total=False):
     add_special_tokens: bool
     round_times: bool
     round_trees: bool
+    routed_experts: bool
     priority: int
     session_id: str
     request_id: str
@@ -118,6 +121,7 @@ _OUTPUT = (
     "keep_special_tokens",
     "round_times",
     "round_trees",
+    "routed_experts",
 )
 _REQUEST = ("priority", "session_id", "request_id", "resume_fingerprint", "add_special_tokens")
 _MODES = {

@@ -69,14 +69,14 @@ class RequestEnd:
         code: Name of the gRPC status.
         finish_reason: Of FinishInfo, lower case; "" if it did not finish.
         refused_by: Reason, if it was refused before work began; else "".
-        timings, accept_length: Of a request that finished; accept_length 0: it had no rounds.
+        timings, speculation: Of a request that finished.
     """
 
     code: str
     finish_reason: str = ""
     refused_by: str = ""
     timings: Timings | None = None
-    accept_length: float = 0.0
+    speculation: SpeculationStats | None = None
 
 
 class _Totals:
@@ -169,8 +169,8 @@ class RequestMetrics:
             self._queue.add(timings.queue_ms / 1e3)
             self._prefill.add((timings.time_to_first_token_ms - timings.queue_ms) / 1e3)
             self._duration.add(timings.total_ms / 1e3)
-        if end.accept_length:
-            self._accept_length.add(end.accept_length)
+        if end.speculation is not None and end.speculation.num_rounds:
+            self._accept_length.add(end.speculation.accept_length)
 
     def note_rebuild(self, role: str, cause: str, times: int = 1) -> None:
         """Count states of a request that were lost, and are built anew."""

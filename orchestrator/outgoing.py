@@ -184,7 +184,11 @@ class Outgoing:
 
 def _size_of(event: GenerateEvent | None) -> int:
     """Return what an event takes in memory, about."""
-    if not isinstance(event, TokenDelta) or not (event.logprobs or event.tree):
+    if not isinstance(event, TokenDelta):
+        return _EVENT_BYTES
+    routed = event.routed_experts
+    if not (event.logprobs or event.tree or routed):
         return _EVENT_BYTES
     num_bytes = _EVENT_BYTES + _LOGPROB_BYTES * sum([1 + len(each.top) for each in event.logprobs])
+    num_bytes += len(routed.ids) if routed else 0
     return num_bytes + (_NODE_BYTES * len(event.tree.token_ids) if event.tree else 0)

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import Detokenizer
-from shared.messages import AcceptedPath, FinishReason, RoundTree, TokenDelta, TokenLogprob
+from shared.messages import (
+    AcceptedPath,
+    FinishReason,
+    RoundTree,
+    RoutedExperts,
+    TokenDelta,
+    TokenLogprob,
+)
+from shared.messages.routed_experts import join_routed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +33,7 @@ class _HeldToken:
     round_number: int
     is_draft: bool
     logprob: TokenLogprob | None
+    routed: RoutedExperts | None
     start: int
     end: int | None = None
 
@@ -99,11 +108,13 @@ class Output:
         self._round_number += 1
         if tree is not None:
             self._held_trees.append((self._round_number, tree))
+        routed = path.routed_experts
         for index, token_id in enumerate(token_ids):
             self._append(
                 token_id,
                 is_draft=index < path.num_accepted_drafts,
                 logprob=path.logprobs[index] if path.logprobs else None,
+                routed=None if routed is None else routed.part(index, index + 1),
             )
             if self.is_finished:
                 self.num_taken = index + 1
@@ -135,6 +146,9 @@ class Output:
             self._finish(path.finish_reason, path.matched_stop_token_id)
         if not token_ids and not text and tree is None:
             return []
+        routed = path.routed_experts
+        if routed is not None and len(token_ids) < len(path.token_ids):
+            routed = routed.part(0, len(token_ids)) if token_ids else None
         delta = TokenDelta(
             token_offset=self._num_sent_tokens,
             token_ids=tuple(token_ids),
@@ -143,18 +157,27 @@ class Output:
             num_accepted_drafts=num_drafts,
             num_accepted_draft_chars=len(draft_text),
             tree=tree,
+            routed_experts=routed,
         )
         self._num_sent_tokens += len(token_ids)
         self._text_len = self._num_sent_chars = self._text_len + len(text)
         return [delta]
 
-    def _append(self, token_id: int, *, is_draft: bool, logprob: TokenLogprob | None) -> None:
+    def _append(
+        self,
+        token_id: int,
+        *,
+        is_draft: bool,
+        logprob: TokenLogprob | None,
+        routed: RoutedExperts | None = None,
+    ) -> None:
         self._held.append(
             _HeldToken(
                 token_id=token_id,
                 round_number=self._round_number,
                 is_draft=is_draft,
                 logprob=logprob,
+                routed=routed,
                 start=self._text_len,
             )
         )
@@ -254,6 +277,7 @@ class Output:
             num_accepted_drafts=num_drafts,
             num_accepted_draft_chars=num_draft_chars,
             tree=tree,
+            routed_experts=join_routed([token.routed for token in tokens]),
         )
         self._num_sent_tokens += len(tokens)
         self._mark_sent(self._num_sent_chars + num_chars)

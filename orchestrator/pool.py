@@ -52,6 +52,7 @@ class Need:
         needs_trial: Workers went down with it: not to where another such request is.
         arrived_s: When it came, loop time.
         has_grammar: Its output has a grammar, which the target must be able to follow.
+        wants_experts: The target must say which experts rows are routed to.
         tenant: Whose it is.
     """
 
@@ -68,6 +69,7 @@ class Need:
     needs_trial: bool = False
     arrived_s: float = 0.0
     has_grammar: bool = False
+    wants_experts: bool = False
     tenant: str = ""
 
 
@@ -328,6 +330,7 @@ class WorkerPool:
             if worker.is_available
             and need.context_len <= worker.info.max_context_len
             and (worker.info.has_grammars or not need.has_grammar)
+            and (worker.info.num_experts or not need.wants_experts)
             and need.identity in (None, ModelIdentity.of(worker.info))
         ]
 

@@ -187,10 +187,9 @@ def logged_end(
 
 
 def _finished(finish: FinishInfo) -> RequestEnd:
-    stats = finish.speculation
     return RequestEnd(
         code="OK",
         finish_reason=finish.reason.name.lower(),
         timings=finish.timings,
-        accept_length=stats.accept_length,
+        speculation=finish.speculation,
     )

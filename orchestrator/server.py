@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from coppice.v1 import generation_pb2_grpc as pb_grpc
@@ -31,6 +32,7 @@ from shared.memory import settle_garbage, tended
 from shared.metrics.samples import Samples
 from shared.metrics.server import MetricsServer
 from shared.models.checkpoint import resolve_model, tokenizer_hash
+from shared.models.hub import fetch, is_hub_name
 from shared.rpc.gate import front_gate, log_exposure
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE, SPECULATION_SERVICE, process_name
 from shared.rpc.limits import ServerLimits
@@ -280,12 +282,22 @@ def main(config: OrchestratorConfig) -> int:
 
     Returns: exit code: 0 after an orderly end, 2 for a configuration that cannot work.
     """
-    if config.workers <= 1:
-        return _run(config)
     try:
-        return run_processes(config, _run)
+        config = _fetched(config)
+        return _run(config) if config.workers <= 1 else run_processes(config, _run)
     except ConfigError as error:
         return _refuse(error)
+
+
+def _fetched(config: OrchestratorConfig) -> OrchestratorConfig:
+    """Fetch a model that is named as on the Hub, but for its weights, and name its folder instead.
+
+    Here: it may take longer than an event loop may stand still, and once for all processes.
+    """
+    if not is_hub_name(config.model):
+        return config
+    directory = fetch(config.model, with_weights=False)
+    return replace(config, model=str(directory), served_model_name=served_name(config))
 
 
 def _run(config: OrchestratorConfig, siblings: Siblings | None = None) -> int:

@@ -13,6 +13,7 @@ import grpc.aio
 
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
+from orchestrator.accept_watch import AcceptWatch
 from orchestrator.admission import Admission, Place
 from orchestrator.encoding import PromptEncoder
 from orchestrator.grammars import Grammars
@@ -79,6 +80,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._serial = itertools.count()
         self._turns = WriteTurns()
         self.metrics = RequestMetrics()
+        self._acceptance = AcceptWatch(config.expected_accept_length)
         self.running = Running()
         self.tracing = Tracing(config.otlp_endpoint, sample_rate=config.trace_sample_rate)
         self._caller = caller
@@ -101,6 +103,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
         def on_end(end: RequestEnd) -> None:
             self.metrics.note_end(end)
+            if end.speculation is not None:
+                self._acceptance.note(end.speculation)
             trace.end(end)
 
         with logged_end(request.request_id, context.time_remaining, on_end) as log:
@@ -224,6 +228,13 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 "constrained; leave structured_output out",
                 reason="NO_TOKENIZER",
                 field="structured_output",
+            )
+        if request.routed_experts and not model.num_experts:
+            raise InvalidArgumentError(
+                "this model has no experts that tokens could be routed to; leave "
+                "output.routed_experts out",
+                reason="NO_EXPERTS",
+                field="output.routed_experts",
             )
         if request.requires_draft and not self._config.drafts:
             raise UnavailableError(

@@ -103,6 +103,7 @@ class Terms:
             needs_trial=losses.needs_trial,
             arrived_s=self.arrived_s,
             has_grammar=self.request.grammar is not None,
+            wants_experts=self.request.routed_experts,
             tenant=self.request.tenant,
         )
 
@@ -133,6 +134,7 @@ class Terms:
             priority=aged(request.priority, max(0.0, now_s - self.arrived_s)),
             is_timed=request.is_timed,
             wants_trees=request.round_trees,
+            wants_routed_experts=request.routed_experts,
             compiled_grammar=request.compiled_grammar,
             grows_forced=request.grammar is not None and request.shape is not None,
         )

@@ -55,6 +55,7 @@ class GenerationRequest:
         requires_draft: Speculation is ON: a draft worker must be configured.
         round_times: The client wants to know where each round's time goes.
         round_trees: The client wants to see the tree of every round.
+        routed_experts: The client wants to know which experts the model chose for every token.
         is_traced: Its trace has spans of rounds.
         resume_fingerprint: What `resume_ids` were computed by; "" if the client does not say.
         num_refusals: How often it was refused for want of room.
@@ -83,6 +84,7 @@ class GenerationRequest:
     omit_token_ids: bool = False
     round_times: bool = False
     round_trees: bool = False
+    routed_experts: bool = False
     is_traced: bool = False
     priority: int = 0
     session_id: str = ""
@@ -148,6 +150,7 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         omit_token_ids=message.output.omit_token_ids,
         round_times=message.output.round_times,
         round_trees=message.output.round_trees,
+        routed_experts=message.output.routed_experts,
         priority=message.priority,
         session_id=_short(message.session_id, "session_id"),
         resume_ids=resume_ids,

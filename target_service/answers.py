@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.messages import MAX_TREE_NODES, AcceptedPath, TokenLogprob
+from shared.messages import MAX_TREE_NODES, AcceptedPath, RoutedExperts, TokenLogprob
 from shared.messages.tree import restore_path
 from target_service.commit import CommittedPath
 from target_service.engine_state import EngineState
@@ -32,7 +32,7 @@ def answer_paths(
     """
     num_moved = 0
     for path in committed:
-        reply = _answer_path(path, trees, paths)
+        reply = _answer_path(path, trees, paths, state.info.num_experts)
         state.outbox.append(reply)
         num_moved += reply.accept_index != _IN_ORDER[: len(reply.token_ids)]
     state.counts.moved_rounds += num_moved
@@ -58,9 +58,13 @@ def _keep_features(
         state.features.keep_rested(rested, features)
 
 
-def _answer_path(committed: CommittedPath, trees: SampledTrees, paths: PathOutputs) -> AcceptedPath:
+def _answer_path(
+    committed: CommittedPath, trees: SampledTrees, paths: PathOutputs, num_experts: int
+) -> AcceptedPath:
     """Return the answer to a round; `finish_reason` is set when the request is over.
 
+    Args:
+        num_experts: Of a layer; 0: the model has none.
     Mutates: the request's last_reply.
     """
     request, row, path, cut, round_idx, times = committed
@@ -78,6 +82,7 @@ def _answer_path(committed: CommittedPath, trees: SampledTrees, paths: PathOutpu
         cut.stop_token_id,
         times,
         round_tree(trees, paths, committed),
+        _routed_experts(request, paths, row, len(token_ids), num_experts),
         cut.reason,
     )
     return reply
@@ -103,4 +108,16 @@ def _logprobs(
             ),
         )
         for i, token_id in enumerate(token_ids)
+    )
+
+
+def _routed_experts(
+    request: TargetRequest, paths: PathOutputs, row: int, num_tokens: int, num_experts: int
+) -> RoutedExperts | None:
+    """Return the experts of the rows that tokens were sampled from; None: nobody asked."""
+    if not request.open.wants_routed_experts or paths.routed_experts is None:
+        return None
+    ids = paths.routed_experts[row, :num_tokens]
+    return RoutedExperts(
+        ids=ids.tobytes(), num_layers=ids.shape[1], top_k=ids.shape[2], num_experts=num_experts
     )

@@ -132,7 +132,10 @@ def build_batch(
     # The first row of a path, a root or the first token of a chunk, is at the prefix's end.
     before_path = np.array(columns.prefix_len) - 1
     np.add(before_path.repeat(columns.num_rows), rows.path_len, out=host["position_ids"][:count])
-    extend = ExtendInput(**device, rows=rows, bucket=bucket)
+    wants_experts = trees is not None and any(
+        [request.open.wants_routed_experts for request in trees.requests]
+    )
+    extend = ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=wants_experts)
     mailbox_trees = None
     if trees is not None and trees.num_on_device:
         mailbox_trees = source.place_trees(plan.verifies[: trees.num_on_device], staging)

@@ -80,6 +80,7 @@ class TargetEngine:
             prefill_chunk_len=prefill_chunk_len,
             overlaps_steps=overlaps_steps,
             prompt_budget=prompt_budget,
+            window=runner.window,
         )
         self._state = state
         self.runner = runner

@@ -30,6 +30,7 @@ from shared.models.checkpoint import (
 )
 from shared.models.config import ModelConfig
 from shared.models.digest import start_model_hash
+from shared.models.hub import last_part
 from shared.models.quantization import quantization_while_loading
 from shared.peer.channel import PeerChannels, PeerListener, remove_stale_sockets
 from shared.peer.mailbox import Mailbox
@@ -123,7 +124,7 @@ def create_engine(
     grammars = make_grammars(directory, model_config, device)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
-        model=config.model if config.model == "demo" else directory.name,
+        model=config.model if config.model == "demo" else last_part(config.model),
         model_hash=model_hash(),
         tokenizer_hash=tokenizer_hash(directory),
         vocab_size=model_config.vocab_size,
@@ -143,6 +144,7 @@ def create_engine(
         cpu_threads=fingerprint.cpu_threads,
         logits_hash=fingerprint.logits_hash,
         has_grammars=grammars.are_served,
+        num_experts=model_config.experts.num_experts if model_config.experts is not None else 0,
     )
     state = EngineState.create(
         info,
@@ -284,7 +286,7 @@ def make_shapes(
     most_rows = num_batch_rows - num_batch_rows // CHAIN_SHARE
     costs = RoundCosts(forwards, LADDER, is_padded=runner.pads_rows, most_rows=most_rows)
     budget = TreeBudget(costs, LADDER, runner.pool.max_num_requests)
-    return BudgetedShapes(state.requests, budget)
+    return BudgetedShapes(state.requests, budget, state.features.num_dropped)
 
 
 def make_source(

@@ -170,6 +170,13 @@ class FeatureOutlet:
         if request.phase is Phase.RUNNING and log.rested_since is None:
             log.rested_since = self.rested.end
 
+    def num_dropped(self, request: TargetRequest) -> int:
+        """Return how many rows would have to be replayed, at most, if a request rested no more."""
+        log = request.features
+        if log is None or log.rested_since is None or self.rested.has_all(log.rested_since):
+            return 0
+        return request.committed_len - log.end
+
     def wake(self, request: TargetRequest, *, at_once: bool = False) -> None:
         """Send what was held back of a request, in one of the next steps.
 

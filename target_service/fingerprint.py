@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import FLOAT_DTYPES, read_tensor_infos
+from shared.models.checkpoint import FLOAT_DTYPES, open_weights, read_tensor_infos
 from target_service.runner import TargetRunner
 from target_service.self_test import fixed_prompt_logits
 
@@ -114,7 +113,7 @@ def _cause(directory: Path, dtype: torch.dtype) -> str:
     for name, info in sorted(read_tensor_infos(directory).items()):
         if info.dtype not in FLOAT_DTYPES:
             continue
-        with safe_open(info.file, framework="pt") as file:
+        with open_weights(info.file) as file:
             if not bool(file.get_tensor(name).to(dtype).isfinite().all()):
                 broken.append(name)
     if not broken:

@@ -32,6 +32,8 @@ class ExtendInput:
             only the device knows it so far; or TOKEN_IS_KNOWN.
         rows: Where their KV goes and what they see.
         bucket: T, if the rows were padded up to it (see buckets.py); else None.
+        wants_experts: Whether the experts of the rows are kept. Padded rows' always are: a graph
+            writes them anyway.
     """
 
     token_ids: torch.Tensor
@@ -39,6 +41,7 @@ class ExtendInput:
     root_idx: torch.Tensor
     rows: PackedRows
     bucket: int | None = None
+    wants_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +51,12 @@ class ExtendOutput:
     Args:
         hidden: [T, h], after the final norm.
         features: [T, captured width] in the model's dtype; None when the target captures none.
+        expert_ids: [layers with experts, at least T, top_k] i32; None where they are not kept.
     """
 
     hidden: torch.Tensor
     features: torch.Tensor | None
+    expert_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ class VerifyInput:
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: no request did.
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
+        wants_experts: Whether some request asks which experts its path was routed to.
         mailbox_paths: Where paths are posted; None: there is no mailbox.
         num_device_trees: Of how many requests, the first ones, the host does not know the trees.
         sampling: How the rows are sampled.
@@ -137,6 +143,7 @@ class VerifyInput:
     logprob_rows: torch.Tensor | None
     num_top_logprobs: int
     wants_features: bool
+    wants_experts: bool
     mailbox_paths: MailboxPaths | None
     num_device_trees: int
     sampling: SamplingInput
@@ -312,6 +319,13 @@ class NodeOutputs:
         others._tensors = {key: value for key, value in self._tensors.items() if key != name}
         return others
 
+    def beside(self, name: str, tensor: torch.Tensor) -> NodeOutputs:
+        """Return the outputs and one more; these, which may be a graph's, stay as they are."""
+        others = type(self)(self._num_rows)
+        others._tensors = dict(self._tensors)
+        others.register(name, tensor)
+        return others
+
     def read(self, into: ReadBack, rows: torch.Tensor) -> None:
         """Read every registered tensor at `rows` [...] i64, as [..., *rest]."""
         for name, tensor in self._tensors.items():
@@ -335,6 +349,8 @@ class PathOutputs:
         logprobs: Of those tokens; None when no request asked.
         top_ids, top_logprobs: [B, D + 1, num_top].
         features: [B, D + 1, row_bytes] u8; None when no request keeps them.
+        routed_experts: [B, D + 1, layers with experts, top_k] u8, or i16 that holds the bits of
+            u16; None when no request asked.
     """
 
     accept_index: NDArray[np.int64]
@@ -348,6 +364,7 @@ class PathOutputs:
     top_ids: NDArray[np.int64] | None = None
     top_logprobs: NDArray[np.float32] | None = None
     features: NDArray[np.uint8] | None = None
+    routed_experts: NDArray[np.uint8] | NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

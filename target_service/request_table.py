@@ -237,6 +237,12 @@ class RequestTable:
         self._check_ids(message.stopping.stop_token_ids, "stopping.stop_token_ids")
         bias_ids = [token_id for token_id, _ in message.sampling.logit_bias]
         self._check_ids(bias_ids, "sampling.logit_bias")
+        if message.wants_routed_experts and not self._state.info.num_experts:
+            raise InvalidArgumentError(
+                "this model has no experts that rows could be routed to",
+                reason="NO_EXPERTS",
+                field="wants_routed_experts",
+            )
 
     def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
         vocab_size = self._state.info.vocab_size

@@ -107,7 +107,18 @@ class TargetRunner:
         is_projected = self._projection is not None
         captured_width = config.hidden_size * len(self.features.layer_ids) if is_projected else 0
         features = rows(self.features.width)
-        return ExtendOutput(hidden=hidden, features=features), rows(captured_width)
+        expert_ids = self._expert_ids(num_rows)
+        padded = ExtendOutput(hidden=hidden, features=features, expert_ids=expert_ids)
+        return padded, rows(captured_width)
+
+    def _expert_ids(self, num_rows: int) -> torch.Tensor | None:
+        """Return memory for the experts of rows; None if the model has none."""
+        config, experts = self.model.config, self.model.config.experts
+        if experts is None:
+            return None
+        num_rows = -(-num_rows // 4) * 4  # every layer's begin at 16 bytes, as memory of their own
+        shape = (experts.index_of(config.num_layers), num_rows, experts.num_experts_per_tok)
+        return torch.zeros(shape, dtype=torch.int32, device=self.pool.device)
 
     @property
     def window(self) -> int:
@@ -167,7 +178,8 @@ class TargetRunner:
         Mutates: KV slots of the rows, all of them past their request's seq_len.
         """
         if inputs.bucket is None:
-            return self._forward(inputs)
+            num_rows = len(inputs.token_ids) if inputs.wants_experts else 0
+            return self._forward(inputs, self._expert_ids(num_rows) if num_rows else None)
         output: ExtendOutput = self.graphs.run(
             ("extend", inputs.bucket),
             lambda: self._forward_padded(inputs),
@@ -195,7 +207,7 @@ class TargetRunner:
             self.extend_staging.flush()
 
     @torch.inference_mode()
-    def _forward(self, inputs: ExtendInput) -> ExtendOutput:
+    def _forward(self, inputs: ExtendInput, expert_ids: torch.Tensor | None) -> ExtendOutput:
         output = self.model.forward(
             inputs.token_ids,
             inputs.position_ids,
@@ -205,22 +217,23 @@ class TargetRunner:
             capture_layers=self.features.layer_ids,
             roots=self._roots,
             root_idx=inputs.root_idx,
+            expert_ids=expert_ids,
         )
         features = output.captured
         if self.features.width and not self.features.layer_ids:
             features = output.hidden
-        return ExtendOutput(hidden=output.hidden, features=features)
+        return ExtendOutput(hidden=output.hidden, features=features, expert_ids=expert_ids)
 
     def _forward_padded(self, inputs: ExtendInput) -> ExtendOutput:
         """Do what `_forward` does; leave its rows where the next graphs look for them."""
-        output = self._forward(inputs)
+        output = self._forward(inputs, self.padded.expert_ids)
         num_rows = len(output.hidden)
         features = self.padded.features if self._projection is None else self._captured
         if output.features is not None:
             assert features is not None
             features = features[:num_rows].copy_(output.features)
         hidden = self.padded.hidden[:num_rows].copy_(output.hidden)
-        return ExtendOutput(hidden=hidden, features=features)
+        return ExtendOutput(hidden=hidden, features=features, expert_ids=output.expert_ids)
 
     @torch.inference_mode()
     def _project(self, captured: torch.Tensor) -> torch.Tensor:

@@ -205,7 +205,7 @@ class _SelfTest:
         host["position_ids"][:count] = positions
         host["root_idx"].fill(TOKEN_IS_KNOWN)
         rows = pack_rows(block, runner.pool, window=self._window, staging=staging, num_rows=bucket)
-        inputs = ExtendInput(**device, rows=rows, bucket=bucket)
+        inputs = ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=False)
         staging.flush()
         return runner.model.logits(runner.extend(inputs).hidden[:count])
 

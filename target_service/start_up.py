@@ -108,4 +108,4 @@ def _padding(runner: TargetRunner, bucket: int, blocks: RowBlocks = NO_BLOCKS) -
     host["token_ids"][:num_rows] = np.arange(num_rows) % runner.model.config.vocab_size
     rows = pack_rows(blocks, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
     staging.flush()
-    return ExtendInput(**device, rows=rows, bucket=bucket)
+    return ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=False)

@@ -17,6 +17,7 @@ from shared.kernels.accept_walk import accept_walk
 from shared.kernels.logprobs import chosen_logprobs
 from shared.kernels.move_kv import move_paths
 from shared.kv.pool import KVPool
+from shared.messages.routed_experts import expert_id_bytes
 from shared.models.llama import CausalLM
 from shared.step.graphs import GraphCache
 from target_service.phases import ExtendOutput, NodeOutputs, VerifyInput, VerifyOutput
@@ -77,7 +78,21 @@ class Verifier:
             verified = self._graphs.run(
                 key, lambda: self._launch(inputs, self._extended, post), inputs.tensors
             )
+        if inputs.wants_experts:  # few do: outside of graphs
+            outputs = verified.node_outputs
+            outputs = outputs.beside("routed_experts", self._experts(inputs, extended))
+            verified = replace(verified, node_outputs=outputs)
         return _of_step(inputs, verified)
+
+    @torch.inference_mode()
+    def _experts(self, inputs: VerifyInput, extended: ExtendOutput) -> torch.Tensor:
+        """Return the experts of the logit rows, [L, layers with experts, top_k], as sent."""
+        experts, ids = self._model.config.experts, extended.expert_ids
+        assert experts is not None and ids is not None
+        # Signed, of which torch has all operations: the bits are those of u16.
+        is_byte = expert_id_bytes(experts.num_experts) == 1
+        ids = ids.index_select(1, inputs.logit_rows).to(torch.uint8 if is_byte else torch.int16)
+        return ids.transpose(0, 1).contiguous()
 
     @torch.inference_mode()
     def _launch(self, inputs: VerifyInput, extended: ExtendOutput, post: PostPaths) -> VerifyOutput:

@@ -94,6 +94,7 @@ def build_verify(
             (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
         ),
         wants_features=any(request.features is not None for request in trees.requests),
+        wants_experts=any([r.open.wants_routed_experts for r in trees.requests]),
         num_device_trees=trees.num_on_device,
         mailbox_paths=mailbox_paths,
     )
@@ -122,6 +123,7 @@ def build_padding(
         logprob_rows=None,
         num_top_logprobs=0,
         wants_features=False,
+        wants_experts=False,
         num_device_trees=0,
         mailbox_paths=mailbox_paths,
         sampling=SamplingInput(

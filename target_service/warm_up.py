@@ -58,6 +58,7 @@ def warm_up(engine: TargetEngine) -> None:
                 logprobs=i % 2 == 0,
                 top_logprobs=i,
                 wants_features=True,
+                wants_routed_experts=i == 0 and engine.info.num_experts > 0,
             )
         )
     while engine.has_work or engine.has_work_in_s is not None:

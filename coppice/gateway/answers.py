@@ -5,6 +5,7 @@ A whole answer is put together from the same parts as the chunks, so the two say
 
 from __future__ import annotations
 
+import base64
 import codecs
 import dataclasses
 import time
@@ -15,7 +16,15 @@ from typing import Any
 from coppice.gateway.outputs import Part
 from coppice.gateway.tool_calls import ToolCall
 from coppice.gateway.upstreams import TokenTexts
-from shared.messages import FinishInfo, PromptInfo, TokenDelta, TokenLogprob, Usage
+from shared.messages import (
+    FinishInfo,
+    PromptInfo,
+    RoutedExperts,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
+from shared.messages.routed_experts import join_routed
 
 Json = dict[str, Any]
 # OpenAI's word for a token that cannot be: JSON has no infinity.
@@ -64,6 +73,7 @@ class Answer(ABC):
         self._finish: dict[int, tuple[str, FinishInfo | None]] = {}
         self._ids: list[list[int]] = [[] for _ in range(num_outputs)]
         self._rounds: list[list[Json]] = [[] for _ in range(num_outputs)]
+        self._routed: list[list[RoutedExperts | None]] = [[] for _ in range(num_outputs)]
 
     @abstractmethod
     def choice_of(self, part: Part) -> Json | None:
@@ -83,6 +93,7 @@ class Answer(ABC):
             if self._is_whole:
                 self._ids[part.index] += part.delta.token_ids
                 self._rounds[part.index].append(_round(part.delta, part.text))
+                self._routed[part.index].append(part.routed_experts)
         if part.finish_reason:
             assert part.usage is not None
             self._usage[part.index] = part.usage
@@ -115,6 +126,8 @@ class Answer(ABC):
             choice = {"index": index, **self.whole_choice(index), "finish_reason": reason}
             if self._returns_ids:
                 choice["token_ids"] = ids
+            if (routed := join_routed(self._routed[index])) is not None:
+                choice["routed_experts"] = _routed(routed)
             if self._returns_speculation:
                 choice["coppice"] = {
                     "rounds": self._rounds[index],
@@ -142,6 +155,8 @@ class Answer(ABC):
         found: Json = {}
         if self._returns_ids and part.delta is not None:
             found["token_ids"] = list(part.delta.token_ids)
+        if part.routed_experts is not None:
+            found["routed_experts"] = _routed(part.routed_experts)
         if self._returns_speculation:
             if part.delta is not None:
                 found["coppice"] = _round(part.delta, part.text)
@@ -211,7 +226,7 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = [
                 {"index": before + i, **_call(call)} for i, call in enumerate(part.calls)
             ]
-        has_more = part.finish_reason or part.logprobs
+        has_more = part.finish_reason or part.logprobs or part.routed_experts
         if not (delta or has_more or self._returns_ids or self._returns_speculation):
             return None
         content = self._content(part.logprobs)
@@ -287,7 +302,7 @@ class CompletionAnswer(Answer):
     def choice_of(self, part: Part) -> Json | None:
         """Return the choice of a chunk."""
         text = self._text_of(part)
-        has_more = part.finish_reason or part.logprobs
+        has_more = part.finish_reason or part.logprobs or part.routed_experts
         if not (text or has_more or self._returns_ids or self._returns_speculation):
             return None
         return {"text": text, "logprobs": self._new_logprobs if part.logprobs else None}
@@ -333,6 +348,15 @@ def _no_logprobs() -> Json:
 def _call(call: ToolCall) -> Json:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _routed(routed: RoutedExperts) -> Json:
+    return {
+        "ids": base64.b64encode(routed.ids).decode(),
+        "shape": list(routed.shape),
+        "dtype": routed.dtype,
+        "num_experts": routed.num_experts,
+    }
 
 
 def _round(delta: TokenDelta, text: str) -> Json:

@@ -64,6 +64,7 @@ _PARAMS = {
     "stopping.include_stop_in_output": "include_stop_str_in_output",
     "output.logprobs": "logprobs",
     "output.top_logprobs": "top_logprobs",
+    "output.routed_experts": "return_routed_experts",
     "speculation.mode": "speculation",
 }
 

@@ -139,6 +139,7 @@ class GenerationFields(_Fields):
     return_token_ids: bool = False
     return_speculation: bool = False
     return_trees: bool = False
+    return_routed_experts: bool = False
     # What the output must be: vLLM's, vLLM's of old, SGLang's.
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -183,6 +184,7 @@ class GenerationFields(_Fields):
             "resume_fingerprint": self.resume_fingerprint,
             "timeout_s": self.timeout_s,
             "round_trees": self.return_trees,
+            "routed_experts": self.return_routed_experts,
             **{name: getattr(self.speculation, name) for name in _TREE},
         }
         options = {name: value for name, value in given.items() if value is not None}

@@ -24,6 +24,7 @@ from shared.messages import (
     FinishReason,
     GenerateEvent,
     PromptInfo,
+    RoutedExperts,
     TokenDelta,
     TokenLogprob,
     Usage,
@@ -67,6 +68,11 @@ class Part:
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         """Return those of its tokens, if they were asked for."""
         return self.delta.logprobs if self.delta is not None else ()
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Return those of its tokens, if they were asked for."""
+        return self.delta.routed_experts if self.delta is not None else None
 
 
 @dataclass(slots=True, kw_only=True)

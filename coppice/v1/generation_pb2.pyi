@@ -147,7 +147,7 @@ class SpeculationOptions(_message.Message):
     def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logprobs", "top_logprobs", "omit_text", "omit_token_ids", "round_times", "keep_special_tokens", "round_trees")
+    __slots__ = ("logprobs", "top_logprobs", "omit_text", "omit_token_ids", "round_times", "keep_special_tokens", "round_trees", "routed_experts")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OMIT_TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class OutputOptions(_message.Message):
     ROUND_TIMES_FIELD_NUMBER: _ClassVar[int]
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUND_TREES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     logprobs: bool
     top_logprobs: int
     omit_text: bool
@@ -162,7 +163,8 @@ class OutputOptions(_message.Message):
     round_times: bool
     keep_special_tokens: bool
     round_trees: bool
-    def __init__(self, logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., round_times: _Optional[bool] = ..., keep_special_tokens: _Optional[bool] = ..., round_trees: _Optional[bool] = ...) -> None: ...
+    routed_experts: bool
+    def __init__(self, logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., round_times: _Optional[bool] = ..., keep_special_tokens: _Optional[bool] = ..., round_trees: _Optional[bool] = ..., routed_experts: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("prompt_info", "delta", "finish")
@@ -191,7 +193,7 @@ class PromptInfo(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("token_offset", "token_ids", "text", "logprobs", "num_accepted_drafts", "num_accepted_draft_chars", "round_token_offsets", "round_num_chars", "round_num_accepted_drafts", "round_num_accepted_draft_chars", "tree", "round_trees")
+    __slots__ = ("token_offset", "token_ids", "text", "logprobs", "num_accepted_drafts", "num_accepted_draft_chars", "round_token_offsets", "round_num_chars", "round_num_accepted_drafts", "round_num_accepted_draft_chars", "tree", "round_trees", "routed_experts")
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +206,7 @@ class TokenDelta(_message.Message):
     ROUND_NUM_ACCEPTED_DRAFT_CHARS_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     ROUND_TREES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -216,7 +219,20 @@ class TokenDelta(_message.Message):
     round_num_accepted_draft_chars: _containers.RepeatedScalarFieldContainer[int]
     tree: RoundTree
     round_trees: _containers.RepeatedCompositeFieldContainer[RoundTree]
-    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., num_accepted_drafts: _Optional[int] = ..., num_accepted_draft_chars: _Optional[int] = ..., round_token_offsets: _Optional[_Iterable[int]] = ..., round_num_chars: _Optional[_Iterable[int]] = ..., round_num_accepted_drafts: _Optional[_Iterable[int]] = ..., round_num_accepted_draft_chars: _Optional[_Iterable[int]] = ..., tree: _Optional[_Union[RoundTree, _Mapping]] = ..., round_trees: _Optional[_Iterable[_Union[RoundTree, _Mapping]]] = ...) -> None: ...
+    routed_experts: RoutedExperts
+    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., num_accepted_drafts: _Optional[int] = ..., num_accepted_draft_chars: _Optional[int] = ..., round_token_offsets: _Optional[_Iterable[int]] = ..., round_num_chars: _Optional[_Iterable[int]] = ..., round_num_accepted_drafts: _Optional[_Iterable[int]] = ..., round_num_accepted_draft_chars: _Optional[_Iterable[int]] = ..., tree: _Optional[_Union[RoundTree, _Mapping]] = ..., round_trees: _Optional[_Iterable[_Union[RoundTree, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("ids", "num_layers", "top_k", "num_experts")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ids: bytes
+    num_layers: int
+    top_k: int
+    num_experts: int
+    def __init__(self, ids: _Optional[bytes] = ..., num_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., num_experts: _Optional[int] = ...) -> None: ...
 
 class RoundTree(_message.Message):
     __slots__ = ("token_ids", "parent_index", "accept_index", "bonus_token_id", "texts")

@@ -26,7 +26,7 @@ from coppice.v1 import generation_pb2 as coppice_dot_v1_dot_generation__pb2
 from coppice.v1 import tree_pb2 as coppice_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63oppice/v1/target.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\x1a\x15\x63oppice/v1/tree.proto\"\xc3\x01\n\x1bTargetServiceSessionRequest\x12%\n\x05opens\x18\x01 \x03(\x0b\x32\x16.coppice.v1.TargetOpen\x12)\n\x08verifies\x18\x02 \x03(\x0b\x32\x17.coppice.v1.VerifyRound\x12\'\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x17.coppice.v1.TargetClose\x12)\n\x07\x63redits\x18\x04 \x03(\x0b\x32\x18.coppice.v1.CreditUpdate\"\x89\x03\n\x1cTargetServiceSessionResponse\x12,\n\x08\x61\x64mitted\x18\x01 \x03(\x0b\x32\x1a.coppice.v1.TargetAdmitted\x12\x30\n\x0e\x61\x63\x63\x65pted_paths\x18\x02 \x03(\x0b\x32\x18.coppice.v1.AcceptedPath\x12,\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12/\n\tretracted\x18\x04 \x03(\x0b\x32\x1c.coppice.v1.RequestRetracted\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\x12+\n\x08\x64\x65tached\x18\x06 \x03(\x0b\x32\x19.coppice.v1.DraftDetached\x12\x31\n\npath_batch\x18\x07 \x01(\x0b\x32\x1d.coppice.v1.AcceptedPathBatch\x12$\n\x05rests\x18\x08 \x03(\x0b\x32\x15.coppice.v1.DraftRest\"\xd8\x01\n\x11\x41\x63\x63\x65ptedPathBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x11\n\tround_idx\x18\x03 \x03(\x05\x12\x10\n\x08seq_lens\x18\x04 \x03(\x05\x12\x12\n\nnum_tokens\x18\x05 \x03(\x05\x12\x1b\n\x13num_accepted_drafts\x18\x06 \x03(\x05\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\x05\x12\x11\n\ttoken_ids\x18\x08 \x03(\x05\x12\x14\n\x0c\x61\x63\x63\x65pt_index\x18\t \x03(\x05\"\x8f\x03\n\nTargetOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12.\n\x08stopping\x18\x06 \x01(\x0b\x32\x1c.coppice.v1.StoppingCriteria\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x08 \x01(\x05\x12\x16\n\x0ewants_features\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x10\n\x08is_timed\x18\x0b \x01(\x08\x12\"\n\x06\x63redit\x18\x0c \x01(\x0b\x32\x12.coppice.v1.Credit\x12\x18\n\x10\x63ompiled_grammar\x18\r \x01(\x0c\x12\x14\n\x0cgrows_forced\x18\x0e \x01(\x08\x12\x13\n\x0bwants_trees\x18\x0f \x01(\x08\"}\n\x0eTargetAdmitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\x12&\n\x05times\x18\x04 \x01(\x0b\x32\x17.coppice.v1.AnswerTimes\"\xa5\x01\n\x0bVerifyRound\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\tround_idx\x18\x03 \x01(\x05\x12\x0f\n\x07seq_len\x18\x04 \x01(\x05\x12\x15\n\rroot_token_id\x18\x05 \x01(\x05\x12#\n\x04tree\x18\x06 \x01(\x0b\x32\x15.coppice.v1.TokenTreeJ\x04\x08\x07\x10\x08R\x06\x63redit\"|\n\x06\x43redit\x12\x17\n\x0funtil_round_idx\x18\x01 \x01(\x05\x12)\n\troot_only\x18\x02 \x01(\x0b\x32\x14.coppice.v1.RootOnlyH\x00\x12%\n\x04peer\x18\x03 \x01(\x0b\x32\x15.coppice.v1.PeerTreesH\x00\x42\x07\n\x05trees\"\n\n\x08RootOnly\"\x7f\n\tPeerTrees\x12\x13\n\x0b\x64raft_epoch\x18\x01 \x01(\x05\x12\x11\n\tnum_steps\x18\x03 \x01(\x05\x12\x0c\n\x04topk\x18\x04 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\x05\x12\x0e\n\x06\x61\x64\x61pts\x18\x06 \x01(\x08J\x04\x08\x02\x10\x03R\x0ctoken_offset\"\\\n\x0c\x43reditUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x12.coppice.v1.Credit\"N\n\rDraftDetached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"^\n\tDraftRest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x12\n\nis_resting\x18\x04 \x01(\x08\"7\n\x0bTargetClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\xbd\x01\n\x15StreamFeaturesRequest\x12\x31\n\tsubscribe\x18\x01 \x01(\x0b\x32\x1c.coppice.v1.FeatureSubscribeH\x00\x12\x35\n\x0bunsubscribe\x18\x03 \x01(\x0b\x32\x1e.coppice.v1.FeatureUnsubscribeH\x00\x12$\n\x04\x61\x63ks\x18\x04 \x03(\x0b\x32\x16.coppice.v1.FeatureAckB\t\n\x07\x63ommandJ\x04\x08\x02\x10\x03R\x03\x61\x63k\"|\n\x10\x46\x65\x61tureSubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x15\n\rfrom_position\x18\x03 \x01(\x05\x12\x12\n\nring_nonce\x18\x04 \x01(\x0c\x12\x13\n\x0b\x64raft_epoch\x18\x05 \x01(\x05\"H\n\nFeatureAck\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x10\n\x08position\x18\x03 \x01(\x05\">\n\x12\x46\x65\x61tureUnsubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\x86\x01\n\x16StreamFeaturesResponse\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12\x14\n\x0c\x66\x65\x61ture_ring\x18\x03 \x01(\t\"r\n\x0c\x46\x65\x61tureChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\r\n\x05start\x18\x03 \x01(\x05\x12)\n\x06handle\x18\x04 \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\"\x1d\n\x1bTargetServiceGetInfoRequest\"D\n\x1cTargetServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.WorkerInfo2\xac\x02\n\rTargetService\x12`\n\x07Session\x12\'.coppice.v1.TargetServiceSessionRequest\x1a(.coppice.v1.TargetServiceSessionResponse(\x01\x30\x01\x12[\n\x0eStreamFeatures\x12!.coppice.v1.StreamFeaturesRequest\x1a\".coppice.v1.StreamFeaturesResponse(\x01\x30\x01\x12\\\n\x07GetInfo\x12\'.coppice.v1.TargetServiceGetInfoRequest\x1a(.coppice.v1.TargetServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63oppice/v1/target.proto\x12\ncoppice.v1\x1a\x1b\x63oppice/v1/generation.proto\x1a\x15\x63oppice/v1/tree.proto\"\xc3\x01\n\x1bTargetServiceSessionRequest\x12%\n\x05opens\x18\x01 \x03(\x0b\x32\x16.coppice.v1.TargetOpen\x12)\n\x08verifies\x18\x02 \x03(\x0b\x32\x17.coppice.v1.VerifyRound\x12\'\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x17.coppice.v1.TargetClose\x12)\n\x07\x63redits\x18\x04 \x03(\x0b\x32\x18.coppice.v1.CreditUpdate\"\x89\x03\n\x1cTargetServiceSessionResponse\x12,\n\x08\x61\x64mitted\x18\x01 \x03(\x0b\x32\x1a.coppice.v1.TargetAdmitted\x12\x30\n\x0e\x61\x63\x63\x65pted_paths\x18\x02 \x03(\x0b\x32\x18.coppice.v1.AcceptedPath\x12,\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12/\n\tretracted\x18\x04 \x03(\x0b\x32\x1c.coppice.v1.RequestRetracted\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.coppice.v1.WorkerLoad\x12+\n\x08\x64\x65tached\x18\x06 \x03(\x0b\x32\x19.coppice.v1.DraftDetached\x12\x31\n\npath_batch\x18\x07 \x01(\x0b\x32\x1d.coppice.v1.AcceptedPathBatch\x12$\n\x05rests\x18\x08 \x03(\x0b\x32\x15.coppice.v1.DraftRest\"\xd8\x01\n\x11\x41\x63\x63\x65ptedPathBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x11\n\tround_idx\x18\x03 \x03(\x05\x12\x10\n\x08seq_lens\x18\x04 \x03(\x05\x12\x12\n\nnum_tokens\x18\x05 \x03(\x05\x12\x1b\n\x13num_accepted_drafts\x18\x06 \x03(\x05\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\x05\x12\x11\n\ttoken_ids\x18\x08 \x03(\x05\x12\x14\n\x0c\x61\x63\x63\x65pt_index\x18\t \x03(\x05\"\xad\x03\n\nTargetOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12.\n\x08stopping\x18\x06 \x01(\x0b\x32\x1c.coppice.v1.StoppingCriteria\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x08 \x01(\x05\x12\x16\n\x0ewants_features\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x10\n\x08is_timed\x18\x0b \x01(\x08\x12\"\n\x06\x63redit\x18\x0c \x01(\x0b\x32\x12.coppice.v1.Credit\x12\x18\n\x10\x63ompiled_grammar\x18\r \x01(\x0c\x12\x14\n\x0cgrows_forced\x18\x0e \x01(\x08\x12\x13\n\x0bwants_trees\x18\x0f \x01(\x08\x12\x1c\n\x14wants_routed_experts\x18\x10 \x01(\x08\"}\n\x0eTargetAdmitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\x12&\n\x05times\x18\x04 \x01(\x0b\x32\x17.coppice.v1.AnswerTimes\"\xa5\x01\n\x0bVerifyRound\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x11\n\tround_idx\x18\x03 \x01(\x05\x12\x0f\n\x07seq_len\x18\x04 \x01(\x05\x12\x15\n\rroot_token_id\x18\x05 \x01(\x05\x12#\n\x04tree\x18\x06 \x01(\x0b\x32\x15.coppice.v1.TokenTreeJ\x04\x08\x07\x10\x08R\x06\x63redit\"|\n\x06\x43redit\x12\x17\n\x0funtil_round_idx\x18\x01 \x01(\x05\x12)\n\troot_only\x18\x02 \x01(\x0b\x32\x14.coppice.v1.RootOnlyH\x00\x12%\n\x04peer\x18\x03 \x01(\x0b\x32\x15.coppice.v1.PeerTreesH\x00\x42\x07\n\x05trees\"\n\n\x08RootOnly\"\x7f\n\tPeerTrees\x12\x13\n\x0b\x64raft_epoch\x18\x01 \x01(\x05\x12\x11\n\tnum_steps\x18\x03 \x01(\x05\x12\x0c\n\x04topk\x18\x04 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\x05\x12\x0e\n\x06\x61\x64\x61pts\x18\x06 \x01(\x08J\x04\x08\x02\x10\x03R\x0ctoken_offset\"\\\n\x0c\x43reditUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x12.coppice.v1.Credit\"N\n\rDraftDetached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\"^\n\tDraftRest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x12\n\nis_resting\x18\x04 \x01(\x08\"7\n\x0bTargetClose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\xbd\x01\n\x15StreamFeaturesRequest\x12\x31\n\tsubscribe\x18\x01 \x01(\x0b\x32\x1c.coppice.v1.FeatureSubscribeH\x00\x12\x35\n\x0bunsubscribe\x18\x03 \x01(\x0b\x32\x1e.coppice.v1.FeatureUnsubscribeH\x00\x12$\n\x04\x61\x63ks\x18\x04 \x03(\x0b\x32\x16.coppice.v1.FeatureAckB\t\n\x07\x63ommandJ\x04\x08\x02\x10\x03R\x03\x61\x63k\"|\n\x10\x46\x65\x61tureSubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x15\n\rfrom_position\x18\x03 \x01(\x05\x12\x12\n\nring_nonce\x18\x04 \x01(\x0c\x12\x13\n\x0b\x64raft_epoch\x18\x05 \x01(\x05\"H\n\nFeatureAck\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x10\n\x08position\x18\x03 \x01(\x05\">\n\x12\x46\x65\x61tureUnsubscribe\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\"\x86\x01\n\x16StreamFeaturesResponse\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12\x14\n\x0c\x66\x65\x61ture_ring\x18\x03 \x01(\t\"r\n\x0c\x46\x65\x61tureChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\r\n\x05start\x18\x03 \x01(\x05\x12)\n\x06handle\x18\x04 \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\"\x1d\n\x1bTargetServiceGetInfoRequest\"D\n\x1cTargetServiceGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.coppice.v1.WorkerInfo2\xac\x02\n\rTargetService\x12`\n\x07Session\x12\'.coppice.v1.TargetServiceSessionRequest\x1a(.coppice.v1.TargetServiceSessionResponse(\x01\x30\x01\x12[\n\x0eStreamFeatures\x12!.coppice.v1.StreamFeaturesRequest\x1a\".coppice.v1.StreamFeaturesResponse(\x01\x30\x01\x12\\\n\x07GetInfo\x12\'.coppice.v1.TargetServiceGetInfoRequest\x1a(.coppice.v1.TargetServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,41 +40,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACCEPTEDPATHBATCH']._serialized_start=686
   _globals['_ACCEPTEDPATHBATCH']._serialized_end=902
   _globals['_TARGETOPEN']._serialized_start=905
-  _globals['_TARGETOPEN']._serialized_end=1304
-  _globals['_TARGETADMITTED']._serialized_start=1306
-  _globals['_TARGETADMITTED']._serialized_end=1431
-  _globals['_VERIFYROUND']._serialized_start=1434
-  _globals['_VERIFYROUND']._serialized_end=1599
-  _globals['_CREDIT']._serialized_start=1601
-  _globals['_CREDIT']._serialized_end=1725
-  _globals['_ROOTONLY']._serialized_start=1727
-  _globals['_ROOTONLY']._serialized_end=1737
-  _globals['_PEERTREES']._serialized_start=1739
-  _globals['_PEERTREES']._serialized_end=1866
-  _globals['_CREDITUPDATE']._serialized_start=1868
-  _globals['_CREDITUPDATE']._serialized_end=1960
-  _globals['_DRAFTDETACHED']._serialized_start=1962
-  _globals['_DRAFTDETACHED']._serialized_end=2040
-  _globals['_DRAFTREST']._serialized_start=2042
-  _globals['_DRAFTREST']._serialized_end=2136
-  _globals['_TARGETCLOSE']._serialized_start=2138
-  _globals['_TARGETCLOSE']._serialized_end=2193
-  _globals['_STREAMFEATURESREQUEST']._serialized_start=2196
-  _globals['_STREAMFEATURESREQUEST']._serialized_end=2385
-  _globals['_FEATURESUBSCRIBE']._serialized_start=2387
-  _globals['_FEATURESUBSCRIBE']._serialized_end=2511
-  _globals['_FEATUREACK']._serialized_start=2513
-  _globals['_FEATUREACK']._serialized_end=2585
-  _globals['_FEATUREUNSUBSCRIBE']._serialized_start=2587
-  _globals['_FEATUREUNSUBSCRIBE']._serialized_end=2649
-  _globals['_STREAMFEATURESRESPONSE']._serialized_start=2652
-  _globals['_STREAMFEATURESRESPONSE']._serialized_end=2786
-  _globals['_FEATURECHUNK']._serialized_start=2788
-  _globals['_FEATURECHUNK']._serialized_end=2902
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=2904
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=2933
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=2935
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=3003
-  _globals['_TARGETSERVICE']._serialized_start=3006
-  _globals['_TARGETSERVICE']._serialized_end=3306
+  _globals['_TARGETOPEN']._serialized_end=1334
+  _globals['_TARGETADMITTED']._serialized_start=1336
+  _globals['_TARGETADMITTED']._serialized_end=1461
+  _globals['_VERIFYROUND']._serialized_start=1464
+  _globals['_VERIFYROUND']._serialized_end=1629
+  _globals['_CREDIT']._serialized_start=1631
+  _globals['_CREDIT']._serialized_end=1755
+  _globals['_ROOTONLY']._serialized_start=1757
+  _globals['_ROOTONLY']._serialized_end=1767
+  _globals['_PEERTREES']._serialized_start=1769
+  _globals['_PEERTREES']._serialized_end=1896
+  _globals['_CREDITUPDATE']._serialized_start=1898
+  _globals['_CREDITUPDATE']._serialized_end=1990
+  _globals['_DRAFTDETACHED']._serialized_start=1992
+  _globals['_DRAFTDETACHED']._serialized_end=2070
+  _globals['_DRAFTREST']._serialized_start=2072
+  _globals['_DRAFTREST']._serialized_end=2166
+  _globals['_TARGETCLOSE']._serialized_start=2168
+  _globals['_TARGETCLOSE']._serialized_end=2223
+  _globals['_STREAMFEATURESREQUEST']._serialized_start=2226
+  _globals['_STREAMFEATURESREQUEST']._serialized_end=2415
+  _globals['_FEATURESUBSCRIBE']._serialized_start=2417
+  _globals['_FEATURESUBSCRIBE']._serialized_end=2541
+  _globals['_FEATUREACK']._serialized_start=2543
+  _globals['_FEATUREACK']._serialized_end=2615
+  _globals['_FEATUREUNSUBSCRIBE']._serialized_start=2617
+  _globals['_FEATUREUNSUBSCRIBE']._serialized_end=2679
+  _globals['_STREAMFEATURESRESPONSE']._serialized_start=2682
+  _globals['_STREAMFEATURESRESPONSE']._serialized_end=2816
+  _globals['_FEATURECHUNK']._serialized_start=2818
+  _globals['_FEATURECHUNK']._serialized_end=2932
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=2934
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=2963
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=2965
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=3033
+  _globals['_TARGETSERVICE']._serialized_start=3036
+  _globals['_TARGETSERVICE']._serialized_end=3336
 # @@protoc_insertion_point(module_scope)

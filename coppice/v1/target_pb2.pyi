@@ -63,7 +63,7 @@ class AcceptedPathBatch(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accept_index: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TargetOpen(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed", "credit", "compiled_grammar", "grows_forced", "wants_trees")
+    __slots__ = ("request_id", "target_epoch", "token_ids", "num_prompt_tokens", "sampling", "stopping", "logprobs", "top_logprobs", "wants_features", "priority", "is_timed", "credit", "compiled_grammar", "grows_forced", "wants_trees", "wants_routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class TargetOpen(_message.Message):
     COMPILED_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     GROWS_FORCED_FIELD_NUMBER: _ClassVar[int]
     WANTS_TREES_FIELD_NUMBER: _ClassVar[int]
+    WANTS_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -94,7 +95,8 @@ class TargetOpen(_message.Message):
     compiled_grammar: bytes
     grows_forced: bool
     wants_trees: bool
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., compiled_grammar: _Optional[bytes] = ..., grows_forced: _Optional[bool] = ..., wants_trees: _Optional[bool] = ...) -> None: ...
+    wants_routed_experts: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., wants_features: _Optional[bool] = ..., priority: _Optional[int] = ..., is_timed: _Optional[bool] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., compiled_grammar: _Optional[bytes] = ..., grows_forced: _Optional[bool] = ..., wants_trees: _Optional[bool] = ..., wants_routed_experts: _Optional[bool] = ...) -> None: ...
 
 class TargetAdmitted(_message.Message):
     __slots__ = ("request_id", "target_epoch", "num_cached_tokens", "times")

@@ -58,7 +58,7 @@ class AnswerTimes(_message.Message):
     def __init__(self, clock_id: _Optional[int] = ..., begin_ns: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[_generation_pb2.StageTime, _Mapping]]] = ...) -> None: ...
 
 class AcceptedPath(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "accept_index", "token_ids", "num_accepted_drafts", "num_draft_tokens", "logprobs", "finish_reason", "matched_stop_token_id", "times", "tree")
+    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "accept_index", "token_ids", "num_accepted_drafts", "num_draft_tokens", "logprobs", "finish_reason", "matched_stop_token_id", "times", "tree", "routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class AcceptedPath(_message.Message):
     MATCHED_STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     round_idx: int
@@ -85,7 +86,8 @@ class AcceptedPath(_message.Message):
     matched_stop_token_id: int
     times: AnswerTimes
     tree: _generation_pb2.RoundTree
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ..., tree: _Optional[_Union[_generation_pb2.RoundTree, _Mapping]] = ...) -> None: ...
+    routed_experts: _generation_pb2.RoutedExperts
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ..., tree: _Optional[_Union[_generation_pb2.RoundTree, _Mapping]] = ..., routed_experts: _Optional[_Union[_generation_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class FeatureHandle(_message.Message):
     __slots__ = ("shape", "dtype", "inline_data", "ring_span")
@@ -194,7 +196,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., num_moved_rounds: _Optional[int] = ..., kernel_launches: _Optional[_Mapping[str, int]] = ..., num_compiles: _Optional[int] = ..., num_captures: _Optional[int] = ..., num_eager_launches: _Optional[int] = ..., counts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring", "peer_socket", "device_model", "versions", "cpu_threads", "logits_hash", "peer_address", "protocol_version", "has_grammars", "quantization")
+    __slots__ = ("incarnation", "model", "model_hash", "tokenizer_hash", "vocab_size", "max_context_len", "page_size", "dtype", "device", "features", "kind", "load", "eos_token_ids", "draft_window", "feature_ring", "peer_socket", "device_model", "versions", "cpu_threads", "logits_hash", "peer_address", "protocol_version", "has_grammars", "quantization", "num_experts")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,7 @@ class WorkerInfo(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     model: str
     model_hash: str
@@ -243,4 +246,5 @@ class WorkerInfo(_message.Message):
     protocol_version: int
     has_grammars: bool
     quantization: str
-    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ..., feature_ring: _Optional[str] = ..., peer_socket: _Optional[str] = ..., device_model: _Optional[str] = ..., versions: _Optional[str] = ..., cpu_threads: _Optional[int] = ..., logits_hash: _Optional[str] = ..., peer_address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., has_grammars: _Optional[bool] = ..., quantization: _Optional[str] = ...) -> None: ...
+    num_experts: int
+    def __init__(self, incarnation: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_len: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., kind: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., draft_window: _Optional[int] = ..., feature_ring: _Optional[str] = ..., peer_socket: _Optional[str] = ..., device_model: _Optional[str] = ..., versions: _Optional[str] = ..., cpu_threads: _Optional[int] = ..., logits_hash: _Optional[str] = ..., peer_address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., has_grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., num_experts: _Optional[int] = ...) -> None: ...

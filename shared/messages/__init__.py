@@ -36,6 +36,7 @@ from shared.messages.generation import (
 )
 from shared.messages.params import MIN_TEMPERATURE, SamplingParams, StoppingParams
 from shared.messages.peer import PathBatch, PathEntry, PeerAttach, PeerDetach
+from shared.messages.routed_experts import RoutedExperts
 from shared.messages.target import (
     MAX_TOP_LOGPROBS,
     Credit,
@@ -103,6 +104,7 @@ __all__ = [
     "RootOnly",
     "RoundTimes",
     "RoundTree",
+    "RoutedExperts",
     "SamplingParams",
     "SpeculationStats",
     "StageTime",

@@ -16,6 +16,7 @@ from shared.errors import InvalidArgumentError
 from shared.messages.codec import from_proto, to_proto
 from shared.messages.fields import Within
 from shared.messages.generation import RoundTree, TokenDelta
+from shared.messages.routed_experts import RoutedExperts, join_routed
 
 _COLUMNS = (
     "round_token_offsets",
@@ -34,12 +35,21 @@ def write_deltas(message: generation_pb2.TokenDelta, deltas: Sequence[TokenDelta
     Field by field: every token of every request comes through here.
     """
     if len(deltas) == 1:
-        offset, token_ids, text, logprobs, num_drafts, num_draft_chars, tree = _get_round(deltas[0])
+        (
+            offset,
+            token_ids,
+            text,
+            logprobs,
+            num_drafts,
+            num_draft_chars,
+            tree,
+            routed,
+        ) = _get_round(deltas[0])
         if tree is not None:
             message.tree.CopyFrom(to_proto(tree))
     else:
         columns = zip(*map(_get_round, deltas), strict=True)
-        offsets, ids, texts, lists, num_round_drafts, num_round_draft_chars, trees = columns
+        offsets, ids, texts, lists, num_round_drafts, num_round_draft_chars, trees, parts = columns
         message.round_token_offsets.extend(offsets)
         message.round_num_chars.extend([*map(len, texts)])
         message.round_num_accepted_drafts.extend(num_round_drafts)
@@ -53,6 +63,7 @@ def write_deltas(message: generation_pb2.TokenDelta, deltas: Sequence[TokenDelta
         )
         token_ids, text = [*chain.from_iterable(ids)], "".join(texts)
         logprobs = [*chain.from_iterable(lists)] if any(lists) else ()
+        routed = join_routed(parts) if any(parts) else None
     message.token_offset = offset
     message.token_ids.extend(token_ids)
     message.num_accepted_drafts = num_drafts
@@ -61,6 +72,8 @@ def write_deltas(message: generation_pb2.TokenDelta, deltas: Sequence[TokenDelta
         message.text = text
     if logprobs:
         message.logprobs.extend(map(to_proto, logprobs))
+    if routed is not None:
+        message.routed_experts.CopyFrom(to_proto(routed))
 
 
 def split_delta(message: generation_pb2.TokenDelta) -> list[TokenDelta]:
@@ -126,5 +139,12 @@ def _rounds_of(
             num_accepted_drafts=num_drafts,
             num_accepted_draft_chars=num_draft_chars,
             tree=tree,
+            routed_experts=_part_of(whole.routed_experts, begin, stop),
         )
         begin_char = end_char
+
+
+def _part_of(routed: RoutedExperts | None, begin: int, stop: int | None) -> RoutedExperts | None:
+    """Return those of a round's tokens; None if it has none."""
+    part = None if routed is None else routed.part(begin, stop)
+    return part if part is not None and part.ids else None

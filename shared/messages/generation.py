@@ -13,6 +13,7 @@ from coppice.v1 import generation_pb2
 from shared.errors import InvalidArgumentError
 from shared.messages.codec import message
 from shared.messages.fields import Count, SomeIds
+from shared.messages.routed_experts import RoutedExperts
 from shared.messages.times import StageTime
 
 
@@ -132,6 +133,7 @@ class TokenDelta:
         num_accepted_drafts: How many of token_ids were accepted drafts; they come first.
         num_accepted_draft_chars: How many leading characters of text they wrote.
         tree: Of the round, if asked for; None in a delta that goes on with a round.
+        routed_experts: A row per token if asked for, else None, as without tokens.
     """
 
     token_offset: int
@@ -141,6 +143,7 @@ class TokenDelta:
     num_accepted_drafts: int = 0
     num_accepted_draft_chars: int = 0
     tree: RoundTree | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 @message(generation_pb2.Usage)

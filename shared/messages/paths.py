@@ -43,6 +43,7 @@ def is_plain(path: AcceptedPath) -> bool:
         not path.finish_reason
         and path.times is None
         and path.tree is None
+        and path.routed_experts is None
         and not path.logprobs
         and path.matched_stop_token_id is None
     )

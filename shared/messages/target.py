@@ -69,6 +69,7 @@ class TargetOpen:
         grows_forced: Tokens that it forces are verified as drafts are, also in rounds without a
             tree.
         wants_trees: Answers carry the trees of their rounds.
+        wants_routed_experts: Answers carry the experts that the rows of their tokens chose.
     """
 
     request_id: RequestId
@@ -86,6 +87,7 @@ class TargetOpen:
     compiled_grammar: bytes = b""
     grows_forced: bool = False
     wants_trees: bool = False
+    wants_routed_experts: bool = False
 
 
 @message(target_pb2.TargetAdmitted)

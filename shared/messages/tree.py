@@ -18,6 +18,7 @@ from shared.errors import InvalidArgumentError, InvalidTreeError
 from shared.messages.codec import Mark, Via, message
 from shared.messages.fields import Count, Ids, RequestId, require_range
 from shared.messages.generation import FinishReason, RoundTree, TokenLogprob
+from shared.messages.routed_experts import RoutedExperts
 from shared.messages.times import AnswerTimes
 
 MAX_TREE_NODES = 64
@@ -215,6 +216,12 @@ def _check_path(path: AcceptedPath) -> None:
             f"logprobs has {len(path.logprobs)} entries for {num_tokens} token_ids",
             field="logprobs",
         )
+    routed = path.routed_experts
+    if routed is not None and routed.shape[0] != num_tokens:
+        raise InvalidArgumentError(
+            f"routed_experts has {routed.shape[0]} rows for {num_tokens} token_ids",
+            field="routed_experts",
+        )
 
 
 @message(tree_pb2.AcceptedPath, check=_check_path)
@@ -235,6 +242,7 @@ class AcceptedPath:
     matched_stop_token_id: int | None = None
     times: AnswerTimes | None = None
     tree: RoundTree | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a tuple between processes: a step has one of these per request."""
@@ -268,7 +276,7 @@ def plain_paths(columns: Sequence[Sequence[Any]]) -> list[AcceptedPath]:
         columns: Of the fields without a default, in their order; at least one path.
     """
     paths = [*map(_new, repeat(AcceptedPath, len(columns[0])))]
-    defaults = map(repeat, ((), None, None, None, FinishReason.NONE))
+    defaults = map(repeat, ((), None, None, None, None, FinishReason.NONE))
     for put, column in zip(_SETTERS, (*columns, *defaults), strict=True):
         any(map(put, paths, column))
     return paths

@@ -52,7 +52,8 @@ class WorkerInfo:
         protocol_version: See shared/rpc/protocol.py; its front adds it.
         device_model, versions, cpu_threads, logits_hash: Of a target; what else decides about bits.
         has_grammars: Of a target: outputs may have grammars.
-        quantization: Of the projections' weights, "fp8"; empty: none.
+        num_experts: Of a layer of a target that says which of them rows were routed to; else 0.
+        quantization: Of weights: "fp8" or "int4" (projections), "mxfp4" (experts); empty: none.
     """
 
     incarnation: Text
@@ -79,3 +80,4 @@ class WorkerInfo:
     protocol_version: Count = 0
     has_grammars: bool = False
     quantization: str = ""
+    num_experts: Count = 0

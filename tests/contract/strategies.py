@@ -117,6 +117,20 @@ def round_trees(draw: st.DrawFn) -> types.RoundTree:
 
 
 @st.composite
+def routed_experts(draw: st.DrawFn, num_tokens: int | None = None) -> types.RoutedExperts:
+    num_layers, top_k = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    num_experts = draw(st.sampled_from([1, 8, 256, 257, 65536]))
+    count = draw(st.integers(1, 4)) if num_tokens is None else num_tokens
+    size = count * num_layers * top_k * (1 if num_experts <= 256 else 2)
+    return types.RoutedExperts(
+        ids=draw(st.binary(min_size=size, max_size=size)),
+        num_layers=num_layers,
+        top_k=top_k,
+        num_experts=num_experts,
+    )
+
+
+@st.composite
 def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
     length = draw(st.integers(0, 17))
     return types.AcceptedPath(
@@ -133,6 +147,7 @@ def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
         matched_stop_token_id=draw(st.none() | token_ids),
         times=draw(st.none() | answer_times),
         tree=draw(st.none() | round_trees()),
+        routed_experts=draw(st.none() | routed_experts(length)),
     )
 
 
@@ -228,6 +243,7 @@ def target_opens(draw: st.DrawFn) -> types.TargetOpen:
         is_timed=draw(st.booleans()),
         credit=draw(st.none() | credits_),
         wants_trees=draw(st.booleans()),
+        wants_routed_experts=draw(st.booleans()),
     )
 
 
@@ -414,6 +430,7 @@ deltas = st.builds(
     num_accepted_drafts=counts,
     num_accepted_draft_chars=counts,
     tree=st.none() | round_trees(),
+    routed_experts=st.none() | routed_experts(),
 )
 finishes = st.builds(
     types.FinishInfo,
@@ -469,4 +486,5 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.Timings: timings,
     types.RoundTimes: round_times,
     types.RoundTree: round_trees(),
+    types.RoutedExperts: routed_experts(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 
@@ -24,7 +26,7 @@ from shared.errors import AbortedError, ConfigError
 from shared.metrics.catalog import METRICS, metric_of
 from tests.certificates import Authority
 from tests.contract.serving import Serving, freed, serving, write_model
-from tests.fakes import eventually, fake_draft, fake_target
+from tests.fakes import FakeTarget, eventually, fake_draft, fake_target
 from tests.scrape import Scrape, free_ports
 
 pytestmark = pytest.mark.asyncio
@@ -182,6 +184,51 @@ async def test_chunks_bring_the_trees_that_grpc_brings(model: Path) -> None:
         (choice,) = with_rounds.choices
         assert choice.model_extra is not None
         assert all("tree" not in each for each in choice.model_extra["coppice"]["rounds"])
+
+
+@pytest.mark.parametrize("num_experts", [8, 300])
+async def test_choices_bring_the_experts_that_grpc_brings(model: Path, num_experts: int) -> None:
+    """Whole and in chunks, of both endpoints; refused by the name that the client gave."""
+    dtype = "uint8" if num_experts == 8 else "<u2"
+    async with (
+        fake_target(FakeTarget(num_experts=num_experts)) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        gateway(server) as front,
+        AsyncClient(server.address) as grpc_client,
+    ):
+        client = front.client()
+        plain = await grpc_client.generate("ab", max_new_tokens=20, routed_experts=True)
+        assert plain.routed_experts is not None
+        asked: dict[str, Any] = {"model": model.name, "max_tokens": 20, "temperature": 0}
+        wanted: dict[str, Any] = {"extra_body": {"return_routed_experts": True}}
+        messages: Any = [{"role": "user", "content": "hi"}]
+        whole = await client.completions.create(prompt="ab", **asked, **wanted)
+        chat = await client.chat.completions.create(messages=messages, **asked, **wanted)
+        stream = await client.completions.create(prompt="ab", stream=True, **asked, **wanted)
+        chunks = [(chunk.choices[0].model_extra or {}) async for chunk in stream]
+        found = [
+            [(choice.model_extra or {})["routed_experts"]]
+            for choice in (whole.choices[0], chat.choices[0])
+        ]
+        found.append([chunk["routed_experts"] for chunk in chunks if "routed_experts" in chunk])
+        decoded = []
+        for parts in found:
+            ids = [np.frombuffer(base64.b64decode(part["ids"]), dtype) for part in parts]
+            arrays = [i.reshape(part["shape"]) for i, part in zip(ids, parts, strict=True)]
+            assert {(part["dtype"], part["num_experts"]) for part in parts} == {
+                (plain.routed_experts.dtype, num_experts)
+            }
+            decoded.append(np.concatenate(arrays).tolist())
+        assert decoded[0] == decoded[2] == plain.routed_experts.tolist()
+        assert len(decoded[1]) == 20 and decoded[1] != decoded[0]
+        silent = await client.completions.create(prompt="ab", **asked)
+        assert "routed_experts" not in (silent.choices[0].model_extra or {})
+        await freed(target, draft)
+    async with one(model) as (front, _, _, _):
+        with pytest.raises(openai.BadRequestError, match="no experts") as refused:
+            await front.client().completions.create(prompt="ab", **asked, **wanted)
+        assert (refused.value.param, refused.value.code) == ("return_routed_experts", "no_experts")
 
 
 async def test_a_chat_is_a_templated_prompt_with_one_begin(model: Path) -> None:

@@ -19,11 +19,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coppice import AsyncClient, Client, FinishInfo, FinishReason, PromptInfo, TokenDelta
 from coppice.v1 import generation_pb2 as pb
+from orchestrator import accept_watch
 from shared.messages import DraftRound, FeatureSpec, VerifyRound
 from shared.messages.batches import pack_events, unpack_events
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE, SPECULATION_SERVICE
 from tests.contract.serving import freed, serving, write_model
-from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate
+from tests.fakes import FakeDraft, FakeTarget, fake_draft, fake_target, generate, routed_row
 from tests.fakes.target import FORWARD_NS
 
 pytestmark = pytest.mark.asyncio
@@ -142,6 +143,28 @@ async def test_trees_are_shown_to_who_asks(model: Path, temperature: float) -> N
             assert tuple(seen) == plain.token_ids
             num_nodes = sum(len(tree.token_ids) - 1 for tree in trees if tree is not None)
             assert num_nodes == finish.speculation.num_draft_tokens > 40
+        await freed(target, draft)
+
+
+@pytest.mark.parametrize("num_experts", [8, 300])
+async def test_experts_are_said_to_who_asks(model: Path, num_experts: int) -> None:
+    """A row per token; by hand-written and by merged messages, with and without a stop string."""
+    async with (
+        fake_target(FakeTarget(num_experts=num_experts), step_s=0.002) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft]) as server,
+        AsyncClient(server.address) as client,
+    ):
+        asked = {"token_ids": PROMPT, "max_new_tokens": 40}
+        for extra in ({}, {"speculation": False}, {"stop_strings": ["no such text"]}):
+            done = await client.generate(**asked, **extra, routed_experts=True)  # type: ignore[arg-type]
+            tokens = [*PROMPT, *done.token_ids]
+            rows = [routed_row(tokens[:n], num_experts) for n in range(len(PROMPT), len(tokens))]
+            routed = done.routed_experts
+            assert routed is not None and routed.ids == b"".join(rows)
+            assert routed.shape == (len(done.token_ids), 2, 2)
+            assert routed.dtype == ("uint8" if num_experts == 8 else "uint16")
+        assert (await client.generate(**asked)).routed_experts is None  # type: ignore[arg-type]
         await freed(target, draft)
 
 
@@ -479,3 +502,19 @@ async def test_a_standalone_draft_needs_no_features(model: Path) -> None:
         done = await client.generate(token_ids=PROMPT, max_new_tokens=40)
         assert list(done.token_ids) == generate(PROMPT, 40)
         assert done.speculation.num_root_only_rounds < done.speculation.num_rounds
+
+
+async def test_a_draft_that_is_accepted_too_seldom_is_told_of(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accept_watch, "WINDOW_ROUNDS", 5)
+    async with (
+        fake_target(step_s=0.005) as target,
+        fake_draft() as draft,
+        serving(model, [target], [draft], expected_accept_length=30.0) as server,
+        AsyncClient(server.address) as client,
+    ):
+        for _ in range(2):
+            done = await client.generate(token_ids=PROMPT, max_new_tokens=60)
+            assert done.speculation.num_rounds - done.speculation.num_root_only_rounds >= 5
+    assert caplog.text.count("--expected-accept-length 30.00") == 1

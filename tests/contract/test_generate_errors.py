@@ -244,6 +244,19 @@ async def test_speculation_on_needs_a_draft_that_fits(model: Path) -> None:
         assert done.speculation.num_draft_tokens > 0
 
 
+async def test_experts_of_a_model_that_has_none_are_refused(model: Path) -> None:
+    """NO_EXPERTS."""
+    async with fake_target() as target, serving(model, [target]) as server:
+        request = ask(output=pb.OutputOptions(routed_experts=True))
+        code, details = await refusal(server.address, request)
+        assert code == "INVALID_ARGUMENT"
+        assert details["ErrorInfo"].reason == "NO_EXPERTS"  # type: ignore[attr-defined]
+        bad = details["BadRequest"]
+        assert isinstance(bad, error_details_pb2.BadRequest)
+        assert bad.field_violations[0].field == "output.routed_experts"
+        await check_serves(server)
+
+
 async def test_a_model_without_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     """NO_TOKENIZER for text and stop strings."""
     (tmp_path / "config.json").write_text("{}")

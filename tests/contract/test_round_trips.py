@@ -125,6 +125,7 @@ def _says_more(path: types.AcceptedPath) -> bool:
         matched_stop_token_id=None,
         times=None,
         tree=None,
+        routed_experts=None,
     )
 
 
@@ -245,6 +246,30 @@ def test_rounds_that_do_not_add_up_are_refused(field: str, values: list[int]) ->
     with pytest.raises(InvalidArgumentError) as caught:
         batches.unpack_events(response)
     assert caught.value.field == f"delta.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ids", b"12345"), ("num_layers", 0), ("top_k", -1), ("num_experts", 0),
+     ("num_experts", 1 << 17)],
+)  # fmt: skip
+def test_experts_that_cannot_be_are_refused(field: str, value: Any) -> None:
+    """Of one round, and of several, which give each token its own row."""
+    routed = types.RoutedExperts(ids=bytes(range(8)), num_layers=2, top_k=2, num_experts=200)
+    first = types.TokenDelta(token_offset=0, token_ids=(7, 8), routed_experts=routed)
+    silent = types.TokenDelta(token_offset=2, text="x")
+    last = types.TokenDelta(
+        token_offset=2,
+        token_ids=(9,),
+        routed_experts=dataclasses.replace(routed, ids=bytes(range(4))),
+    )
+    for deltas in ([first], [first, silent, last]):
+        response = batches.pack_events(deltas)
+        assert batches.unpack_events(response) == deltas
+        setattr(response.delta.routed_experts, field, value)
+        with pytest.raises(InvalidArgumentError) as caught:
+            batches.unpack_events(response)
+        assert caught.value.field == f"delta.routed_experts.{field}"
 
 
 TREE = types.RoundTree(

@@ -9,7 +9,7 @@ async with fake_target() as target, fake_draft() as draft:
 
 from tests.fakes.draft import FakeDraft
 from tests.fakes.local import FakeWorker, LocalEngine, eventually, fake_draft, fake_target
-from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, generate, next_token
+from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, generate, next_token, routed_row
 from tests.fakes.target import FakeTarget
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "feature_rows",
     "generate",
     "next_token",
+    "routed_row",
 ]

@@ -60,3 +60,10 @@ def feature_rows(tokens: Sequence[int], start: int, end: int, width: int = WIDTH
         tail = [0.5 + column for column in range(width - 2)]
         rows += struct.pack(f"<{width}f", position, tokens[position], *tail)
     return bytes(rows)
+
+
+def routed_row(tokens: Sequence[int], num_experts: int) -> bytes:
+    """Return the experts of the row of the last of `tokens`: two in each of two layers."""
+    first = (7 * len(tokens) + tokens[-1]) % (num_experts - 1)
+    ids = (first, num_experts - 1, 0, 1 + first)
+    return struct.pack("<4B" if num_experts <= 256 else "<4H", *ids)

@@ -28,6 +28,7 @@ from shared.messages import (
     RequestFailure,
     RequestRetracted,
     RoundTree,
+    RoutedExperts,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -42,7 +43,7 @@ from shared.times import clock_id, take
 from shared.tree import check_tree
 from tests.fakes.engine import NUM_PAGES
 from tests.fakes.features import FakeFeatures, HeldRequest
-from tests.fakes.model import VOCAB_SIZE, accept
+from tests.fakes.model import VOCAB_SIZE, accept, routed_row
 
 FORWARD_NS = 1000  # of a timed round
 ASK_ROUNDS = 16  # without a tree before another one is ordered of a draft that is behind
@@ -57,6 +58,7 @@ class FakeTarget(FakeFeatures):
         logits_hash: What tells it from targets that compute otherwise.
         clock: Says the time, seconds.
         round_s: A round of the root alone by credit begins so long after the round before.
+        num_experts: Of a layer; 0: the model has none.
     """
 
     incarnation: str = "fake-target"
@@ -66,6 +68,7 @@ class FakeTarget(FakeFeatures):
     logits_hash: str = "a" * 64
     clock: Callable[[], float] = lambda: 0.0
     round_s: float = 0.0
+    num_experts: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,6 +96,7 @@ class FakeTarget(FakeFeatures):
             peer_socket=self.peer_socket,
             logits_hash=self.logits_hash,
             has_grammars=True,
+            num_experts=self.num_experts,
         )
 
     @property
@@ -393,6 +397,7 @@ class FakeTarget(FakeFeatures):
                 accept_index=tuple(path[: len(emitted)]),
                 bonus_token_id=emitted[-1],
             )
+        first = len(request.tokens)
         request.tokens += emitted
         request.seq_len += len(emitted)
         request.round_idx += 1
@@ -414,12 +419,23 @@ class FakeTarget(FakeFeatures):
             matched_stop_token_id=stop_id,
             times=times,
             tree=shown,
+            routed_experts=self._routed(request, first, len(emitted)),
         )
         self.outbox.append(request.last_reply)
         if reason is not FinishReason.NONE:
             self._drop(request)
         else:
             self._order_tree(request)
+
+    def _routed(self, request: HeldRequest, first: int, count: int) -> RoutedExperts | None:
+        """Return the experts of the rows that tokens [first, first + count) were sampled from."""
+        if not request.open.wants_routed_experts:
+            return None
+        lengths = range(first, first + count)
+        rows = [routed_row(request.tokens[:length], self.num_experts) for length in lengths]
+        return RoutedExperts(
+            ids=b"".join(rows), num_layers=2, top_k=2, num_experts=self.num_experts
+        )
 
     def _cut(
         self, request: HeldRequest, emitted: list[int]

@@ -52,6 +52,8 @@ OTHER: dict[str, Any] = {
     "priority": 1,
     "session_id": "s",
     "timeout_s": 5.0,
+    "return_trees": True,
+    "return_routed_experts": True,
 }
 
 

@@ -27,6 +27,7 @@ from shared.messages import (
     GenerateEvent,
     PromptInfo,
     RoundTree,
+    RoutedExperts,
     TokenDelta,
     TokenLogprob,
 )
@@ -258,9 +259,9 @@ def test_a_client_that_does_not_read_holds_only_its_own_request_up(
     run_virtual(main())
 
 
-@pytest.mark.parametrize("what", ["logprobs", "tree"])
+@pytest.mark.parametrize("what", ["logprobs", "tree", "routed experts"])
 def test_bytes_that_are_not_read_are_counted_until_they_are_taken_or_dropped(what: str) -> None:
-    """Log-probabilities and trees take a stream's bytes long before it has too many events."""
+    """What tokens bring with them takes a stream's bytes long before it has too many events."""
 
     async def main() -> None:
         turns = WriteTurns(per_s=UNLIMITED)
@@ -272,7 +273,15 @@ def test_bytes_that_are_not_read_are_counted_until_they_are_taken_or_dropped(wha
             accept_index=(0,),
             bonus_token_id=1,
         )
-        weight: Any = {"logprobs": logprobs} if what == "logprobs" else {"tree": tree}
+        ids = bytes(2 * 8 * 48 * 8)
+        weights: dict[str, Any] = {
+            "logprobs": {"logprobs": logprobs},
+            "tree": {"tree": tree},
+            "routed experts": {
+                "routed_experts": RoutedExperts(ids=ids, num_layers=48, top_k=8, num_experts=512)
+            },
+        }
+        weight = weights[what]
         heavy = TokenDelta(token_offset=0, token_ids=tuple(range(8)), **weight)
         first, second = Outgoing(turns), Outgoing(turns)
         num_events = 0

@@ -12,7 +12,14 @@ from orchestrator.meter import Meter
 from orchestrator.output import Output
 from orchestrator.stop import StopMatch, StopMatcher
 from orchestrator.tokenizer import _ByteLevelDetokenizer
-from shared.messages import AcceptedPath, FinishReason, RoundTree, TokenDelta, TokenLogprob
+from shared.messages import (
+    AcceptedPath,
+    FinishReason,
+    RoundTree,
+    RoutedExperts,
+    TokenDelta,
+    TokenLogprob,
+)
 
 # Tokens with text that overlaps in every way: no text at all, and half characters (é, 😀), too.
 SPELLING = [b"", b"a", b"b", b"ab", b"aba", b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98\x80", b"b\xc3"]
@@ -38,6 +45,12 @@ def make_output(stops: Sequence[str], *, includes_stop: bool = False) -> Output:
     )
 
 
+def routed_of(token_ids: Sequence[int]) -> RoutedExperts:
+    """Return experts that tell by which token each row is."""
+    ids = bytes(number for token in token_ids for number in (token, token + 100))
+    return RoutedExperts(ids=ids, num_layers=2, top_k=1, num_experts=128)
+
+
 def path_of(
     token_ids: Sequence[int],
     *,
@@ -54,6 +67,7 @@ def path_of(
         num_accepted_drafts=len(token_ids) - 1,
         num_draft_tokens=8,
         logprobs=tuple(TokenLogprob(token_id=token, logprob=-1.0) for token in token_ids),
+        routed_experts=routed_of(token_ids),
         finish_reason=reason,
         matched_stop_token_id=stop_id,
     )
@@ -79,6 +93,16 @@ def run(output: Output, rounds: Sequence[Sequence[int]]) -> list[TokenDelta]:
 
 def text_of(deltas: Sequence[TokenDelta]) -> str:
     return "".join(delta.text for delta in deltas)
+
+
+def routed_ids(deltas: Sequence[TokenDelta]) -> bytes:
+    """Return the experts of an output, each delta's those of its own tokens."""
+    found = b""
+    for delta in deltas:
+        expected = routed_of(delta.token_ids) if delta.token_ids else None
+        assert delta.routed_experts == expected
+        found += expected.ids if expected is not None else b""
+    return found
 
 
 def ids_of(deltas: Sequence[TokenDelta]) -> list[int]:
@@ -138,7 +162,7 @@ def test_matcher_finds_the_first_stop_whatever_the_pieces(
 def test_output_is_cut_at_the_first_stop_and_nothing_is_taken_back(
     *, tokens: list[int], stops: list[str], cuts: list[int], includes: bool
 ) -> None:
-    """Text, token ids, logprobs and usage follow one and the same cut."""
+    """Text, token ids, logprobs, experts and usage follow one and the same cut."""
     output = make_output(stops, includes_stop=includes)
     deltas = run(output, in_rounds(tokens, cuts))
     whole = b"".join(SPELLING[token] for token in tokens)
@@ -150,6 +174,7 @@ def test_output_is_cut_at_the_first_stop_and_nothing_is_taken_back(
     assert text_of(deltas) == text
     assert ids_of(deltas) == ids
     assert [entry.token_id for delta in deltas for entry in delta.logprobs] == ids
+    assert routed_ids(deltas) == routed_of(ids).ids
     assert output.num_output_tokens == len(ids)
     if tokens:
         assert output.matched_stop == stop
@@ -247,12 +272,13 @@ def test_held_tokens_leave_round_by_round() -> None:
 
 @pytest.mark.parametrize("includes", [False, True])
 def test_a_stop_token_is_cut_unless_asked_for(*, includes: bool) -> None:
-    """The path ends with it; usage and logprobs follow."""
+    """The path ends with it; usage, logprobs and experts follow."""
     output = make_output([], includes_stop=includes)
     deltas = output.extend(path_of([1, 2], reason=FinishReason.STOP, stop_id=2))
     assert ids_of(deltas) == ([1, 2] if includes else [1])
     assert text_of(deltas) == ("ab" if includes else "a")
     assert sum(len(delta.logprobs) for delta in deltas) == 1 + includes
+    assert routed_ids(deltas) == routed_of(ids_of(deltas)).ids
     assert (output.finish_reason, output.matched_stop) == (FinishReason.STOP, 2)
 
 
