@@ -72,6 +72,7 @@ class TimedPair(LocalPair):
     def step(self) -> bool:
         """Step both engines once; return whether anything is left to do."""
         started = time.perf_counter()
+        self.wait_for_target()
         if self.target.has_work:
             for message in self.target.step():
                 self.on_target(message)
@@ -84,7 +85,7 @@ class TimedPair(LocalPair):
                 self.on_draft(message)
         self.target_s += middle - started
         self.draft_s += time.perf_counter() - middle
-        return self.target.has_work or (self.draft is not None and self.draft.has_work)
+        return self.has_work
 
 
 def main() -> None:

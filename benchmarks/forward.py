@@ -67,12 +67,13 @@ def main() -> None:
     """Measure what the flags ask for."""
     args, device = _parse()
     shapes = [*((count, 1) for count in args.rows), *args.trees]
-    with torch.inference_mode(), open_pair(args.model, args.draft_model) as pair:
+    with open_pair(args.model, args.draft_model) as pair:
         engine = pair.target_engine(
             args,
             max_num_requests=max(count for count, _ in shapes),
             max_context_len=max(*args.contexts, args.prefill_len) + 4 * MAX_TREE_NODES,
         )
+    with torch.inference_mode():
         fill_noise(engine.runner.pool)
         bandwidth = copy_bandwidth(device)
         lines = [
