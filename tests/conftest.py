@@ -6,6 +6,7 @@ Services that a test starts choose their threads as they do for users.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ ORDER = ("e2e", "unit", "contract", "apart", "kernels")
 # Of them, those whose stacks are their own and that mind least what else the machine does: any
 # process that has time runs them, so that all end at about the same time.
 APART = ("command_line", "compose", "exactness", "kubernetes", "pairings", "wheel")
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of every garbage collection: none of them is garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

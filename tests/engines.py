@@ -36,6 +36,8 @@ SHAPES = tuple(
     )
 )  # fmt: skip
 
+FLAT = replace(checkpoints.TINY, num_layers=2)
+
 FORWARDS = StepCosts((1, 8, 64, 128), (0.004, 0.005, 0.01, 0.02))
 """About what forwards of these models take: timing them would be most of an engine's start."""
 
@@ -70,20 +72,40 @@ class Models:
         return self.get("llama", checkpoints.write_llama)
 
     def pairing(self, kind: str) -> Pairing:
-        """Return a target and a draft of this kind that often agree; EAGLE-3 seldom does."""
+        """Return a target and a draft of this kind that often agree; EAGLE-3 seldom does.
+
+        It reads the first and the last of three layers; targets of EAGLE and standalone drafts have
+        two.
+
+        Args:
+            kind: One of KINDS; or "experts": a target with experts that drafts for itself; or
+                "window": a target whose rows see 40 tokens, and a standalone draft.
+        """
         if kind == "mtp":
             mimo = self.get("mimo", lambda d: checkpoints.write_mimo(d, branch_scale=0.3))
             return Pairing(target=mimo, draft=mimo, algorithm=kind)
         if kind == "eagle":
-            target = self.get("agreeable", checkpoints.write_agreeable_target)
+            target = self.get(
+                "agreeable", lambda d: checkpoints.write_agreeable_target(d, shape=FLAT)
+            )
             draft = self.get(
                 "eagle", lambda d: checkpoints.write_eagle(d, target, branch_scale=0.3)
             )
             return Pairing(target=target, draft=draft, algorithm=kind)
-        target = self.llama
+        if kind == "experts":
+            path = self.get("qwen3-moe", checkpoints.write_qwen3_moe)
+            return Pairing(target=path, draft=path, algorithm="standalone")
+        if kind == "window":
+            target = self.get("window", lambda d: checkpoints.write_mistral(d, sliding_window=40))
+            draft = self.get(
+                "window-draft", lambda d: checkpoints.write_standalone(d, target, noise=0.1)
+            )
+            return Pairing(target=target, draft=draft, algorithm="standalone")
         if kind == "eagle3":
+            target = self.llama
             draft = self.get("eagle3", lambda d: checkpoints.write_eagle3(d, target))
         else:
+            target = self.get("llama-flat", lambda d: checkpoints.write_llama(d, shape=FLAT))
             draft = self.get(
                 "standalone", lambda d: checkpoints.write_standalone(d, target, noise=0.1)
             )
@@ -175,6 +197,7 @@ def _plain_key(target: TargetEngine, request: LocalRequest, *, alone: bool) -> t
         alone, info.model_hash, info.dtype, info.quantization, info.max_context_len,
         tuple(request.prompt), request.max_new_tokens, request.sampling, request.min_new_tokens,
         request.stop_token_ids, request.logprobs, request.top_logprobs, request.compiled_grammar,
+        request.wants_routed_experts,
     )  # fmt: skip
 
 

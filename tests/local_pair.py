@@ -7,6 +7,7 @@ gives a tree up as late: a round waits for its tree as long as the draft holds t
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,6 +66,7 @@ class LocalRequest:
     priority: int = 0
     is_timed: bool = False
     wants_trees: bool = False
+    wants_routed_experts: bool = False
     compiled_grammar: bytes = b""
     grows_forced: bool = False
     joins_at: int = 0
@@ -180,10 +182,23 @@ class LocalPair:
         """Step both engines once; return whether anything is left to do."""
         self.step_target()
         self.step_draft()
-        return self.target.has_work or (self.draft is not None and self.draft.has_work)
+        return self.has_work
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether anything is left to do, now or soon."""
+        draft_has_work = self.draft is not None and self.draft.has_work
+        return draft_has_work or self.target.has_work or self.target.has_work_in_s is not None
+
+    def wait_for_target(self) -> None:
+        """Wait until the target has work, if that is all that is left to do."""
+        if self.target.has_work or (self.draft is not None and self.draft.has_work):
+            return
+        time.sleep(self.target.has_work_in_s or 0.0)
 
     def step_target(self) -> None:
-        """Step the target once, if it has work."""
+        """Step the target once, if it has work; if it will have some soon, then."""
+        self.wait_for_target()
         if self.target.has_work:
             for message in self.target.step():
                 self.on_target(message)
@@ -224,6 +239,7 @@ class LocalPair:
                 priority=request.priority,
                 is_timed=request.is_timed,
                 wants_trees=request.wants_trees,
+                wants_routed_experts=request.wants_routed_experts,
                 compiled_grammar=request.compiled_grammar,
                 grows_forced=request.grows_forced,
             )

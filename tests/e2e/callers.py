@@ -12,6 +12,8 @@ from typing import Any
 from coppice import Client, Completion, TokenDelta
 
 END_TIMEOUT_S = 180.0
+# Between two requests of a client: there are streams all the time, and time for what recovers.
+PAUSE_S = 0.1
 # A client that resumes tries again every 2 s at most.
 MAX_RETRIES = 100
 HANG_UP_SHARE = 0.15
@@ -76,6 +78,7 @@ class Caller:
             with Client(self._address, max_retries=MAX_RETRIES) as client:
                 while not self._is_over.is_set():
                     self._call(client)
+                    self._is_over.wait(PAUSE_S)
         except BaseException as error:
             self._error = error
 

@@ -37,7 +37,7 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def pair() -> Iterator[Server]:
     """Return a target and its EAGLE-3 draft, the bundled ones, for tests that leave them intact."""
-    config = stack_config(orchestrator={"draft_timeout_ms": 1500.0})
+    config = stack_config(target={"self_test": True}, orchestrator={"draft_timeout_ms": 1500.0})
     with running(config) as server:
         yield server
 

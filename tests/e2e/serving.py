@@ -208,7 +208,8 @@ def stack_config(
     """Return a configuration for one core: bundled models, and a draft that is never late.
 
     An engine that dies has no successor that waits: its worker starts again. Nor does a process
-    wait for grammars.
+    wait for grammars. Targets do not prove at every start that they are exact on this machine:
+    those of `pair` do, and those that `coppice up` starts.
     """
     common = {"device": "cpu", "cpu_threads": 1, "spare_after_s": 0.0}
     config = StackConfig(
@@ -223,7 +224,7 @@ def stack_config(
                 **(orchestrator or {}),
             }
         ),
-        target=TargetConfig(**{**common, **(target or {})}),
+        target=TargetConfig(**{**common, "self_test": False, **(target or {})}),
         draft=DraftConfig(**{**common, **(draft or {})}),
         start_timeout_s=READY_TIMEOUT_S,
     )
@@ -263,20 +264,31 @@ def generate_alone(address: str, requests: list[dict[str, Any]]) -> list[Complet
 
 
 class PlainOutputs:
-    """Solo plain runs, each made once: a target's output depends on nothing but the request."""
+    """Plain runs, each made once: a target's output depends on nothing but the request.
+
+    Those of one question run at once, which takes half of the time; what is alone in its batch is
+    compared to them in test_exactness.py and, for every shape of batch, on engines.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], Completion] = {}
 
-    def of(self, server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
-        """Return what the server's target says without speculation; ask it what is not known."""
-        keys = [self._key(server, request) for request in requests]
+    def of(
+        self, server: Server, requests: list[dict[str, Any]], *, alone: bool = False
+    ) -> list[Completion]:
+        """Return what the server's target says without speculation; ask it what is not known.
+
+        Args:
+            alone: One after the other, nobody else in any batch.
+        """
+        keys = [(str(alone), *self._key(server, request)) for request in requests]
         missing = {
             key: request
             for key, request in zip(keys, requests, strict=True)
             if key not in self._known
         }
-        made = generate_alone(server.address, list(missing.values()))
+        generate = generate_alone if alone else generate_plain
+        made = generate(server.address, list(missing.values())) if missing else []
         self._known.update(zip(missing, made, strict=True))
         return [self._known[key] for key in keys]
 

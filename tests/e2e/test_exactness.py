@@ -193,7 +193,7 @@ def server(cell: Cell) -> Iterator[Server]:
         resolve_model("demo", "target"),
         resolve_model("demo", cell.kind),
         cell.kind,
-        target={"page_size": cell.page_size, "self_test": False},
+        target={"page_size": cell.page_size},
         draft={"page_size": cell.draft_page_size},
     )
     with running(config) as server:
@@ -203,7 +203,7 @@ def server(cell: Cell) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def plain(server: Server, plain_outputs: PlainOutputs) -> list[Completion]:
     """Return solo plain runs, made on the first server: they hold on all of them."""
-    return plain_outputs.of(server, make_requests())
+    return plain_outputs.of(server, make_requests(), alone=True)
 
 
 def shape_of(request: dict[str, Any]) -> TreeShape:

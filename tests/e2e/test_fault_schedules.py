@@ -16,7 +16,7 @@ from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from tests.e2e.callers import Caller, calling, go_on
 from tests.e2e.fault_schedules import FAULTS, GO_ON_TIMEOUT_S, Strike, make_schedule, play
 from tests.e2e.harm import HarmedStack, harmed_stack
-from tests.e2e.serving import READY_TIMEOUT_S, generate_plain, stack_config
+from tests.e2e.serving import READY_TIMEOUT_S, PlainOutputs, stack_config
 from tests.marks import exhaustive
 from tests.processes import wait_for
 
@@ -77,9 +77,9 @@ def stack() -> Iterator[HarmedStack]:
 
 
 @pytest.fixture(scope="module")
-def plain(stack: HarmedStack) -> list[Completion]:
+def plain(stack: HarmedStack, plain_outputs: PlainOutputs) -> list[Completion]:
     """Return the outputs without speculation, before anything has happened."""
-    return generate_plain(stack.address, REQUESTS)
+    return plain_outputs.of(stack, REQUESTS)
 
 
 def schedule_of(seed: int) -> list[Strike]:

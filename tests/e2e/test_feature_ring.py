@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -19,27 +18,12 @@ from tests.e2e.serving import (
     stack_config,
 )
 from tests.e2e.streaming import share_of_peer_rounds, streams
+from tests.e2e.test_peer_rounds import REQUESTS
 from tests.marks import exhaustive
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
-REQUESTS: list[dict[str, Any]] = [
-    {
-        "prompt": "def merge(left, right):\n",
-        "max_new_tokens": 80,
-        "ignore_eos": True,
-        "speculation": True,
-    },
-    {
-        "prompt": "import asyncio\n\n\nasync def main",
-        "max_new_tokens": 80,
-        "ignore_eos": True,
-        "speculation": True,
-        "temperature": 0.8,
-        "seed": 3,
-    },
-]
 BY_RING = "come through shared memory"
 LINKED = "rounds and features go from engine to engine"
 

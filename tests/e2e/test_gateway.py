@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -200,6 +201,13 @@ KINDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+# Samplings, and the ways to speculate beside none.
+WAYS: list[tuple[dict[str, Any], list[bool | None]]] = [
+    ({"temperature": 0.0, "seed": 1}, [None]),
+    (SAMPLED, [None, True]),
+]
+
+
 @pytest.mark.parametrize(("asked", "over_http", "pattern"), KINDS, ids=[min(k[0]) for k in KINDS])
 def test_an_output_is_what_it_must_be_with_any_speculation(
     front: Server,
@@ -208,13 +216,14 @@ def test_an_output_is_what_it_must_be_with_any_speculation(
     over_http: dict[str, Any],
     pattern: str,
 ) -> None:
-    for sampling, modes in (({"temperature": 0.0, "seed": 1}, [None]), (SAMPLED, [None, True])):
-        requests = [
-            {"prompt": "config = ", "max_new_tokens": 120, "speculation": mode, **sampling, **asked}
-            for mode in (False, *modes)
-        ]
-        plain, *others = generate_all(front.address, requests)
-        assert all(other.token_ids == plain.token_ids for other in others)
+    """All at once: a step of many requests takes a target hardly longer than one of one."""
+    requests = [
+        {"prompt": "config = ", "max_new_tokens": 120, "speculation": mode, **sampling, **asked}
+        for sampling, modes in WAYS
+        for mode in (False, *modes)
+    ]
+
+    def complete(sampling: dict[str, Any]) -> str:
         answer = client.completions.create(
             model="demo",
             prompt="config = ",
@@ -222,7 +231,15 @@ def test_an_output_is_what_it_must_be_with_any_speculation(
             extra_body=over_http,
             **sampling,
         )
-        assert answer.choices[0].text == plain.text
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(len(WAYS)) as threads:
+        texts = threads.map(complete, [sampling for sampling, _ in WAYS])
+        completions = iter(generate_all(front.address, requests))
+    for (_, modes), text in zip(WAYS, texts, strict=True):
+        plain, *others = itertools.islice(completions, 1 + len(modes))
+        assert all(other.token_ids == plain.token_ids for other in others)
+        assert text == plain.text
         if plain.finish_reason is FinishReason.LENGTH:
             continue
         assert re.fullmatch(pattern, plain.text, re.DOTALL) or not pattern, plain.text

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -14,21 +13,12 @@ from coppice import Completion
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from tests.e2e.serving import PlainOutputs, Server, running, stack_config
 from tests.e2e.streaming import Stream, streams
+from tests.e2e.test_operations import REQUESTS
 from tests.marks import exhaustive
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
-REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "def read_config(path):\n", "max_new_tokens": 240, "ignore_eos": True},
-    {
-        "prompt": "class Queue:\n",
-        "max_new_tokens": 240,
-        "ignore_eos": True,
-        "temperature": 0.8,
-        "seed": 11,
-    },
-]
 RESTART_TIMEOUT_S = 180.0
 TIMEOUTS = ("draft_timeout_ms", "draft_open_timeout_ms", "step_timeout_s")
 

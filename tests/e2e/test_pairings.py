@@ -18,6 +18,7 @@ from tests.e2e.serving import (
     checkpoint_config,
     generate_all,
     generate_alone,
+    generate_plain,
     running,
 )
 from tests.e2e.streaming import check_trees_go_on, streams
@@ -105,7 +106,7 @@ def test_draft_and_target_may_differ_in_dtype(
     ) as server:
         assert (server.info("target-0").dtype, server.info("draft-0").dtype) == (dtype, draft_dtype)
         requests = make_requests(count=6, prompt_len=9, max_new_tokens=120, seed=1)
-        plain = generate_alone(server.address, requests)
+        plain = generate_plain(server.address, requests)
         timed = [{**request, "round_times": True} for request in requests]
         lengths: list[float] = []
         with streams(server.address, timed) as running:
@@ -123,7 +124,7 @@ def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
         assert server.info("draft-0").draft_window == window
         assert server.info("draft-0").max_context_len >= 10 * window
         requests = make_requests(count=2, prompt_len=60, max_new_tokens=260, seed=2)
-        plain = generate_alone(server.address, requests)
+        plain = generate_plain(server.address, requests)
         timed = [{**request, "round_times": True} for request in requests]
         with streams(server.address, timed) as running:
             for stream, alone in zip(running, plain, strict=True):

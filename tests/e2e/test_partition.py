@@ -18,7 +18,7 @@ from coppice.stack import StackConfig
 from tests.e2e.callers import Caller, calling, go_on
 from tests.e2e.far_host import FarHost, far_host
 from tests.e2e.fault_schedules import GO_ON_TIMEOUT_S
-from tests.e2e.serving import STARTED, Server, generate_plain, stack_config
+from tests.e2e.serving import STARTED, PlainOutputs, Server, stack_config
 from tests.e2e.test_fault_schedules import REQUESTS
 from tests.marks import exhaustive
 from tests.processes import is_alive, wait_for, with_path
@@ -93,8 +93,8 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 @pytest.fixture(scope="module")
-def plain(hosts: TwoHosts) -> list[Completion]:
-    return generate_plain(hosts.address, REQUESTS)
+def plain(hosts: TwoHosts, plain_outputs: PlainOutputs) -> list[Completion]:
+    return plain_outputs.of(hosts, REQUESTS)
 
 
 @pytest.mark.parametrize("is_long", [*exhaustive([False]), True])

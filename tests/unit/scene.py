@@ -46,6 +46,7 @@ class Scene:
     Args:
         has_peer: Targets and drafts are on one host.
         round_s: Of a round of the root alone by credit.
+        num_experts: Of the targets that are started from now on.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Scene:
         *,
         has_peer: bool = False,
         round_s: float = ROUND_S,
+        num_experts: int = 0,
     ) -> None:
         self.config = config
+        self.num_experts = num_experts
         self.round_s = round_s
         self.has_peer = has_peer
         self.pool = WorkerPool()
@@ -72,6 +75,7 @@ class Scene:
                 peer_socket=f"socket-{index}" if self.has_peer else "",
                 clock=asyncio.get_running_loop().time,
                 round_s=self.round_s,
+                num_experts=self.num_experts,
             ),
             self.pool,
             address=address or f"t:{index}",

@@ -19,6 +19,7 @@ from benchmarks import (
     forward,
     fp8,
     gateway,
+    int4,
     kernels,
     latents,
     metrics,
@@ -69,6 +70,10 @@ KERNELS = [
         pytest.param(
             *(fp8, "--shape small --products o --rows 1 --step-rows 1", 5),
             marks=pytest.mark.exhaustive,  # tests/kernels/test_linear_quantized.py has the products
+        ),
+        pytest.param(
+            *(int4, "--shape small --products o,gate_up --rows 1,3 --step-rows 1", 2 * 2 * 3 + 3),
+            marks=pytest.mark.exhaustive,  # tests/kernels/test_linear_int4.py has the products
         ),
         (steps, "--requests 2 --shape 3/2/5 --context 20", None),
         pytest.param(

@@ -19,7 +19,7 @@ from shared.messages import FeatureSpec
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
-from tests import checkpoints, deepseek
+from tests import checkpoints, deepseek, gpt_oss
 from tests.checkpoints import Shape
 from tests.engines import Models, Pairing, make_target, pool_of, random_tokens, row_blocks
 
@@ -55,6 +55,9 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "qwen3-16:1x20": lambda d: checkpoints.write_qwen3(d, shape=shape(16, 1, 20)),
     "qwen3-moe-6-experts": lambda d: checkpoints.write_qwen3_moe(d, shape=shape(4, 2, 16)),
     "deepseek-4:1x24-latents": deepseek.write_deepseek,
+    "gpt-oss-6:2x16-sinks-in-windows-over-tiles": lambda d: gpt_oss.write_gpt_oss(
+        d, hidden_size=48, window=70
+    ),
     "mistral-2x256-window": lambda d: checkpoints.write_mistral(
         d, shape=shape(2, 2, 256), sliding_window=9
     ),

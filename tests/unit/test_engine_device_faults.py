@@ -131,7 +131,7 @@ def test_a_device_round_that_is_given_up_at_any_moment_is_answered_once(
     """Its tree may be ordered, in the mailbox, in flight, or answered."""
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = overlaps
-    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=26, shape=BUSHY)
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=34, shape=BUSHY)
     (plain,) = plain_of(target, [request])
     answered = set()
     for moment in moments(6 + overlaps):

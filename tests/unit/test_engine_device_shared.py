@@ -55,6 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(draft_rounds, "open_mailbox", open_shared)
     monkeypatch.setattr(draft_rounds, "check_stream_waits", lambda _: None)
     monkeypatch.setattr(stream_waits, "submit_waits", gpu.submit)
+    monkeypatch.setattr(stream_waits, "mark_stream", lambda: lambda: True)
     return gpu
 
 

@@ -190,9 +190,19 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "phi3": lambda d: families.write(d, "phi3", **families.PHI3),
     "glm": lambda d: families.write(d, "glm", head_dim=16),
     "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
+    "smollm3-windows": lambda d: families.write(d, "smollm3", **families.SMOLLM3_WINDOWS),
+    "qwen3-windows": lambda d: families.write(d, "qwen3", **families.QWEN3_WINDOWS),
     "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
     "mistral3": families.write_mistral3,
     "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
+    "gemma2": lambda d: families.write(d, "gemma2", **families.GEMMA2),
+    "gemma3": lambda d: families.write(d, "gemma3_text", **families.GEMMA3),
+    "gemma3-with-vision": families.write_gemma3_with_vision,
+    "olmo3": lambda d: families.write(d, "olmo3", **families.OLMO3),
+    "exaone4": lambda d: families.write(d, "exaone4", **families.EXAONE4),
+    "ministral": lambda d: families.write(d, "ministral", **families.MINISTRAL),
+    "glm4": lambda d: families.write(d, "glm4", **families.GLM4),
+    "qwen2-moe": lambda d: families.write(d, "qwen2_moe", **families.QWEN2_MOE),
     "granite": lambda d: families.write(d, "granite", **families.GRANITE),
     "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
     "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
@@ -200,7 +210,7 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "deepseek-v2": lambda d: families.write(d, "deepseek_v2", **families.DEEPSEEK_V2),
     "deepseek-v3": lambda d: deepseek.write_deepseek(d, num_layers=3, branch_scale=0.3),
 }
-IN_EVERY_RUN = ("phi3", "deepseek-v3")
+IN_EVERY_RUN = ("phi3", "gemma2", "deepseek-v3")
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,10 @@ def test_a_failed_self_test_ends_the_start_unless_that_is_allowed(
         v: torch.Tensor,
         metadata: TreeAttentionMetadata,
         scale: float,
+        *arguments: Any,
         **options: Any,
     ) -> torch.Tensor:
-        out = tree_attention(q, k, v, metadata, scale, **options)
+        out = tree_attention(q, k, v, metadata, scale, *arguments, **options)
         return out if metadata.is_chain.all() else out * 3 / 3
 
     directory = checkpoints.write_llama(tmp_path)

@@ -56,7 +56,7 @@ def requests_of(vocab_size: int) -> list[LocalRequest]:
     return [
         LocalRequest(
             prompt=random_tokens(rng, length, vocab_size),
-            max_new_tokens=60,
+            max_new_tokens=50,
             shape=SHAPES[1 + i % 6],
             sampling=SamplingParams(temperature=0.5 * (i % 3), seed=i),
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shared.kernels.linear import linear_addends
-from shared.kernels.products_cpu import CpuProducts, Weight
+from shared.kernels.products_cpu import Weight
 from shared.kernels.rope_store import rope_store
 from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
 from shared.messages import AcceptedPath, FeatureChunk, TokenTree
@@ -142,13 +142,13 @@ def test_an_output_without_a_place_in_the_reply_raises(
         def register(self, name: str, tensor: torch.Tensor) -> None:
             super().register(name, tensor)
             if name == "token_ids":
-                super().register("routed_experts", tensor)
+                super().register("router_logits", tensor)
 
     monkeypatch.setattr("target_service.verify.NodeOutputs", Extended)
     target = make_target(models.pairing("standalone"))
     pair = LocalPair(target)
     pair.open(LocalRequest(prompt=[1, 2], max_new_tokens=3))
-    with pytest.raises(TypeError, match="routed_experts"):
+    with pytest.raises(TypeError, match="router_logits"):
         pair.finish()
 
 
@@ -210,11 +210,11 @@ def attention_by_node(
     v: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
-    *,
-    products: CpuProducts,
+    *arguments: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """Rounds rows of trees otherwise than those of chains."""
-    out = tree_attention(q, k, v, metadata, scale, products=products)
+    out = tree_attention(q, k, v, metadata, scale, *arguments, **options)
     return out if metadata.is_chain.all() else out * 3 / 3
 
 
@@ -229,10 +229,10 @@ def nan_in_trees(
     v: torch.Tensor,
     metadata: TreeAttentionMetadata,
     scale: float,
-    *,
-    products: CpuProducts,
+    *arguments: Any,
+    **options: Any,
 ) -> torch.Tensor:
-    out = tree_attention(q, k, v, metadata, scale, products=products)
+    out = tree_attention(q, k, v, metadata, scale, *arguments, **options)
     return out if metadata.is_chain.all() else out * float("nan")
 
 

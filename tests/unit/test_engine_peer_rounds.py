@@ -245,7 +245,7 @@ def test_a_peer_round_that_is_given_up_at_any_moment_is_answered_once(
     """Its tree may be ordered, on its way, queued, in flight, or answered with others after it."""
     target, draft = make("eagle")
     target.scheduler.overlaps_steps = overlaps
-    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=24, shape=SHAPES[2])
+    request = LocalRequest(prompt=[3, 1, 4, 1, 5], max_new_tokens=32, shape=SHAPES[2])
     (plain,) = plain_of(target, [request])
     per_round = 4 + overlaps
     answered = set()

@@ -108,7 +108,7 @@ def test_a_draft_that_is_replaced_twice(pairing: Pairing, from_the_start: Trees)
 
 def test_a_draft_that_dies_and_stays_away(pairing: Pairing) -> None:
     target = make_target(pairing)
-    requests = requests_of(pairing.algorithm)
+    requests = [fresh(r, max_new_tokens=2 * NUM_TOKENS) for r in requests_of(pairing.algorithm)]
     plain = run_plain(target, requests)
     pair = PoisonedPair(target, make_draft(pairing))
     for request in requests:

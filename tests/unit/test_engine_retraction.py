@@ -35,7 +35,7 @@ def requests_of(seed: int) -> list[LocalRequest]:
     return [
         LocalRequest(
             prompt=random_tokens(rng, rng.choice([1, 9, 30, 50])),
-            max_new_tokens=60,
+            max_new_tokens=48,
             shape=SHAPES[i % len(SHAPES)],
             sampling=samplings[i % 4],
             min_new_tokens=5 * (i % 2),
@@ -56,7 +56,7 @@ def test_retracted_requests_go_on_exactly(models: Models, kind: str, page_size: 
     requests = requests_of(page_size)
     plain = run_plain(make_target(pairing, page_size=page_size), requests)
     target = make_target(
-        pairing, page_size=page_size, num_pages=1 + 256 // page_size, prefill_chunk_len=16
+        pairing, page_size=page_size, num_pages=1 + 208 // page_size, prefill_chunk_len=16
     )
     pair = PoisonedPair(target, make_draft(pairing))
     pair.run(requests)

@@ -27,6 +27,15 @@ TARGETS = {
 }
 DRAFTS: dict[str, Callable[[Path, Path], Path]] = {
     "eagle3": checkpoints.write_eagle3,
+    "eagle3-speculators": lambda path, target: checkpoints.write_eagle3(
+        path, target, is_speculators=True, norm_before_fc=True, heads=(8, 16)
+    ),
+    "eagle3-1": lambda path, target: checkpoints.write_eagle3(
+        path, target, tap_norms=("fc_norm.0", "fc_norm.1"), feeds_back_norm=True
+    ),
+    "eagle3-pickled": lambda path, target: checkpoints.pickle_weights(
+        checkpoints.write_eagle3(path.with_suffix(".safe"), target), path
+    ),
     "eagle": checkpoints.write_eagle,
     "mtp": lambda _, target: target,
     "standalone": checkpoints.write_standalone,
@@ -69,7 +78,8 @@ def test_target_on_a_gpu(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
 
 
 def draft_logits(kind: str, draft: Path, target: Path, device: torch.device) -> torch.Tensor:
-    model = load_draft(kind, draft, target, device=device, dtype=torch.float32)
+    algorithm = kind.partition("-")[0]
+    model = load_draft(algorithm, draft, target, device=device, dtype=torch.float32)
     kv = pool_for(model, device)
     metadata, slots = kv.chain(0, NUM_TOKENS)
     generator = torch.Generator().manual_seed(2)

@@ -53,9 +53,19 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     ),
     "glm": lambda d: families.write(d, "glm", head_dim=16),
     "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
+    "smollm3-windows": lambda d: families.write(d, "smollm3", **families.SMOLLM3_WINDOWS),
+    "qwen3-windows": lambda d: families.write(d, "qwen3", **families.QWEN3_WINDOWS),
     "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
     "mistral3": families.write_mistral3,
     "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
+    "gemma2": lambda d: families.write(d, "gemma2", **families.GEMMA2),
+    "gemma3": lambda d: families.write(d, "gemma3_text", **families.GEMMA3),
+    "gemma3-with-vision": families.write_gemma3_with_vision,
+    "olmo3": lambda d: families.write(d, "olmo3", **families.OLMO3),
+    "exaone4": lambda d: families.write(d, "exaone4", **families.EXAONE4),
+    "ministral": lambda d: families.write(d, "ministral", **families.MINISTRAL),
+    "glm4": lambda d: families.write(d, "glm4", **families.GLM4),
+    "qwen2-moe": lambda d: families.write(d, "qwen2_moe", **families.QWEN2_MOE),
     "granite": lambda d: families.write(d, "granite", **families.GRANITE),
     "granite-tied": lambda d: families.write(
         d, "granite", **families.GRANITE | {"tie_word_embeddings": True}
@@ -63,6 +73,7 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
     "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
     "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
+    "gpt-oss": lambda d: families.write(d, "gpt_oss", **families.GPT_OSS),
     "deepseek-v2": lambda d: families.write(d, "deepseek_v2", **families.DEEPSEEK_V2),
     "deepseek-v2-groups": lambda d: families.write(
         d, "deepseek_v2", **families.DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"}
@@ -85,8 +96,8 @@ def load_transformers(directory: Path) -> Any:
         known = {k: v for k, v in fields.items() if k not in ("architectures", "model_type")}
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**known))
         model.load_state_dict(state)
-    elif fields["model_type"] == "mistral3":
-        model = transformers.Mistral3ForConditionalGeneration.from_pretrained(
+    elif "text_config" in fields:
+        model = getattr(transformers, fields["architectures"][0]).from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         )
     else:
