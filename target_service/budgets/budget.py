@@ -102,7 +102,10 @@ class TreeBudget:
         self._is_new = np.ones(num_slots, dtype=bool)  # nothing was decided yet
         self._rests_until = np.zeros(num_slots, dtype=np.int64)
         self._probe = _Probe()
+        # Of each slot: when its last round ended, and the rows and rung of that round's tree.
         self._ended_s = np.zeros(num_slots)
+        self._num_rows = np.zeros(num_slots)
+        self._ran_rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         self._was_clean = False
         # Means of rounds: which part has rows of prompts, and tokens of a round.
         self._mixed, self._tokens = 0.0, 1.0
@@ -163,7 +166,7 @@ class TreeBudget:
         ):
             rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
         else:
-            self._probe.reset()
+            self._probe.reset(len(slots))
         begins_rest = slots[(rungs == 0) & ((self.rungs[slots] > 0) | self._is_new[slots])]
         self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
@@ -241,23 +244,37 @@ class TreeBudget:
         now_s = self._clock()
         ended_s = self._ended_s[slots]
         self._ended_s[slots] = now_s
+        self._num_rows[slots] = times.num_rows / max(len(slots), 1)
+        self._ran_rungs[slots] = rungs
         is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
         if not is_clean or not len(slots) or not ended_s.all():
             return
-        # Requests may take turns: a round of all of them has the rows and trees of several steps.
-        count = max(times.num_requests, len(slots))
-        kind = RoundKind(
-            num_requests=count,
-            num_rows=round(times.num_rows * count / len(slots)),
-            rung=int(rungs.max()),
-            num_trees=round(np.count_nonzero(rungs) * count / len(slots)),
-        )
         # Where requests without trees do not wait for the others, theirs are shorter.
         with_trees = ended_s[rungs > 0]
-        took_s = now_s - float(np.median(with_trees if len(with_trees) else ended_s))
+        began_s = float(np.median(with_trees if len(with_trees) else ended_s))
+        kind = self._kind_since(began_s, max(times.num_requests, len(slots)))
+        if kind.rung and not len(with_trees):
+            return
+        took_s = now_s - began_s
         if took_s > _BAD_SURPRISE * self.costs.round_s(kind):
             self._decided_round = -DECISION_ROUNDS
         self.costs.note_round(kind, took_s, now_s)
+
+    def _kind_since(self, began_s: float, num_requests: int) -> RoundKind:
+        """Return what a round of all requests is like, by the rounds that have ended since.
+
+        Requests may take turns, with other trees in each step; those that had no round since are
+        taken to be like those that had.
+        """
+        ran = np.flatnonzero(self._ended_s > began_s)
+        rungs = self._ran_rungs[ran]
+        scale = num_requests / len(ran)
+        return RoundKind(
+            num_requests=num_requests,
+            num_rows=round(self._num_rows[ran].sum() * scale),
+            rung=int(rungs.max()),
+            num_trees=round(np.count_nonzero(rungs) * scale),
+        )
 
     def _renew_gains(self) -> None:
         self._num_decisions += 1
@@ -271,7 +288,7 @@ class TreeBudget:
         As many as fit beside the roots into the next size of a step, or one.
         """
         rungs = np.zeros_like(caps)
-        if not self._probe.is_on(self._round):
+        if not self._probe.is_on(self._round, len(slots)):
             return rungs
         chosen = np.flatnonzero((self.rungs[slots] > 0) & (caps > 0))  # as decided before
         rung = min(_PROBE_RUNG, int(caps.max()))
@@ -296,18 +313,25 @@ class _Probe:
 
     def __init__(self) -> None:
         self.num_rounds = 0
-        self._after = 0
+        # Rounds before the last try with so many requests, by powers of two.
+        self._after: dict[int, int] = {}
         self._begins: int | None = None  # the next try, or the one that is on
 
-    def reset(self) -> None:
-        """Take note that trees pay."""
-        self._after, self._begins = 0, None
+    def reset(self, num_requests: int) -> None:
+        """Take note that trees pay with so many requests: tries with more of them said nothing of
+        it.
+        """
+        batch = num_requests.bit_length()
+        self._after = {more: after for more, after in self._after.items() if more > batch}
+        self._begins = None
 
-    def is_on(self, now: int) -> bool:
+    def is_on(self, now: int, num_requests: int) -> bool:
         """Return whether some requests are to be tried in this round, while all would rest."""
         if self._begins is None:
-            self._after = min(max(2 * self._after, _FIRST_PROBE_AFTER), _LAST_PROBE_AFTER)
-            self._begins = now + self._after
+            batch = num_requests.bit_length()
+            after = max(2 * self._after.get(batch, 0), _FIRST_PROBE_AFTER)
+            self._after[batch] = min(after, _LAST_PROBE_AFTER)
+            self._begins = now + self._after[batch]
         if now < self._begins:
             self.num_rounds = 0
             return False

@@ -45,6 +45,9 @@ class World:
         draft_factor: How much slower the draft is than an EAGLE head on an H200.
         late_s: What rounds take longer whose trees are larger than those before them.
         slow_start: The first rounds of a batch with trees take 10 ms longer, so many of them.
+
+    Attributes:
+        num_with_trees: Rounds in which some request had a tree.
     """
 
     ease: NDArray[np.float64]
@@ -52,6 +55,7 @@ class World:
     late_s: float = 0.0
     slow_start: int = 0
     now_s: float = 1.0
+    num_with_trees: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
     def __post_init__(self) -> None:
@@ -92,6 +96,7 @@ class World:
         Args:
             slots: [B], whose trees have these rungs; None: those of all.
         """
+        self.num_with_trees += bool(rungs.any())
         chance = self.rng.random(len(rungs))[:, None]
         which = np.arange(len(rungs)) if slots is None else slots
         return (chance < self.reached[which, rungs]).sum(axis=1)
@@ -114,6 +119,7 @@ def adaptive_rate(
     budget: TreeBudget | None = None,
     is_new: bool = True,
     count: int | None = None,
+    turns: int = 1,
 ) -> float:
     """Return the tokens per second of what a budget decides, what it learns first included.
 
@@ -121,6 +127,7 @@ def adaptive_rate(
         budget: None: one that knows nothing yet.
         is_new: The requests begin; else they go on.
         count: Requests that run, the first ones; None: all.
+        turns: Steps of a round, each of some of the requests.
     """
     if budget is None:
         budget = budget_of(world)
@@ -140,17 +147,20 @@ def adaptive_rate(
         rungs = np.where(num_ordered > _CAUGHT_UP_AFTER, wanted, 0)
         num_late = _LATE_ROUNDS if rungs.max() > largest else max(num_late - 1, 0)
         largest = int(rungs.max())
-        world.now_s += world.round_s(rungs) + (world.late_s if num_late else 0.0)
-        world.now_s += _SLOW_S if largest and round_idx < world.slow_start else 0.0
+        took_s = world.round_s(rungs) + (world.late_s if num_late else 0.0)
+        took_s += _SLOW_S if largest and round_idx < world.slow_start else 0.0
         tokens += world.tokens(rungs)
-        times = StepTimes(
-            num_rows=int(world.rows[rungs].sum()),
-            num_requests=len(slots),
-            waited_rungs=rungs,
-            has_prompts=False,
-            is_clean=True,
-        )
-        budget.note_step(slots, world.rows[rungs], world.accepted(rungs), times)
+        accepted = world.accepted(rungs)
+        for part in np.array_split(np.arange(len(slots)), turns):
+            world.now_s += took_s / turns
+            times = StepTimes(
+                num_rows=int(world.rows[rungs[part]].sum()),
+                num_requests=len(slots),
+                waited_rungs=rungs[part],
+                has_prompts=False,
+                is_clean=True,
+            )
+            budget.note_step(slots[part], world.rows[rungs[part]], accepted[part], times)
     return tokens / (world.now_s - began_s)
 
 
@@ -200,7 +210,8 @@ class CpuWorld(World):
         took_s = self._costs.forward_s(num_rows) + 1e-3 + 0.3e-3 * num_rows
         if largest:
             shape, num_trees = LADDER[largest - 1], np.count_nonzero(rungs)
-            took_s += 1e-3 + shape.num_steps * (1.2e-3 + 0.12e-3 * num_trees * shape.topk)
+            draft_s = 1e-3 + shape.num_steps * (1.2e-3 + 0.12e-3 * num_trees * shape.topk)
+            took_s += self.draft_factor * draft_s
         return float(took_s * np.exp(0.15 * self.rng.standard_normal()))
 
 
@@ -214,6 +225,30 @@ def test_on_a_cpu_a_budget_is_not_slower_than_none(count: int, ease: float) -> N
     rates = [fixed_rate(world, rung) for rung in range(4) for _ in range(20)]
     best = max(np.reshape(rates, (4, 20)).mean(axis=1))
     assert adaptive_rate(world, num_rounds=300, budget=budget) >= 0.93 * best
+
+
+@pytest.mark.parametrize("ease", [[0.3, 0.8], [0.5, 0.9]])
+def test_requests_that_take_turns_with_other_trees_are_priced_together(ease: list[float]) -> None:
+    """What a step of some of them takes says nothing of their trees alone."""
+    world = CpuWorld(np.sort(np.resize(np.array(ease), 8)), draft_factor=4)
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=200, budget=budget, turns=2)
+    plain = np.mean([fixed_rate(world, 0) for _ in range(20)])
+    assert adaptive_rate(world, num_rounds=300, budget=budget, turns=2) >= 0.93 * plain
+
+
+def test_trees_of_a_batchs_tail_are_no_reason_to_try_them_in_the_next_batch() -> None:
+    """They pay for one request, which says nothing new of eight."""
+    world = CpuWorld(np.full(8, 0.85), draft_factor=3)
+    budget = budget_of(world)
+    num_with_trees = []
+    for _ in range(5):
+        before = world.num_with_trees
+        adaptive_rate(world, num_rounds=200, budget=budget)
+        num_with_trees.append(world.num_with_trees - before)
+        adaptive_rate(world, num_rounds=50, budget=budget, is_new=False, count=1)
+        assert budget.rungs[0]
+    assert num_with_trees[0] and not any(num_with_trees[3:])
 
 
 @pytest.mark.parametrize("count", [64, 128, 256])
