@@ -45,9 +45,6 @@ _HOST_REQUESTS, _HOST_TREES = 4, 64
 _CHANGE, _CHANGE_S = 0.1, 20e-6
 _MUCH_CHANGE = 0.5
 
-# Rounds after which those without trees are tried, if they might bring more.
-_PLAIN_PATIENCE = 256
-
 _BATCHES = np.array(BATCH_BUCKETS)
 # Of every number of requests, or of trees, the place of its bucket.
 _BUCKETS = np.searchsorted(_BATCHES, np.arange(1 + BATCH_BUCKETS[-1]))
@@ -103,7 +100,8 @@ class RoundCosts:
         self._host_unit = _HOST_REQUESTS + _BATCHES if is_padded else _BATCHES
         tree_unit = _HOST_TREES + _BATCHES if is_padded else self.rows[:, None] * _BATCHES
         self._tree_unit = np.broadcast_to(tree_unit, self._growth.shape)
-        self._samples = RoundSamples(self._growth.shape, is_gpu=is_padded)
+        roots_s = self.forwards_s(_BATCHES.astype(float))
+        self._samples = RoundSamples(self._growth.shape, roots_s, is_gpu=is_padded)
         # What rounds without trees take beside the forward, by the bucket of requests; and what
         # trees take beside that, by rung and the bucket of trees.
         self._host = _FIRST_HOST * seconds[0] * is_padded * _BATCHES
@@ -175,9 +173,7 @@ class RoundCosts:
         Mutates: what is known of them, which is forgotten.
         """
         might_bring = num_requests / self.forward_s(num_requests)
-        return might_bring > tokens_per_s and self._samples.forget_plain(
-            _bucket(num_requests), patience=_PLAIN_PATIENCE
-        )
+        return might_bring > tokens_per_s and self._samples.forget_plain(_bucket(num_requests))
 
     def note_round(self, kind: RoundKind, took_s: float, now_s: float) -> None:
         """Learn from a round.
@@ -191,8 +187,8 @@ class RoundCosts:
             place = kind.rung, _bucket(kind.num_trees)
             trees = np.array(kind.num_trees)
             share = float(self._share(kind.rung, trees, kind.num_requests, float(kind.num_rows)))
-        beside_s = took_s - self.forward_s(kind.num_rows)
-        self._samples.note(place, beside_s, batch, share, now_s)
+        forward_s = self.forward_s(kind.num_rows)
+        self._samples.note(place, took_s, forward_s, batch=batch, share=share, now_s=now_s)
         # Other rungs of as many trees, or of more, are known no better if they were not tried for
         # long.
         has_forgotten = kind.rung > 0 and self._samples.try_again(now_s, slice(place[1], batch + 1))

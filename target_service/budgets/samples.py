@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +22,8 @@ _STALE_S = 10.0
 # A kind of which there was no round for so many others, and seconds, is tried again; after twice as
 # many if that did not pay, which is when fewer rounds than these follow.
 _FIRST_PATIENCE, _FIRST_PATIENCE_CPU, _LAST_PATIENCE = 64, 256, 1024
+# .. and where all have trees, rounds without any.
+_PLAIN_PATIENCE, _PLAIN_PATIENCE_CPU = 256, 16
 _LEAST_PATIENCE_S = 0.3
 _HAS_PAID_AFTER = 16
 
@@ -27,44 +31,63 @@ _HAS_PAID_AFTER = 16
 class RoundSamples:
     """Rounds by their place in a table: (rung, bucket of trees), or (0, bucket of requests).
 
+    On a CPU all rounds take longer while others use it as well. So a round with trees counts as so
+    many times what one without them took as far as was known then, and is known to take now.
+
     Args:
         shape: Of the table.
+        forwards_s: By the bucket of requests, what a forward of their roots takes.
         is_gpu: Rounds of a kind take the same time.
     """
 
-    def __init__(self, shape: tuple[int, int], *, is_gpu: bool) -> None:
+    def __init__(self, shape: tuple[int, int], forwards_s: Floats, *, is_gpu: bool) -> None:
         # By the number of rounds, which of them counts, the fastest one first.
         part = _FASTER if is_gpu else _FASTER_CPU
         counted = [(n - 1) // part if n >= _FEW_SAMPLES else 0 for n in range(1 + _NUM_SAMPLES)]
         self._counted = np.array(counted)
-        self._first_patience = _FIRST_PATIENCE if is_gpu else _FIRST_PATIENCE_CPU
-        self._patience = np.full(shape, self._first_patience)
-        self._beside_s = np.full((*shape, _NUM_SAMPLES), np.nan)
-        self._batch = np.zeros(self._beside_s.shape, dtype=np.int64)
-        self._share = np.ones(self._beside_s.shape)
+        self._first_patience = np.full(shape, _FIRST_PATIENCE if is_gpu else _FIRST_PATIENCE_CPU)
+        self._first_patience[0] = _PLAIN_PATIENCE if is_gpu else _PLAIN_PATIENCE_CPU
+        self._patience = self._first_patience.copy()
+        self._is_gpu = is_gpu
+        self._forwards_s = forwards_s
+        self._took_s = np.full((*shape, _NUM_SAMPLES), np.nan)
+        self._forward_s = np.zeros(self._took_s.shape)
+        self._plain_s = np.full(self._took_s.shape, np.nan)  # as was known then
+        self._batch = np.zeros(self._took_s.shape, dtype=np.int64)
+        self._share = np.ones(self._took_s.shape)
         self._num_rounds = np.zeros(shape, dtype=np.int64)
         self._noted_at_s = np.zeros(shape)
         self._noted_round = np.zeros(shape, dtype=np.int64)
         self._round = 0
 
     def note(
-        self, place: tuple[int, int], beside_s: float, batch: int, share: float, now_s: float
+        self,
+        place: tuple[int, int],
+        took_s: float,
+        forward_s: float,
+        *,
+        batch: int,
+        share: float,
+        now_s: float,
     ) -> None:
         """Take note of a round; what was learned long ago of its place is forgotten.
 
         Args:
-            beside_s: That it took beside its forward.
+            forward_s: Of that, what its forward takes.
             batch: Bucket of its requests.
             share: Part of its trees' time that it took.
         """
         if self._noted_at_s[place] < now_s - _STALE_S:
             self._num_rounds[place] = 0
-            self._beside_s[place] = np.nan
+            self._took_s[place] = np.nan
         at = (*place, int(self._num_rounds[place]) % _NUM_SAMPLES)
-        self._beside_s[at], self._batch[at], self._share[at] = beside_s, batch, share
+        self._took_s[at], self._forward_s[at] = took_s, forward_s
+        self._batch[at], self._share[at] = batch, share
+        plain_s = self.entry((0, batch), self._forwards_s)
+        self._plain_s[at] = np.nan if plain_s is None else plain_s + self._forwards_s[batch]
         self._num_rounds[place] += 1
         if self._num_rounds[place] >= _HAS_PAID_AFTER:
-            self._patience[place] = self._first_patience
+            self._patience[place] = self._first_patience[place]
         self._noted_at_s[place] = now_s
         self._noted_round[place] = self._round
         self._round += 1
@@ -73,15 +96,17 @@ class RoundSamples:
         """Forget what was learned long ago of rounds with trees; return whether there was any."""
         return bool(self._forget(self._noted_at_s < now_s - _STALE_S, slice(None)).any())
 
-    def forget_plain(self, batch: int, *, patience: int) -> bool:
+    def forget_plain(self, batch: int) -> bool:
         """Forget what rounds of so many requests take without trees, if there was none for many
         others; return whether it is forgotten now.
         """
         place = (0, batch)
-        if not self._num_rounds[place] or self._noted_round[place] >= self._round - patience:
+        is_old = self._noted_round[place] < self._round - self._patience[place]
+        if not self._num_rounds[place] or not is_old:
             return False
+        self._patience[place] = min(2 * self._patience[place], _LAST_PATIENCE)
         self._num_rounds[place] = 0
-        self._beside_s[place] = np.nan
+        self._took_s[place] = np.nan
         return True
 
     def try_again(self, now_s: float, buckets: slice) -> bool:
@@ -99,7 +124,7 @@ class RoundSamples:
         is_meant[1:, buckets] = True
         is_stale = is_stale & is_meant & (self._num_rounds > 0)
         self._num_rounds[is_stale] = 0
-        self._beside_s[is_stale] = np.nan
+        self._took_s[is_stale] = np.nan
         return is_stale
 
     def entry(self, place: tuple[int, int], host_s: Floats) -> float | None:
@@ -111,16 +136,31 @@ class RoundSamples:
         count = min(int(self._num_rounds[place]), _NUM_SAMPLES)
         if count < _LEAST_SAMPLES:
             return None
-        beside_s = self._beside_s[place][:count]
-        if place[0]:
-            beside_s = (beside_s - host_s[self._batch[place][:count]]) / self._share[place][:count]
+        samples = (*place, slice(count))
+        beside_s = self._beside_s(samples, host_s) if place[0] else self._host_s(samples)
         return max(float(np.sort(beside_s)[self._counted[count]]), 0.0)
 
     def entries(self, host_s: Floats) -> Floats:
         """Return what is known of all places, as `entry` does; NaN: nothing yet."""
         counts = np.minimum(self._num_rounds, _NUM_SAMPLES)
-        beside_s = (self._beside_s - host_s[self._batch]) / self._share
-        beside_s[0] = self._beside_s[0]
+        beside_s = self._beside_s(..., host_s)
+        beside_s[0] = self._host_s(0)
         ordered = np.sort(beside_s, axis=2)  # NaN comes last
         median = np.take_along_axis(ordered, self._counted[counts][..., None], axis=2)[..., 0]
         return np.where(counts >= _LEAST_SAMPLES, np.maximum(median, 0.0), np.nan)
+
+    def _host_s(self, samples: Any) -> Floats:
+        """Return what some rounds without trees took beside their forwards."""
+        beside_s: Floats = self._took_s[samples] - self._forward_s[samples]
+        return beside_s
+
+    def _beside_s(self, samples: Any, host_s: Floats) -> Floats:
+        """Return what the trees of some rounds took, all of their rung."""
+        batch = self._batch[samples]
+        took_s = self._took_s[samples]
+        if not self._is_gpu:
+            plain_s = self._plain_s[samples]
+            now_s = host_s[batch] + self._forwards_s[batch]
+            took_s = np.where(np.isnan(plain_s), took_s, took_s * now_s / plain_s)
+        beside_s: Floats = took_s - self._forward_s[samples] - host_s[batch]
+        return beside_s / self._share[samples]
