@@ -79,10 +79,15 @@ def tree_attention(
     Returns: [T, Hq, d] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
-        options = {"softcap": softcap, "scales": scales, "products": products}
-        return tree_attention_cpu(q, k_cache, v_cache, metadata, scale, sinks, **options)
-    options = {"softcap": softcap, "scales": scales}
-    return attend_in_chunks(q, k_cache, v_cache, metadata, scale, sinks, **options)
+        return tree_attention_cpu(
+            *(q, k_cache, v_cache, metadata, scale, sinks),
+            softcap=softcap,
+            scales=scales,
+            products=products,
+        )
+    return attend_in_chunks(
+        *(q, k_cache, v_cache, metadata, scale, sinks), softcap=softcap, scales=scales
+    )
 
 
 def attend_in_chunks(
@@ -322,7 +327,7 @@ def tree_attention_ref(
                 metadata.page_table, metadata.req_idx[request], seen, metadata.page_size
             )
             k, v = (
-                factor * cache[slots].double().repeat_interleave(group, dim=1)  # [L, Hq, d]
+                factor * _rows(cache, slots).repeat_interleave(group, dim=1)  # [L, Hq, d]
                 for cache, factor in zip((k_cache, v_cache), factors, strict=True)
             )
             scores = torch.einsum("hd,lhd->hl", q[row].double(), k) * scale
@@ -333,3 +338,8 @@ def tree_attention_ref(
             weights = scores.softmax(-1)[:, : len(seen)]
             out[row] = torch.einsum("hl,lhd->hd", weights, v)
     return out
+
+
+def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return rows of a cache in float64."""
+    return as_bytes(cache)[slots].view(cache.dtype).double()

@@ -53,7 +53,8 @@ def ready_line(role: str, address: str, info: WorkerInfo, start_s: float) -> str
     return (
         f"{role} ready address={address} model={info.model} kind={info.kind} "
         f"device={info.device} dtype={info.dtype}{quantization}{kv_dtype} "
-        f"page_size={info.page_size} kv_tokens={info.load.num_pages * info.page_size} start_s={start_s:.1f}"
+        f"page_size={info.page_size} kv_tokens={info.load.num_pages * info.page_size} "
+        f"start_s={start_s:.1f}"
     )
 
 

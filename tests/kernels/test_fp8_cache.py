@@ -58,7 +58,7 @@ def store(
     )
     for cache in caches:
         assert bool((cache.view(torch.uint8)[[0, 1, -1]] == 0x7F).all()), "another slot was written"
-    return q.cpu(), *(cache[slots.long()].cpu().view(torch.uint8)[:, 0] for cache in caches)
+    return q.cpu(), *(cache.view(torch.uint8)[slots.long(), 0].cpu() for cache in caches)
 
 
 def test_stored_bytes_are_the_nearest_of_every_value(device: torch.device) -> None:
