@@ -17,7 +17,14 @@ from draft_service.runner import DraftRunner
 from draft_service.warm_up import warm_up
 from shared.config import DraftConfig, read_secret
 from shared.config.check import parse_shapes
-from shared.device import dtype_name, max_batch_rows, resolve_device, resolve_dtype
+from shared.device import (
+    dtype_name,
+    kv_dtype_name,
+    max_batch_rows,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
 from shared.errors import ConfigError
 from shared.grammar.grammars import Grammars
 from shared.kernels.token_mask import compile_token_masks
@@ -113,11 +120,14 @@ def create_engine(
         )
     if config.draft_token_map:
         logger.info("proposes %d of %d tokens", model.vocab_size, target_config.vocab_size)
+    kv_dtype = resolve_kv_dtype(
+        config.kv_cache_dtype, dtype=dtype, has_latents=model.kv_layout.has_latents
+    )
     window = min(config.window or model.max_position, model.max_position, longest)
     progress("allocating the KV pool", LOADED)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
-        bytes_per_page=model.kv_layout.bytes_per_token(dtype.itemsize) * config.page_size,
+        bytes_per_page=model.kv_layout.bytes_per_token(kv_dtype.itemsize) * config.page_size,
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,
         max_request_tokens=window + EXTRA_SLOTS + config.page_size,
@@ -133,7 +143,7 @@ def create_engine(
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,
         max_pages_per_request=-(-(longest + MAX_SCRATCH_SLOTS) // config.page_size) + 1,
-        dtype=dtype,
+        dtype=kv_dtype,
         device=device,
     )
     logger.info("%s draft, window of %d tokens (0 = whole context)", kind, window)
@@ -148,6 +158,7 @@ def create_engine(
         page_size=config.page_size,
         dtype=dtype_name(dtype),
         quantization=quantization or stored,
+        kv_cache_dtype=kv_dtype_name(kv_dtype, dtype),
         device=device.type,
         features=spec,  # without a dtype, which is the target's to say
         kind=str(kind),

@@ -16,6 +16,7 @@ class ModelIdentity:
     model_hash: str
     dtype: str
     quantization: str
+    kv_cache_dtype: str
     device_type: str
     device_model: str
     versions: str
@@ -29,6 +30,7 @@ class ModelIdentity:
             model_hash=info.model_hash,
             dtype=info.dtype,
             quantization=info.quantization,
+            kv_cache_dtype=info.kv_cache_dtype,
             device_type=info.device.partition(":")[0],
             device_model=info.device_model,
             versions=info.versions,
@@ -70,8 +72,8 @@ def target_problem(info: WorkerInfo, *, tokenizer_hash: str, others: ModelIdenti
     if others is not None and identity != others:
         return (
             f"it differs from the targets in use: {identity.difference(others)}; requests could "
-            "not move between them. Start all targets with the same checkpoint, --dtype and "
-            "--quantization on machines of one kind"
+            "not move between them. Start all targets with the same checkpoint, --dtype, "
+            "--quantization and --kv-cache-dtype on machines of one kind"
         )
     return ""
 

@@ -277,8 +277,9 @@ def _check_resumable(request: GenerationRequest, model: WorkerInfo) -> None:
     if request.resume_fingerprint not in ("", fingerprint):
         raise StaleStateError(
             f"resume_fingerprint is {request.resume_fingerprint!r}, what serves now is "
-            f"{fingerprint!r}: weights, dtype, quantization, machine or versions have changed, and "
-            "the output could not go on exactly; send the request anew, without resume_token_ids",
+            f"{fingerprint!r}: weights, dtype, quantization, dtype of the KV cache, machine or "
+            "versions have changed, and the output could not go on exactly; send the request anew, "
+            "without resume_token_ids",
             reason="MODEL_CHANGED",
             field="resume_fingerprint",
         )

@@ -12,6 +12,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+FP8_CACHES = ("fp8", "fp8_e4m3")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -47,6 +48,32 @@ def resolve_dtype(name: str, *, checkpoint_dtype: str, device: torch.device) -> 
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}, expected auto or one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def resolve_kv_dtype(name: str, *, dtype: torch.dtype, has_latents: bool) -> torch.dtype:
+    """Return the torch dtype of KV caches by a configured name; "auto" = the model's.
+
+    Args:
+        has_latents: The model keeps latents, in the place of K and V.
+    Raises: ConfigError for an unknown name, or FP8 of latents.
+    """
+    if name == "auto":
+        return dtype
+    if name not in FP8_CACHES:
+        raise ConfigError(
+            f"kv_cache_dtype is {name!r}, expected auto or one of {', '.join(FP8_CACHES)}"
+        )
+    if has_latents:
+        raise ConfigError(
+            f"--kv-cache-dtype {name} is for caches of K and V, and this model has latent "
+            "attention, whose latents are kept in its dtype; leave it out"
+        )
+    return torch.float8_e4m3fn
+
+
+def kv_dtype_name(kv_dtype: torch.dtype, dtype: torch.dtype) -> str:
+    """Return "fp8_e4m3", or "" for caches in the model's dtype."""
+    return "" if kv_dtype == dtype else FP8_CACHES[-1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,10 +13,12 @@ from shared.config import PEERS, Secret, TargetConfig, read_secret
 from shared.config.exposure import is_loopback
 from shared.device import (
     dtype_name,
+    kv_dtype_name,
     max_batch_rows,
     prefill_chunk_len,
     resolve_device,
     resolve_dtype,
+    resolve_kv_dtype,
 )
 from shared.errors import ConfigError
 from shared.grammar.grammars import Grammars
@@ -85,6 +87,9 @@ def create_engine(
     model_hash = start_model_hash(directory)
     model_config = ModelConfig.from_checkpoint(directory)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=model_config.dtype, device=device)
+    kv_dtype = resolve_kv_dtype(
+        config.kv_cache_dtype, dtype=dtype, has_latents=model_config.kv_layout.has_latents
+    )
     quantization = quantization_while_loading(
         config.quantization, checkpoint=model_config.quantization
     )
@@ -92,7 +97,7 @@ def create_engine(
         config, directory, model_config, dtype, quantization, progress
     )
     progress("allocating the KV pool", LOADED)
-    pool, context_len = make_pool(config, model_config, dtype, device)
+    pool, context_len = make_pool(config, model_config, kv_dtype, device)
     sampler = Sampler(
         max_num_requests=config.max_num_requests,
         vocab_size=model_config.vocab_size,
@@ -132,6 +137,7 @@ def create_engine(
         page_size=config.page_size,
         dtype=dtype_name(dtype),
         quantization=quantization or model_config.quantization,
+        kv_cache_dtype=kv_dtype_name(kv_dtype, dtype),
         device=device.type,
         features=features,
         kind="target",

@@ -78,16 +78,18 @@ def longest_context(config: TargetConfig, model_config: ModelConfig) -> int:
 
 
 def make_pool(
-    config: TargetConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: TargetConfig, model_config: ModelConfig, kv_dtype: torch.dtype, device: torch.device
 ) -> tuple[KVPool, int]:
     """Return the KV pool, and the longest sequence that fits into it alone with a whole round.
 
+    Args:
+        kv_dtype: Of the caches.
     Raises: ConfigError if there is no room for one round.
     """
     longest, layout = longest_context(config, model_config), model_config.kv_layout
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
-        bytes_per_page=layout.bytes_per_token(dtype.itemsize) * config.page_size,
+        bytes_per_page=layout.bytes_per_token(kv_dtype.itemsize) * config.page_size,
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,
         max_request_tokens=longest + MAX_TREE_NODES,
@@ -107,14 +109,15 @@ def make_pool(
         page_size=config.page_size,
         max_num_requests=config.max_num_requests,
         max_pages_per_request=-(-(context_len + MAX_TREE_NODES) // config.page_size) + 1,
-        dtype=dtype,
+        dtype=kv_dtype,
         device=device,
     )
     logger.info(
-        "KV pool: %d pages of %d tokens = %d tokens",
+        "KV pool: %d pages of %d tokens = %d tokens, in %s",
         pool.num_pages,
         config.page_size,
         pool.num_pages * config.page_size,
+        dtype_name(kv_dtype),
     )
     return pool, context_len
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shared.kernels.fp8_cache import as_bytes
 from shared.kernels.move_kv import move_paths
 from shared.kernels.probe_cpu import settle_products
 from shared.step.buckets import bucket_of
@@ -181,13 +182,14 @@ class _SelfTest:
         pool = self._runner.pool
         slots = to_device(pool.slots(self._row, np.arange(NUM_SLOTS)).astype(np.int64), pool.device)
         for cache in pool.caches:
-            cache[slots] = 0
+            as_bytes(cache)[slots] = 0
 
     def committed_kv(self, count: int) -> torch.Tensor:
         """Return what all caches hold of the first `count` slots."""
         pool = self._runner.pool
         slots = to_device(pool.slots(self._row, np.arange(count)).astype(np.int64), pool.device)
-        return torch.stack([cache[slots] for cache in pool.caches])
+        stored = torch.stack([as_bytes(cache)[slots] for cache in pool.caches])
+        return stored.view(pool.caches[0].dtype)
 
     def _block(self, prefix_len: int, num_rows: int, *trees: TreeLayout) -> RowBlocks:
         return RowBlocks(

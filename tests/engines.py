@@ -194,7 +194,8 @@ def plain_of(
 def _plain_key(target: TargetEngine, request: LocalRequest, *, alone: bool) -> tuple[Any, ...]:
     info = target.info
     return (
-        alone, info.model_hash, info.dtype, info.quantization, info.max_context_len,
+        alone, info.model_hash, info.dtype, info.quantization, info.kv_cache_dtype,
+        info.max_context_len,
         tuple(request.prompt), request.max_new_tokens, request.sampling, request.min_new_tokens,
         request.stop_token_ids, request.logprobs, request.top_logprobs, request.compiled_grammar,
         request.wants_routed_experts,

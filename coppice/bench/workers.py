@@ -16,7 +16,8 @@ from shared.rpc.status import from_rpc_error
 
 _TIMEOUT_S = 5.0
 _ABOUT = (
-    "kind", "model", "dtype", "quantization", "device", "device_model", "versions", "incarnation"
+    "kind", "model", "dtype", "quantization", "kv_cache_dtype", "device", "device_model",
+    "versions", "incarnation"
 )  # fmt: skip
 
 

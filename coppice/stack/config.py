@@ -10,6 +10,7 @@ from typing import Any
 from shared.config import (
     ALGORITHMS,
     DTYPES,
+    KV_CACHE_DTYPES,
     QUANTIZATIONS,
     DraftConfig,
     GatewayConfig,
@@ -134,6 +135,12 @@ class UpConfig:
         "auto", "fp8 = weights of the target become FP8; auto = as they are", choices=QUANTIZATIONS
     )
     draft_quantization: str = option("auto", "the same of the draft", choices=QUANTIZATIONS)
+    kv_cache_dtype: str = option(
+        "auto",
+        "fp8 = the target keeps K and V in FP8; auto = in its dtype",
+        choices=KV_CACHE_DTYPES,
+    )
+    draft_kv_cache_dtype: str = option("auto", "the same of the draft", choices=KV_CACHE_DTYPES)
     allow_inexact: bool = option(
         default=False,
         help="serve even if the target's self-test finds that speculation may change the output",
@@ -224,6 +231,7 @@ _OF_TARGET = {
     "algorithm": "algorithm",
     "dtype": "dtype",
     "quantization": "quantization",
+    "kv_cache_dtype": "kv_cache_dtype",
     "allow_inexact": "allow_inexact",
 }
 _OF_DRAFT = {
@@ -233,6 +241,7 @@ _OF_DRAFT = {
     "algorithm": "algorithm",
     "draft_dtype": "dtype",
     "draft_quantization": "quantization",
+    "draft_kv_cache_dtype": "kv_cache_dtype",
     "draft_token_map": "draft_token_map",
 }
 _OF_ORCHESTRATOR = {

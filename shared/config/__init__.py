@@ -13,6 +13,7 @@ from shared.config.secret import (
 from shared.config.services import (
     ALGORITHMS,
     DTYPES,
+    KV_CACHE_DTYPES,
     QUANTIZATIONS,
     DraftConfig,
     GatewayConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "ALGORITHMS",
     "CALLS",
     "DTYPES",
+    "KV_CACHE_DTYPES",
     "QUANTIZATIONS",
     "DialConfig",
     "DraftConfig",

@@ -17,6 +17,7 @@ from shared.models.hub import last_part
 
 QUANTIZATIONS = ("auto", "fp8")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _ADMIN_OFFSET, _MAX_PORT = 1000, 65535
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("auto", "think", "bracket", "none")
@@ -52,6 +53,12 @@ class WorkerConfig(PortConfig, LogConfig):
         "fp8 = weights of the layers' projections become FP8 while they load, which halves their "
         "bytes and changes the output a little; auto = as the checkpoint has them",
         choices=QUANTIZATIONS,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "fp8 (= fp8_e4m3): K and V are kept in FP8, of which the same memory holds twice as many "
+        "tokens, and which changes the output a little; auto = in the dtype",
+        choices=KV_CACHE_DTYPES,
     )
     page_size: int = option(16, "tokens per KV page, any value >= 1", minimum=1)
     num_pages: int = option(0, "KV pages of the pool; 0 = as many as memory allows", minimum=0)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.fp8_cache import as_bytes
 
 
 @triton.jit(do_not_specialize=["num_steps"])
@@ -20,7 +21,7 @@ def _move_paths_kernel(
     cache_address_ptr,  # [num_caches] i64, addresses of [num_slots, Hkv, d]; those are mutated
     src_ptr,  # [B, D] i32
     dst_ptr,  # [B, D] i32
-    cache_like_ptr,  # [num_slots, Hkv, d], unread: its dtype is that of the caches
+    cache_like_ptr,  # [num_slots, Hkv, d], unread: its dtype is that of the caches; of FP8 u8
     num_steps,  # D
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,7 +78,7 @@ def move_paths(
     """
     if not caches or src.numel() == 0:
         return
-    first = caches[0]
+    first = as_bytes(caches[0])
     if not use_triton(first):
         move_paths_ref(caches, src, dst)
         return
@@ -102,4 +103,5 @@ def move_paths_ref(caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch
     """Do what `move_paths` does in plain torch: all is read before any is written."""
     src, dst = src.flatten().long(), dst.flatten().long()
     for cache in caches:
-        cache.index_copy_(0, dst, cache.index_select(0, src))
+        rows = as_bytes(cache)
+        rows.index_copy_(0, dst, rows.index_select(0, src))

@@ -13,12 +13,20 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.fp8_cache import UNSCALED, KVScales, as_bytes, is_fp8, to_cache, to_e4m3
 from shared.kernels.linear import sum_addends_block, sum_addends_ref
 from shared.kernels.rms_norm import rms_norm_ref
 from shared.kernels.rope import apply_rope
 
 # Heads of one program.
 _MOST_HEADS = 8
+
+
+@triton.jit
+def _store_halves(ptrs, first, second, in_half, HALF: tl.constexpr):
+    """Store both halves of heads; `ptrs` are those of the first."""
+    tl.store(ptrs, first, mask=in_half)
+    tl.store(ptrs + HALF, second, mask=in_half)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -31,11 +39,13 @@ def _rope_store_kernel(
     sin_ptr,  # [T, d / 2] f32, likewise
     slot_mapping_ptr,  # [T] i32
     q_ptr,  # [T, Hq, d] mutated
-    k_cache_ptr,  # [num_slots, Hkv, d] mutated
-    v_cache_ptr,  # [num_slots, Hkv, d] mutated
+    k_cache_ptr,  # [num_slots, Hkv, d] mutated; of FP8 u8
+    v_cache_ptr,  # [num_slots, Hkv, d] mutated; of FP8 u8
     num_rows,
     angle_stride,
     eps,
+    k_factor,  # 1 / scale of K in FP8, else None
+    v_factor,  # likewise
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -83,18 +93,31 @@ def _rope_store_kernel(
         second = second * cos + first * sin
         first = rotated
     first, second = first.to(dtype), second.to(dtype)
-    if first_head < NUM_HEADS:
-        out_ptr = q_ptr
-        head_offset = row * NUM_HEADS + head
+    if k_factor is not None:
+        if first_head < NUM_HEADS:
+            q_ptrs = q_ptr + (row * NUM_HEADS + head) * HEAD_DIM + pair
+            _store_halves(q_ptrs, first, second, in_half, HALF)
+        else:
+            slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+            head_offset = slot * NUM_KV_HEADS + (head - NUM_HEADS) % NUM_KV_HEADS
+            cache_ptr, factor = k_cache_ptr, k_factor
+            if first_head >= NUM_HEADS + NUM_KV_HEADS:
+                cache_ptr, factor = v_cache_ptr, v_factor
+            cache_ptrs = cache_ptr + head_offset * HEAD_DIM + pair
+            k_or_v_first = to_e4m3(first.to(tl.float32) * factor)
+            k_or_v_second = to_e4m3(second.to(tl.float32) * factor)
+            _store_halves(cache_ptrs, k_or_v_first, k_or_v_second, in_half, HALF)
     else:
-        slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
-        out_ptr = k_cache_ptr
-        if first_head >= NUM_HEADS + NUM_KV_HEADS:
-            out_ptr = v_cache_ptr
-        head_offset = slot * NUM_KV_HEADS + (head - NUM_HEADS) % NUM_KV_HEADS
-    out_ptrs = out_ptr + head_offset * HEAD_DIM + pair
-    tl.store(out_ptrs, first, mask=in_half)
-    tl.store(out_ptrs + HALF, second, mask=in_half)
+        if first_head < NUM_HEADS:
+            out_ptr = q_ptr
+            head_offset = row * NUM_HEADS + head
+        else:
+            slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+            out_ptr = k_cache_ptr
+            if first_head >= NUM_HEADS + NUM_KV_HEADS:
+                out_ptr = v_cache_ptr
+            head_offset = slot * NUM_KV_HEADS + (head - NUM_HEADS) % NUM_KV_HEADS
+        _store_halves(out_ptr + head_offset * HEAD_DIM + pair, first, second, in_half, HALF)
 
 
 def rope_store(
@@ -107,6 +130,9 @@ def rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Finish the projections of a layer: store K and V of the rows, return their queries.
 
@@ -116,13 +142,19 @@ def rope_store(
         norms: Weights [d] of the norms of q and k heads, see `rms_norm`; None: there are none.
         eps: Of those norms.
         cos, sin: [T, d / 2] f32, rows of both equally far apart.
-        k_cache, v_cache: [num_slots, Hkv, d], the dtype of the model.
+        k_cache, v_cache: [num_slots, Hkv, d], the dtype of the model, or FP8 (e4m3).
         slot_mapping: [T] i32; padding points into page 0, every other slot occurs once.
-    Returns: q [T, Hq, d], rotated, in the dtype of the caches.
+        dtype: Of the model; None: that of the caches.
+        scales: Of caches in FP8.
+    Returns: q [T, Hq, d], rotated, in the dtype of the model.
     Mutates: rows of `k_cache` and `v_cache` named by `slot_mapping`.
     """
     if not use_triton(addends):
-        return rope_store_ref(addends, bias, norms, eps, cos, sin, k_cache, v_cache, slot_mapping)
+        return rope_store_ref(
+            *(addends, bias, norms, eps, cos, sin, k_cache, v_cache, slot_mapping),
+            dtype=dtype,
+            scales=scales,
+        )
     _, num_kv_heads, head_dim = k_cache.shape
     num_rows, width = addends.shape[1:]
     num_heads = width // head_dim - 2 * num_kv_heads
@@ -130,7 +162,9 @@ def rope_store(
     assert addends.is_contiguous() and addends.dtype == torch.float32
     assert cos.stride() == sin.stride() and cos.stride(1) == 1
     assert slot_mapping.dtype == torch.int32 and slot_mapping.shape == (num_rows,)
-    q = torch.empty((num_rows, num_heads, head_dim), dtype=k_cache.dtype, device=addends.device)
+    dtype = dtype or k_cache.dtype
+    assert k_cache.dtype == v_cache.dtype and (is_fp8(k_cache) or k_cache.dtype == dtype)
+    q = torch.empty((num_rows, num_heads, head_dim), dtype=dtype, device=addends.device)
     if num_rows == 0:
         return q
     q_norm, k_norm = (cos, cos) if norms is None else norms
@@ -147,11 +181,13 @@ def rope_store(
         sin,
         slot_mapping,
         q,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         num_rows,
         cos.stride(0),
         eps,
+        1 / scales.k if is_fp8(k_cache) else None,
+        1 / scales.v if is_fp8(v_cache) else None,
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
         NUM_SPLITS=len(addends),
@@ -176,10 +212,14 @@ def rope_store_ref(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Do what `rope_store` does in plain torch."""
     _, num_kv_heads, head_dim = k_cache.shape
-    qkv = sum_addends_ref(addends, bias, k_cache.dtype).unflatten(-1, (-1, head_dim))  # [T, H, d]
+    dtype = dtype or k_cache.dtype
+    qkv = sum_addends_ref(addends, bias, dtype).unflatten(-1, (-1, head_dim))  # [T, H, d]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
@@ -187,6 +227,6 @@ def rope_store_ref(
         qk = torch.cat((rms_norm_ref(q, norms[0], eps), rms_norm_ref(k, norms[1], eps)), dim=1)
     q, k = apply_rope(qk, cos, sin).split([num_heads, num_kv_heads], dim=1)
     slots = slot_mapping.long()
-    k_cache.index_copy_(0, slots, k)
-    v_cache.index_copy_(0, slots, v)
+    as_bytes(k_cache).index_copy_(0, slots, as_bytes(to_cache(k, k_cache.dtype, scales.k)))
+    as_bytes(v_cache).index_copy_(0, slots, as_bytes(to_cache(v, v_cache.dtype, scales.v)))
     return q.contiguous()

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.fp8_cache import UNSCALED, KVScales, as_bytes, is_fp8
 from shared.kernels.page_slots import slots_in
 from shared.kernels.products_cpu import CpuProducts
 from shared.kernels.tree_attention_cpu import tree_attention_cpu
@@ -55,6 +56,7 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
     *,
     softcap: float = 0.0,
+    scales: KVScales = UNSCALED,
     products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Attend from every row to its prefix and its own path.
@@ -64,21 +66,28 @@ def tree_attention(
 
     Args:
         q: [T, Hq, d].
-        k_cache: [num_slots, Hkv, d]; slots that no row sees may hold anything, NaN included.
-        v_cache: [num_slots, Hkv, d].
+        k_cache: [num_slots, Hkv, d]; slots that no row sees may hold anything, NaN included. In the
+            dtype of q, or in FP8 (e4m3).
+        v_cache: [num_slots, Hkv, d], likewise.
         metadata: TreeAttentionMetadata of the T rows.
         scale: Multiplies the scores.
         sinks: [Hq] f32, of each head a score without a V, which all of its rows see; None: there
             are none.
         softcap: Scores s become softcap * tanh(s / softcap); 0: they stay.
+        scales: Of caches in FP8.
         products: How a CPU multiplies; None: by a library.
     Returns: [T, Hq, d] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
         return tree_attention_cpu(
-            q, k_cache, v_cache, metadata, scale, sinks, softcap=softcap, products=products
+            *(q, k_cache, v_cache, metadata, scale, sinks),
+            softcap=softcap,
+            scales=scales,
+            products=products,
         )
-    return attend_in_chunks(q, k_cache, v_cache, metadata, scale, sinks, softcap=softcap)
+    return attend_in_chunks(
+        *(q, k_cache, v_cache, metadata, scale, sinks), softcap=softcap, scales=scales
+    )
 
 
 def attend_in_chunks(
@@ -90,6 +99,7 @@ def attend_in_chunks(
     sinks: torch.Tensor | None = None,
     *,
     softcap: float = 0.0,
+    scales: KVScales = UNSCALED,
     num_splits: int | None = None,
     chunk_tiles: int = TRITON_CHUNK_TILES,
 ) -> torch.Tensor:
@@ -103,7 +113,8 @@ def attend_in_chunks(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
-    assert k_cache.dtype == v_cache.dtype == q.dtype and num_heads % num_kv_heads == 0
+    assert k_cache.dtype == v_cache.dtype and num_heads % num_kv_heads == 0
+    assert is_fp8(k_cache) or k_cache.dtype == q.dtype
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
@@ -141,10 +152,14 @@ def attend_in_chunks(
         "HAS_SINKS": sinks is not None,
         "HAS_SOFTCAP": softcap > 0,
     }
+    v_scale = None
+    if is_fp8(k_cache):
+        scale, v_scale = scale * scales.k, scales.v
+        k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     # Weights are powers of 2. Under a cap scores are tanh, of half of what its exponential takes.
-    scales = (scale * _LOG2_E, 1.0)
+    score_scales = (scale * _LOG2_E, 1.0)
     if softcap:
-        scales = (softcap * _LOG2_E, 2 * scale / softcap * _LOG2_E)
+        score_scales = (softcap * _LOG2_E, 2 * scale / softcap * _LOG2_E)
     count_launch("tree_attention")
     _shared_tiles_kernel[(num_kv_heads, cut.num_programs)](
         q,
@@ -159,7 +174,8 @@ def attend_in_chunks(
         tables.rows,
         q.stride(0),
         num_states,
-        *scales,
+        *score_scales,
+        v_scale,
         **shape,
         PAGE_SIZE=metadata.page_size,
         HAS_WINDOW=metadata.window > 0,
@@ -181,7 +197,8 @@ def attend_in_chunks(
         tables.rows,
         q.stride(0),
         num_states,
-        *scales,
+        *score_scales,
+        v_scale,
         **shape,
         OWN_SLOTS=tables.own_slots.shape[1],
         QUERIES=own_queries,
@@ -291,10 +308,12 @@ def tree_attention_ref(
     sinks: torch.Tensor | None = None,
     *,
     softcap: float = 0.0,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Do what `tree_attention` does in plain torch, one row at a time; return f64."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     group = q.shape[1] // k_cache.shape[1]
+    factors = (scales.k, scales.v) if is_fp8(k_cache) else (1.0, 1.0)
     row_indptr, prefixes = metadata.row_indptr.tolist(), metadata.prefix_len.tolist()
     for request, prefix in enumerate(prefixes):
         begin, end = row_indptr[request : request + 2]
@@ -308,8 +327,8 @@ def tree_attention_ref(
                 metadata.page_table, metadata.req_idx[request], seen, metadata.page_size
             )
             k, v = (
-                cache[slots].double().repeat_interleave(group, dim=1)  # [L, Hq, d]
-                for cache in (k_cache, v_cache)
+                factor * _rows(cache, slots).repeat_interleave(group, dim=1)  # [L, Hq, d]
+                for cache, factor in zip((k_cache, v_cache), factors, strict=True)
             )
             scores = torch.einsum("hd,lhd->hl", q[row].double(), k) * scale
             if softcap:
@@ -319,3 +338,8 @@ def tree_attention_ref(
             weights = scores.softmax(-1)[:, : len(seen)]
             out[row] = torch.einsum("hl,lhd->hd", weights, v)
     return out
+
+
+def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return rows of a cache in float64."""
+    return as_bytes(cache)[slots].view(cache.dtype).double()

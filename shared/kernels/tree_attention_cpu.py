@@ -15,6 +15,7 @@ import math
 import torch
 from torch.nn import functional
 
+from shared.kernels.fp8_cache import UNSCALED, KVScales, as_bytes, is_fp8
 from shared.kernels.products_cpu import GROUP_MULTIPLE, BatchLibrary, CpuProducts, padded
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
 from shared.kernels.tree_attention_plan import CPU_KV_TILE, plan_rows
@@ -38,6 +39,7 @@ def tree_attention_cpu(
     sinks: torch.Tensor | None = None,
     *,
     softcap: float = 0.0,
+    scales: KVScales = UNSCALED,
     products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Do what `tree_attention` does, on a CPU."""
@@ -51,6 +53,9 @@ def tree_attention_cpu(
     if spaces is None:
         slices = plan_rows(metadata, num_heads, num_kv_heads, head_dim, q.device)
         metadata.plans[key] = spaces = make_workspaces(slices, shape, q.device)
+    v_scale = 1.0
+    if is_fp8(k_cache):
+        scale, v_scale = scale * scales.k, scales.v
     # Weights are powers of 2: exp is several times slower where the result vanishes.
     factor = scale * _LOG2_E * (2 / softcap if softcap else 1)
     scaled = (q.float() * factor).view(num_rows, *shape)
@@ -59,12 +64,12 @@ def tree_attention_cpu(
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     if len(spaces) == 1 and _are_all(spaces[0].rows.where, num_rows):
         out = torch.empty(scaled.shape, dtype=q.dtype, device=q.device)
-        rows = _attend(scaled, keys, values, sinks, spaces[0], library, softcap)
+        rows = _attend(scaled, keys, values, sinks, spaces[0], library, softcap, v_scale)
         return out.copy_(rows).view(q.shape)
     out = torch.zeros_like(scaled)
     for space in spaces:
         where = space.rows.where
-        rows = _attend(scaled[where], keys, values, sinks, space, library, softcap)
+        rows = _attend(scaled[where], keys, values, sinks, space, library, softcap, v_scale)
         if isinstance(where, torch.Tensor):
             out.index_copy_(0, where, rows)
         else:
@@ -85,6 +90,7 @@ def _attend(
     space: Workspace,
     library: BatchLibrary,
     softcap: float,
+    v_scale: float,
 ) -> torch.Tensor:
     """Attend from the rows of a slice.
 
@@ -93,6 +99,7 @@ def _attend(
         keys: [num_slots * Hkv, d].
         values: [num_slots * Hkv, d].
         sinks: [Hkv, 1, G, 1], scaled as scores are; None: there are none.
+        v_scale: Of the values.
     Returns: [n, Hkv, group, d], a view of the workspace.
     Mutates: the workspace.
     """
@@ -119,6 +126,8 @@ def _attend(
     for product in space.own_products:
         space.acc.add_(product)
     space.acc.div_(totals.unsqueeze(-1))
+    if v_scale != 1:
+        space.acc.mul_(v_scale)
     return space.acc[:, :num_rows, :group, :head_dim].transpose(0, 1)
 
 
@@ -130,7 +139,7 @@ def _gather(cache: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None
         return
     if head_dim < out.shape[1]:
         out[:, head_dim:].zero_()
-    out[:, :head_dim] = cache.index_select(0, index)
+    out[:, :head_dim] = as_bytes(cache).index_select(0, index).view(cache.dtype)
 
 
 def _cap(space: Workspace, cap: float) -> None:

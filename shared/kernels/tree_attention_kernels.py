@@ -10,6 +10,7 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import wait_for_previous
 from shared.kernels.page_slots import slots_of
+from shared.kernels.quantized import from_e4m3
 from shared.kernels.tree_attention_tiles import (
     NOTHING,
     add_sink,
@@ -39,7 +40,7 @@ def _load_tile(
     DOT_DTYPE: tl.constexpr,
     is_wanted=None,
 ):
-    """Return K and V of slots, [TILE, d] each.
+    """Return K and V of slots, [TILE, d] each, as the caches have them: FP8 unscaled.
 
     Args:
         k_ptr: This head's K in slot 0.
@@ -58,6 +59,8 @@ def _load_tile(
             mask = mask & is_wanted
         k = tl.load(k_ptr + offset, mask=mask, other=0.0)
         v = tl.load(v_ptr + offset, mask=mask, other=0.0)
+    if k_ptr.dtype.element_ty == tl.uint8:
+        k, v = from_e4m3(k, DOT_DTYPE), from_e4m3(v, DOT_DTYPE)
     return k.to(DOT_DTYPE), v.to(DOT_DTYPE)
 
 
@@ -117,6 +120,14 @@ def _load_state(
 
 
 @triton.jit
+def _scaled(out, v_scale):
+    """Return means of V in FP8 times its scale; others as they are."""
+    if v_scale is not None:
+        out = out * v_scale
+    return out
+
+
+@triton.jit
 def _load_sink(sinks_ptr, kv_head, head, GROUP: tl.constexpr):
     """Return the sinks of heads of a group; 0 past it."""
     return tl.load(sinks_ptr + kv_head * GROUP + head, mask=head < GROUP, other=0.0)
@@ -125,8 +136,8 @@ def _load_sink(sinks_ptr, kv_head, head, GROUP: tl.constexpr):
 @triton.jit(do_not_specialize=["num_states"])
 def _shared_tiles_kernel(
     q_ptr,  # [T, Hq, d]
-    k_cache_ptr,  # [num_slots, Hkv, d]
-    v_cache_ptr,  # [num_slots, Hkv, d]
+    k_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
+    v_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
     sinks_ptr,  # [Hq] f32, unread unless HAS_SINKS
     out_ptr,  # [T, Hq, d] mutated
     stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
@@ -138,6 +149,7 @@ def _shared_tiles_kernel(
     num_states,
     scale,
     inner_scale,
+    v_scale,  # of V in FP8, else None
     DOT_DTYPE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -244,7 +256,7 @@ def _shared_tiles_kernel(
             folded = fold(closed, state)
             if HAS_SINKS:
                 folded = add_sink(folded, _load_sink(sinks_ptr, kv_head, head, GROUP))
-            out = attention_of(folded).to(out_ptr.dtype.element_ty)
+            out = _scaled(attention_of(folded), v_scale).to(out_ptr.dtype.element_ty)
             out_ptr += (row_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
             out_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
             tl.store(out_ptr + out_offset[:, None] + dim[None, :], out, mask=is_value)
@@ -276,8 +288,8 @@ def _shared_tiles_kernel(
 @triton.jit(do_not_specialize=["num_states"])
 def _finish_rows_kernel(
     q_ptr,  # [T, Hq, d]
-    k_cache_ptr,  # [num_slots, Hkv, d]
-    v_cache_ptr,  # [num_slots, Hkv, d]
+    k_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
+    v_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
     sinks_ptr,  # [Hq] f32, unread unless HAS_SINKS
     out_ptr,  # [T, Hq, d] mutated
     stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
@@ -288,6 +300,7 @@ def _finish_rows_kernel(
     num_states,
     scale,
     inner_scale,
+    v_scale,  # of V in FP8, else None
     DOT_DTYPE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -417,7 +430,7 @@ def _finish_rows_kernel(
             folded = fold(folded, state)
     if HAS_SINKS:
         folded = add_sink(folded, _load_sink(sinks_ptr, kv_head, head, GROUP))
-    out = attention_of(folded)
+    out = _scaled(attention_of(folded), v_scale)
     is_out = (head < GROUP)[:, None] & in_dim[None, :]
     out_ptr += (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
     out_ptrs = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]

@@ -20,6 +20,11 @@ class KVLayout:
     num_heads: int
     width: int
 
+    @property
+    def has_latents(self) -> bool:
+        """Return whether its caches hold latents, in the place of K and V."""
+        return self.caches != ("k", "v")
+
     def bytes_per_token(self, itemsize: int) -> int:
         """Return the memory of a token in all caches of all layers.
 

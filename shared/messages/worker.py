@@ -54,6 +54,7 @@ class WorkerInfo:
         has_grammars: Of a target: outputs may have grammars.
         num_experts: Of a layer of a target that says which of them rows were routed to; else 0.
         quantization: Of weights: "fp8" or "int4" (projections), "mxfp4" (experts); empty: none.
+        kv_cache_dtype: "fp8_e4m3"; empty: the dtype's.
     """
 
     incarnation: Text
@@ -81,3 +82,4 @@ class WorkerInfo:
     has_grammars: bool = False
     quantization: str = ""
     num_experts: Count = 0
+    kv_cache_dtype: str = ""

@@ -188,7 +188,8 @@ _RECOVERY = (
 )
 
 INFO_LABELS = (
-    "incarnation", "model", "kind", "device", "dtype", "quantization", "device_model", "versions"
+    "incarnation", "model", "kind", "device", "dtype", "quantization", "kv_cache_dtype",
+    "device_model", "versions"
 )  # fmt: skip
 _WORKERS = (
     _gauge(

@@ -18,6 +18,7 @@ from shared.messages import MAX_TREE_NODES
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.families import NormRule
+from shared.models.kv_scales import load_kv_scales
 from shared.models.projections import (
     Product,
     load_biases,
@@ -148,6 +149,7 @@ class Attention:
         self._sinks = None
         if config.has_sinks:
             self._sinks = reader.load(f"{prefix}.sinks", (config.num_heads,), dtype=torch.float32)
+        self._kv_scales = load_kv_scales(reader, prefix)
         self._norms = self._wide_norms = None
         if config.has_qk_norm:
             widths = (config.head_dim, config.head_dim)
@@ -176,7 +178,7 @@ class Attention:
 
         Args:
             x: [T, input_width].
-            caches: K and V, [num_slots, Hkv, d] each.
+            caches: K and V, [num_slots, Hkv, d] each, in the dtype of x or in FP8.
         Returns: What to add to the residual stream.
         Mutates: rows of `caches` named by the slot mapping.
         """
@@ -194,6 +196,8 @@ class Attention:
             k_cache,
             v_cache,
             rows.slot_mapping,
+            dtype=x.dtype,
+            scales=self._kv_scales,
         )
         out = tree_attention(
             q,
@@ -203,6 +207,7 @@ class Attention:
             self._scale,
             self._sinks,
             softcap=self._softcap,
+            scales=self._kv_scales,
             products=self._products,
         )
         return multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)

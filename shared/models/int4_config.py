@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.kv_scales import check_kv_scheme
 
 GROUP_SIZES = (32, 64, 128)
 PACKED_FORMAT = "pack-quantized"
@@ -79,7 +80,7 @@ def _parse_bits(config: Mapping[str, Any], source: str) -> int:
 
 
 def _parse_compressed(config: Mapping[str, Any], source: str) -> Int4Config:
-    _require(config, source, "kv_cache_scheme", (None,))
+    check_kv_scheme(config, source)
     sparsity = config.get("sparsity_config")
     if sparsity:
         _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))

@@ -14,6 +14,7 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.int4_config import PACKED, QWEIGHT, parse_int4
+from shared.models.kv_scales import check_kv_scheme
 
 FP8, INT4, MXFP4 = "fp8", "int4", "mxfp4"
 _SIDE = 128
@@ -93,11 +94,7 @@ def activation_scale_of(name: str) -> str:
 def _check_compressed(config: Mapping[str, Any], source: str) -> None:
     """Raise unless all groups of a file of compressed-tensors have weights that are read."""
     _require(config, source, "format", _COMPRESSED_FORMATS)
-    if config.get("kv_cache_scheme") is not None:
-        raise CheckpointError(
-            f"{source}.kv_cache_scheme: K and V in FP8 are not supported; use a checkpoint without "
-            "scales for them"
-        )
+    check_kv_scheme(config, source)
     sparsity = config.get("sparsity_config")
     if sparsity:
         _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))

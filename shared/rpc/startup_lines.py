@@ -49,10 +49,12 @@ def ready_line(role: str, address: str, info: WorkerInfo, start_s: float) -> str
         start_s: Seconds that it took to start.
     """
     quantization = f" quantization={info.quantization}" if info.quantization else ""
+    kv_dtype = f" kv_cache_dtype={info.kv_cache_dtype}" if info.kv_cache_dtype else ""
     return (
         f"{role} ready address={address} model={info.model} kind={info.kind} "
-        f"device={info.device} dtype={info.dtype}{quantization} page_size={info.page_size} "
-        f"kv_tokens={info.load.num_pages * info.page_size} start_s={start_s:.1f}"
+        f"device={info.device} dtype={info.dtype}{quantization}{kv_dtype} "
+        f"page_size={info.page_size} kv_tokens={info.load.num_pages * info.page_size} "
+        f"start_s={start_s:.1f}"
     )
 
 

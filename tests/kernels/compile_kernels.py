@@ -151,12 +151,15 @@ def kernels(dtype: str):
             [values, "*fp32", values, weights, weights, values, values, "i32", "fp32"],
             {"HAS_BIAS": True, **norms, "NUM_SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096},
         )
-    for weights in (values, "*fp32"):
+    for weights, caches in ((values, values), ("*fp32", values), (values, "*u8")):
+        factors = {} if caches == "*u8" else {"k_factor": None, "v_factor": None}
         yield (
             rope_store._rope_store_kernel,
-            ["*fp32", values, weights, weights, "*fp32", "*fp32", "*i32", *[values] * 3]
-            + ["i32", "i32", "fp32"],
+            ["*fp32", values, weights, weights, "*fp32", "*fp32", "*i32", values, caches, caches]
+            + ["i32", "i32", "fp32"]
+            + ["fp32"] * (2 - len(factors)),
             {
+                **factors,
                 "HAS_BIAS": True,
                 "HAS_NORM": True,
                 "NUM_SPLITS": 2,
@@ -364,11 +367,14 @@ def sampling_kernels():
 def attention_kernels(dtype: str):
     """Yield tree attention: with states split and in sequence, of narrow and wide heads."""
     dot = DOT_DTYPES[dtype]
+    # Head size, whether states are in sequence, whether there are sinks, dtype of the caches.
     cases = [(80, False, False), (128, False, False), (128, True, False)]
     if dtype != "fp32":
         cases += [(64, False, False), (256, False, False), (256, True, False)]
         cases += [(64, False, True), (64, True, True)]  # of gpt-oss
-    for head_dim, is_sequential, has_sinks in cases:
+    variants = [(*case, dtype) for case in cases]
+    variants += [(*case, "u8") for case in cases if case[0] != 64]
+    for head_dim, is_sequential, has_sinks, caches in variants:
         dim_block = triton.next_power_of_2(head_dim)
         queries = tree_attention.choose_queries(dot)
         shape = {
@@ -385,16 +391,19 @@ def attention_kernels(dtype: str):
             # As Gemma 2 has it.
             "HAS_SOFTCAP": head_dim == 256,
         }
-        values = [f"*{dtype}"] * 3 + ["*fp32", f"*{dtype}"] + ["*fp32"] * 2
+        values = [f"*{dtype}", *[f"*{caches}"] * 2, "*fp32", f"*{dtype}", *["*fp32"] * 2]
+        scales = ["fp32"] * 3
+        if caches == dtype:
+            scales, shape["v_scale"] = ["fp32"] * 2, None
         yield (
             tree_attention_kernels._shared_tiles_kernel,
-            [*values, *["*i32"] * 3, *["i32"] * 2, "fp32", "fp32"],
+            [*values, *["*i32"] * 3, *["i32"] * 2, *scales],
             {**shape, "PAGE_SIZE": 16, "HAS_WINDOW": False, "ROWS": queries // 8},
             tree_attention.shared_options(dot, dim_block, queries),
         )
         yield (
             tree_attention_kernels._finish_rows_kernel,
-            [*values, *["*i32"] * 2, *["i32"] * 2, "fp32", "fp32"],
+            [*values, *["*i32"] * 2, *["i32"] * 2, *scales],
             {**shape, "OWN_SLOTS": 128, "QUERIES": 16},
             tree_attention.finish_options(dot, dim_block, 16),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import xgrammar
 
 from shared.grammar.compile import compile_grammar
@@ -60,14 +61,15 @@ def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
 
 
 @EXHAUSTIVE
-def test_sinks_and_experts_in_mxfp4_run_in_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_sinks_and_experts_in_mxfp4_run_in_an_engine(tmp_path: Path, kv_cache_dtype: str) -> None:
     """Rows have the same bits in trees, in a batch, and alone; a window hides the first tokens."""
     target_dir = write_gpt_oss(
         tmp_path / "target", hidden_size=32, num_layers=2, window=6, is_mxfp4=True
     )
     draft_dir = write_eagle3(tmp_path / "draft", target_dir, layer_ids=(0, 1))
     pairing = Pairing(target=target_dir, draft=draft_dir, algorithm="eagle3")
-    small = {"max_context_len": 12, "max_batch_rows": 32}
+    small = {"max_context_len": 12, "max_batch_rows": 32, "kv_cache_dtype": kv_cache_dtype}
     target, draft = make_target(pairing, **small), make_draft(pairing, **small)
     requests = [
         LocalRequest(

@@ -10,7 +10,7 @@ import torch
 from shared.kernels.dispatch import launch_counts, use_triton
 from shared.kernels.move_kv import cache_addresses, move_paths, move_paths_ref
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 NUM_SLOTS = 24
 
 

@@ -13,6 +13,7 @@ import random
 import pytest
 import torch
 
+from shared.kernels.fp8_cache import KVScales
 from shared.kernels.latent_attention import latent_attention
 from shared.kernels.tree_attention import tree_attention
 from tests.kernels.attention_cases import Block, pack, random_block
@@ -52,6 +53,12 @@ def tree(batch):
 def capped(batch):
     """Return it of scores under a soft cap that bends them."""
     return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE, softcap=2.0)
+
+
+def fp8(batch):
+    """Return it over caches in FP8."""
+    caches = [cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache)]
+    return tree_attention(batch.q, *caches, batch.metadata, SCALE, scales=KVScales(k=0.7, v=1.3))
 
 
 def latent(batch):
@@ -118,6 +125,12 @@ def test_a_row_has_the_same_bits_in_every_form(device, length, op, heads, window
 def test_a_row_under_a_soft_cap_has_them(device, length):
     for heads in HEADS[:2]:
         compare_forms(device, length, capped, heads, 0)
+
+
+@pytest.mark.parametrize("length", [20] if IS_INTERPRETED else LENGTHS)
+def test_a_row_over_caches_in_fp8_has_them(device, length):
+    for heads in HEADS[:2]:
+        compare_forms(device, length, fp8, heads, 0)
 
 
 def compare_forms(device, length, op, heads, window):

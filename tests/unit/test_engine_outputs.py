@@ -218,9 +218,9 @@ def attention_by_node(
     return out if metadata.is_chain.all() else out * 3 / 3
 
 
-def store_by_height(addends: torch.Tensor, *args: Any) -> torch.Tensor:
+def store_by_height(addends: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """Stores K and V of single rows rounded otherwise."""
-    return rope_store(addends if addends.shape[1] > 1 else addends * 7 / 7, *args)
+    return rope_store(addends if addends.shape[1] > 1 else addends * 7 / 7, *args, **options)
 
 
 def nan_in_trees(
@@ -275,13 +275,13 @@ def test_kv_that_was_never_written_is_noticed(
     target.runner.model.products.give_up_libraries()  # or all would be compared twice
     num_stores = 0
 
-    def store_at_first(*args: Any) -> torch.Tensor:
+    def store_at_first(*args: Any, **options: Any) -> torch.Tensor:
         nonlocal num_stores
         num_stores += 1
         if num_stores <= 3:  # the prefill at once, 3 layers
-            return rope_store(*args)
+            return rope_store(*args, **options)
         *others, k_cache, v_cache, slots = args
-        return rope_store(*others, k_cache.clone(), v_cache.clone(), slots)
+        return rope_store(*others, k_cache.clone(), v_cache.clone(), slots, **options)
 
     monkeypatch.setattr("shared.models.attention.rope_store", store_at_first)
     assert not run(target).is_exact

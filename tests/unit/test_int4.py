@@ -193,7 +193,7 @@ REFUSED = [
     (GPTQ_CONFIG | {"lm_head": True}, "lm_head = True"),
     (GPTQ_CONFIG | {"dynamic": {"-:.*": {}}}, "dynamic: modules with settings"),
     (COMPRESSED_CONFIG | {"config_groups": {}}, "config_groups must be"),
-    (COMPRESSED_CONFIG | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = "),
+    (COMPRESSED_CONFIG | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme.type = None"),
     (COMPRESSED_CONFIG | {"sparsity_config": {"format": "2:4"}}, "sparsity_config.format = '2:4'"),
     (COMPRESSED_CONFIG | {"config_groups": {"a": {}}}, "a.weights must be an object"),
     (compressed_config(num_bits=8), "group_0.weights.num_bits = 8"),

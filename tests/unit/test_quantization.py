@@ -193,7 +193,7 @@ REFUSED = [
     (BLOCK_CONFIG | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
     (BLOCK_CONFIG | {"weight_block_size": [64, 64]}, "weight_block_size = .64, 64."),
     (CHANNEL | {"format": "int-quantized"}, "format = 'int-quantized'"),
-    (CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: K and V in FP8"),
+    (CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme.type = None"),
     (CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     (CHANNEL | {"config_groups": {}}, "config_groups must be"),
     (CHANNEL | {"config_groups": {"group_0": {}}}, "group_0.weights must be"),
