@@ -59,15 +59,17 @@ def parse_int4(config: Mapping[str, Any], source: str) -> Int4Config | None:
 
 def _parse_gptq(config: Mapping[str, Any], source: str) -> Int4Config:
     _require(config, source, "checkpoint_format", ("gptq", "gptq_v2", "", None))
+    _require(config, source, "format", ("gptq", "gptq_v2", "", None))  # as GPTQModel calls it, too
     _require(config, source, "is_marlin_format", (False, None))
     _require(config, source, "lm_head", (False, None))
     _require(config, source, "pack_dtype", ("int32", None))
     if config.get("dynamic"):
         raise CheckpointError(f"{source}.dynamic: modules with settings of their own are not read")
+    stored_as = config.get("checkpoint_format") or config.get("format")
     return Int4Config(
         method="gptq",
         group_size=_parse_bits(config, source),
-        zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1,
+        zero_offset=0 if stored_as == "gptq_v2" else 1,
         is_reordered=bool(config.get("desc_act")) and not config.get("static_groups"),
     )
 
@@ -81,6 +83,7 @@ def _parse_bits(config: Mapping[str, Any], source: str) -> int:
 
 def _parse_compressed(config: Mapping[str, Any], source: str) -> Int4Config:
     check_kv_scheme(config, source)
+    _require(config, source, "transform_config", (None, {}))  # rotates inputs of projections
     sparsity = config.get("sparsity_config")
     if sparsity:
         _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))

@@ -15,6 +15,7 @@ from shared.errors import CheckpointError
 from shared.kernels.int4 import Int4Weight
 from shared.messages import SamplingParams, TreeShape
 from shared.models.checkpoint import CheckpointReader, weight_bytes
+from shared.models.int4_config import parse_int4
 from shared.models.llama import CausalLM
 from tests import checkpoints
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
@@ -250,3 +251,18 @@ def test_speculation_changes_no_token_of_a_target_in_int4(source: Path, tmp_path
     LocalPair(target, make_draft(pairing)).run(speculative)
     assert [request.output for request in speculative] == [request.output for request in plain]
     assert max(request.accept_length for request in speculative) > 1.5
+
+
+@pytest.mark.parametrize("field", ["checkpoint_format", "format"])
+def test_zeros_of_gptq_v2_have_no_offset_whichever_field_says_so(field: str) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, field: "gptq_v2"}
+    parsed = parse_int4(config, "config.json: quantization_config")
+    assert parsed is not None
+    assert parsed.zero_offset == 0
+
+
+def test_transforms_of_inputs_are_refused_by_name() -> None:
+    config: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config["transform_config"] = {"config_groups": {"R1": {}}}
+    with pytest.raises(CheckpointError, match=r"quantization_config\.transform_config"):
+        parse_int4(config, "config.json: quantization_config")
