@@ -7,6 +7,7 @@ those of tensors. Importing this module does not import torch.
 from __future__ import annotations
 
 import pickle
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,11 @@ from shared.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+# What reading a damaged one raises, beside what torch and the file system do.
+DAMAGED = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError,
+    struct.error,
+)  # fmt: skip
 SUFFIX = ".bin"
 FILE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -46,7 +52,7 @@ class PickledFile:
 
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
+        except (*DAMAGED, RuntimeError, OSError) as error:
             raise CheckpointError(
                 f"{path} cannot be read as tensors only, and what else a pickle holds is never "
                 f"run: {_first_line(error)}. Convert it with safetensors.torch.save_file"
@@ -77,11 +83,17 @@ class PickledFile:
 
         Raises: CheckpointError naming a tensor of a dtype that no weights have.
         """
+        import torch
+
         entries = {}
         for name, tensor in self._tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in _DTYPES or tensor.is_sparse or tensor.is_quantized:
-                raise CheckpointError(f"{self._path}: {name!r} is {tensor.layout} of {dtype}")
+            is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+            if dtype not in _DTYPES or not is_dense or 0 in tensor.stride():
+                raise CheckpointError(
+                    f"{self._path}: {name!r} is {tensor.layout} of {dtype} with strides "
+                    f"{tensor.stride() if is_dense else None}, which no weights have"
+                )
             size = tensor.numel() * tensor.element_size()
             entries[name] = (_DTYPES[dtype], tuple(tensor.shape), size)
         return entries

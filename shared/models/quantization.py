@@ -95,6 +95,7 @@ def _check_compressed(config: Mapping[str, Any], source: str) -> None:
     """Raise unless all groups of a file of compressed-tensors have weights that are read."""
     _require(config, source, "format", _COMPRESSED_FORMATS)
     check_kv_scheme(config, source)
+    _require(config, source, "transform_config", (None, {}))  # rotates inputs of projections
     sparsity = config.get("sparsity_config")
     if sparsity:
         _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from shared.errors import ConfigError
 from shared.messages import MAX_TOPK
+from shared.models.pickled import DAMAGED
 
 
 def read_token_map(path: Path, vocab_size: int) -> torch.Tensor:
@@ -28,13 +28,14 @@ def read_token_map(path: Path, vocab_size: int) -> torch.Tensor:
     try:
         values = _read(path)
         ids = torch.as_tensor(values)
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError, UnpicklingError) as error:
+    except (*DAMAGED, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"--draft-token-map {path} must be a JSON list of token ids, or a .pt file of one: "
             f"{reason or repr(error)}"
         ) from error
-    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype in (torch.bool, torch.complex64):
+    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
+    if ids.ndim != 1 or not is_whole:
         raise ConfigError(f"--draft-token-map {path} must hold a flat list of token ids")
     ids = ids.to(torch.int64)
     if len(ids) < MAX_TOPK or len(ids.unique()) != len(ids):

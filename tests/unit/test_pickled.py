@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def _save_legacy(value: Any, path: Path) -> None:
     torch.save(value, path, _use_new_zipfile_serialization=False)
 
 
+def _save_damaged(path: Path) -> None:
+    """Write a pickle that reads from its memo what it has never put there."""
+    torch.save({"a": torch.ones(2)}, path)
+    with zipfile.ZipFile(path) as whole:
+        parts = {name: whole.read(name) for name in whole.namelist()}
+    with zipfile.ZipFile(path, "w") as damaged:
+        for name, part in parts.items():
+            damaged.writestr(name, b"\x80\x02h\x05." if name.endswith("data.pkl") else part)
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -109,9 +120,13 @@ def _save_legacy(value: Any, path: Path) -> None:
         (lambda path: torch.save([torch.ones(2)], path), "dictionary of tensors by name"),
         (lambda path: torch.save({"model": {"a": torch.ones(2)}}, path), "dictionary of tensors"),
         (lambda path: torch.save({"a": torch.ones(2, dtype=torch.complex64)}, path), "complex64"),
+        (lambda path: torch.save({"a": torch.ones(2).expand(1 << 40, 2)}, path), "strides"),
+        (lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path), "sparse_coo"),
+        (_save_damaged, "cannot be read as tensors only"),
     ],
-    ids=["garbage", "empty", "pickle", "bomb", "bomb-inside", "legacy", "list", "nested", "dtype"],
-)
+    ids=["garbage", "empty", "pickle", "bomb", "bomb-inside", "legacy", "list", "nested", "dtype",
+         "stride-0", "sparse", "damaged"],
+)  # fmt: skip
 def test_anything_else_that_is_pickled_is_refused(tmp_path: Path, write: Any, message: str) -> None:
     directory = checkpoints.write_llama(tmp_path)
     (directory / "model.safetensors").unlink()

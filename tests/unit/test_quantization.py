@@ -195,6 +195,7 @@ REFUSED = [
     (CHANNEL | {"format": "int-quantized"}, "format = 'int-quantized'"),
     (CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme.type = None"),
     (CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (CHANNEL | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config = "),
     (CHANNEL | {"config_groups": {}}, "config_groups must be"),
     (CHANNEL | {"config_groups": {"group_0": {}}}, "group_0.weights must be"),
     (with_weights(num_bits=4), "group_0.weights.num_bits = 4"),
