@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from training.deepseek import DeepseekForCausalLM, DeepseekMTPLayer
 from training.eagle3 import Eagle3Config, Eagle3Head
 from training.final_hidden import EagleHead, MTPLayer
 from training.model import LlamaConfig, LlamaForCausalLM
@@ -183,4 +184,39 @@ def save_mimo(
             bias = torch.zeros(len(tensors[name]))
             tensors[name.removesuffix("weight") + "bias"] = bias
     save_tensors(directory, tensors)
+    save_tokenizer(directory, tokenizer_path)
+
+
+def save_deepseek(
+    directory: Path,
+    target: DeepseekForCausalLM,
+    mtp_layer: DeepseekMTPLayer,
+    tokenizer_path: Path,
+) -> None:
+    """Write a DeepseekV3ForCausalLM checkpoint, the MTP layer behind the target's last one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = target.config
+    fields = {"architectures": ["DeepseekV3ForCausalLM"]} | llama_config_json(config)
+    fields |= {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": config.query_rank,
+        "kv_lora_rank": config.latent_rank,
+        "qk_nope_head_dim": config.nope_dim,
+        "qk_rope_head_dim": config.head_dim,
+        "v_head_dim": config.value_dim,
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_token,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": config.expert_size,
+        "first_k_dense_replace": config.num_dense,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    }
+    write_json(directory / "config.json", fields)
+    prefix = f"model.layers.{config.num_layers}"
+    layer = {f"{prefix}.{name}": tensor for name, tensor in mtp_layer.state_dict().items()}
+    save_tensors(directory, target.state_dict() | layer)
     save_tokenizer(directory, tokenizer_path)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from training.checkpoint import load_llama
 from training.data import load_tokens, training_pairs
+from training.deepseek import DeepseekMTPLayer
 from training.final_hidden import EagleHead, MTPLayer
 from training.loop import add_arguments, autocast, loop_config, pick_device, run_steps
 from training.losses import distillation_loss, maybe_compile
@@ -28,14 +29,24 @@ def parse_arguments(description: str, *, output: Path) -> argparse.Namespace:
     add_arguments(parser, num_steps=1600, learning_rate=2e-3, tokens_per_step=16384)
     parser.add_argument("--target", type=Path, default=Path("coppice/bundled/target"))
     parser.add_argument("--output", type=Path, default=output)
-    parser.add_argument("--num-test-steps", type=int, default=6)
-    parser.add_argument("--step-weight", type=float, default=0.85)
-    parser.add_argument("--regression-weight", type=float, default=0.1)
+    add_head_arguments(parser, num_test_steps=6)
     args = parser.parse_args()
-    if not 1 <= args.num_test_steps <= DIAGONAL_SLOTS:
-        parser.error(f"--num-test-steps must be in 1..{DIAGONAL_SLOTS}")
+    check_head_arguments(parser, args)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     return args
+
+
+def add_head_arguments(parser: argparse.ArgumentParser, *, num_test_steps: int) -> None:
+    """Add the options of the training-time test."""
+    parser.add_argument("--num-test-steps", type=int, default=num_test_steps)
+    parser.add_argument("--step-weight", type=float, default=0.85)
+    parser.add_argument("--regression-weight", type=float, default=0.1)
+
+
+def check_head_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program with a message if an option of `add_head_arguments` is out of range."""
+    if not 1 <= args.num_test_steps <= DIAGONAL_SLOTS:
+        parser.error(f"--num-test-steps must be in 1..{DIAGONAL_SLOTS}")
 
 
 def teacher_probs(teacher_head: Tensor, teacher_hidden: Tensor) -> Tensor:
@@ -52,7 +63,7 @@ def hidden_loss(
 
 
 def training_test_losses(
-    head: EagleHead | MTPLayer,
+    head: EagleHead | MTPLayer | DeepseekMTPLayer,
     target: LlamaForCausalLM,
     tokens: Tensor,
     args: argparse.Namespace,

@@ -48,9 +48,9 @@ def attend_with_diagonals(
 
     Args:
         q: [B, num_heads, R, D] of step j.
-        k0, v0: [B, num_kv_heads, R, D] of step 0.
+        k0, v0: [B, num_kv_heads, R, D] of step 0; values may be of another width than keys.
         step_k, step_v: j tensors of the same shape, one for each of steps 1..j.
-    Returns: [B, R, num_heads * D].
+    Returns: [B, R, num_heads * width of a value].
     """
     b, num_heads, r, d = q.shape
     num_kv_heads = k0.shape[1]
@@ -64,7 +64,7 @@ def attend_with_diagonals(
     scores = torch.cat([scores, *diagonals, diagonal], dim=-1)
     with torch.autocast(q.device.type, enabled=False):  # it would write the weights as float32
         weights = scores.softmax(-1)
-    out = (weights[..., :r].flatten(2, 3) @ v0).view(q.shape)
+    out = (weights[..., :r].flatten(2, 3) @ v0).view(*q.shape[:4], v0.shape[-1])
     for i, v in enumerate(step_v):
         out = out + weights[..., r + i, None] * v[:, :, None]
     return out.flatten(1, 2).transpose(1, 2).flatten(2)
