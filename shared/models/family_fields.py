@@ -68,6 +68,12 @@ def parse_ropes(
     )
     if not family.has_local_rope:
         return parse(fields), None
+    ropes = fields.get("rope_parameters")
+    if isinstance(ropes, Mapping) and "rope_theta" in ropes:
+        raise CheckpointError(
+            f"{source}: rope_parameters.rope_theta leaves open which layers it is for: write "
+            "full_attention and sliding_attention into rope_parameters, each with its own"
+        )
     main, local = parse(main_rope_fields(fields)), parse(local_rope_fields(fields))
     return main, local if local != main else None
 

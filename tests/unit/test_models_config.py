@@ -254,6 +254,12 @@ def test_olmo_3_as_published(tmp_path: Path) -> None:
     assert (plain.rope, plain.local_rope) == (RopeConfig(theta=500000.0), None)
 
 
+def test_one_base_for_two_kinds_of_layers_is_refused(tmp_path: Path) -> None:
+    """Whose it is nobody says; transformers writes one of each kind."""
+    with pytest.raises(CheckpointError, match="rope_parameters.rope_theta.*sliding_attention"):
+        published(tmp_path, OLMO3_7B | {"rope_parameters": {"rope_theta": 1e4}})
+
+
 def test_exaone_4_as_published(tmp_path: Path) -> None:
     config = published(tmp_path, EXAONE4_32B)
     assert config.layer_windows == (4096, 4096, 4096, 0) * 2
