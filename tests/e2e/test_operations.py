@@ -14,6 +14,7 @@ from coppice import Completion
 from coppice.admin import AdminClient
 from coppice.cli.main import main
 from coppice.v1 import admin_pb2 as pb
+from shared.errors import UnavailableError
 from shared.peer.ring import RING_DIR
 from tests.e2e.serving import PlainOutputs, Server
 from tests.e2e.streaming import Stream, streams
@@ -38,7 +39,10 @@ def wait_used(server: Server) -> None:
     with AdminClient(server.admin_address) as admin:
 
         def are_ready() -> bool:
-            workers = admin.call("ListWorkers").workers
+            try:
+                workers = admin.call("ListWorkers").workers
+            except UnavailableError:  # this process starts a worker: a fork may end a handshake
+                return False
             return len(workers) == 4 and all(w.state == pb.WORKER_STATE_READY for w in workers)
 
         wait_for(are_ready)
