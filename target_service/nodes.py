@@ -155,8 +155,9 @@ class _PlaceHolder(NamedTuple):
 
 @functools.cache
 def _place_holder(shape: TreeShape) -> _PlaceHolder:
-    """Return what holds the place of a tree that is not here; it may turn out to be of any kind."""
+    """Return what holds the place of a tree that is not here: of a chain, or of any tree."""
     drafts = (0,) * (shape.num_draft_tokens - 1)
-    parent_index = (-1, *drafts)
-    layout = lay_out_tree(parent_index)._replace(max_depth=shape.num_steps, is_chain=False)
+    is_chain = shape.topk == 1
+    parent_index = (-1, *range(len(drafts))) if is_chain else (-1, *drafts)
+    layout = lay_out_tree(parent_index)._replace(max_depth=shape.num_steps, is_chain=is_chain)
     return _PlaceHolder(drafts, parent_index, layout)

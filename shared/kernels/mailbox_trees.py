@@ -139,12 +139,13 @@ def _take_trees_kernel(
     newest_slot_ptr,  # [> max_reqs] i64
     page_table_ptr,  # [max_reqs, max_pages_per_req] i32
     row_indptr_ptr,  # [B + 1] i32
+    is_chain_ptr,  # [B] bool
     prefix_len_ptr,  # [B] i32 mutated
     slot_mapping_ptr,  # [T] i32 mutated
     token_ids_ptr,  # [T] i64 mutated
     position_ids_ptr,  # [T] i64 mutated
     path_len_ptr,  # [T] i32 mutated
-    path_offset_ptr,  # [T, NODES] i32 mutated
+    path_offset_ptr,  # [T, NODES] i32 mutated, unread and unwritten unless HAS_PATHS
     tree_token_ids_ptr,  # [B, N] i64 mutated
     parent_index_ptr,  # [B, N] i64 mutated
     position_ptr,  # [L] i64 mutated
@@ -156,6 +157,7 @@ def _take_trees_kernel(
     table_stride,
     PAGE_SIZE: tl.constexpr,
     NODES: tl.constexpr,
+    HAS_PATHS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     tree = tl.program_id(0).to(tl.int64)
@@ -187,7 +189,9 @@ def _take_trees_kernel(
     )
     token, parent = word_token(word), word_small(word)
     # What is no node is its own parent: nothing climbs from there to the root.
-    has_peer = is_word(word, round_tag) & (token < vocab_size) & (parent < node)
+    is_chain = tl.load(is_chain_ptr + tree).to(tl.int32)
+    is_parent = (parent < node) & ((parent == node - 1) | (is_chain == 0))
+    has_peer = is_word(word, round_tag) & (token < vocab_size) & is_parent
     up = tl.where(has_peer, parent, node)
 
     depth = tl.zeros((NODES,), dtype=tl.int32)
@@ -208,22 +212,23 @@ def _take_trees_kernel(
     tl.store(token_ids_ptr + row, token, mask=is_row & (node > 0))
     tl.store(position_ids_ptr + row, prefix_len + depth, mask=is_row)
     tl.store(position_ptr + row, prefix_len + depth + 1, mask=is_row)
-    tl.store(path_len_ptr + row, depth + 1, mask=is_row)
+    tl.store(path_len_ptr + row, tl.where(is_chain != 0, node, depth) + 1, mask=is_row)
     in_tree = node < most_nodes
     at = tree * most_nodes + node
     parent = tl.where(node == 0, -1, parent)
     tl.store(tree_token_ids_ptr + at, tl.where(is_row, token, 0), mask=in_tree)
     tl.store(parent_index_ptr + at, tl.where(is_node, parent, -2).to(tl.int64), mask=in_tree)
 
-    path_ptrs = path_offset_ptr + row * NODES
-    step = tl.arange(0, NODES)[None, :]
-    is_past = is_row[:, None] & (step > depth[:, None])
-    tl.store(path_ptrs[:, None] + step, tl.zeros((NODES, NODES), dtype=tl.int32), mask=is_past)
-    ancestor = node
-    for climbed in range(max_depth + 1):
-        on_path = is_row & (climbed <= depth)
-        tl.store(path_ptrs + depth - climbed, ancestor, mask=on_path)
-        ancestor = tl.gather(up, ancestor, axis=0)
+    if HAS_PATHS:
+        path_ptrs = path_offset_ptr + row * NODES
+        step = tl.arange(0, NODES)[None, :]
+        is_past = is_row[:, None] & (step > depth[:, None])
+        tl.store(path_ptrs[:, None] + step, tl.zeros((NODES, NODES), dtype=tl.int32), mask=is_past)
+        ancestor = node
+        for climbed in range(max_depth + 1):
+            on_path = is_row & (climbed <= depth)
+            tl.store(path_ptrs + depth - climbed, ancestor, mask=on_path)
+            ancestor = tl.gather(up, ancestor, axis=0)
 
 
 def take_trees(
@@ -249,7 +254,9 @@ def take_trees(
 
     Whatever the words say, this leaves trees that can be verified: a node is none if its word did
     not come, if its token is outside the vocabulary, if its parent is no node before it, or if it
-    is too deep. Its row sees nothing of the tree, holds token 0, and no path leads there.
+    is too deep. Its row sees nothing of the tree, holds token 0, and no path leads there. Of a
+    block that `attention` calls a chain every node is the child of the one before it, or none; the
+    rows of a chain see all rows before them, and those after its end are nobody's.
     On a CPU the words are there or are not: nothing waits.
 
     Where the host does not know yet how far the round before went, the tree is moved to where that
@@ -295,7 +302,8 @@ def take_trees(
             vocab_size=vocab_size,
         )
     path_offset, page_table = attention.path_offset, attention.page_table
-    assert trees.shape[1] == path_offset.shape[1] == NODES >= num_nodes
+    has_paths = path_offset.shape[1] == NODES  # else all blocks are chains, whose paths none reads
+    assert trees.shape[1] == NODES >= num_nodes and (has_paths or path_offset.shape[1] == 1)
     assert trees.is_contiguous() and path_offset.is_contiguous() and page_table.stride(1) == 1
     shape = (num_trees, num_nodes)
     taken = TakenTrees(
@@ -318,6 +326,7 @@ def take_trees(
         newest_slot,
         page_table,
         attention.row_indptr,
+        attention.is_chain,
         attention.prefix_len,
         slot_mapping,
         token_ids,
@@ -335,6 +344,7 @@ def take_trees(
         page_table.stride(0),
         PAGE_SIZE=attention.page_size,
         NODES=NODES,
+        HAS_PATHS=has_paths,
         WAITS=token_ids.is_cuda,
         num_warps=2,
         **LAUNCH_OPTIONS,
@@ -367,7 +377,9 @@ def take_trees_ref(
     is_row = node < (end - first)[:, None]
     word = torch.where(slot < 0, -1, trees[slot.squeeze(1).clamp(min=0).long()])
     token, parent = word & 0xFFFFFFFF, (word >> 32) & 0xFF
-    has_peer = (word >> 40 == tag_bits_ref(round_tag)) & (token < vocab_size) & (parent < node)
+    is_chain = attention.is_chain[:num_trees, None]
+    is_parent = torch.where(is_chain, parent == node - 1, parent < node)
+    has_peer = (word >> 40 == tag_bits_ref(round_tag)) & (token < vocab_size) & is_parent
     up = torch.where(has_peer & is_row & (node > 0), parent, node)
 
     ancestors = [node]
@@ -397,8 +409,9 @@ def take_trees_ref(
     token_ids[:num_rows] = token[is_row]
     position_ids[:num_rows] = position[is_row]
     slot_mapping[:num_rows] = slots[is_row].int()
-    attention.path_len[:num_rows] = (depth[is_row] + 1).int()
-    attention.path_offset[:num_rows] = path[is_row]
+    attention.path_len[:num_rows] = (torch.where(is_chain, node, depth)[is_row] + 1).int()
+    if attention.path_offset.shape[1] == NODES:  # else all blocks are chains
+        attention.path_offset[:num_rows] = path[is_row]
     return TakenTrees(
         token_ids=token[:, :num_nodes].contiguous(),
         parent_index=parent[:, :num_nodes].contiguous(),

@@ -300,9 +300,9 @@ def mailbox_kernels(values: str):
     )
     yield (
         mailbox_trees._take_trees_kernel,
-        [ids, *[counts] * 5, ids, *[counts] * 4, ids, ids, counts, counts, *[ids] * 4]
-        + ["i32"] * 5,
-        {"PAGE_SIZE": 16, "NODES": 64, "WAITS": True},
+        [ids, *[counts] * 5, ids, counts, counts, "*i1", counts, counts, ids, ids, counts, counts]
+        + [*[ids] * 4, *["i32"] * 5],
+        {"PAGE_SIZE": 16, "NODES": 64, "HAS_PATHS": True, "WAITS": True},
         {"num_warps": 2},
     )
     yield (

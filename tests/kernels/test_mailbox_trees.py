@@ -46,7 +46,12 @@ class Rows:
 
     @classmethod
     def of(
-        cls, sizes: list[int], prefix_len: list[int], roots: list[int], device: torch.device
+        cls,
+        sizes: list[int],
+        prefix_len: list[int],
+        roots: list[int],
+        device: torch.device,
+        chains: tuple[int, ...] = (),
     ) -> Rows:
         indptr = [0]
         for size in sizes:
@@ -58,6 +63,8 @@ class Rows:
                 token_ids[first] = root
         count = len(sizes) + 1
         pages = torch.randperm(count * MOST_PAGES, generator=torch.Generator().manual_seed(1))
+        is_chain = torch.zeros(count, dtype=torch.bool)
+        is_chain[list(chains)] = True
         attention = TreeAttentionMetadata(
             page_table=pages.view(count, MOST_PAGES).int().to(device),
             req_idx=int32s(list(range(len(sizes), 0, -1)) + [0], device),
@@ -65,7 +72,7 @@ class Rows:
             row_indptr=int32s([*indptr, indptr[-1]], device),
             path_len=int32s([POISON] * total, device),
             path_offset=torch.full((total, NODES), POISON, dtype=torch.int32, device=device),
-            is_chain=torch.zeros(count, dtype=torch.bool, device=device),
+            is_chain=is_chain.to(device),
             page_size=PAGE_SIZE,
         )
         return cls(
@@ -117,7 +124,9 @@ def take(
     )
 
 
-def good_nodes(words: list[int], round_tag: int, max_depth: int) -> dict[int, tuple[int, int]]:
+def good_nodes(
+    words: list[int], round_tag: int, max_depth: int, *, is_chain: bool = False
+) -> dict[int, tuple[int, int]]:
     """Return (parent, token) of every node, by number, that the words of a slot give."""
     depth, nodes = {0: 0}, {}
     for node, value in enumerate(words[1:], start=1):
@@ -126,6 +135,7 @@ def good_nodes(words: list[int], round_tag: int, max_depth: int) -> dict[int, tu
             value >> 40 == round_tag
             and token < VOCAB_SIZE
             and depth.get(parent, max_depth) < max_depth
+            and (parent == node - 1 or not is_chain)
         ):
             depth[node] = depth[parent] + 1
             nodes[node] = (parent, token)
@@ -140,12 +150,15 @@ def check_taken(
     device: torch.device,
     *,
     max_depth: int,
+    chains: tuple[int, ...] = (),
 ) -> None:
-    """Take trees of these sizes and compare everything with what their words say."""
+    """Take trees of these sizes, some in blocks of chains, and compare everything with what their
+    words say.
+    """
     rng = random.Random(len(sizes))
     prefix_len = [rng.randrange(1000) for _ in sizes]
     roots = [rng.randrange(VOCAB_SIZE) for _ in sizes]
-    rows = Rows.of(sizes, prefix_len, roots, device)
+    rows = Rows.of(sizes, prefix_len, roots, device, chains)
     before = trees.clone()
     # Of every other tree the host knows less than the device.
     newest_slot = {tree: prefix_len[tree] + rng.randrange(9) for tree in range(0, len(sizes), 2)}
@@ -168,7 +181,8 @@ def check_taken(
     token_ids, position_ids, path_len, path_offset = [], [], [], []
     for tree, size in enumerate(sizes):
         words = trees[slot[tree], :size].tolist() if slot[tree] >= 0 else [-1] * size
-        nodes = good_nodes(words, round_tag[tree] % 2**TAG_BITS, max_depth)
+        is_chain = tree in chains
+        nodes = good_nodes(words, round_tag[tree] % 2**TAG_BITS, max_depth, is_chain=is_chain)
         there = [0, *nodes] if size else []
         assert parents[tree] == [
             -1 if node == 0 and size else nodes.get(node, (-2,))[0] for node in range(width)
@@ -186,7 +200,7 @@ def check_taken(
             if node in nodes:
                 own[node] = nodes[node][1]
             position_ids.append(prefix_len[tree] + len(path) - 1)
-            path_len.append(len(path))
+            path_len.append(node + 1 if is_chain else len(path))
             path_offset.append(path + [0] * (NODES - len(path)))
         assert tokens[tree] == own
         token_ids += own[:size]
@@ -234,7 +248,8 @@ def test_any_words_give_trees(device: torch.device, seed: int, max_depth: int) -
     for row, number in zip(slot, round_tag, strict=True):
         memory[1 + row] = torch.tensor(random_words(rng, number))
     sizes = [rng.choice([1, 2, 9, rng.randint(1, NODES), NODES]) for _ in slot[:-1]] + [0]
-    check_taken(trees, slot, round_tag, sizes, device, max_depth=max_depth)
+    chains = tuple(rng.sample(range(6), 3))
+    check_taken(trees, slot, round_tag, sizes, device, max_depth=max_depth, chains=chains)
     assert launch_counts().get("take_trees", 0) == int(use_triton(torch.empty(0, device=device)))
 
 
@@ -270,6 +285,26 @@ def test_a_wrong_word_takes_its_descendants_along(device: torch.device, wrong: i
     own = rows.attention.path_offset[:7, :3].tolist()
     assert own == [[0, 0, 0], [0, 1, 0], [2, 0, 0], [3, 0, 0], [0, 1, 4], [5, 0, 0], [0, 6, 0]]
     assert taken.position.tolist() == [101, 102, 101, 101, 103, 101, 102]
+
+
+@pytest.mark.parametrize("length", range(6))
+def test_a_chain_ends_where_a_word_is_none_or_has_another_parent(
+    device: torch.device, length: int
+) -> None:
+    trees = mailbox(2, device)
+    for node in range(1, 6):
+        trees[0, node] = word(4, node - 1, 10 + node)
+        trees[1, node] = word(4, node - 1, 20 + node)
+    if length < 5:
+        trees[0, length + 1] = word(4, NO_NODE, 0)
+        trees[1, length + 1] = word(4, max(length - 1, 0) if length else NO_NODE, 30)
+    check_taken(trees, [0, 1], [4, 4], [6, 6], device, max_depth=5, chains=(0, 1))
+    rows = Rows.of([6, 6], [100, 90], [9, 8], device, chains=(0, 1))
+    taken = take(trees, [0, 1], [4, 4], rows, [6, 6], max_depth=5)
+    parents = [-1, *range(length), *[-2] * (5 - length)]
+    assert taken.parent_index.tolist() == [parents, parents]
+    # Its rows are those of a chunk, for whoever computes them, whatever the words say.
+    assert rows.attention.path_len.tolist()[:12] == [*range(1, 7), *range(1, 7)]
 
 
 def test_rounds_count_modulo(device: torch.device) -> None:
