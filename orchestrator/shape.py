@@ -8,7 +8,7 @@ from shared.messages import TreeShape
 
 # The largest that a target may choose; relayed rounds have it always. Verifying a node costs a CPU
 # about as much as decoding a token, and a GPU next to nothing as long as requests are few.
-_CPU_SHAPE = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
+_CPU_SHAPE = TreeShape(num_steps=6, topk=2, num_draft_tokens=8)
 _GPU_SHAPE = LADDER[-1]
 
 

@@ -31,7 +31,7 @@ _SLOW_S = 10e-3
 _STEPS = np.array([0, *(shape.num_steps for shape in LADDER)])
 _DEPTHS = np.arange(1, 1 + max(_STEPS))
 # How much more often than a chain a tree of a rung tries: not quite what is believed at first.
-_TRIES = np.array([1.0, 1.0, 1.0, 1.0, 1.3, 1.4, 1.7])
+_TRIES = np.array([1.0, 1.0, 1.0, 1.0, 1.2, 1.1, 1.4, 1.7])
 
 Ints = NDArray[np.int64]
 
@@ -267,13 +267,13 @@ def test_trees_of_a_batchs_tail_are_no_reason_to_try_them_in_the_next_batch() ->
     world = CpuWorld(np.full(8, 0.85), draft_factor=3)
     budget = budget_of(world)
     num_with_trees = []
-    for _ in range(5):
+    for _ in range(6):
         before = world.num_with_trees
         adaptive_rate(world, num_rounds=200, budget=budget)
         num_with_trees.append(world.num_with_trees - before)
         adaptive_rate(world, num_rounds=50, budget=budget, is_new=False, count=1)
         assert budget.rungs[0]
-    assert num_with_trees[0] and not any(num_with_trees[3:])
+    assert num_with_trees[0] and not any(num_with_trees[4:])
 
 
 @pytest.mark.parametrize("count", [64, 128, 256])
@@ -337,7 +337,7 @@ def test_trees_grow_as_a_batch_shrinks() -> None:
     for count in (64, 16, 4, 1):
         adaptive_rate(world, num_rounds=100, budget=budget, is_new=False, count=count)
         rungs.append(int(budget.rungs[0]))
-    assert rungs == sorted(rungs) and rungs[-1] > rungs[0] + 2
+    assert rungs == sorted(rungs) and world.rows[rungs[-1]] >= 4 * world.rows[rungs[0]]
 
 
 @pytest.mark.parametrize("num_rows", [0, 5, 500])

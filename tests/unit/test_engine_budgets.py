@@ -215,7 +215,7 @@ def test_a_request_rests_and_comes_back(make: Make, *, overlaps: bool) -> None:
         pair.step()
     assert not pair.rests[-1].is_resting and len(pair.rests) == 2
     sizes = [path.num_draft_tokens for path in served.paths[rounds:]]
-    assert sizes[-2:] == [8, 8]
+    assert sizes[-2:] == [LADDER[3].num_draft_tokens] * 2
     pair.finish()
     check([served], expected)
 
