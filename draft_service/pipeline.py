@@ -35,8 +35,9 @@ from shared.step.step_timer import StepTimer
 
 STAGES = ("confirm", "extend", "grow", "wait", "answer", "ahead")
 CHUNK_ROWS = 256
-# Of prompts, between two device rounds: a millisecond of the device's, while the target computes.
-_CHUNKS_BESIDE_ROUNDS = 2
+# Of prompts, between two device rounds: as many rows as the target's largest step brings take the
+# draft's device two milliseconds, in which the target computes.
+_CHUNKS_BESIDE_ROUNDS = 8
 # More than a path has. Requests with more rows than that are reading their prompts.
 _MOST_PATH_ROWS = 16
 
