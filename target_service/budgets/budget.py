@@ -208,13 +208,23 @@ class TreeBudget:
             return held, 0.0
         return held, _FAVOUR if self.costs.is_padded else _FAVOUR_CPU
 
-    def note_step(self, slots: Ints, num_nodes: Ints, num_accepted: Ints, times: StepTimes) -> None:
+    def note_step(
+        self,
+        slots: Ints,
+        num_nodes: Ints,
+        num_accepted: Ints,
+        times: StepTimes,
+        *,
+        is_of_ladder: NDArray[np.bool_] | None = None,
+    ) -> None:
         """Learn from a step that has ended.
 
         Args:
             slots: [B], the requests whose rounds it ended.
             num_nodes: [B], of their trees, roots included.
             num_accepted: [B], drafts accepted.
+            is_of_ladder: [B], whether the tree has the shape of a rung, and not of a client's
+                choice; None: all have.
         """
         self._round += 1
         self._note_mixed(len(slots) + int(num_accepted.sum()), times)
@@ -223,6 +233,8 @@ class TreeBudget:
         self._note_time(slots, np.maximum(rungs, times.waited_rungs), times)
         has_tree = rungs > 0
         known = has_tree & self._is_whole[sizes]  # others were cut, or are of no rung
+        if is_of_ladder is not None:
+            known &= is_of_ladder
         if known.any():
             self._probe.num_rounds += 1
             kept = slice(None) if known.all() else known

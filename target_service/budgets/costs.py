@@ -39,7 +39,9 @@ _DOUBLING_ROWS_CPU, _DOUBLING_ROWS_GPU = 16, 512
 # Of the same, what a GPU takes beside the forward for a request, until that was measured.
 _FIRST_HOST = 0.003
 # What a host does for a step takes it about as long as for so many requests, or trees.
-_HOST_REQUESTS, _HOST_TREES = 4, 64
+_HOST_REQUESTS, _HOST_TREES = 16, 64
+# Of what a draft is expected to take, what it takes at least: a round with trees took no less.
+_LEAST_GROWTH = 0.5
 # An entry that has changed by such a part, or so many seconds, changes the guesses from it; by so
 # much, and it is another draft, or a busy one: what was learned long ago of it is void.
 _CHANGE, _CHANGE_S = 0.1, 20e-6
@@ -193,6 +195,8 @@ class RoundCosts:
         # long.
         has_forgotten = kind.rung > 0 and self._samples.try_again(now_s, slice(place[1], batch + 1))
         entry_s = self._samples.entry(place, self._host)
+        if entry_s is not None and kind.rung and self.is_padded:
+            has_forgotten |= entry_s < _LEAST_GROWTH * float(self._growth[place])
         if entry_s is not None and kind.rung:
             if _differs(entry_s, float(self._draft[place]), _MUCH_CHANGE):
                 has_forgotten |= self._samples.forget_trees(now_s)
@@ -225,6 +229,8 @@ class RoundCosts:
             if not self.is_padded:  # by the row, or by the step: whichever is less
                 guess = np.minimum(guess, np.interp(batches, places, host[places]))
             self._host = np.where(np.isnan(host), guess, host)
+        if self.is_padded:
+            self._host = np.minimum(self._host, self._most_host())
         known = self._samples.entries(self._host)
         self._guessed_from = known
         known, growth = known[1:], self._growth[1:]
@@ -241,6 +247,19 @@ class RoundCosts:
         for smaller, larger, is_measured in zip(draft, draft[1:], is_known[1:], strict=False):
             larger[~is_measured] = np.maximum(larger, smaller)[~is_measured]
         self._draft[1:] = draft
+
+    def _most_host(self) -> Floats:
+        """Return what rounds without trees take at most beside their forwards, by the bucket of
+        requests: those with trees take more. Few rounds without any, at a request's end or while
+        its draft was busy, may have been slow for other reasons.
+        """
+        totals, batches = self._samples.totals()
+        rung, bucket = np.nonzero(~np.isnan(totals[1:]))
+        rung += 1
+        most = np.full(len(self._host), np.inf)
+        least_growth = _LEAST_GROWTH * self._growth[rung, bucket]
+        np.minimum.at(most, batches[rung, bucket], totals[rung, bucket] - least_growth)
+        return np.maximum(most, 0.0)
 
 
 def _filled(table: Floats) -> Floats:

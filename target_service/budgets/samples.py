@@ -149,8 +149,20 @@ class RoundSamples:
         median = np.take_along_axis(ordered, self._counted[counts][..., None], axis=2)[..., 0]
         return np.where(counts >= _LEAST_SAMPLES, np.maximum(median, 0.0), np.nan)
 
+    def totals(self) -> tuple[Floats, Ints]:
+        """Return what rounds of all places took beside their forwards, NaN: not known yet; and the
+        bucket of requests of the newest round.
+        """
+        counts = np.minimum(self._num_rounds, _NUM_SAMPLES)
+        ordered = np.sort(self._host_s(...), axis=2)  # NaN comes last
+        counted = self._counted[counts][..., None]
+        totals = np.take_along_axis(ordered, counted, axis=2)[..., 0]
+        newest = ((self._num_rounds - 1) % _NUM_SAMPLES)[..., None]
+        batches = np.take_along_axis(self._batch, newest, axis=2)[..., 0]
+        return np.where(counts >= _LEAST_SAMPLES, totals, np.nan), batches
+
     def _host_s(self, samples: Any) -> Floats:
-        """Return what some rounds without trees took beside their forwards."""
+        """Return what some rounds took beside their forwards: without trees, what hosts do."""
         beside_s: Floats = self._took_s[samples] - self._forward_s[samples]
         return beside_s
 

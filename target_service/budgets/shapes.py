@@ -91,6 +91,8 @@ class BudgetedShapes(TreeShapes):
             self._note_owner(request)
         running = [r for r in self._requests.values() if r.phase is Phase.RUNNING]
         num_requests, num_behind = len(running), sum(map(_is_catching_up, running))
+        has_trees = any([path.num_nodes > 1 for path in paths])
+        is_steady = has_trees or all(map(_does_without, trees.requests[:count]))
         self._budget.note_step(
             np.array(trees.req_idx[:count], dtype=np.int64),
             np.array(
@@ -108,8 +110,9 @@ class BudgetedShapes(TreeShapes):
                     list(map(self._waited_rung, trees.requests[:count])), dtype=np.int64
                 ),
                 has_prompts=not is_clean,
-                is_clean=is_clean and num_behind * _CATCH_UP_SHARE <= num_requests,
+                is_clean=is_clean and is_steady and num_behind * _CATCH_UP_SHARE <= num_requests,
             ),
+            is_of_ladder=np.array(list(map(_is_of_ladder, trees.requests[:count])), dtype=bool),
         )
 
     def _waited_rung(self, request: TargetRequest) -> int:
@@ -166,6 +169,20 @@ def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
         rung=max(map(_cap_of, shapes), default=0),
         num_trees=len(shapes),
     )
+
+
+def _is_of_ladder(request: TargetRequest) -> bool:
+    """Return whether the trees of a request have shapes of the ladder: their size says which."""
+    credit = None if request.draft is None else request.draft.credit
+    return credit is not None and (credit.adapts or credit.shape in LADDER)
+
+
+def _does_without(request: TargetRequest) -> bool:
+    """Return whether a request has no trees for a while, and not just none in its last rounds, for
+    which its host waits.
+    """
+    peer = request.draft
+    return peer is None or peer.credit is None or peer.progress is Progress.RESTING
 
 
 def _is_catching_up(request: TargetRequest) -> bool:

@@ -15,7 +15,7 @@ from shared.config.check import parse_shapes
 from shared.ladder import LADDER, num_rungs_within
 from shared.messages import TreeShape, check_shape
 from target_service.budgets.acceptance import NUM_CLASSES, Acceptance
-from target_service.budgets.budget import TreeBudget
+from target_service.budgets.budget import StepTimes, TreeBudget
 from target_service.budgets.costs import RoundCosts, RoundKind
 from target_service.budgets.deal import Dealer, FixedRounds
 from tests.unit.test_budgets_simulated import CPU_FORWARD, FORWARD
@@ -184,6 +184,25 @@ def test_what_is_learned_is_near_the_truth(seed: int, count: int) -> None:
     gains = acceptance.gains()[acceptance.classes(slots), 3]
     assert np.abs(gains - expected).mean() < 0.35
     assert np.abs(gains - expected).max() < 1.1
+
+
+@pytest.mark.parametrize("is_of_ladder", [False, True])
+def test_shapes_that_clients_choose_say_nothing_of_rungs(*, is_of_ladder: bool) -> None:
+    """A tree of 16 nodes in 2 steps is no rung, though one has as many nodes: no draft of its third
+    step was refused.
+    """
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    budget = TreeBudget(costs, LADDER, 4, clock=lambda: 0.0)
+    slots, ones = np.arange(4), np.ones(4, dtype=np.int64)
+    before = budget.acceptance.gains()
+    times = StepTimes(
+        num_rows=64, num_requests=4, waited_rungs=6 * ones, has_prompts=False, is_clean=True
+    )
+    for _ in range(20):
+        budget.note_step(
+            slots, 16 * ones, 2 * ones, times, is_of_ladder=np.full(4, is_of_ladder, dtype=bool)
+        )
+    assert np.array_equal(budget.acceptance.gains(), before) != is_of_ladder
 
 
 def test_gains_climb_with_rungs_and_classes() -> None:

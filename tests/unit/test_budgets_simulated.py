@@ -276,6 +276,19 @@ def test_trees_of_a_batchs_tail_are_no_reason_to_try_them_in_the_next_batch() ->
     assert num_with_trees[0] and not any(num_with_trees[4:])
 
 
+@pytest.mark.parametrize("count", [1, 8, 32, 64, 128])
+def test_slow_rounds_of_one_request_do_not_make_trees_look_free(count: int) -> None:
+    """Rounds without trees may have been slow for reasons of their own; they say little of many
+    requests, and rounds with trees were faster.
+    """
+    world = World(texts("easy", count))
+    budget = budget_of(world)
+    for _ in range(6):
+        budget.costs.note_round(RoundKind(num_requests=1, num_rows=1), 9e-3, world.now_s)
+    adaptive_rate(world, num_rounds=60, budget=budget)
+    assert adaptive_rate(world, num_rounds=300, budget=budget) >= 0.95 * best_fixed(world)
+
+
 @pytest.mark.parametrize("count", [64, 128, 256])
 def test_a_budget_beats_every_shape_where_texts_differ(count: int) -> None:
     """Half of the requests are easily guessed and half are not."""
