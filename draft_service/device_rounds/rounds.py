@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 # More than a step takes mostly: what is launched for others in a shorter wait is launched in vain.
 AHEAD_PATIENCE_S = 0.02
+# What is launched for others, and the launch after it, are done in so much time: where the path is
+# not expected sooner, as in steps with many rows of prompts, nothing has to wait.
+_GAP_S = 0.008
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,8 @@ class DeviceRounds(PathSource):
         self._post_staging = Staging(runner.pool.device, STAGED_BYTES)
         self._mailboxes: dict[PeerChannel | None, MailboxEnd] = {}  # None is no key
         self._launched: _Launched | None = None
+        self._ended_s = 0.0  # when the newest round ended, and how long the last ones took
+        self._took_s: deque[float] = deque(maxlen=2)
 
     @property
     def is_running(self) -> bool:
@@ -162,7 +168,10 @@ class DeviceRounds(PathSource):
             return 0.0
         # Behind the launch their trees would wait for a step that itself waits for them.
         is_awaited = [r.pending is not None and r.device_tree is not None for r in requests]
-        return 0.0 if any(is_awaited) else launched.until_s
+        next_s = self._ended_s + min(self._took_s, default=0.0)
+        if any(is_awaited) or next_s - time.monotonic() > _GAP_S:
+            return 0.0
+        return launched.until_s
 
     def confirm(self, hear: Callable[[], None]) -> ConfirmedTrees | None:
         """Return what counts of what was launched: the target's host has said the same."""
@@ -174,6 +183,10 @@ class DeviceRounds(PathSource):
         paths = [path[1 : 1 + path[0]] for path in taken.tolist()]
         rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
         taken_from = [r for r, path in zip(launched.requests, paths, strict=True) if path]
+        if taken_from:
+            now_s = time.monotonic()
+            self._took_s.append(now_s - self._ended_s)
+            self._ended_s = now_s
         return ConfirmedTrees(
             requests=[launched.requests[row] for row in rows],
             rows=rows,
