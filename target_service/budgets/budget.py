@@ -173,7 +173,8 @@ class TreeBudget:
         self._is_new[slots] = False
 
     def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Deal:
-        """Return the best deal; all rest only if that is best beside prompts and without them.
+        """Return the best deal; a request rests only if that is best beside prompts and without
+        them.
 
         Beside prompts trees bring little more than none, but drafts must keep up to have trees when
         the prompts have been read.
@@ -182,9 +183,13 @@ class TreeBudget:
         held, favour = self._held(slots)
         mixed = fixed._replace(mixed_per_token=self._mixed / self._tokens)
         deal = self._dealer.deal(classes, caps, held, mixed, favour=favour)
-        if deal.limit or not self._mixed:
+        if not self._mixed or deal.rungs.all():
             return deal
-        return self._dealer.deal(classes, caps, held, fixed, favour=favour)
+        without = self._dealer.deal(classes, caps, held, fixed, favour=favour)
+        if not deal.limit:
+            return without
+        keeps_up = (deal.rungs == 0) & (without.rungs > 0)
+        return deal._replace(rungs=np.where(keeps_up, 1, deal.rungs))
 
     def _pays_back(self, deal: Deal, staying: Deal, num_dropped: Ints) -> bool:
         """Return whether a deal brings so much more than one in which nobody's rows are computed

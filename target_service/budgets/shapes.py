@@ -182,7 +182,9 @@ def _does_without(request: TargetRequest) -> bool:
     which its host waits.
     """
     peer = request.draft
-    return peer is None or peer.credit is None or peer.progress is Progress.RESTING
+    if peer is None:
+        return request.peer_trees is None and not request.open.wants_features
+    return peer.progress is Progress.RESTING
 
 
 def _is_catching_up(request: TargetRequest) -> bool:

@@ -276,6 +276,32 @@ def test_trees_of_a_batchs_tail_are_no_reason_to_try_them_in_the_next_batch() ->
     assert num_with_trees[0] and not any(num_with_trees[4:])
 
 
+@pytest.mark.parametrize(("count", "draft_factor"), [(32, 3.0), (16, 4.0), (16, 6.0)])
+def test_who_would_have_a_tree_without_prompts_does_not_rest_beside_them(
+    count: int, draft_factor: float
+) -> None:
+    """Trees bring little then, but drafts must keep up."""
+    world = World(np.resize(np.array([0.2, 0.9]), count), draft_factor=draft_factor)
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=200, budget=budget)
+    slots = np.arange(count)
+    for _ in range(60):
+        rungs = budget.rungs[slots]
+        accepted = world.accepted(rungs)
+        world.now_s += 20e-3
+        times = StepTimes(
+            num_rows=int(world.rows[rungs].sum()),
+            num_requests=count,
+            waited_rungs=rungs,
+            has_prompts=True,
+            is_clean=False,
+        )
+        budget.note_step(slots, world.rows[rungs], accepted, times)
+        if budget.is_due:
+            budget.decide(slots, np.full(count, len(LADDER)))
+    assert budget.rungs[slots].all()
+
+
 @pytest.mark.parametrize("count", [1, 8, 32, 64, 128])
 def test_slow_rounds_of_one_request_do_not_make_trees_look_free(count: int) -> None:
     """Rounds without trees may have been slow for reasons of their own; they say little of many
