@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +36,10 @@ def read_prompts(tokenizer_dir: Path, count: int) -> list[list[int]]:
     return [tokenizer.encode(json.loads(line)["text"]).ids for line in lines]
 
 
+@functools.cache
 @torch.inference_mode()
 def final_hidden_rows(target_dir: Path, head_dir: Path, *, num_prompts: int = 24) -> HiddenRows:
-    """Run the target and its EAGLE-3 head over held-out prompts, in float32 on the CPU.
+    """Run the target and its EAGLE-3 head over held-out prompts, in float32 on the CPU, once.
 
     By one thread: many would wait for each other at every small product, for minutes when the
     machine is busy.

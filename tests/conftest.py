@@ -24,6 +24,9 @@ ORDER = ("e2e", "unit", "contract", "apart", "kernels")
 # Of them, those whose stacks are their own and that mind least what else the machine does: any
 # process that has time runs them, so that all end at about the same time.
 APART = ("command_line", "compose", "exactness", "kubernetes", "pairings", "wheel")
+# Of processes of tests that run beside those of stacks. A stack that recovers while its clients go
+# on computes more, the longer that takes; who only computes can take what it leaves.
+NICENESS = 5
 
 
 def pytest_collection_finish() -> None:
@@ -36,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by folder."""
     here = Path(__file__).parent
     items.sort(key=lambda item: ORDER.index(_part_of(item.path.relative_to(here))))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave the cores to tests of stacks first, if another process runs those."""
+    part = _part_of(item.path.relative_to(Path(__file__).parent))
+    is_one_of_many = "PYTEST_XDIST_WORKER" in os.environ
+    if is_one_of_many and part not in ("e2e", "apart") and os.nice(0) < NICENESS:
+        os.nice(NICENESS - os.nice(0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,7 +13,7 @@ from coppice import Client, Completion, TokenDelta
 
 END_TIMEOUT_S = 180.0
 # Between two requests of a client: there are streams all the time, and time for what recovers.
-PAUSE_S = 0.1
+PAUSE_S = 0.3
 # A client that resumes tries again every 2 s at most.
 MAX_RETRIES = 100
 HANG_UP_SHARE = 0.15

@@ -34,7 +34,7 @@ RECOVER_TIMEOUT_S = 180.0
 LAST_TIMEOUT_S = 20.0
 # 0: until the end of the schedule, or until it is all that keeps tokens off. After 5 s a silent
 # worker is left, after 5 to 10 s killed.
-LENGTHS_S = (0.2, 1.0, 7.0, 0.0)
+LENGTHS_S = (1.0, 0.2, 7.0, 0.0)
 NUM_GARBLED = 12
 """Trees of garbage that a draft sends, at least, unless it cannot."""
 NUM_STRANGERS = 5
@@ -210,8 +210,6 @@ def _all_workers(scene: Scene) -> None:
 FAULTS: dict[str, Fault] = {
     "kill a target": Fault(strike=lambda s: s.kill(s.worker("target")), takes_targets=True),
     "garbage trees": Fault(strike=Scene.garble_trees),
-    "stop a draft": Fault(strike=lambda s: s.stop(s.worker("draft"))),
-    "kill the orchestrator": Fault(strike=lambda s: s.kill(ORCHESTRATOR)),
     "full shared memory": Fault(strike=Scene.fill_memory, takes_targets=True, needs_private=True),
     "torn words": Fault(strike=Scene.tear_words),
     "cut a target off": Fault(strike=lambda s: s.cut(s.worker("target")), takes_targets=True),
@@ -220,9 +218,7 @@ FAULTS: dict[str, Fault] = {
     "removed files": Fault(strike=Scene.remove_files),
     "clock jump": Fault(strike=Scene.jump_clocks, takes_targets=True),
     "reset clients": Fault(strike=lambda s: s.stack.links[ORCHESTRATOR].reset()),
-    "stop a target": Fault(strike=lambda s: s.stop(s.worker("target")), takes_targets=True),
     "garbage on a peer channel": Fault(strike=Scene.garble_peer),
-    "kill a draft": Fault(strike=lambda s: s.kill(s.worker("draft"))),
     "full disk": Fault(strike=Scene.fill_disk, takes_targets=True, needs_private=True),
     "slow draft": Fault(strike=lambda s: s.slow(s.worker("draft"))),
     "reset a target": Fault(
@@ -230,9 +226,15 @@ FAULTS: dict[str, Fault] = {
     ),
     "cut a draft off": Fault(strike=lambda s: s.cut(s.worker("draft"))),
     "slow target": Fault(strike=lambda s: s.slow(s.worker("target"))),
-    "stop the orchestrator": Fault(strike=lambda s: s.stop(ORCHESTRATOR)),
-    "reset a draft": Fault(strike=lambda s: s.stack.links[s.worker("draft")].reset()),
+    # The other faults of these kinds come before.
     "cut clients off": Fault(strike=lambda s: s.cut(ORCHESTRATOR)),
+    "reset a draft": Fault(strike=lambda s: s.stack.links[s.worker("draft")].reset()),
+    # These have tests of their own: test_faults.py and test_liveness.py.
+    "stop a draft": Fault(strike=lambda s: s.stop(s.worker("draft"))),
+    "kill the orchestrator": Fault(strike=lambda s: s.kill(ORCHESTRATOR)),
+    "stop a target": Fault(strike=lambda s: s.stop(s.worker("target")), takes_targets=True),
+    "kill a draft": Fault(strike=lambda s: s.kill(s.worker("draft"))),
+    "stop the orchestrator": Fault(strike=lambda s: s.stop(ORCHESTRATOR)),
 }
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from coppice import Client
 from tests.compose_file import ROLES, load_compose, services_of
+from tests.e2e.test_command_line import NEVER_LATE, NO_SPARES
 from tests.processes import command
 
 pytestmark = pytest.mark.slow
@@ -51,7 +52,7 @@ class Container:
             "COPPICE_METRICS_HOST": host,
             "OMP_NUM_THREADS": "1",
             "COPPICE_CPU_THREADS": "1",
-            "COPPICE_SPARE_AFTER_S": "0",  # no engine dies here
+            **NO_SPARES,
             **changes,
         }
         with log.open("wb") as stream:
@@ -135,7 +136,7 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
         for container in containers["target"] + containers["draft"]:
             container.wait_healthy()
         front = services["orchestrator"]
-        changes = dict(secret)
+        changes = {**secret, **NEVER_LATE}
         for key in ("COPPICE_TARGETS", "COPPICE_DRAFTS"):
             host, _, port = front["environment"][key].partition(":")
             changes[key] = ",".join(f"{address}:{port}" for address in names[host])

@@ -20,6 +20,7 @@ import pytest
 
 from coppice import Client, FinishInfo, TokenDelta
 from coppice.health import health_probe
+from tests.e2e.test_command_line import NEVER_LATE, NO_SPARES
 from tests.kubernetes_files import CONFIG_FILE, VARIANTS, Service, of_kind, render, services_of
 from tests.processes import command, wait_for
 
@@ -59,7 +60,9 @@ class Container:
         if service.role in ("orchestrator", "gateway"):
             mounted["COPPICE_TOKEN_FILE"] = str(files["tokens"])
         else:
-            mounted |= {"COPPICE_DEVICE": "cpu", "COPPICE_CPU_THREADS": "1"}
+            mounted |= {"COPPICE_DEVICE": "cpu", "COPPICE_CPU_THREADS": "1", **NO_SPARES}
+        if service.role == "orchestrator":
+            mounted |= NEVER_LATE
         if service.role == "target":
             mounted["COPPICE_PEER_HOST"] = host
         program, *arguments = service.container["command"]

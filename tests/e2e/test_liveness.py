@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from coppice import Completion
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.config import OrchestratorConfig, TargetConfig
 from tests.e2e.serving import PlainOutputs, Server, running, stack_config
 from tests.e2e.streaming import Stream, streams
 from tests.e2e.test_operations import REQUESTS
@@ -25,10 +25,10 @@ TIMEOUTS = ("draft_timeout_ms", "draft_open_timeout_ms", "step_timeout_s")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
+    """Return a target with a spare engine, and a draft without, which starts again."""
     defaults = OrchestratorConfig()
     config = stack_config(
         target={"spare_after_s": TargetConfig().spare_after_s},
-        draft={"spare_after_s": DraftConfig().spare_after_s},
         orchestrator={name: getattr(defaults, name) for name in TIMEOUTS},
     )
     with running(config) as server:

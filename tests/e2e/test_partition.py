@@ -25,7 +25,7 @@ from tests.processes import is_alive, wait_for, with_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_CALLERS = 4
+NUM_CALLERS = 2
 BRIEF_S = 2.0
 """Shorter than it takes to leave a worker that says nothing."""
 FAR_WORKERS = ("target-1", "draft-1")

@@ -18,6 +18,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from shared.kernels.dispatch import reset_launch_counts
+from tests.kernels.quick_interpreter import speed_up
 from tests.marks import OLD_INTERPRETER
 
 # One compiles in a process that does not interpret, the other has no kernel.
@@ -66,7 +67,8 @@ def _dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def _language_is_interpreted() -> Iterator[None]:
     """Patch Triton's language once, for all launches and all functions that kernels call.
 
-    The interpreter does it for each of them, which takes half of its time.
+    The interpreter does it for each of them, which takes half of its time; of the rest half goes
+    the way of `quick_interpreter.py`.
     """
     if not IS_INTERPRETED:
         yield
@@ -74,6 +76,7 @@ def _language_is_interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if OLD_INTERPRETER:
             monkeypatch.setattr(interpreter, "_patch_lang_tensor", _with_scalars_that_are_read())
+        speed_up(monkeypatch)
         kernel = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         scope = interpreter._patch_lang(kernel)
         nothing = interpreter._LangPatchScope()

@@ -12,6 +12,7 @@ from shared.ladder import LADDER
 from target_service.budgets.budget import StepTimes, TreeBudget
 from target_service.budgets.costs import RoundCosts, RoundKind
 from target_service.step_costs import StepCosts
+from tests.marks import exhaustive
 
 FORWARD = StepCosts(
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 2048],
@@ -23,7 +24,7 @@ FORWARD = StepCosts(
 )
 CPU_FORWARD = StepCosts([1, 8, 16, 32, 64, 128], [14e-3, 20e-3, 33e-3, 60e-3, 115e-3, 230e-3])
 EASY, HARD = 0.9, 0.3
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = [1, 4, 16, 64, 256, *exhaustive([2, 8, 32, 128])]
 NUM_RUNGS = 1 + len(LADDER)
 _CAUGHT_UP_AFTER = 2
 _LATE_ROUNDS = 2

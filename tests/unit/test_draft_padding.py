@@ -44,6 +44,7 @@ from tests.engines import (
 )
 from tests.engines import random_tokens as tokens_of
 from tests.local_pair import LocalRequest
+from tests.marks import exhaustive
 from tests.waits import forbidden_waits
 
 UNTIMED = StepTimer(torch.device("cpu"), is_on=False)
@@ -61,7 +62,7 @@ def trees_of(request: LocalRequest) -> list[TokenTree]:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone"])
-@pytest.mark.parametrize("num_requests", [1, 3, 4, 5])
+@pytest.mark.parametrize("num_requests", [1, 5, *exhaustive([3, 4])])
 def test_padded_batches_give_the_same_trees(models: Models, kind: str, num_requests: int) -> None:
     """Requests of other shapes and temperatures end one by one: buckets shrink, rows are ragged."""
     pairing = models.pairing(kind)

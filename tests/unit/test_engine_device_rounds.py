@@ -479,7 +479,7 @@ def test_a_draft_grows_the_same_overlapped_or_ordered_or_once_more(make: Make, k
     ]:
         edit = spoiled(spoil)
         pair = PoisonedDevicePair(target, draft, edit_paths=edit, has_mailbox=has_mailbox)
-        requests = requests_of(3, 1, SHAPES[3])
+        requests = requests_of(2, 1, SHAPES[3])
         pair.run(requests)
         found.append([path.token_ids for request in requests for path in request.paths])
         assert (pair.num_device_trees > 0) is has_mailbox

@@ -77,7 +77,7 @@ def requests_of(seed: int, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[Loca
 
 FAST = {("eagle3", 16), ("standalone", 4)}
 # Pages meet kinds nowhere but in a slot's number: every size and every kind once at least.
-OFTEN = FAST | {("eagle3", 1), ("eagle", 2), ("eagle", 16), ("mtp", 64)}
+OFTEN = FAST | {("eagle3", 1), ("eagle", 2), ("mtp", 64)}
 
 
 def marks_of(kind: str, page_size: int) -> list[pytest.MarkDecorator]:

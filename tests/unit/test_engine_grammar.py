@@ -97,7 +97,7 @@ def num_rounds(requests: Sequence[LocalRequest]) -> int:
     "kind",
     [
         pytest.param("eagle"),
-        pytest.param("standalone", marks=pytest.mark.slow),
+        pytest.param("standalone", marks=pytest.mark.exhaustive),
         pytest.param("eagle3", marks=pytest.mark.exhaustive),
         pytest.param("mtp", marks=pytest.mark.exhaustive),
     ],

@@ -21,6 +21,7 @@ from tests.engines import (
     run_plain,
 )
 from tests.local_pair import LocalRequest
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +78,9 @@ def from_the_start(pairing: Pairing) -> Trees:
     return trees
 
 
-@pytest.mark.parametrize(("joins_at", "retain_rows"), [(1, 8192), (2, 0), (13, 3), (13, 8192)])
+@pytest.mark.parametrize(
+    ("joins_at", "retain_rows"), [(2, 0), (13, 3), *exhaustive([(1, 8192), (13, 8192)])]
+)
 def test_a_draft_that_joins_late(
     pairing: Pairing, from_the_start: Trees, joins_at: int, retain_rows: int
 ) -> None:

@@ -74,10 +74,7 @@ def test_retracted_requests_go_on_exactly(models: Models, kind: str, page_size: 
 # What has no room is the draft's pool, which knows no kind.
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[] if kind in ("eagle", "standalone") else pytest.mark.exhaustive)
-        for kind in KINDS
-    ],
+    [pytest.param(kind, marks=[] if kind == "eagle" else pytest.mark.exhaustive) for kind in KINDS],
 )
 def test_a_draft_without_room_retracts_and_recovers(models: Models, kind: str) -> None:
     pairing = models.pairing(kind)

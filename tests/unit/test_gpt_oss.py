@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shared.errors import CheckpointError
 from shared.messages import SamplingParams, TokenTree
@@ -80,6 +79,9 @@ def test_logits_in_mxfp4_are_those_of_transformers(packed: Path) -> None:
 def test_weights_in_mxfp4_are_those_that_transformers_makes_of_them(
     packed: Path, tmp_path: Path
 ) -> None:
+    # 2 s, which processes that only collect this test need not take.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     def dequantize(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("_blocks")]:
             module = name.removesuffix("_blocks")

@@ -101,7 +101,7 @@ def forward(
 def test_logits_and_features_are_the_small_models(
     inference: None, small: Pairing, large: Pairing, dtype: torch.dtype
 ) -> None:
-    ids = read_prompts(small.target, 1)[0][:24]
+    ids = read_prompts(small.target, 1)[0][:16]
     logits, features = forward(small.target, ids, dtype, feature_layers(12))
     large_logits, large_features = forward(
         large.target, ids, dtype, feature_layers(SHAPE.num_layers)
@@ -137,7 +137,7 @@ def test_outputs_trees_and_acceptance_are_the_small_pairs(
         requests = [
             LocalRequest(
                 prompt=prompt,
-                max_new_tokens=8,
+                max_new_tokens=6,
                 shape=TREE,
                 sampling=SamplingParams(temperature=temperature, seed=5),
             )
@@ -169,7 +169,7 @@ def test_transformers_generates_the_small_models_text(
             pairing.target, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         mask = torch.ones_like(ids)
-        output = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
         texts.append(output.tolist())
     assert texts[0] == texts[1]
 
