@@ -296,8 +296,9 @@ def test_what_a_family_cannot_mean_is_named(
         published(tmp_path, fields)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 UNSUPPORTED = [
-    ({"architectures": ["InternLM3ForCausalLM"]}, "InternLM3ForCausalLM"),
+    ({"architectures": ["InternLM2ForCausalLM"]}, "InternLM2ForCausalLM"),
     ({"architectures": []}, "architectures"),
     ({"architectures": None}, "architectures"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -329,7 +330,9 @@ UNSUPPORTED = [
     ({"rope_parameters": {**YARN, "short_factor": [1.0]}}, "short_factor"),
     ({"rope_parameters": longrope(7)}, "short_factor must be a list of 8 numbers"),
     ({"rope_parameters": {**longrope(8), "long_factor": [0.0] * 8}}, "long_factor"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic.*write yarn"),
+    ({"rope_parameters": {"rope_type": "dynamic"}}, "factor"),
+    ({"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 32}}, "write yarn"),
+    ({"rope_parameters": {**DYNAMIC, "alpha": 2.0}}, "alpha"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_parameters": {**LLAMA3_ROPE, "beta_fast": 32}}, "beta_fast"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
