@@ -139,6 +139,19 @@ DRAFTS = (
         exact=("unit/test_models_glm_mtp.py::test_speculation_by_it_changes_no_token",),
     ),
     Draft(
+        model="DeepSeek-V3, GLM-4.5 or MiMo with several layers of MTP",
+        draft="all of them, the last one again past its depth",
+        special="layer k drafts depth k + 1; KV of each",
+        equals=(
+            "unit/test_models_mtp_layers.py::test_drafts_are_those_of_transformers[3]",
+            "unit/test_models_mtp_layers.py::test_served_trees_equal_the_reference[3-0]",
+        ),
+        exact=(
+            "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[mimo]",
+            "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[deepseek]",
+        ),
+    ),
+    Draft(
         model="Qwen3-235B-A22B",
         draft="its EAGLE-3 head (SpecForge)",
         special="q is wider than the hidden state (8192 over 4096); own vocabulary of 32,000",

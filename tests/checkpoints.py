@@ -141,9 +141,14 @@ def write_qwen3_moe(
 
 
 def write_mimo(
-    directory: Path, *, seed: int = 0, shape: Shape = TINY, branch_scale: float = 1.0
+    directory: Path,
+    *,
+    seed: int = 0,
+    shape: Shape = TINY,
+    branch_scale: float = 1.0,
+    num_mtp_layers: int = 1,
 ) -> Path:
-    """Write a MiMoForCausalLM: a Qwen2 target and one layer of multi-token prediction.
+    """Write a MiMoForCausalLM: a Qwen2 target and layers of multi-token prediction.
 
     Args:
         branch_scale: Small values make target and layer agree on most tokens: both then say what
@@ -151,15 +156,16 @@ def write_mimo(
     """
     generator = _generator(seed)
     tensors = _decoder(shape, generator, has_qkv_bias=True, branch_scale=branch_scale)
-    prefix = "model.mtp_layers.0"
-    tensors |= _layer(prefix, shape, generator, has_qkv_bias=True, branch_scale=branch_scale)
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        tensors[f"{prefix}.{name}.weight"] = _norm(shape.hidden_size, generator)
-    tensors[f"{prefix}.input_proj.weight"] = _mix(
-        shape.hidden_size, generator, own_first=False, other_scale=branch_scale
-    )
+    for index in range(num_mtp_layers):
+        prefix = f"model.mtp_layers.{index}"
+        tensors |= _layer(prefix, shape, generator, has_qkv_bias=True, branch_scale=branch_scale)
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = _norm(shape.hidden_size, generator)
+        tensors[f"{prefix}.input_proj.weight"] = _mix(
+            shape.hidden_size, generator, own_first=False, other_scale=branch_scale
+        )
     fields = _config("MiMoForCausalLM", "mimo", shape)
-    fields |= {"attention_bias": True, "num_nextn_predict_layers": 1}
+    fields |= {"attention_bias": True, "num_nextn_predict_layers": num_mtp_layers}
     return _write(directory, fields, tensors)
 
 

@@ -209,6 +209,9 @@ class Eagle3Draft(Head):
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
+        *,
+        depth: int = 0,
+        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run rows through the layer; see DraftModel.forward."""
         assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"

@@ -186,8 +186,13 @@ class ReferenceMTP(_Head):
         self.window = window
 
     def hidden(self, rows: list[Row]) -> torch.Tensor:
-        tokens, positions, vectors = self.unpack(rows)
-        w, prefix, config = self.weights, "model.mtp_layers.0", self.config
+        return self.layer(0, *self.unpack(rows))[-1]
+
+    def layer(
+        self, index: int, tokens: list[int], positions: list[int], vectors: torch.Tensor
+    ) -> torch.Tensor:
+        """Run all rows through one of the layers. [T, h]"""
+        w, prefix, config = self.weights, f"model.mtp_layers.{index}", self.config
         embeds = self.target.embedding[tokens].clone()
         for i, position in enumerate(positions):
             if position == 0:
@@ -201,7 +206,7 @@ class ReferenceMTP(_Head):
         )
         x = project(w, f"{prefix}.input_proj", x)
         x = decoder_layer(w, prefix, x, config, positions=positions, window=self.window)
-        return rms_norm(x, w[f"{prefix}.final_layernorm.weight"], config)[-1]
+        return rms_norm(x, w[f"{prefix}.final_layernorm.weight"], config)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.head @ hidden
