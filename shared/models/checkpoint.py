@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from shared.errors import CheckpointError
 from shared.models import hub, pickled
 from shared.models.int4_config import PACKED, QWEIGHT, Int4Config, read_int4_config
-from shared.models.quantization import FP8, activation_scale_of, is_projection
+from shared.models.quantization import FP8, activation_scale_of, is_projection, stays_fp8
 
 if TYPE_CHECKING:
     import torch
@@ -231,7 +231,7 @@ def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
             continue
         if info.dtype not in FLOAT_DTYPES and not is_stored:
             continue
-        if is_projection(name) and (is_stored or quantization == FP8):
+        if (is_stored and stays_fp8(name)) or (is_projection(name) and quantization == FP8):
             total += size + size // 32  # scales, at most one of four bytes for 128 values
         else:
             total += size * itemsize
@@ -386,6 +386,16 @@ class CheckpointReader:
         if info is None or info.dtype != FP8_DTYPE:
             return self.load(name, shape)
         return self._load_quantized(name, shape).dequantized().to(self._dtype)
+
+    def load_expert(self, name: str, shape: Sequence[int]) -> torch.Tensor | QuantizedWeight:
+        """Return a weight of a routed expert on the device, in FP8 if the checkpoint has it so.
+
+        Others are in the dtype, dequantised if need be; see `load_matrix`.
+        """
+        info = self._infos.get(name)
+        if info is not None and info.dtype == FP8_DTYPE:
+            return self._load_quantized(name, shape)
+        return self.load_dense(name, shape)
 
     def load_matrix(self, name: str, shape: Sequence[int]) -> GpuWeight:
         """Return the weight of a projection on the device, in FP8, in int4 or in the dtype.
