@@ -152,6 +152,13 @@ DRAFTS = (
         ),
     ),
     Draft(
+        model="any target",
+        draft="an EAGLE-3 head of several layers (speculators)",
+        special="the first layer alone reads the embedding",
+        equals=(f"{_ROWS}[eagle3-three-layers-speculators]", f"{_ROWS}[eagle3-two-layers]"),
+        exact=(f"{_HEADS}[layers-False]",),
+    ),
+    Draft(
         model="Qwen3-235B-A22B",
         draft="its EAGLE-3 head (SpecForge)",
         special="q is wider than the hidden state (8192 over 4096); own vocabulary of 32,000",

@@ -215,6 +215,7 @@ def write_eagle3(
     max_position_embeddings: int = 512,
     prefix: str = "",
     layer_name: str = "midlayer",
+    num_layers: int = 1,
 ) -> Path:
     """Write a LlamaForCausalLMEagle3.
 
@@ -246,6 +247,8 @@ def write_eagle3(
     }
     num_captured = 3 if layer_ids is None else len(layer_ids)
     tensors[f"{layer_name}.hidden_norm.weight"] = _norm(width, generator)
+    for i in range(1, num_layers):
+        tensors |= _layer(f"layers.{i}", shape, generator, has_qk_norm=model_type == "qwen3")
     tensors["fc.weight"] = _matrix(width, num_captured * target_width, generator)
     if has_fc_bias:
         tensors["fc.bias"] = 0.3 * _normal((width,), generator)
@@ -256,6 +259,7 @@ def write_eagle3(
     if has_embedding:
         tensors["embed_tokens.weight"] = _normal((shape.vocab_size, width), generator)
     fields = _config("LlamaForCausalLMEagle3", model_type, shape)
+    fields |= {"num_hidden_layers": num_layers}
     if is_speculators:
         layer_fields = {name: value for name, value in fields.items() if name != "architectures"}
         fields = {

@@ -95,7 +95,6 @@ def write_fp8_experts(directory: Path) -> Path:
     return write_fp8(source, directory / "fp8", "block")
 
 
-@EXHAUSTIVE
 @pytest.mark.parametrize("algorithm", ["eagle3", "mtp"])
 def test_experts_in_fp8_and_several_layers_of_mtp_run_in_an_engine(
     tmp_path: Path, algorithm: str

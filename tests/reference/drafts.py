@@ -139,6 +139,8 @@ class ReferenceEagle3(_Head):
         x = residual + attend(w, "midlayer.self_attn", x, config, positions, self.window)
         normed = rms_norm(x, w["midlayer.post_attention_layernorm.weight"], config)
         x = x + mlp(w, "midlayer.mlp", normed)
+        for i in range(1, config["num_hidden_layers"]):
+            x = decoder_layer(w, f"layers.{i}", x, config, positions=positions, window=self.window)
         if config.get("norm_output"):
             x = rms_norm(x, w["norm.weight"], config)
         return x[-1]

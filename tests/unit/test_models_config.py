@@ -488,7 +488,6 @@ def _set(**fields: Any) -> dict[str, Any]:
     [
         (DraftKind.EAGLE3, _set(vocab_size=999), "vocab_size"),
         (DraftKind.EAGLE3, _set(hidden_size=64), "target_hidden_size"),
-        (DraftKind.EAGLE3, _set(num_hidden_layers=2), "num_hidden_layers"),
         (DraftKind.EAGLE3, _set(draft_vocab_size=0), "draft_vocab_size"),
         (DraftKind.EAGLE3, _set(norm_before_residual="yes"), "norm_before_residual"),
         (DraftKind.EAGLE3, _set(fc_norm=True, use_aux_norm=False), "use_aux_norm"),
@@ -569,7 +568,12 @@ def test_speculators_format(tmp_path: Path) -> None:
     edit_checkpoint(head, config=lambda c: c[layer].update({"sliding_window": None}))
     with pytest.raises(CheckpointError, match="sliding_window"):
         feature_spec(head, target, "auto")
-    edit_checkpoint(head, config=lambda c: c[layer].update({"layer_types": ["full_attention"]}))
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    edit_checkpoint(head, config=lambda c: c[layer].update(mixed))
+    with pytest.raises(CheckpointError, match="layer_types = .*sliding_attention.*or none"):
+        HeadConfig.from_checkpoint(head, DraftKind.EAGLE3)
+    one = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+    edit_checkpoint(head, config=lambda c: c[layer].update(one))
     edit_checkpoint(head, config=lambda c: c[layer].pop("hidden_size"))
     with pytest.raises(CheckpointError, match=rf"{layer}: hidden_size"):
         feature_spec(head, target, "auto")
