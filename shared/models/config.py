@@ -9,12 +9,7 @@ from pathlib import Path
 
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import FeatureSpec
-from shared.models.checkpoint import (
-    DEMO,
-    read_tensor_infos,
-    resolve_model,
-    tokenizer_hash,
-)
+from shared.models.checkpoint import DEMO, resolve_model, tokenizer_hash
 from shared.models.decoder_config import ModelConfig, architecture_of, read_config_json
 from shared.models.digest import model_hash
 from shared.models.families import FAMILIES
@@ -25,6 +20,7 @@ from shared.models.head_config import (
     HeadConfig,
     speculators_kind,
 )
+from shared.models.tensor_files import read_tensor_infos
 
 # More than any tree has steps.
 MAX_MTP_LAYERS = 16
