@@ -159,11 +159,12 @@ class TensorReads:
             if tensor.dtype is stored:
                 self._fill(values[begin:end], info, info.start + begin * size)
                 return
-            piece = torch.empty(min(_PIECE_VALUES, end - begin), dtype=stored)
-            for first in range(begin, end, _PIECE_VALUES):
-                part = values[first : min(first + _PIECE_VALUES, end)]
-                self._fill(piece[: len(part)], info, info.start + first * size)
-                part.copy_(piece[: len(part)])
+            with torch.inference_mode(tensor.is_inference()):  # which is a thread's own
+                piece = torch.empty(min(_PIECE_VALUES, end - begin), dtype=stored)
+                for first in range(begin, end, _PIECE_VALUES):
+                    part = values[first : min(first + _PIECE_VALUES, end)]
+                    self._fill(piece[: len(part)], info, info.start + first * size)
+                    part.copy_(piece[: len(part)])
 
         if count == 1:
             copy(0)

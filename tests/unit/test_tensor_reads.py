@@ -47,12 +47,19 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_tensors_are_those_of_the_file(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], num_threads: int
+    tmp_path: Path, tensors: dict[str, torch.Tensor], num_threads: int, *, is_inference: bool
 ) -> None:
+    with torch.inference_mode(is_inference):
+        check_tensors(tmp_path, tensors, num_threads)
+
+
+def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], num_threads: int) -> None:
+    """Read every tensor as it is and as other dtypes, and look for threads that are left."""
     reads = TensorReads(CPU, num_threads=num_threads)
-    for name, info in read_tensor_infos(tmp_path).items():
+    for name, info in read_tensor_infos(directory).items():
         want = tensors[name]
         got = reads.read(info, None)
         assert got.dtype is want.dtype and got.shape == want.shape
