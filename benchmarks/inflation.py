@@ -28,9 +28,10 @@ from typing import Any
 import torch
 
 from benchmarks.calibration import final_hidden_rows
-from shared.models.checkpoint import CheckpointReader, TensorInfo, read_tensor_infos
+from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig, ModelConfig
 from shared.models.decoder_config import read_config_json
+from shared.models.tensor_files import TensorInfo, read_tensor_infos
 
 FILLER_STD = 1 / 64  # a power of two: rounded alike on every device
 # Mean logit of a vocabulary row that nobody uses: e^-40 of probability, 10^5 times, is nothing.

@@ -32,7 +32,6 @@ from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
 from shared.models.checkpoint import (
-    report_reads,
     resolve_model,
     stored_bytes,
     tokenizer_hash,
@@ -50,6 +49,7 @@ from shared.models.digest import start_model_hash
 from shared.models.draft import load_draft
 from shared.models.hub import last_part
 from shared.models.quantization import quantization_while_loading, read_quantization
+from shared.models.tensor_reads import report_reads
 from shared.rpc.engine import ProgressCallback
 
 logger = logging.getLogger(__name__)

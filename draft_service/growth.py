@@ -136,6 +136,7 @@ class TreeGrower:
             self._pool,
             attention,
             beams.slot_mapping,
+            depth=step + 1,
         )  # [B * K, h]
         logits = self._model.logits(hidden)
         return replace(growth, beams=beams, hidden=hidden, logits=logits)

@@ -51,6 +51,7 @@ class RequestTable:
         self._grammars = grammars
         self._pool = runner.pool
         self._window = runner.window
+        self._kv_lag = runner.model.kv_lag
         self._input_shift = runner.model.input_shift
         self._vocab_size = runner.vocab_size
         self._outbox = outbox
@@ -215,7 +216,8 @@ class RequestTable:
     def drop_unseen(self, request: DraftRequest) -> None:
         """Free the pages that no row to come will see."""
         if self._window:
-            self._pool.drop_before(request.req_idx, request.kv_len - self._window)
+            first_seen = request.kv_len - self._kv_lag - self._window
+            self._pool.drop_before(request.req_idx, first_seen)
 
     def close(self, message: DraftClose) -> None:
         """Drop a request, unless it was opened anew since."""

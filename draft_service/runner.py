@@ -195,6 +195,7 @@ class DraftRunner:
             self.pool,
             inputs.rows.attention,
             inputs.rows.slot_mapping,
+            carried=self.last_hidden,
         )
         last = hidden.index_select(0, inputs.last_rows)
         self.last_hidden.index_copy_(0, inputs.hidden_idx, last)

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import FLOAT_DTYPES, open_weights, read_tensor_infos
+from shared.models.checkpoint import FLOAT_DTYPES
+from shared.models.tensor_files import read_tensor_infos
+from shared.models.tensor_reads import open_weights
 from target_service.runner import TargetRunner
 from target_service.self_test import fixed_prompt_logits
 

@@ -14,10 +14,11 @@ from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec
-from shared.models.checkpoint import report_reads, stored_bytes, weight_bytes
+from shared.models.checkpoint import stored_bytes, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
+from shared.models.tensor_reads import report_reads
 from shared.rpc.engine import ProgressCallback
 
 logger = logging.getLogger(__name__)

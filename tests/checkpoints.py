@@ -141,9 +141,14 @@ def write_qwen3_moe(
 
 
 def write_mimo(
-    directory: Path, *, seed: int = 0, shape: Shape = TINY, branch_scale: float = 1.0
+    directory: Path,
+    *,
+    seed: int = 0,
+    shape: Shape = TINY,
+    branch_scale: float = 1.0,
+    num_mtp_layers: int = 1,
 ) -> Path:
-    """Write a MiMoForCausalLM: a Qwen2 target and one layer of multi-token prediction.
+    """Write a MiMoForCausalLM: a Qwen2 target and layers of multi-token prediction.
 
     Args:
         branch_scale: Small values make target and layer agree on most tokens: both then say what
@@ -151,15 +156,16 @@ def write_mimo(
     """
     generator = _generator(seed)
     tensors = _decoder(shape, generator, has_qkv_bias=True, branch_scale=branch_scale)
-    prefix = "model.mtp_layers.0"
-    tensors |= _layer(prefix, shape, generator, has_qkv_bias=True, branch_scale=branch_scale)
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        tensors[f"{prefix}.{name}.weight"] = _norm(shape.hidden_size, generator)
-    tensors[f"{prefix}.input_proj.weight"] = _mix(
-        shape.hidden_size, generator, own_first=False, other_scale=branch_scale
-    )
+    for index in range(num_mtp_layers):
+        prefix = f"model.mtp_layers.{index}"
+        tensors |= _layer(prefix, shape, generator, has_qkv_bias=True, branch_scale=branch_scale)
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = _norm(shape.hidden_size, generator)
+        tensors[f"{prefix}.input_proj.weight"] = _mix(
+            shape.hidden_size, generator, own_first=False, other_scale=branch_scale
+        )
     fields = _config("MiMoForCausalLM", "mimo", shape)
-    fields |= {"attention_bias": True, "num_nextn_predict_layers": 1}
+    fields |= {"attention_bias": True, "num_nextn_predict_layers": num_mtp_layers}
     return _write(directory, fields, tensors)
 
 
@@ -209,6 +215,7 @@ def write_eagle3(
     max_position_embeddings: int = 512,
     prefix: str = "",
     layer_name: str = "midlayer",
+    num_layers: int = 1,
 ) -> Path:
     """Write a LlamaForCausalLMEagle3.
 
@@ -240,6 +247,8 @@ def write_eagle3(
     }
     num_captured = 3 if layer_ids is None else len(layer_ids)
     tensors[f"{layer_name}.hidden_norm.weight"] = _norm(width, generator)
+    for i in range(1, num_layers):
+        tensors |= _layer(f"layers.{i}", shape, generator, has_qk_norm=model_type == "qwen3")
     tensors["fc.weight"] = _matrix(width, num_captured * target_width, generator)
     if has_fc_bias:
         tensors["fc.bias"] = 0.3 * _normal((width,), generator)
@@ -250,6 +259,7 @@ def write_eagle3(
     if has_embedding:
         tensors["embed_tokens.weight"] = _normal((shape.vocab_size, width), generator)
     fields = _config("LlamaForCausalLMEagle3", model_type, shape)
+    fields |= {"num_hidden_layers": num_layers}
     if is_speculators:
         layer_fields = {name: value for name, value in fields.items() if name != "architectures"}
         fields = {

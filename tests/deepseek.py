@@ -30,8 +30,9 @@ def write_deepseek(
     num_layers: int = NUM_LAYERS,
     num_dense: int = 1,
     branch_scale: float = 1.0,
+    num_mtp_layers: int = 1,
 ) -> Path:
-    """Write a DeepseekV3ForCausalLM, and its layer of MTP.
+    """Write a DeepseekV3ForCausalLM, and its layers of MTP.
 
     Args:
         num_dense: First layers without experts.
@@ -78,13 +79,14 @@ def write_deepseek(
     for index in range(num_layers):
         layer(f"model.layers.{index}", has_experts=index >= num_dense)
     matrix("lm_head", VOCAB_SIZE, HIDDEN, LOGIT_SCALE)
-    extra = f"model.layers.{num_layers}"
-    layer(extra, has_experts=True, scale=branch_scale)
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        norm(f"{extra}.{name}", HIDDEN)
-    matrix(f"{extra}.eh_proj", HIDDEN, 2 * HIDDEN)
-    tensors[f"{extra}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{extra}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for index in range(num_layers, num_layers + num_mtp_layers):
+        extra = f"model.layers.{index}"
+        layer(extra, has_experts=True, scale=branch_scale)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            norm(f"{extra}.{name}", HIDDEN)
+        matrix(f"{extra}.eh_proj", HIDDEN, 2 * HIDDEN)
+        tensors[f"{extra}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{extra}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     fields = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -115,7 +117,7 @@ def write_deepseek(
         "first_k_dense_replace": num_dense,
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": num_mtp_layers,
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(fields, indent=2))

@@ -78,12 +78,18 @@ class Models:
         two.
 
         Args:
-            kind: One of KINDS; or "experts": a target with experts that drafts for itself; or
-                "window": a target whose rows see 40 tokens, and a standalone draft.
+            kind: One of KINDS; or "mtp-layers": three layers of MTP; or "experts": a target with
+                experts that drafts for itself; or "window": a target whose rows see 40 tokens, and
+                a standalone draft.
         """
         if kind == "mtp":
             mimo = self.get("mimo", lambda d: checkpoints.write_mimo(d, branch_scale=0.3))
             return Pairing(target=mimo, draft=mimo, algorithm=kind)
+        if kind == "mtp-layers":
+            mimo = self.get(
+                kind, lambda d: checkpoints.write_mimo(d, branch_scale=0.3, num_mtp_layers=3)
+            )
+            return Pairing(target=mimo, draft=mimo, algorithm="mtp")
         if kind == "eagle":
             target = self.get(
                 "agreeable", lambda d: checkpoints.write_agreeable_target(d, shape=FLAT)

@@ -105,6 +105,12 @@ MINISTRAL = {
 }
 GLM4 = {"head_dim": 16, "attention_bias": True}
 SEED_OSS = {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}
+# As published: dynamic rope, whose angles are the default ones up to max_position_embeddings.
+INTERNLM3 = {
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 50000.0},
+}
+INTERNLM3_BIASES = INTERNLM3 | {"attention_bias": True, "mlp_bias": True}
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,

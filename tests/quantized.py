@@ -106,7 +106,7 @@ def scales_of(weight: torch.Tensor, form: str) -> torch.Tensor:
 
 def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return the scale of each value."""
-    if scales.numel() == 1 or scales.shape[1:] == (1,):
+    if scales.numel() == 1 or scales.shape == (shape[0], 1):
         return scales.reshape(-1, 1).expand(shape)
     every = scales.repeat_interleave(SIDE, dim=0).repeat_interleave(SIDE, dim=1)
     return every[: shape[0], : shape[1]]

@@ -11,15 +11,12 @@ Grid: (programs that share an expert's rows, tiles of outputs, pairs or experts)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared.kernels import linear_swiglu, linear_tiles
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import aligned, count_launch, dot_dtype, use_triton
 from shared.kernels.expert_choice import ChosenExperts
@@ -31,16 +28,19 @@ from shared.kernels.expert_products_cpu import (
     KernelWeights,
     apply_experts_cpu,
 )
-from shared.kernels.linear import blocks_of
-from shared.kernels.linear_tiles import INTERPRETED_TILES, SQUARE_TILES, Tiles
-from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, WORDS_K, Mxfp4Weights, from_mxfp4
-
-# Pairs have programs of their own while hardly any two of them share an expert.
-_EXPERTS_PER_PAIR = 4
-# Tiles hold so many times the rows that an expert has on average.
-_ROOM = 2
+from shared.kernels.expert_tiles import (
+    Grid,
+    Operands,
+    choose_grid,
+    down_tiles,
+    operands,
+    up_tiles,
+)
+from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, from_mxfp4
+from shared.kernels.quantized import SCALE_BLOCK, add_product, load_weight, scale_sum
 
 _PART, _PARTS = tl.constexpr(MXFP4_BLOCK), tl.constexpr(NUM_PARTS)
+_SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
 
 @triton.jit
@@ -77,6 +77,14 @@ def _rows_at(x_ptrs, k, column, width_k, IS_WHOLE: tl.constexpr, DOT_DTYPE: tl.c
 
 
 @triton.jit
+def _scales_before(expert, width_k, SCALING: tl.constexpr):
+    """Return how many rows of scales lie before those of an expert in FP8."""
+    if SCALING == "block":
+        return expert.to(tl.int64) * tl.cdiv(width_k, _SCALE_BLOCK)
+    return expert.to(tl.int64)
+
+
+@triton.jit
 def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """Return silu(gate) * up, or what `clamped_swiglu` returns; NaN stays NaN."""
     if LIMIT == 0:
@@ -91,7 +99,8 @@ def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 def _expert_swiglu_kernel(
     x_ptr,  # [T, K]
     weight_desc,  # [E * 2 F, K] in blocks [BLOCK_N, BLOCK_K]; of each expert gate above up
-    scales_ptr,  # [E, blocks, 2 F] i32, unread unless IS_MXFP4, where the weight is one of words
+    scales_ptr,  # [E, blocks, 2 F] i32 if IS_MXFP4, where the weight is one of words; f32, of a
+    # weight in FP8, with one block if SCALING is "channel"; unread if it is "none"
     ids_ptr,  # [P] i32
     pairs_ptr,  # [P] i32, unread if IS_DIRECT
     indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
@@ -108,6 +117,7 @@ def _expert_swiglu_kernel(
     IS_DIRECT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     IS_MXFP4: tl.constexpr,
+    SCALING: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -124,6 +134,9 @@ def _expert_swiglu_kernel(
     first_row = expert * 2 * width_f + first_n
     n = first_n + tl.arange(0, BLOCK_N)
     column = tl.arange(0, _PART if IS_MXFP4 else BLOCK_K)
+    if SCALING != "none":
+        scales_ptr += _scales_before(expert, width_k, SCALING) * 2 * width_f
+    scaled_n = tl.where(is_expert, n, width_f)
     if HAS_BIAS:
         bias_ptr += expert.to(tl.int64) * 2 * width_f
         is_biased = (n < width_f) & is_expert
@@ -153,10 +166,15 @@ def _expert_swiglu_kernel(
                     up = tl.dot(up_weight, x.T, up, input_precision="ieee")
             else:
                 x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE)
-                gate_weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
-                up_weight = weight_desc.load([first_row + width_f, k]).to(DOT_DTYPE)
-                gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
-                up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+                gate_weight = load_weight(weight_desc, first_row, k, DOT_DTYPE, SCALING)
+                up_weight = load_weight(weight_desc, first_row + width_f, k, DOT_DTYPE, SCALING)
+                # Scales of gate and up lie in one row of 2 F.
+                of_block = scales_ptr + (k // _SCALE_BLOCK) * width_f
+                gate = add_product(gate, gate_weight, x, of_block, scaled_n, k, width_f, SCALING)
+                of_block += width_f
+                up = add_product(up, up_weight, x, of_block, scaled_n, k, width_f, SCALING)
+        gate = scale_sum(gate, scales_ptr, scaled_n, width_f, SCALING)
+        up = scale_sum(up, scales_ptr + width_f, scaled_n, width_f, SCALING)
         if HAS_BIAS:
             gate += gate_bias[:, None]
             up += up_bias[:, None]
@@ -172,7 +190,7 @@ def _expert_swiglu_kernel(
 def _expert_down_kernel(
     x_ptr,  # [P, K]
     weight_desc,  # [E * N, K] in blocks [BLOCK_N, BLOCK_K]
-    scales_ptr,  # [E, blocks, N] i32, unread unless IS_MXFP4, where the weight is one of words
+    scales_ptr,  # [E, blocks, N], as above
     ids_ptr,  # [P] i32
     pairs_ptr,  # [P] i32, unread if IS_DIRECT
     indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
@@ -189,6 +207,7 @@ def _expert_down_kernel(
     IS_DIRECT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     IS_MXFP4: tl.constexpr,
+    SCALING: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -203,6 +222,9 @@ def _expert_down_kernel(
     first_row = expert * width_n + first_n
     n = first_n + tl.arange(0, BLOCK_N)
     column = tl.arange(0, _PART if IS_MXFP4 else BLOCK_K)
+    if SCALING != "none":
+        scales_ptr += _scales_before(expert, width_k, SCALING) * width_n
+    scaled_n = tl.where(expert < NUM_EXPERTS, n, width_n)
     if HAS_BIAS:
         bias_ptr += expert.to(tl.int64) * width_n
         is_biased = (n < width_n) & (expert < NUM_EXPERTS)
@@ -225,8 +247,9 @@ def _expert_down_kernel(
                     total = tl.dot(weight, x.T, total, input_precision="ieee")
             else:
                 x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE)
-                weight = weight_desc.load([first_row, k]).to(DOT_DTYPE)
-                total = tl.dot(weight, x.T, total, input_precision="ieee")
+                weight = load_weight(weight_desc, first_row, k, DOT_DTYPE, SCALING)
+                total = add_product(total, weight, x, scales_ptr, scaled_n, k, width_n, SCALING)
+        total = scale_sum(total, scales_ptr, scaled_n, width_n, SCALING)
         if HAS_BIAS:
             total += bias[:, None]
         total *= tl.load(weights_ptr + pair)[None, :]
@@ -236,43 +259,6 @@ def _expert_down_kernel(
             total,
             mask=(place < end)[None, :] & (n < width_n)[:, None],
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
-    """How pairs are dealt out to programs; none of it changes a bit.
-
-    Args:
-        num_items: Pairs, or experts and padding.
-        rows_per_expert: What tiles are chosen for.
-    """
-
-    is_direct: bool
-    num_items: int
-    rows_per_expert: int
-
-    def num_lanes(self, tiles: Tiles) -> int:
-        """Return how many programs share the rows of an item."""
-        return max(1, self.rows_per_expert // (_ROOM * tiles.block_t))
-
-
-def _choose_grid(num_pairs: int, num_experts: int) -> _Grid:
-    if num_pairs * _EXPERTS_PER_PAIR <= num_experts:
-        return _Grid(is_direct=True, num_items=num_pairs, rows_per_expert=1)
-    rows = triton.cdiv(_ROOM * num_pairs, num_experts)
-    return _Grid(is_direct=False, num_items=num_experts + 1, rows_per_expert=rows)
-
-
-def choose_up_tiles(rows_per_expert: int, element_size: int) -> Tiles:
-    """Return a GPU's tiles of gate and up."""
-    return linear_swiglu.choose_tiles(rows_per_expert, element_size)
-
-
-def choose_down_tiles(rows_per_expert: int, element_size: int) -> Tiles:
-    """Return a GPU's tiles of the second product."""
-    if rows_per_expert > 128 and element_size == 2:
-        return SQUARE_TILES
-    return linear_tiles.choose_tiles(rows_per_expert, element_size, 0)
 
 
 def apply_experts(
@@ -290,7 +276,7 @@ def apply_experts(
 
     Args:
         x: [T, K].
-        gate_up: [E, 2 F, K], the rows of gate above those of up; dtype of x, or MXFP4.
+        gate_up: [E, 2 F, K], the rows of gate above those of up; dtype of x, MXFP4 or FP8.
         down: [E, N, F].
         chosen: Experts of each row.
         out: [count, T, N] f32, in slots as the experts of a row are; zeros in rows of padding.
@@ -306,7 +292,7 @@ def apply_experts(
     assert gate_up.dtype == down.dtype == x.dtype and x.shape[1] == gate_up.shape[2]
     if num_rows == 0:
         return
-    grid = _choose_grid(chosen.ids.numel(), num_experts)
+    grid = choose_grid(chosen.ids.numel(), num_experts)
     order = (chosen.ids, chosen.ids)
     if not grid.is_direct:
         order = order_pairs(chosen.ids, num_experts)
@@ -320,22 +306,20 @@ def _launch_swiglu(
     weight: KernelWeights,
     ids: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
-    grid: _Grid,
+    grid: Grid,
     form: ExpertForm,
     out: torch.Tensor,
 ) -> None:
     """Launch gate and up. Mutates: `out`, all of it."""
     num_experts, width_f, width_k = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
-    tiles = INTERPRETED_TILES
-    if x.is_cuda:
-        tiles = choose_up_tiles(grid.rows_per_expert, x.element_size())
-    weight_desc, scales, tiles = _operands(weight, tiles)
+    read = operands(weight, up_tiles(x, weight, grid))
+    tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_swiglu")
     _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), grid.num_items)](
         x,
-        weight_desc,
-        scales,
+        read.weight,
+        read.scales,
         ids,
         *order,
         x if form.gate_up_bias is None else form.gate_up_bias,
@@ -346,8 +330,7 @@ def _launch_swiglu(
         HAS_BIAS=form.gate_up_bias is not None,
         LIMIT=form.limit,
         ALPHA=form.alpha,
-        IS_MXFP4=isinstance(weight, Mxfp4Weights),
-        **_options(x, ids, tiles, grid, num_experts, width_k),
+        **_options(x, ids, read, grid, num_experts, width_k),
     )
 
 
@@ -356,22 +339,20 @@ def _launch_down(
     weight: KernelWeights,
     chosen: ChosenExperts,
     order: tuple[torch.Tensor, torch.Tensor],
-    grid: _Grid,
+    grid: Grid,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Launch the second product. Mutates: `out`, all of it."""
     num_experts, width_n, width_k = weight.shape
-    tiles = INTERPRETED_TILES
-    if x.is_cuda:
-        tiles = choose_down_tiles(grid.rows_per_expert, x.element_size())
-    weight_desc, scales, tiles = _operands(weight, tiles)
+    read = operands(weight, down_tiles(x, weight, grid))
+    tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_down")
     _expert_down_kernel[(num_lanes, triton.cdiv(width_n, tiles.block_n), grid.num_items)](
         x,
-        weight_desc,
-        scales,
+        read.weight,
+        read.scales,
         chosen.ids,
         *order,
         chosen.weights,
@@ -382,25 +363,17 @@ def _launch_down(
         width_k,
         num_lanes,
         HAS_BIAS=bias is not None,
-        IS_MXFP4=isinstance(weight, Mxfp4Weights),
-        **_options(x, chosen.ids, tiles, grid, num_experts, width_k),
+        **_options(x, chosen.ids, read, grid, num_experts, width_k),
     )
 
 
-def _operands(weight: KernelWeights, tiles: Tiles) -> tuple[TensorDescriptor, torch.Tensor, Tiles]:
-    """Return the weights of all experts as one matrix, their scales, and tiles that fit them."""
-    if isinstance(weight, Mxfp4Weights):
-        tiles = tiles._replace(block_k=WORDS_K)
-        words = weight.values.flatten(0, 1)
-        return blocks_of(words, tiles.block_n, MXFP4_BLOCK), weight.scales, tiles
-    return blocks_of(weight.flatten(0, 1), tiles.block_n, tiles.block_k), weight, tiles
-
-
 def _options(
-    x: torch.Tensor, ids: torch.Tensor, tiles: Tiles, grid: _Grid, num_experts: int, width_k: int
+    x: torch.Tensor, ids: torch.Tensor, read: Operands, grid: Grid, num_experts: int, width_k: int
 ) -> dict[str, Any]:
     """Return what both products are launched with."""
+    tiles = read.tiles
     return {
+        **read.told,
         "NUM_EXPERTS": num_experts,
         "SLOTS": ids.shape[1],
         "IS_DIRECT": grid.is_direct,

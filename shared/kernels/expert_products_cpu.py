@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 
 from shared.kernels.dispatch import use_triton
 from shared.kernels.expert_choice import ChosenExperts
+from shared.kernels.fp8_experts import QuantizedExperts, pack_fp8
 from shared.kernels.mxfp4 import Mxfp4Weights, dequantize_mxfp4, pack_mxfp4
 from shared.kernels.products_cpu import CpuProducts, CpuWeight, Weight, linear_cpu
+from shared.kernels.quantized import QuantizedWeight
 from shared.kernels.swiglu import clamped_swiglu, swiglu
 
-KernelWeights = torch.Tensor | Mxfp4Weights
+KernelWeights = torch.Tensor | Mxfp4Weights | QuantizedExperts
 """One weight [N, K] of each expert, as kernels read them: [E, N, K]."""
 ExpertWeights = KernelWeights | Sequence[Weight]
 """The same, or packed for a CPU that computes with them."""
@@ -41,19 +44,25 @@ PLAIN_FORM = ExpertForm()
 
 
 def hold_experts(
-    products: CpuProducts, weights: Iterator[torch.Tensor], num_experts: int
+    products: CpuProducts,
+    weights: Iterator[Any],
+    num_experts: int,
 ) -> ExpertWeights:
-    """Return weights [N, K] of experts as their products read them.
+    """Return weights [N, K] of experts as their products read them: a CPU dequantised.
 
     Args:
-        weights: Of expert 0, 1, ...; at least one, and taken one at a time.
+        weights: Of expert 0, 1, ..., tensors or all of them QuantizedWeight; at least one, and
+            taken one at a time.
     """
     first = next(weights)
     held = products.weight(first)
     if isinstance(held, CpuWeight):
         return [held, *(products.weight(weight) for weight in weights)]
+    rest = chain([first], weights)
+    if isinstance(first, QuantizedWeight):
+        return pack_fp8(rest, num_experts)
     stacked = first.new_empty((num_experts, *first.shape))
-    for expert, weight in enumerate(chain([first], weights)):
+    for expert, weight in enumerate(rest):
         stacked[expert] = weight
     return stacked
 
@@ -89,7 +98,7 @@ def apply_experts_cpu(
     """Do what `apply_experts` does on a CPU.
 
     Args:
-        gate_up, down: Not in MXFP4.
+        gate_up, down: Not in MXFP4; in FP8 they are dequantised, expert by expert.
     Mutates: `out`, all of it.
     """
     assert not isinstance(gate_up, Mxfp4Weights) and not isinstance(down, Mxfp4Weights)

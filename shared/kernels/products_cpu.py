@@ -32,6 +32,8 @@ BATCH_ITEMS = 8
 ALIGNED_BYTES = 64
 ALIGNED_VALUES = 16
 _MIN_WIDTH = 64
+# Where memory begins that torch allocates.
+_ALIGNED_BYTES = 64
 # Query heads of one item of attention's batches: a library treats narrow products otherwise.
 GROUP_MULTIPLE = 4
 
@@ -261,6 +263,15 @@ class CpuProducts:
         del self._attention[:-1]
 
 
+def _widened(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return values [N, K] in float32 with zeros around them, themselves if they need neither."""
+    if values.shape == shape and values.data_ptr() % _ALIGNED_BYTES == 0:
+        return values.float().contiguous()
+    wide = torch.zeros(shape)
+    wide[: values.shape[0], : values.shape[1]] = values
+    return wide
+
+
 class CpuWeight:
     """The weight of a linear layer in float32, packed for the way in which it is multiplied.
 
@@ -275,11 +286,10 @@ class CpuWeight:
         self._products = products
         width_n, width_k = weight.shape
         self._width_k = padded(width_k, ALIGNED_VALUES)
-        wide = torch.zeros((max(_MIN_WIDTH, padded(width_n, ALIGNED_VALUES)), self._width_k))
         values = weight if isinstance(weight, torch.Tensor) else weight.dequantized()
-        wide[:width_n, :width_k] = values
+        shape = (max(_MIN_WIDTH, padded(width_n, ALIGNED_VALUES)), self._width_k)
         self._library = products.linear
-        self._held = self._library.pack(wide)
+        self._held = self._library.pack(_widened(values, shape))
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T; a row's bits do not depend on where or among which others it stands.

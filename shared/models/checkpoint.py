@@ -5,26 +5,21 @@ Importing this module does not import torch; only CheckpointReader.load does.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import fnmatch
 import hashlib
 import importlib.util
 import json
 import math
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING
 
 from shared.errors import CheckpointError
-from shared.models import hub, pickled
+from shared.models import hub
 from shared.models.int4_config import PACKED, QWEIGHT, Int4Config, read_int4_config
-from shared.models.quantization import FP8, activation_scale_of, is_projection
+from shared.models.quantization import FP8, activation_scale_of, is_projection, stays_fp8
+from shared.models.tensor_files import TensorInfo, read_tensor_infos
 
 if TYPE_CHECKING:
     import torch
@@ -39,78 +34,8 @@ FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 FP8_DTYPE = "F8_E4M3"
 BYTES_DTYPE = "U8"
 
-
 # Ends of the names of scales: DeepSeek's, though values are multiplied by them, and all others'.
 _SCALE_ENDS = ("_scale_inv", "_scale")
-REPORT_INTERVAL_S = 1.0
-
-_on_read: contextvars.ContextVar[Callable[[int], None] | None] = contextvars.ContextVar(
-    "on_read", default=None
-)
-
-
-@contextlib.contextmanager
-def report_reads(
-    report: Callable[[str, float], None], *, num_bytes: int, interval_s: float = REPORT_INTERVAL_S
-) -> Iterator[None]:
-    """Say how far loading is, tensor by tensor, as long as the block takes.
-
-    Args:
-        report: Called with a text and the share that is loaded, 0..1.
-        num_bytes: Of all that will be read; 0 = not known, then the share stays 0.
-        interval_s: Least time between two reports, seconds.
-    """
-    num_read = 0
-    next_report = time.monotonic() + interval_s
-    whole = f" of {num_bytes / 1e9:.1f}" if num_bytes else ""
-
-    def on_read(size: int) -> None:
-        nonlocal num_read, next_report
-        num_read += size
-        now = time.monotonic()
-        if now >= next_report:
-            next_report = now + interval_s
-            share = min(1.0, num_read / num_bytes) if num_bytes else 0.0
-            report(f"loading weights, {num_read / 1e9:.1f}{whole} GB", share)
-
-    token = _on_read.set(on_read)
-    try:
-        yield
-    finally:
-        _on_read.reset(token)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """One tensor of a file: an entry of a safetensors header, or of a pytorch_model.bin.
-
-    Args:
-        dtype: As safetensors calls it.
-        start, end: Bytes of the tensor in the file, [start, end); of a pytorch_model.bin only
-            their difference means something.
-    """
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def is_pickled(self) -> bool:
-        """Return whether the file is in PyTorch's own format."""
-        return self.file.suffix == pickled.SUFFIX
-
-
-def open_weights(path: Path, device: str = "cpu") -> Any:
-    """Open a file of weights; a context manager with `get_tensor`.
-
-    Raises: CheckpointError or SafetensorError if it cannot be read.
-    """
-    if path.suffix == pickled.SUFFIX:
-        return pickled.PickledFile(path)
-    return safe_open(path, framework="pt", device=device)
 
 
 def resolve_model(name: str, role: str) -> Path:
@@ -158,50 +83,6 @@ def tokenizer_hash(directory: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
-    """Return every tensor of a checkpoint, by name, from the headers of its files.
-
-    They are safetensors, or pytorch_model.bin where there are none.
-
-    Raises: CheckpointError naming the file that is missing or broken, or the tensor that the index
-        promises and no file holds.
-    """
-    index_path = directory / "model.safetensors.index.json"
-    if not index_path.is_file() and not any(directory.glob("*.safetensors")):
-        index_path = directory / pickled.INDEX
-    if not index_path.is_file():
-        return _read_header(_single_file(directory))
-    weight_map = _read_weight_map(index_path)
-    infos: dict[str, TensorInfo] = {}
-    for file_name in sorted(set(weight_map.values())):
-        for name, info in _read_header(directory / file_name).items():
-            if weight_map.get(name) != file_name:
-                raise CheckpointError(f"{info.file} holds {name!r}, which the index does not say")
-            infos[name] = info
-    missing = sorted(set(weight_map) - set(infos))
-    if missing:
-        raise CheckpointError(f"{directory}: missing tensors that the index names: {missing}")
-    return infos
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, as a safetensors index says."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise CheckpointError(
-            f"{path}: weight_map must be an object that gives each tensor a file of this directory"
-        )
-    return weight_map
-
-
-def _is_file_name(value: Any) -> bool:
-    return isinstance(value, str) and value == Path(value).name != ""
-
-
 def stored_bytes(directory: Path) -> int:
     """Return the bytes that a checkpoint's tensors take in its files."""
     return sum(info.end - info.start for info in read_tensor_infos(directory).values())
@@ -231,58 +112,11 @@ def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
             continue
         if info.dtype not in FLOAT_DTYPES and not is_stored:
             continue
-        if is_projection(name) and (is_stored or quantization == FP8):
+        if (is_stored and stays_fp8(name)) or (is_projection(name) and quantization == FP8):
             total += size + size // 32  # scales, at most one of four bytes for 128 values
         else:
             total += size * itemsize
     return total
-
-
-def _single_file(directory: Path) -> Path:
-    preferred = directory / "model.safetensors"
-    files = [preferred] if preferred.is_file() else sorted(directory.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0]
-    if files:
-        raise CheckpointError(
-            f"{directory} holds {len(files)} safetensors files and no model.safetensors.index.json"
-        )
-    if (directory / pickled.FILE).is_file():
-        return directory / pickled.FILE
-    hint = pickled.hint_at_pickles(directory)
-    raise CheckpointError(f"{directory} holds no safetensors file{hint}")
-
-
-def _read_header(path: Path) -> dict[str, TensorInfo]:
-    if path.suffix == pickled.SUFFIX:
-        return {
-            name: TensorInfo(name=name, file=path, dtype=dtype, shape=shape, start=0, end=size)
-            for name, (dtype, shape, size) in pickled.PickledFile(path).entries().items()
-        }
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if not 2 <= length <= size - 8:
-                raise ValueError(f"header of {length} bytes in a file of {size}")
-            header: Mapping[str, Any] = json.loads(file.read(length))
-        infos = {
-            name: TensorInfo(
-                name=name,
-                file=path,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                start=8 + length + entry["data_offsets"][0],
-                end=8 + length + entry["data_offsets"][1],
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-        if any(info.end > size for info in infos.values()):
-            raise ValueError(f"it ends after {size} bytes, before its last tensor does")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
-    return infos
 
 
 class CheckpointReader:
@@ -308,6 +142,7 @@ class CheckpointReader:
         quantization: str = "",
     ) -> None:
         from shared.kernels.products_cpu import CpuProducts
+        from shared.models.tensor_reads import TensorReads
 
         self.products = products or CpuProducts()
         self.directory = directory
@@ -322,16 +157,14 @@ class CheckpointReader:
                     f"{directory}: tensors {name!r} and {self._infos[key].name!r} both mean {key!r}"
                 )
             self._infos[key] = info
-        self._files: dict[Path, Any] = {}
+        self._reads = TensorReads(device)
         self._loaded: set[str] = set()
 
     def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for file in self._files.values():
-            file.__exit__(*raised)
-        self._files.clear()
+        self._reads.close()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -386,6 +219,16 @@ class CheckpointReader:
         if info is None or info.dtype != FP8_DTYPE:
             return self.load(name, shape)
         return self._load_quantized(name, shape).dequantized().to(self._dtype)
+
+    def load_expert(self, name: str, shape: Sequence[int]) -> torch.Tensor | QuantizedWeight:
+        """Return a weight of a routed expert on the device, in FP8 if the checkpoint has it so.
+
+        Others are in the dtype, dequantised if need be; see `load_matrix`.
+        """
+        info = self._infos.get(name)
+        if info is not None and info.dtype == FP8_DTYPE:
+            return self._load_quantized(name, shape)
+        return self.load_dense(name, shape)
 
     def load_matrix(self, name: str, shape: Sequence[int]) -> GpuWeight:
         """Return the weight of a projection on the device, in FP8, in int4 or in the dtype.
@@ -555,18 +398,4 @@ class CheckpointReader:
         return info
 
     def _read(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
-        try:
-            if info.file not in self._files:
-                file = open_weights(info.file, str(self._device))
-                self._files[info.file] = file.__enter__()
-            tensor = self._files[info.file].get_tensor(info.name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
-        # On a CPU the tensor is a view of the mapped file: unaligned, and gone when it is replaced.
-        is_view = self._device.type == "cpu"
-        dtype = tensor.dtype if dtype is None else dtype
-        loaded = tensor.to(device=self._device, dtype=dtype, copy=is_view)
-        on_read = _on_read.get()
-        if on_read is not None:
-            on_read(info.end - info.start)
-        return loaded
+        return self._reads.read(info, dtype)

@@ -9,12 +9,7 @@ from pathlib import Path
 
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import FeatureSpec
-from shared.models.checkpoint import (
-    DEMO,
-    read_tensor_infos,
-    resolve_model,
-    tokenizer_hash,
-)
+from shared.models.checkpoint import DEMO, resolve_model, tokenizer_hash
 from shared.models.decoder_config import ModelConfig, architecture_of, read_config_json
 from shared.models.digest import model_hash
 from shared.models.families import FAMILIES
@@ -25,6 +20,12 @@ from shared.models.head_config import (
     HeadConfig,
     speculators_kind,
 )
+from shared.models.tensor_files import read_tensor_infos
+
+# More than any tree has steps.
+MAX_MTP_LAYERS = 16
+# Drafts without K and V of their own.
+_FROZEN_KV = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 __all__ = [
     "DraftKind",
@@ -70,6 +71,13 @@ def detect_kind(draft_dir: Path, algorithm: str) -> DraftKind:
     if speculators is not None:
         return speculators
     architecture = architecture_of(fields, source)
+    if architecture in _FROZEN_KV:
+        raise CheckpointError(
+            f"{source}: architecture {architecture!r} has no K and V of its own: its layers attend "
+            "to the target's KV cache, which lies in another process, mostly on another device. "
+            "Such a draft would have to run inside the target's engine, which drafts nothing; "
+            "pass an EAGLE-3 head, or a small model with the target's tokenizer"
+        )
     for kind, architectures in HEAD_ARCHITECTURES.items():
         if architecture in architectures[:2]:
             return kind
@@ -99,10 +107,10 @@ def feature_spec(
         return kind, FeatureSpec()
     if kind is DraftKind.MTP:
         draft = ModelConfig.from_checkpoint(draft_dir)
-        if draft.num_mtp_layers != 1:
+        if not 1 <= draft.num_mtp_layers <= MAX_MTP_LAYERS:
             raise CheckpointError(
                 f"{draft_dir / 'config.json'}: num_nextn_predict_layers = {draft.num_mtp_layers}; "
-                "mtp needs a checkpoint with 1 (MiMo, DeepSeek-V3, GLM-4.5)"
+                f"mtp needs a checkpoint with 1 to {MAX_MTP_LAYERS} (MiMo, DeepSeek-V3, GLM-4.5)"
             )
         _require_equal("hidden_size", draft_dir, draft.hidden_size, target.hidden_size)
         _require_equal("vocab_size", draft_dir, draft.vocab_size, target.vocab_size)

@@ -224,7 +224,8 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     if family.text_type:
         fields = _language_fields(fields, source, family)
     refuse_fields(fields, source, {**refused, **family.refused})
-    fields = {**family.defaults, **fields}
+    renamed = {name: fields[other] for name, other in family.other_names.items() if other in fields}
+    fields = {**family.defaults, **renamed, **fields}
     latent = parse_latent(fields, source) if family.has_latent_attention else None
     num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family, latent)
     num_layers = require_int(fields, "num_hidden_layers", source)

@@ -20,8 +20,8 @@ from pathlib import Path
 from threading import Thread
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import TensorInfo, read_tensor_infos
 from shared.models.pickled import PickledFile
+from shared.models.tensor_files import TensorInfo, read_tensor_infos
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,11 @@ class DraftModel(Protocol):
     Attributes:
         input_shift: 1: row p takes token p + 1 and feature p; 0: row p takes token p (standalone).
         feature_spec: What it reads of the target; its dtype is the target's choice, left "".
-        recurrent_width: Values per row of `recurrent`; 0 = none is taken.
+        recurrent_width: Values per row of a projected feature; 0 = nothing recurrent is taken.
         hidden_size: Values per row of what `forward` returns.
         vocab_size: Draft ids, columns of `logits`.
         kv_layout: Of its KV pool.
+        kv_lag: Rows by which the KV of its last layer is behind that of its first, see mtp_rows.py.
         max_position: Most tokens that a row should attend to: max_position_embeddings, or a sliding
             window that is shorter.
     """
@@ -53,6 +54,8 @@ class DraftModel(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def kv_layout(self) -> KVLayout: ...
+    @property
+    def kv_lag(self) -> int: ...
     @property
     def max_position(self) -> int: ...
     @property
@@ -77,15 +80,22 @@ class DraftModel(Protocol):
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
+        *,
+        depth: int = 0,
+        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run rows through the draft.
 
         Args:
             token_ids: [T] i64 TARGET ids: token p + input_shift for the row at position p.
             position_ids: [T] i64.
-            recurrent: [T, recurrent_width]: projected features, or hidden rows of earlier calls;
-                None when recurrent_width is 0.
+            recurrent: [T, recurrent_width] projected features, or [T, hidden_size] what an earlier
+                call returned for the parents; None when recurrent_width is 0.
             slot_mapping: [T] i32.
+            depth: Of the rows, which are nodes of trees; 0: they are committed tokens, a chain of
+                each request.
+            carried: [any, hidden_size] by req_idx, what was returned for the row before each
+                request's first one here. Only drafts with kv_lag read it, of committed tokens.
         Returns: [T, h], which `logits` reads and, as `recurrent`, the rows of the children.
         Mutates: `kv` rows named by `slot_mapping`.
         """

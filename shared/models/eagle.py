@@ -129,6 +129,9 @@ class EagleDraft(Head):
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
+        *,
+        depth: int = 0,
+        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run rows through the layers; see DraftModel.forward."""
         assert recurrent is not None, "an EAGLE head needs a feature or a hidden state per row"

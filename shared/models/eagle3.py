@@ -1,11 +1,12 @@
 """EAGLE-3 heads (`LlamaForCausalLMEagle3`).
 
 Row p reads token p + 1 and h: fc of the concatenated outputs of some target layers at p, or the
-recurrent hidden state of the parent row. Its one layer attends from [norm(embedding); norm(h)], the
-residual is h alone, and the sum before the final norm is what is fed back. What differs in heads of
-speculators and of EAGLE-3.1 are norms: HeadConfig has them.
+recurrent hidden state of the parent row. Its first layer attends from [norm(embedding); norm(h)],
+the residual is h alone, and the sum before the final norm is what is fed back. Further layers are
+plain decoder layers. Heads of speculators and of EAGLE-3.1 differ in norms: HeadConfig has them.
 
-Source: arXiv:2503.01840; formats as read by SGLang's and vLLM's models/llama_eagle3.py.
+Source: arXiv:2503.01840; formats as read by SGLang's and vLLM's models/llama_eagle3.py; of several
+layers as speculators trains them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shared.messages import FeatureSpec
 from shared.models.attention import Attention, KVCaches
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
+from shared.models.decoder import DecoderLayer
 from shared.models.feed_forward import MLP
 from shared.models.head import (
     Head,
@@ -146,6 +148,9 @@ class Eagle3Draft(Head):
         self._attention = Attention(reader, "midlayer.self_attn", decoder, 2 * hidden)
         self._post_norm = reader.load("midlayer.post_attention_layernorm.weight", (hidden,))
         self._mlp = MLP(reader, "midlayer.mlp", decoder)
+        self._others = [
+            DecoderLayer(reader, f"layers.{i}", decoder, i) for i in range(1, decoder.num_layers)
+        ]
         self._norm = reader.load("norm.weight", (hidden,))
         if target_head is None:
             size = config.draft_vocab_size or decoder.vocab_size
@@ -209,8 +214,11 @@ class Eagle3Draft(Head):
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
+        *,
+        depth: int = 0,
+        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run rows through the layer; see DraftModel.forward."""
+        """Run rows through the layers; see DraftModel.forward."""
         assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         norms = (self._input_norm, self._hidden_norm)
@@ -220,6 +228,9 @@ class Eagle3Draft(Head):
             recurrent = x[:, self.hidden_size :].contiguous()
         hidden, normed = add_and_norm(recurrent, pending, self._post_norm, self._eps)
         pending = self._mlp.forward(normed)
+        for layer, caches in zip(self._others, kv.layers[1:], strict=True):
+            hidden, normed = layer.enter(hidden, pending)
+            hidden, pending = layer.forward(hidden, normed, rows, caches)
         if self._feeds_back_norm:
             return add_and_norm(hidden, pending, self._norm, self._eps)[1]
         return add(hidden, pending)

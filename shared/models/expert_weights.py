@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from shared.errors import CheckpointError
 from shared.kernels.expert_products_cpu import ExpertForm, ExpertWeights, hold_experts, hold_mxfp4
 from shared.kernels.mxfp4 import MXFP4_BLOCK, has_numbers
+from shared.kernels.quantized import GpuWeight, QuantizedWeight, stack_rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.experts_config import ExpertsConfig
 
@@ -40,22 +41,41 @@ def load_expert_weights(
     experts = [f"{prefix}.experts.{expert}" for expert in range(num_experts)]
     gate_ups = _gate_ups(reader, experts, (names.gate, names.up), (config.width, hidden_size))
     downs = (
-        reader.load_dense(f"{expert}.{names.down}.weight", (hidden_size, config.width))
+        reader.load_expert(f"{expert}.{names.down}.weight", (hidden_size, config.width))
         for expert in experts
     )
     return LoadedExperts(
-        gate_up=hold_experts(reader.products, gate_ups, num_experts),
-        down=hold_experts(reader.products, downs, num_experts),
+        gate_up=hold_experts(reader.products, _alike(reader, prefix, gate_ups), num_experts),
+        down=hold_experts(reader.products, _alike(reader, prefix, downs), num_experts),
         form=_form(config),
     )
 
 
 def _gate_ups(
     reader: CheckpointReader, modules: list[str], names: tuple[str, str], shape: tuple[int, int]
-) -> Iterator[torch.Tensor]:
-    """Load the gate of each module above its up."""
+) -> Iterator[GpuWeight | None]:
+    """Load the gate of each module above its up; None: they are not in one form."""
     for module in modules:
-        yield torch.cat([reader.load_dense(f"{module}.{name}.weight", shape) for name in names])
+        yield stack_rows([reader.load_expert(f"{module}.{name}.weight", shape) for name in names])
+
+
+def _alike(
+    reader: CheckpointReader, prefix: str, weights: Iterable[GpuWeight | None]
+) -> Iterator[GpuWeight]:
+    """Yield the weights of experts, which are multiplied at once.
+
+    Raises: CheckpointError unless all are in FP8 with scales of one kind, or none.
+    """
+    first: str | None = None
+    for weight in weights:
+        form = weight.scaling if isinstance(weight, QuantizedWeight) else ""
+        if weight is None or form != (form if first is None else first):
+            raise CheckpointError(
+                f"{reader.directory}: the experts of {prefix} are multiplied at once; all or none "
+                "of them must be FP8, with scales of one kind"
+            )
+        first = form
+        yield weight
 
 
 def _load_fused(

@@ -99,6 +99,7 @@ class Family:
             besides None, that ask for nothing.
         implemented: Fields that are refused for other families, and computed for this one.
         defaults: What absent fields mean, where it is not what they mean for all.
+        other_names: Field -> the name by which it is also written.
         experts: How config.json describes experts; None: there are none.
         has_mtp: `num_nextn_predict_layers` layers of multi-token prediction follow the others.
     """
@@ -129,6 +130,7 @@ class Family:
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     implemented: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertsFamily | None = None
     has_mtp: bool = False
 
@@ -314,6 +316,15 @@ FAMILIES: dict[str, Family] = {
         has_own_head_dim=True,
         is_mha_by_default=True,
         defaults={"attention_bias": True},
+    ),
+    # transformers' own class writes the names of Llama, and knows only qkv_bias = bias.
+    "InternLM3ForCausalLM": Family(
+        qkv_bias="qkv_bias",
+        o_bias="bias",
+        mlp_bias="bias",
+        has_own_head_dim=True,
+        other_names={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
     ),
     "MixtralForCausalLM": Family(
         window=Window.IF_SET,

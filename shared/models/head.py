@@ -26,6 +26,7 @@ class Head:
     """
 
     input_shift = 1
+    kv_lag = 0
     _head: Weight
 
     def __init__(

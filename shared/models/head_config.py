@@ -97,7 +97,7 @@ class HeadConfig:
     """An EAGLE or EAGLE-3 head.
 
     Args:
-        decoder: Its decoder layer; `hidden_size` is the head's own.
+        decoder: Its decoder layers; `hidden_size` is the head's own.
         target_hidden_size: Width of one captured layer of the target.
         draft_vocab_size: Rows of the head's own output layer; 0 = the target's layer is used.
         feature_layers: Target layers whose outputs are captured; None = not said.
@@ -136,10 +136,6 @@ class HeadConfig:
             refuse_fields(fields, source, dict.fromkeys((*_SWITCHES, _USE_AUX_NORM), (False,)))
             return cls(
                 decoder=decoder, target_hidden_size=decoder.hidden_size, has_fc_bias=has_fc_bias
-            )
-        if decoder.num_layers != 1:
-            raise CheckpointError(
-                f"{source}: num_hidden_layers = {decoder.num_layers}; an eagle3 head has 1"
             )
         eagle_config = _parse_eagle_config(fields, source)
         switches = _parse_switches(fields, eagle_config, source)
@@ -203,8 +199,16 @@ def _parse_decoder(fields: Mapping[str, Any], source: str, kind: DraftKind) -> M
     layer = {**layer, "quantization_config": quantization} if quantization else layer
     source = f"{source}: {_LAYER_CONFIG}"
     decoder = parse_model_config(layer, source, _LAYER_FAMILIES[family])
-    if layer.get("layer_types") == ["sliding_attention"]:  # of Llama, too, which has no windows
-        return replace(decoder, sliding_window=require_int(layer, "sliding_window", source))
+    kinds = {*(layer.get("layer_types") or ())}
+    if kinds == {"sliding_attention"}:  # of Llama, too, which has no windows
+        return replace(
+            decoder, sliding_window=require_int(layer, "sliding_window", source), layer_windows=()
+        )
+    if "sliding_attention" in kinds or decoder.layer_windows:
+        raise CheckpointError(
+            f"{source}: layer_types = {layer.get('layer_types')!r}: all layers of a head must have "
+            "the sliding window, or none; a draft plans its attention once"
+        )
     return decoder
 
 

@@ -1,12 +1,17 @@
-"""The layer of multi-token prediction in the checkpoint of a target: MiMo, DeepSeek-V3 or GLM-4.5.
+"""Layers of multi-token prediction in the checkpoint of a target: MiMo, DeepSeek-V3 or GLM-4.5.
 
-Row p reads token p + 1 and f: the target's final hidden state (after its last norm) at p, or the
-recurrent hidden state of the parent row. A projection of [norm(f); norm(embedding)], in an order
-that the form says, runs through a layer of the target's kind and a final norm; the result is fed
-back and read by the target's output layer.
+Row p of the first layer reads token p + 1 and f: the target's final hidden state (after its last
+norm) at p, or the recurrent hidden state of the parent row. A projection of [norm(f);
+norm(embedding)], in an order that the form says, runs through a layer of the target's kind and a
+final norm; the result is read by the target's output layer, and fed back.
 
-Source: arXiv:2505.07608, arXiv:2412.19437; formats as read by SGLang's models/mimo_mtp.py and
-models/deepseek_nextn.py.
+Of several layers, layer k drafts depth k + 1. With the token of a row it reads what layer k - 1
+returned for the row before, and has KV of its own. Past its depth the last one is fed its own
+output. All layers run over committed tokens, so that their KV holds no guesses, whatever was
+accepted; nodes of depth d run layers d, d + 1, ..., which nodes below them attend to.
+
+Source: arXiv:2505.07608, arXiv:2412.19437 (section 2.2), transformers' MtpModel; formats as read by
+SGLang's models/mimo_mtp.py and models/deepseek_nextn.py.
 """
 
 from __future__ import annotations
@@ -20,12 +25,13 @@ from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
-from shared.models.attention import KVCaches
+from shared.models.attention import KVCaches, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import DecoderLayer
 from shared.models.head import Head
 from shared.models.llama import load_embedding, load_head
+from shared.models.mtp_rows import LaggedRows, RowBlocks
 from shared.models.projections import add_and_norm
 
 
@@ -68,11 +74,85 @@ _DEEPSEEK = _Form(
 )
 
 
-class MTPDraft(Head):
-    """A layer of multi-token prediction.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the rows of a forward lie, as DraftModel.forward has it."""
+
+    position_ids: torch.Tensor
+    attention: TreeAttentionMetadata
+    slot_mapping: torch.Tensor
+    kv: KVCaches
+
+
+class _Layer:
+    """One layer of multi-token prediction.
 
     Args:
-        reader: Of the target's checkpoint, where the layer lies.
+        reader: Of the target's checkpoint.
+        prefix: Name of the layer there.
+        layer_id: Counted on from the target's layers.
+        lag: Which of the layers it is.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        prefix: str,
+        config: ModelConfig,
+        form: _Form,
+        layer_id: int,
+        *,
+        lag: int,
+    ) -> None:
+        hidden = config.hidden_size
+        self.lag = lag
+        self._form = form
+        self._eps = config.rms_norm_eps
+        self._token_norm = reader.load(f"{prefix}.{form.token_norm}.weight", (hidden,))
+        self._hidden_norm = reader.load(f"{prefix}.{form.hidden_norm}.weight", (hidden,))
+        self._projection = reader.load_weight(
+            f"{prefix}.{form.projection}.weight", (hidden, 2 * hidden)
+        )
+        self._layer = DecoderLayer(reader, prefix, config, layer_id)
+        self._final_norm = reader.load(f"{prefix}.{form.final_norm}.weight", (hidden,))
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        recurrent: torch.Tensor,
+        rows: Rows,
+        caches: LayerCaches,
+    ) -> torch.Tensor:
+        """Run rows through the layer.
+
+        Args:
+            embeds: [T, h] of the rows' tokens.
+            position_ids: [T] i64, of this layer.
+            recurrent: [T, h].
+        Returns: [T, h] after the final norm.
+        Mutates: rows of `caches` named by the slot mapping.
+        """
+        if self._form.hides_first_token:
+            embeds = embeds.masked_fill((position_ids == 0)[:, None], 0)
+        parts = [
+            rms_norm(recurrent, self._hidden_norm, self._eps),
+            rms_norm(embeds, self._token_norm, self._eps),
+        ]
+        x = torch.cat(parts[::-1] if self._form.is_embedding_first else parts, dim=-1)
+        x, normed = self._layer.enter(linear(x, self._projection), None)
+        x, pending = self._layer.forward(x, normed, rows, caches)
+        return add_and_norm(x, pending, self._final_norm, self._eps)[1]
+
+
+class MTPDraft(Head):
+    """The layers of multi-token prediction of a target.
+
+    What `forward` returns of a row is what its children read: the outputs of the layers that they
+    run, but for the last one, beside each other; the first of them is what `logits` reads.
+
+    Args:
+        reader: Of the target's checkpoint, where the layers lie.
     """
 
     def __init__(
@@ -84,29 +164,35 @@ class MTPDraft(Head):
         context_len: int,
     ) -> None:
         embedding = load_embedding(reader, config)
+        num_layers = config.num_mtp_layers
         super().__init__(
             kind=DraftKind.MTP,
-            config=replace(config, num_layers=1),
+            config=replace(config, num_layers=num_layers),
             feature_spec=feature_spec,
             embedding=embedding,
             context_len=context_len,
         )
         is_mimo = any(name.startswith(_MIMO_LAYERS) for name in reader.names)
-        self._form = form = _MIMO if is_mimo else _DEEPSEEK
-        prefix = f"{_MIMO_LAYERS}0" if is_mimo else f"model.layers.{config.num_layers}"
-        hidden = config.hidden_size
-        self._token_norm = reader.load(f"{prefix}.{form.token_norm}.weight", (hidden,))
-        self._hidden_norm = reader.load(f"{prefix}.{form.hidden_norm}.weight", (hidden,))
-        self._projection = reader.load_weight(
-            f"{prefix}.{form.projection}.weight", (hidden, 2 * hidden)
-        )
-        self._layer = DecoderLayer(reader, prefix, config, config.num_layers)
-        self._final_norm = reader.load(f"{prefix}.{form.final_norm}.weight", (hidden,))
+        form = _MIMO if is_mimo else _DEEPSEEK
+        first = config.num_layers
+        prefixes = [
+            f"{_MIMO_LAYERS}{i}" if is_mimo else f"model.layers.{first + i}"
+            for i in range(num_layers)
+        ]
+        self._layers = [
+            _Layer(reader, prefix, config, form, first + i, lag=i)
+            for i, prefix in enumerate(prefixes)
+        ]
+        self._width = config.hidden_size
+        self.hidden_size = max(num_layers - 1, 1) * self._width
+        self.kv_lag = num_layers - 1
         self._head = reader.products.weight(load_head(reader, config, embedding))
         self.vocab_size = config.vocab_size
         # The rest of the checkpoint is the target.
-        layers = _MIMO_LAYERS if is_mimo else f"{prefix}."
-        reader.finish([f"{prefix}.{name}" for name in form.copies], within=layers)
+        for prefix in [_MIMO_LAYERS] if is_mimo else [f"{prefix}." for prefix in prefixes]:
+            reader.finish(
+                [f"{one}.{name}" for one in prefixes for name in form.copies], within=prefix
+            )
 
     @classmethod
     def from_checkpoint(
@@ -119,7 +205,7 @@ class MTPDraft(Head):
         context_len: int,
         quantization: str = "",
     ) -> MTPDraft:
-        """Load the layer, the embedding and the output layer out of a target's checkpoint.
+        """Load the layers, the embedding and the output layer out of a target's checkpoint.
 
         Raises: CheckpointError naming what is missing, left over or mis-shaped.
         """
@@ -137,18 +223,88 @@ class MTPDraft(Head):
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
+        *,
+        depth: int = 0,
+        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run rows through the layer; see DraftModel.forward."""
+        """Run rows through the layers that their depth asks for; see DraftModel.forward."""
         assert recurrent is not None, "an MTP layer needs a feature or a hidden state per row"
-        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
+        place = _Place(position_ids, attention, slot_mapping, kv)
         embeds = self._embed(token_ids)
-        if self._form.hides_first_token:
-            embeds = embeds.masked_fill((position_ids == 0)[:, None], 0)
-        parts = [
-            rms_norm(recurrent, self._hidden_norm, self._eps),
-            rms_norm(embeds, self._token_norm, self._eps),
+        if len(self._layers) == 1:
+            return self._run(self._layers[0], embeds, recurrent, place, None)
+        blocks = RowBlocks(attention, slot_mapping)
+        if depth == 0:
+            assert carried is not None, "several layers need the hidden rows of the rows before"
+            return self._extend(embeds, recurrent, place, blocks, carried)
+        return self._deepen(embeds, recurrent, place, blocks, depth)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R, vocab_size] f32; `hidden` needs no norm."""
+        return super().logits(hidden[:, : self._width].contiguous())
+
+    def _extend(
+        self,
+        embeds: torch.Tensor,
+        features: torch.Tensor,
+        place: _Place,
+        blocks: RowBlocks,
+        carried: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run rows of committed tokens through all layers.
+
+        Args:
+            carried: [any, hidden_size] by req_idx.
+        """
+        before = carried[blocks.req_idx]  # [T, hidden_size]
+        outputs: list[torch.Tensor] = []
+        recurrent = features
+        for layer in self._layers:
+            lag = layer.lag
+            if lag == 0:
+                outputs.append(self._run(layer, embeds, recurrent, place, None))
+                continue
+            # What the layer above returned for the row before: in this forward, or an earlier one.
+            above = before[:, (lag - 1) * self._width : lag * self._width]
+            recurrent = outputs[-1].roll(1, dims=0)
+            recurrent = torch.where(blocks.is_first[:, None], above, recurrent)
+            rows = blocks.chains(lag)
+            output = self._run(
+                layer, embeds[rows.source], recurrent[rows.source].contiguous(), place, rows
+            )
+            outputs.append(output[rows.place])
+        return torch.cat(outputs[:-1], dim=1)
+
+    def _deepen(
+        self,
+        embeds: torch.Tensor,
+        recurrent: torch.Tensor,
+        place: _Place,
+        blocks: RowBlocks,
+        depth: int,
+    ) -> torch.Tensor:
+        """Run nodes of one depth through the layers that they and the nodes below them need."""
+        first = min(depth, len(self._layers) - 1)
+        parts = recurrent.split(self._width, dim=1)
+        outputs = [
+            self._run(layer, embeds, part.contiguous(), place, blocks.nodes(layer.lag))
+            for layer, part in zip(self._layers[first:], parts, strict=False)
         ]
-        x = torch.cat(parts[::-1] if self._form.is_embedding_first else parts, dim=-1)
-        x, normed = self._layer.enter(linear(x, self._projection), None)
-        x, pending = self._layer.forward(x, normed, rows, kv.layers[0])
-        return add_and_norm(x, pending, self._final_norm, self._eps)[1]
+        outputs += [torch.zeros_like(outputs[0])] * (len(parts) - len(outputs))
+        return torch.cat(outputs, dim=1)
+
+    def _run(
+        self,
+        layer: _Layer,
+        embeds: torch.Tensor,
+        recurrent: torch.Tensor,
+        place: _Place,
+        rows: LaggedRows | None,
+    ) -> torch.Tensor:
+        """Run rows, in the order of `rows`, through a layer; None: as they are."""
+        positions, attention, slots = place.position_ids, place.attention, place.slot_mapping
+        if rows is not None:
+            positions = (positions[rows.source] - layer.lag).clamp(min=0)
+            attention, slots = rows.attention, rows.slot_mapping
+        packed = self._rope.rows(positions, attention, slots, self.dtype)
+        return layer.forward(embeds, positions, recurrent, packed, place.kv.layers[layer.lag])

@@ -1,9 +1,10 @@
 """Which quantised weights a checkpoint may have, as its config.json says. No torch here.
 
 Weights in FP8 (e4m3) are read as they are: in DeepSeek's format (a scale per block of 128 x 128),
-in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor). Of
-those in int4 int4_config.py knows more. Experts in MXFP4 are read where an architecture has them in
-tensors of all experts (gpt-oss). Activations are not quantised, whatever the checkpoint asks for.
+in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor),
+routed experts included. Of those in int4 int4_config.py knows more. Experts in MXFP4 are read where
+an architecture has them in tensors of all experts (gpt-oss). Activations are not quantised,
+whatever the checkpoint asks for.
 """
 
 from __future__ import annotations
@@ -73,13 +74,22 @@ def is_projection(name: str) -> bool:
     """Return whether a tensor is a projection of a layer, which stays in FP8 or int4, or becomes
     FP8.
 
-    Others are dequantised while they load: routed experts, and what latent attention cuts into
-    parts.
+    Routed experts stay in FP8 alone, and never become it; what latent attention cuts into parts is
+    dequantised while it loads.
     """
+    return ".experts." not in name and _is_multiplied(name)
+
+
+def stays_fp8(name: str) -> bool:
+    """Return whether a tensor of a checkpoint in FP8 is kept so: a projection, or one of a routed
+    expert."""
+    return ".experts." in name or _is_multiplied(name)
+
+
+def _is_multiplied(name: str) -> bool:
     parts = name.split(".")
     module = parts[-2] if len(parts) > 1 and parts[-1] in _WEIGHTS else parts[-1]
-    is_other = ".experts." in name or module in _DENSE
-    return module.endswith(("_proj", "_proj_with_mqa")) and not is_other
+    return module.endswith(("_proj", "_proj_with_mqa")) and module not in _DENSE
 
 
 def activation_scale_of(name: str) -> str:

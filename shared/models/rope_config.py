@@ -22,12 +22,9 @@ class RopeKind(enum.StrEnum):
     LONGROPE = "longrope"
 
 
-# What asks for another computation with every request, and so cannot be served.
-_REFUSED_KINDS = {
-    "dynamic": "its angles depend on how long a request has become, so that the keys of one token "
-    "would differ between requests, and between a round and a replay; write yarn or linear with a "
-    "fixed factor, or remove the scaling",
-}
+# Its angles change from token `max_position_embeddings` on, which no request gets to: up to there
+# they are the default ones.
+_DYNAMIC = "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +121,8 @@ def parse_rope(
         raise CheckpointError(f"{source}: {name} must be an object, got {values!r}")
     place = f"{source}: {name}"
     kind = _parse_kind(values, place, aliases or {})
+    if kind is RopeKind.DEFAULT and _rope_type(values) == _DYNAMIC:
+        _check_dynamic({_ORIGINAL: fields.get(_ORIGINAL), **values}, place, max_positions)
     share = 1.0
     if default_share is not None:
         share = values.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
@@ -254,14 +253,32 @@ def _check_share(share: Any, head_dim: int, source: str) -> None:
         )
 
 
+def _rope_type(values: Mapping[str, Any]) -> Any:
+    return values.get("rope_type", values.get("type", RopeKind.DEFAULT))
+
+
+def _check_dynamic(values: Mapping[str, Any], place: str, max_positions: int) -> None:
+    """Raise unless the angles are the default ones up to `max_positions`."""
+    _number(values, place, "factor")
+    original = values.get(_ORIGINAL)
+    if original is not None and original != max_positions:
+        raise CheckpointError(
+            f"{place} has rope_type 'dynamic' from {_ORIGINAL} = {original!r} on: up to "
+            f"max_position_embeddings = {max_positions} its angles would depend on how long a "
+            "request has become, so that the keys of one token would differ between requests; "
+            "write yarn or linear with a fixed factor, or set max_position_embeddings to "
+            f"{original}"
+        )
+
+
 def _parse_kind(values: Mapping[str, Any], place: str, aliases: Mapping[str, str]) -> RopeKind:
-    name = values.get("rope_type", values.get("type", RopeKind.DEFAULT))
-    if name in _REFUSED_KINDS:
-        raise CheckpointError(f"{place} has rope_type {name!r}: {_REFUSED_KINDS[name]}")
+    name = _rope_type(values)
+    if name == _DYNAMIC:
+        return RopeKind.DEFAULT
     try:
         return RopeKind(aliases.get(name, name))
     except ValueError:
-        kinds = ", ".join(RopeKind)
+        kinds = ", ".join((*RopeKind, _DYNAMIC))
         raise CheckpointError(f"{place} has rope_type {name!r}; supported are {kinds}") from None
 
 

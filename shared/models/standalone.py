@@ -22,6 +22,7 @@ class StandaloneDraft:
 
     kind = DraftKind.STANDALONE
     input_shift = 0
+    kv_lag = 0
     feature_spec = FeatureSpec()
     recurrent_width = 0
 
@@ -70,6 +71,9 @@ class StandaloneDraft:
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
+        *,
+        depth: int = 0,
+        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run rows through the model; see DraftModel.forward. [T, h] after the final norm."""
         # Ids that only the target's padding has can be committed in theory; they mean nothing.

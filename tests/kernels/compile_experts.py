@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from shared.kernels import expert_choice, expert_order, expert_products
+from shared.kernels import expert_choice, expert_order, expert_products, expert_tiles
 from shared.kernels.linear_tiles import Tiles
 from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launch_options
 
@@ -51,7 +51,9 @@ def expert_kernels(dtype: str):
     """Yield, as `kernels` does, the products by the experts' weights."""
     values, size = f"*{dtype}", 4 if dtype == "fp32" else 2
     ids = ["*i32"] * 3
-    for rows_per_expert, is_mxfp4 in itertools.product((1, 32, 64, 128, 256), (False, True)):
+    forms = ("block", "", "channel", "mxfp4")
+    for rows_per_expert, form in itertools.product((1, 32, 64, 128, 256), forms):
+        is_mxfp4, is_fp8 = form == "mxfp4", form in ("block", "channel")
         shape = {
             "DOT_DTYPE": DOT_DTYPES[dtype],
             "NUM_EXPERTS": 128,
@@ -60,17 +62,18 @@ def expert_kernels(dtype: str):
             "IS_DIRECT": rows_per_expert == 1,
             "IS_WHOLE": rows_per_expert != 64 and not is_mxfp4,
             "IS_MXFP4": is_mxfp4,
+            "SCALING": form if is_fp8 else "none",
         }
-        tiles = expert_products.choose_up_tiles(rows_per_expert, size)
-        weight, tiles = _weight(dtype, tiles, is_mxfp4=is_mxfp4)
+        tiles = expert_tiles.choose_up_tiles(rows_per_expert, size, is_fp8=is_fp8)
+        weight, tiles = _weight(dtype, tiles, form)
         yield (
             expert_products._expert_swiglu_kernel,
             [values, *weight, *ids, values, values, *["i32"] * 3],
             {**shape, **blocks(tiles), "LIMIT": 7.0 * is_mxfp4, "ALPHA": 1.702},
             launch_options(tiles),
         )
-        tiles = expert_products.choose_down_tiles(rows_per_expert, size)
-        weight, tiles = _weight(dtype, tiles, is_mxfp4=is_mxfp4)
+        tiles = expert_tiles.choose_down_tiles(rows_per_expert, size, is_fp8=is_fp8)
+        weight, tiles = _weight(dtype, tiles, form)
         yield (
             expert_products._expert_down_kernel,
             [values, *weight, *ids, "*fp32", values, "*fp32", *["i32"] * 4],
@@ -79,8 +82,11 @@ def expert_kernels(dtype: str):
         )
 
 
-def _weight(dtype: str, tiles: Tiles, *, is_mxfp4: bool) -> tuple[list[str], Tiles]:
+def _weight(dtype: str, tiles: Tiles, form: str) -> tuple[list[str], Tiles]:
     """Return the types of a weight's descriptor and its scales, and the tiles that fit them."""
-    if not is_mxfp4:
-        return [descriptors(dtype, tiles)[1], f"*{dtype}"], tiles
-    return [f"tensordesc<i16[{tiles.block_n}, 32]>", "*i32"], tiles._replace(block_k=128)
+    if form == "mxfp4":
+        words = f"tensordesc<i16[{tiles.block_n}, 32]>"
+        return [words, "*i32"], tiles._replace(block_k=128)
+    if form:
+        return [descriptors("u8", tiles)[1], "*fp32"], tiles
+    return [descriptors(dtype, tiles)[1], f"*{dtype}"], tiles

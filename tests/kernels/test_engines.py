@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import xgrammar
 
+from draft_service.engine import DraftEngine
 from shared.grammar.compile import compile_grammar
 from shared.grammar.source import Grammar, GrammarKind
 from shared.kernels.dispatch import launch_counts
 from shared.messages import SamplingParams, TreeShape
-from tests.checkpoints import write_eagle3
+from target_service.engine import TargetEngine
+from tests.checkpoints import Shape, write_eagle3, write_qwen3_moe
 from tests.deepseek import write_deepseek
 from tests.engines import Pairing, make_draft, make_target, run_plain
 from tests.gpt_oss import write_gpt_oss
@@ -19,6 +22,7 @@ from tests.grammars import vocabulary_of
 from tests.kernels.launches import counted_kernels
 from tests.local_pair import LocalPair, LocalRequest
 from tests.marks import EXHAUSTIVE
+from tests.quantized import write_fp8
 
 # Hot enough that the noise, which draft and target share, decides most tokens.
 HOT = SamplingParams(temperature=4.0, top_k=200, top_p=0.98, min_p=0.0001, seed=1)
@@ -81,6 +85,50 @@ def test_sinks_and_experts_in_mxfp4_run_in_an_engine(tmp_path: Path, kv_cache_dt
         )
         for prompt in ([72, 101, 108, 108, 111, 44, 32, 119], [72, 105])
     ]
+    run_and_compare(target, draft, requests)
+
+
+def write_fp8_experts(directory: Path) -> Path:
+    """Write experts whose first product has two blocks of scales along K, the second one ragged."""
+    shape = Shape(hidden_size=160, num_layers=1, num_heads=2, num_kv_heads=1)
+    source = write_qwen3_moe(directory / "source", shape=shape, num_experts=3, width=24)
+    return write_fp8(source, directory / "fp8", "block")
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "mtp"])
+def test_experts_in_fp8_and_several_layers_of_mtp_run_in_an_engine(
+    tmp_path: Path, algorithm: str
+) -> None:
+    """Rows have the same bits in trees, in a batch, and alone; with MTP the experts of the draft
+    are in FP8, too.
+    """
+    if algorithm == "mtp":
+        source = write_deepseek(tmp_path / "source", num_layers=1, num_dense=0, num_mtp_layers=2)
+        draft_dir = target_dir = write_fp8(source, tmp_path / "fp8", "block")
+    else:
+        target_dir = write_fp8_experts(tmp_path)
+        draft_dir = write_eagle3(tmp_path / "draft", target_dir, layer_ids=(0, 0))
+    pairing = Pairing(target=target_dir, draft=draft_dir, algorithm=algorithm)
+    small = {"max_context_len": 12, "max_batch_rows": 32}
+    target, draft = make_target(pairing, **small), make_draft(pairing, **small)
+    assert target.info.quantization == "fp8"
+    requests = [
+        LocalRequest(
+            prompt=prompt,
+            max_new_tokens=2,
+            sampling=HOT,
+            logprobs=True,
+            shape=TreeShape(num_steps=3, topk=2, num_draft_tokens=4),
+        )
+        for prompt in ([72, 101, 108, 108, 111, 44], [72, 105])
+    ]
+    run_and_compare(target, draft, requests)
+
+
+def run_and_compare(
+    target: TargetEngine, draft: DraftEngine, requests: Sequence[LocalRequest]
+) -> None:
+    """Serve requests with trees, and compare outputs and logprobs with plain runs of each alone."""
     plain = run_plain(target, requests, alone=True)
     LocalPair(target, draft).run(requests)
     for got, want in zip(requests, plain, strict=True):

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from shared.kernels import expert_products
+from shared.kernels import expert_tiles
 from shared.kernels.expert_choice import ChosenExperts
 from shared.kernels.expert_products import apply_experts
 from shared.kernels.expert_products_cpu import ExpertForm, ExpertWeights
@@ -75,7 +75,7 @@ def test_bits_are_those_of_dequantised_weights(
     """K is no whole number of blocks of words, and N none of tiles; rows alone and among others."""
     # What interprets a kernel sums by tiles, so that these must be as long as a part is.
     tiles = INTERPRETED_TILES._replace(block_k=MXFP4_BLOCK)
-    monkeypatch.setattr(expert_products, "INTERPRETED_TILES", tiles)
+    monkeypatch.setattr(expert_tiles, "INTERPRETED_TILES", tiles)
     stored = [random_weights(192, 160, seed=1), random_weights(160, 96, seed=2)]
     dense = [dequantize_mxfp4(*one).to(device, dtype) for one in stored]
     packed = [

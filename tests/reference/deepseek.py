@@ -1,5 +1,5 @@
 """DeepSeek-V3 over whole sequences: K and V of every head are made, experts are looked up one by
-one; and its layer of multi-token prediction."""
+one; and its layers of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReferenceDeepseek:
 
 
 class ReferenceDeepseekMTP:
-    """The layer behind the last one: arXiv:2412.19437, section 2.2."""
+    """The layers behind the last one: arXiv:2412.19437, section 2.2."""
 
     def __init__(self, target: ReferenceDeepseek, window: int = 0) -> None:
         self.target = target
@@ -55,10 +55,17 @@ class ReferenceDeepseekMTP:
         ]
 
     def hidden(self, rows: list[Row]) -> torch.Tensor:
-        w, config = self.target.weights, self.target.config
-        prefix = f"model.layers.{config['num_hidden_layers']}"
-        embeds = self.target.embedding[[row.token_id for row in rows]]
         vectors = torch.stack([row.recurrent for row in rows if row.recurrent is not None])
+        positions = [row.position for row in rows]
+        return self.layer(0, [row.token_id for row in rows], positions, vectors)[-1]
+
+    def layer(
+        self, index: int, tokens: list[int], positions: list[int], vectors: torch.Tensor
+    ) -> torch.Tensor:
+        """Run all rows through one of the layers. [T, h]"""
+        w, config = self.target.weights, self.target.config
+        prefix = f"model.layers.{config['num_hidden_layers'] + index}"
+        embeds = self.target.embedding[tokens]
         x = torch.cat(
             [
                 rms_norm(embeds, w[f"{prefix}.enorm.weight"], config),
@@ -66,10 +73,9 @@ class ReferenceDeepseekMTP:
             ],
             dim=-1,
         )
-        positions = [row.position for row in rows]
         x = project(w, f"{prefix}.eh_proj", x)
         x = layer_of(w, prefix, x, config, positions, self.window)
-        return rms_norm(x, w[f"{prefix}.shared_head.norm.weight"], config)[-1]
+        return rms_norm(x, w[f"{prefix}.shared_head.norm.weight"], config)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.head @ hidden

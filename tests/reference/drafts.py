@@ -139,6 +139,8 @@ class ReferenceEagle3(_Head):
         x = residual + attend(w, "midlayer.self_attn", x, config, positions, self.window)
         normed = rms_norm(x, w["midlayer.post_attention_layernorm.weight"], config)
         x = x + mlp(w, "midlayer.mlp", normed)
+        for i in range(1, config["num_hidden_layers"]):
+            x = decoder_layer(w, f"layers.{i}", x, config, positions=positions, window=self.window)
         if config.get("norm_output"):
             x = rms_norm(x, w["norm.weight"], config)
         return x[-1]
@@ -186,8 +188,13 @@ class ReferenceMTP(_Head):
         self.window = window
 
     def hidden(self, rows: list[Row]) -> torch.Tensor:
-        tokens, positions, vectors = self.unpack(rows)
-        w, prefix, config = self.weights, "model.mtp_layers.0", self.config
+        return self.layer(0, *self.unpack(rows))[-1]
+
+    def layer(
+        self, index: int, tokens: list[int], positions: list[int], vectors: torch.Tensor
+    ) -> torch.Tensor:
+        """Run all rows through one of the layers. [T, h]"""
+        w, prefix, config = self.weights, f"model.mtp_layers.{index}", self.config
         embeds = self.target.embedding[tokens].clone()
         for i, position in enumerate(positions):
             if position == 0:
@@ -201,7 +208,7 @@ class ReferenceMTP(_Head):
         )
         x = project(w, f"{prefix}.input_proj", x)
         x = decoder_layer(w, prefix, x, config, positions=positions, window=self.window)
-        return rms_norm(x, w[f"{prefix}.final_layernorm.weight"], config)[-1]
+        return rms_norm(x, w[f"{prefix}.final_layernorm.weight"], config)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.target.head @ hidden

@@ -22,6 +22,7 @@ from benchmarks import (
     int4,
     kernels,
     latents,
+    loading,
     metrics,
     orchestrator,
     pauses,
@@ -145,6 +146,19 @@ def test_the_messages_of_a_round_are_measured(
     rows = {row["way"]: row for row in json.loads(output.read_text())["rows"]}
     assert list(rows) == ["socket", "tcp", "proxy", "delay"]
     assert rows["delay"]["p50_ms"] >= 10.0, "in each direction"
+
+
+def test_ways_to_load_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "result.json"
+    flags = f"--gigabytes 0.004 --hidden-size 128 --repeat 1 --directory {tmp_path}"
+    argv = [loading.__file__ or "", *flags.split(), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", argv)
+    loading.main()
+    rows = json.loads(output.read_text())["rows"]
+    assert len({row["what"] for row in rows}) == len(rows) == 8
+    assert all(row["wall_s"] > 0 and row["cpu_s"] >= 0 for row in rows)
+    assert rows[0]["gigabytes"] > 0.003
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
 def test_what_counting_adds_to_a_step_is_measured(

@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from shared.errors import CheckpointError
 from shared.models.checkpoint import (
     CheckpointReader,
-    read_tensor_infos,
-    report_reads,
     resolve_model,
     stored_bytes,
     tokenizer_hash,
@@ -26,6 +24,8 @@ from shared.models.checkpoint import (
 from shared.models.digest import HashCache, default_cache_dir, model_hash, start_model_hash
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
+from shared.models.tensor_files import read_tensor_infos
+from shared.models.tensor_reads import report_reads
 from tests import checkpoints
 from tests.checkpoints import Tensors, edit_checkpoint
 

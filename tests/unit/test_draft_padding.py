@@ -61,7 +61,7 @@ def trees_of(request: LocalRequest) -> list[TokenTree]:
     return [replace(tree, request_id="") for tree in request.trees]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp-layers", "standalone"])
 @pytest.mark.parametrize("num_requests", [1, 5, *exhaustive([3, 4])])
 def test_padded_batches_give_the_same_trees(models: Models, kind: str, num_requests: int) -> None:
     """Requests of other shapes and temperatures end one by one: buckets shrink, rows are ragged."""
@@ -253,14 +253,16 @@ def test_the_pages_of_a_round_are_on_the_device_before_it(models: Models) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("eagle3", 0.0), ("eagle3", 0.7), ("mtp-layers", 0.7)]
+)
 def test_replayed_graphs_grow_the_same_trees_without_waiting(
-    models: Models, temperature: float
+    models: Models, kind: str, temperature: float
 ) -> None:
     """But for the one read of the result, which is an event's and not counted."""
-    pairing = models.pairing("eagle3")
+    pairing = models.pairing(kind)
     config = DraftConfig(
-        model=str(pairing.draft), target_model=str(pairing.target), algorithm="eagle3",
+        model=str(pairing.draft), target_model=str(pairing.target), algorithm=pairing.algorithm,
         device="cuda", num_pages=600, page_size=4,
     )  # fmt: skip
     trees = []

@@ -107,13 +107,14 @@ def tree_of(token_ids: Sequence[int], parent_index: Sequence[int]) -> Any:
     [
         *first_fast(zip(KINDS, [SHAPES[0], SHAPES[5], SHAPES[3], BUSHY], strict=True)),
         *first_fast(zip(KINDS, [DEEPEST, SHAPES[1]] * 2, strict=True), num_fast=0),
+        *first_fast([("mtp-layers", SHAPES[3]), ("mtp-layers", DEEPEST)], num_fast=1),
         *exhaustive(zip(KINDS, [SHAPES[1], DEEPEST] * 2, strict=True)),
     ],
     ids=str,
 )
 def test_output_equals_the_plain_run(make: Make, kind: str, shape: TreeShape) -> None:
-    target, draft, _ = make(kind, PAGE_SIZES[kind])
-    requests = requests_of(5, KINDS.index(kind), shape)
+    target, draft, _ = make(kind, PAGE_SIZES.get(kind, (4, 16)))
+    requests = requests_of(5, [*KINDS, "mtp-layers"].index(kind), shape)
     expected = plain_of(target, requests)
     pair = PoisonedDevicePair(target, draft)
     if kind == "eagle3":

@@ -187,12 +187,14 @@ def test_any_tree_at_all_changes_nothing(models: Models, family: str, dtype: str
 
 
 BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
+    "qwen2": checkpoints.write_qwen2,
     "phi3": lambda d: families.write(d, "phi3", **families.PHI3),
     "glm": lambda d: families.write(d, "glm", head_dim=16),
     "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
     "smollm3-windows": lambda d: families.write(d, "smollm3", **families.SMOLLM3_WINDOWS),
     "qwen3-windows": lambda d: families.write(d, "qwen3", **families.QWEN3_WINDOWS),
     "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
+    "internlm3": lambda d: families.write(d, "internlm3", **families.INTERNLM3_BIASES),
     "mistral3": families.write_mistral3,
     "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
     "gemma2": lambda d: families.write(d, "gemma2", **families.GEMMA2),

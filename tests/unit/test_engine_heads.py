@@ -30,6 +30,7 @@ from tests.local_pair import LocalRequest
 
 HEADS: dict[str, dict[str, Any]] = {
     "speculators": {"is_speculators": True, "norm_before_fc": True, "has_embedding": True},
+    "layers": {"is_speculators": True, "num_layers": 3},
     "eagle3.1": {
         "layer_ids": (0, 1, 2),
         "tap_norms": ("fc_norm.0", "fc_norm.1", "fc_norm.2"),
@@ -63,7 +64,7 @@ def pairing_of(models: Models, name: str) -> Pairing:
 
 @pytest.mark.parametrize(
     ("name", "project_features"),
-    [("speculators", True), ("eagle3.1", True), ("eagle3.1", False)],
+    [("speculators", True), ("layers", False), ("eagle3.1", True), ("eagle3.1", False)],
 )
 def test_a_wide_head_of_experts_changes_no_token(
     models: Models,

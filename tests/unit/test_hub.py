@@ -18,8 +18,9 @@ from orchestrator import server as orchestrator
 from shared.config import OrchestratorConfig, served_name
 from shared.errors import CheckpointError
 from shared.models import hub
-from shared.models.checkpoint import read_tensor_infos, resolve_model
+from shared.models.checkpoint import resolve_model
 from shared.models.config import resolve_draft
+from shared.models.tensor_files import read_tensor_infos
 from tests import checkpoints
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

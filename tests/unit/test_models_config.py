@@ -296,8 +296,9 @@ def test_what_a_family_cannot_mean_is_named(
         published(tmp_path, fields)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 UNSUPPORTED = [
-    ({"architectures": ["InternLM3ForCausalLM"]}, "InternLM3ForCausalLM"),
+    ({"architectures": ["InternLM2ForCausalLM"]}, "InternLM2ForCausalLM"),
     ({"architectures": []}, "architectures"),
     ({"architectures": None}, "architectures"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -329,7 +330,9 @@ UNSUPPORTED = [
     ({"rope_parameters": {**YARN, "short_factor": [1.0]}}, "short_factor"),
     ({"rope_parameters": longrope(7)}, "short_factor must be a list of 8 numbers"),
     ({"rope_parameters": {**longrope(8), "long_factor": [0.0] * 8}}, "long_factor"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic.*write yarn"),
+    ({"rope_parameters": {"rope_type": "dynamic"}}, "factor"),
+    ({"rope_parameters": {**DYNAMIC, "original_max_position_embeddings": 32}}, "write yarn"),
+    ({"rope_parameters": {**DYNAMIC, "alpha": 2.0}}, "alpha"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_parameters": {**LLAMA3_ROPE, "beta_fast": 32}}, "beta_fast"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
@@ -485,7 +488,6 @@ def _set(**fields: Any) -> dict[str, Any]:
     [
         (DraftKind.EAGLE3, _set(vocab_size=999), "vocab_size"),
         (DraftKind.EAGLE3, _set(hidden_size=64), "target_hidden_size"),
-        (DraftKind.EAGLE3, _set(num_hidden_layers=2), "num_hidden_layers"),
         (DraftKind.EAGLE3, _set(draft_vocab_size=0), "draft_vocab_size"),
         (DraftKind.EAGLE3, _set(norm_before_residual="yes"), "norm_before_residual"),
         (DraftKind.EAGLE3, _set(fc_norm=True, use_aux_norm=False), "use_aux_norm"),
@@ -566,7 +568,12 @@ def test_speculators_format(tmp_path: Path) -> None:
     edit_checkpoint(head, config=lambda c: c[layer].update({"sliding_window": None}))
     with pytest.raises(CheckpointError, match="sliding_window"):
         feature_spec(head, target, "auto")
-    edit_checkpoint(head, config=lambda c: c[layer].update({"layer_types": ["full_attention"]}))
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    edit_checkpoint(head, config=lambda c: c[layer].update(mixed))
+    with pytest.raises(CheckpointError, match="layer_types = .*sliding_attention.*or none"):
+        HeadConfig.from_checkpoint(head, DraftKind.EAGLE3)
+    one = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+    edit_checkpoint(head, config=lambda c: c[layer].update(one))
     edit_checkpoint(head, config=lambda c: c[layer].pop("hidden_size"))
     with pytest.raises(CheckpointError, match=rf"{layer}: hidden_size"):
         feature_spec(head, target, "auto")
@@ -591,6 +598,17 @@ def test_mtp_of_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
     edit_checkpoint(target, config=lambda c: c.update({"num_nextn_predict_layers": 0}))
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers = 0"):
         feature_spec(target, target, "auto")
+
+
+@pytest.mark.parametrize(
+    "name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]
+)
+def test_a_draft_that_reads_the_targets_kv_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    target = checkpoints.write_llama(tmp_path / "target")
+    draft = checkpoints.write_llama(tmp_path / "draft")
+    edit_checkpoint(draft, config=lambda c: c.update({"architectures": [name]}))
+    with pytest.raises(CheckpointError, match=f"{name}' has no K and V of its own.*inside the"):
+        feature_spec(draft, target, "auto")
 
 
 def test_standalone_needs_the_targets_tokens(tmp_path: Path) -> None:

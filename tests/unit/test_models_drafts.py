@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.errors import CheckpointError
 from shared.models.draft import DraftModel, load_draft
 from tests import checkpoints, deepseek
 from tests.checkpoints import Shape
@@ -125,6 +126,10 @@ CASES: dict[str, Callable[[Path], Case]] = {
     ),
     "eagle3.1-one-norm-before-fc": _eagle3(norm_before_fc=True, has_fc_bias=True),
     "eagle3-wide-heads": _eagle3(heads=(8, 16)),
+    "eagle3-two-layers": _eagle3(num_layers=2, layer_name="layers.0", feeds_back_norm=True),
+    "eagle3-three-layers-speculators": _eagle3(
+        is_speculators=True, model_type="qwen3", num_layers=3, heads=(8, 16)
+    ),
     "eagle": _eagle(),
     "eagle-no-fc-bias": _eagle(has_fc_bias=False, has_embedding=False),
     "eagle-two-layers": _eagle(num_layers=2, prefix="model."),
@@ -285,6 +290,16 @@ def test_targets_embedding_and_head_are_the_targets(tmp_path: Path) -> None:
     rms = hidden.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
     want = (hidden * rms * weights["norm.weight"]) @ weights["lm_head.weight"].T
     torch.testing.assert_close(loaded.logits(hidden), want, atol=1e-4, rtol=1e-4)
+
+
+def test_later_layers_with_a_norm_of_the_first_are_refused(tmp_path: Path) -> None:
+    """SGLang would norm their input by it; nobody trains such heads."""
+    target = checkpoints.write_llama(tmp_path / "target")
+    head = checkpoints.write_eagle3(tmp_path / "head", target, num_layers=2, layer_name="layers.0")
+    name = "layers.1.hidden_norm.weight"
+    checkpoints.edit_checkpoint(head, tensors=lambda t: t.update({name: torch.ones(48)}))
+    with pytest.raises(CheckpointError, match=rf"left-over tensors.*{name}"):
+        load_draft("auto", head, target, device=CPU, dtype=torch.float32)
 
 
 def test_standalone_vocabularies_may_be_padded_differently(tmp_path: Path) -> None:

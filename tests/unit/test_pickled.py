@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import CheckpointReader, read_tensor_infos, stored_bytes, weight_bytes
+from shared.models.checkpoint import CheckpointReader, stored_bytes, weight_bytes
 from shared.models.digest import HashCache, model_hash
 from shared.models.draft import load_draft
+from shared.models.tensor_files import read_tensor_infos
 from tests import checkpoints
 from tests.engines import Pairing, make_target
 

@@ -96,21 +96,45 @@ def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
     assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
 
 
-def test_experts_and_parts_of_latent_attention_are_dequantised_while_they_load(
-    tmp_path: Path,
-) -> None:
-    quantized = write_fp8(write_deepseek(tmp_path / "deepseek"), tmp_path / "fp8", "block")
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_in_fp8_are_those_of_the_dequantised_weights(tmp_path: Path, form: str) -> None:
+    source = write_deepseek(tmp_path / "deepseek")
+    quantized = write_fp8(source, tmp_path / "fp8", form)
     plain = write_dequantized(quantized, tmp_path / "plain")
-    assert torch.equal(logits_of(quantized), logits_of(plain))
+    logits = logits_of(quantized)
+    assert torch.equal(logits, logits_of(plain))
+    assert not torch.equal(logits, logits_of(source))
+
+
+def test_memory_is_planned_for_experts_that_stay_fp8(tmp_path: Path) -> None:
+    """What latent attention cuts into parts is dequantised."""
+    quantized = write_fp8(write_deepseek(tmp_path / "deepseek"), tmp_path / "fp8", "block")
     tensors = checkpoints.read_tensors(quantized)
     dense = sum(
         t.numel()
         for name, t in tensors.items()
-        if ".experts." in name or "kv_b_proj.weight" in name or t.dtype != torch.float8_e4m3fn
+        if "kv_b_proj.weight" in name or t.dtype != torch.float8_e4m3fn
     )
     total = sum(t.numel() for t in tensors.values())
     expected = 4 * dense + (total - dense) * 33 / 32
     assert weight_bytes(quantized, 4) == pytest.approx(expected, rel=1e-2)
+    experts = sum(t.numel() for name, t in tensors.items() if ".experts." in name)
+    assert experts > total / 5, "experts are a small part: the comparison proves little"
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
+def test_experts_of_a_layer_in_several_forms_are_refused(tmp_path: Path, name: str) -> None:
+    """One is not in FP8 and the others are."""
+    quantized = write_fp8(write_deepseek(tmp_path / "deepseek"), tmp_path / "fp8", "block")
+    matrix = f"model.layers.1.mlp.experts.2.{name}.weight"
+
+    def widen(tensors: Tensors) -> None:
+        tensors[matrix] = tensors[matrix].float()
+        del tensors[f"{matrix}_scale_inv"]
+
+    edit_checkpoint(quantized, tensors=widen)
+    with pytest.raises(CheckpointError, match=r"experts of model\.layers\.1\.mlp.*all or none"):
+        CausalLM.from_checkpoint(quantized, CPU, torch.float32)
 
 
 def test_fused_tensors_of_a_checkpoint_have_scales_of_their_own(tmp_path: Path) -> None:

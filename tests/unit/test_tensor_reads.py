@@ -1,0 +1,123 @@
+"""Tensors are read whole, by however many threads, and what happens to files meanwhile is said."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shared.errors import CheckpointError
+from shared.models import tensor_reads
+from shared.models.tensor_files import TensorInfo, read_tensor_infos
+from shared.models.tensor_reads import TensorReads
+from tests.checkpoints import pickle_weights
+
+CPU = torch.device("cpu")
+SHARE = 1 << 10
+# Around the bounds of shares, and of no size and no dimension.
+SHAPES = ((), (0, 4), (1,), (SHARE - 1,), (SHARE,), (2 * SHARE + 1,), (7, 3 * SHARE), (5, 2, 999))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_reads, "_MIN_SHARE_BYTES", SHARE)
+    monkeypatch.setattr(tensor_reads, "_PIECE_VALUES", 300)
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Write a file of tensors, and return them."""
+    generator = torch.Generator().manual_seed(3)
+    values = {
+        f"{dtype}-{shape}": (100 * torch.randn(shape, generator=generator)).to(dtype)
+        for dtype in DTYPES
+        for shape in SHAPES
+    }
+    (tmp_path / "config.json").write_text("{}")
+    save_file(values, tmp_path / "model.safetensors")
+    return values
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_tensors_are_those_of_the_file(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], num_threads: int, *, is_inference: bool
+) -> None:
+    with torch.inference_mode(is_inference):
+        check_tensors(tmp_path, tensors, num_threads)
+
+
+def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], num_threads: int) -> None:
+    """Read every tensor as it is and as other dtypes, and look for threads that are left."""
+    reads = TensorReads(CPU, num_threads=num_threads)
+    for name, info in read_tensor_infos(directory).items():
+        want = tensors[name]
+        got = reads.read(info, None)
+        assert got.dtype is want.dtype and got.shape == want.shape
+        assert torch.equal(bits_of(got), bits_of(want))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(bits_of(reads.read(info, dtype)), bits_of(want.to(dtype)))
+    reads.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("read-weights") for name in names)
+
+
+def test_what_was_read_does_not_change_with_the_file(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    infos = [info for info in read_tensor_infos(tmp_path).values() if "bfloat16" in info.name]
+    reads = TensorReads(CPU, num_threads=3)
+    for dtype in (torch.float32, None):
+        got = {info.name: reads.read(info, dtype) for info in infos}
+        for name, tensor in got.items():
+            assert torch.equal(tensor.float(), tensors[name].float())
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    reads.close()
+    for name, tensor in got.items():
+        assert torch.equal(tensor.float(), tensors[name].float())
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_file_that_is_cut_off_meanwhile_is_an_error(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], num_threads: int
+) -> None:
+    """Not the end of the process, as with a mapped file."""
+    infos = read_tensor_infos(tmp_path)
+    info = max(infos.values(), key=lambda one: one.end)
+    os.truncate(info.file, info.end - 1)
+    reads = TensorReads(CPU, num_threads=num_threads)
+    with pytest.raises(CheckpointError, match=r"ended within .*, while it was read"):
+        reads.read(info, None)
+    reads.close()
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    info = next(iter(read_tensor_infos(tmp_path).values()))
+    reads = TensorReads(CPU)
+    strange = TensorInfo(
+        name=info.name, file=info.file, dtype="F4", shape=info.shape, start=0, end=8
+    )
+    with pytest.raises(CheckpointError, match="is F4, which none reads"):
+        reads.read(strange, None)
+    info.file.unlink()
+    with pytest.raises(CheckpointError, match=r"is not readable.*No such file"):
+        reads.read(info, None)
+    reads.close()
+
+
+def test_pickled_tensors_are_read_too(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    directory = pickle_weights(tmp_path, tmp_path / "pickled")
+    reads = TensorReads(CPU)
+    for name, info in read_tensor_infos(directory).items():
+        assert info.is_pickled
+        assert torch.equal(bits_of(reads.read(info, None)), bits_of(tensors[name]))
+    reads.close()
