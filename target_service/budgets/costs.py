@@ -37,7 +37,7 @@ _FIRST_GROWTH_PER_STEP = 0.05
 _DOUBLING_ROWS_CPU, _DOUBLING_ROWS_GPU = 16, 512
 
 # Of the same, what a GPU takes beside the forward for a request, until that was measured.
-_FIRST_HOST = 0.003
+_FIRST_HOST = 0.005
 # What a host does for a step takes it about as long as for so many requests, or trees.
 _HOST_REQUESTS, _HOST_TREES = 16, 64
 # Of what a draft is expected to take, what it takes at least: a round with trees took no less.
@@ -106,7 +106,8 @@ class RoundCosts:
         self._samples = RoundSamples(self._growth.shape, roots_s, is_gpu=is_padded)
         # What rounds without trees take beside the forward, by the bucket of requests; and what
         # trees take beside that, by rung and the bucket of trees.
-        self._host = _FIRST_HOST * seconds[0] * is_padded * _BATCHES
+        self._first_host = _FIRST_HOST * seconds[0] * is_padded * _BATCHES
+        self._host = self._first_host.copy()
         self._draft = self._growth.copy()
         self._guessed_from = np.full_like(self._growth, np.nan)
 
@@ -226,8 +227,9 @@ class RoundCosts:
             batches = np.arange(len(host))
             per_unit = np.interp(batches, places, (host / self._host_unit)[places])
             guess = per_unit * self._host_unit
-            if not self.is_padded:  # by the row, or by the step: whichever is less
-                guess = np.minimum(guess, np.interp(batches, places, host[places]))
+            # By the request or row, or by the step and what was expected of more of them.
+            step = np.interp(batches, places, (host - self._first_host)[places])
+            guess = np.minimum(guess, np.maximum(step + self._first_host, 0.0))
             self._host = np.where(np.isnan(host), guess, host)
         if self.is_padded:
             self._host = np.minimum(self._host, self._most_host())
