@@ -105,7 +105,8 @@ class PathSource:
 
     def ahead_until_s(self, requests: Iterable[DraftRequest]) -> float:
         """Return how long the host should leave the device alone, which waits for paths; a time of
-        the monotonic clock. 0: it does not wait, or an order is here that ends the wait.
+        the monotonic clock. 0: it does not wait, or not for long yet, or an order is here that ends
+        the wait.
 
         Args:
             requests: All of the engine.

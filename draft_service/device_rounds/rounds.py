@@ -44,14 +44,14 @@ class _Launched:
     Args:
         shapes: Of the trees that it will grow.
         num_tokens: That each request had before.
-        until_s: How long work of others waits for it, on the monotonic clock.
+        began_s: When, on the monotonic clock.
     """
 
     requests: Sequence[DraftRequest]
     shapes: Sequence[TreeShape]
     num_tokens: Sequence[int]
     timer: StepTimer
-    until_s: float
+    began_s: float
 
 
 class DeviceRounds(PathSource):
@@ -68,7 +68,7 @@ class DeviceRounds(PathSource):
         self._post_staging = Staging(runner.pool.device, STAGED_BYTES)
         self._mailboxes: dict[PeerChannel | None, MailboxEnd] = {}  # None is no key
         self._launched: _Launched | None = None
-        self._ended_s = 0.0  # when the newest round ended, and how long the last ones took
+        # How long after their launches the hosts had the paths of the last rounds.
         self._took_s: deque[float] = deque(maxlen=2)
 
     @property
@@ -157,7 +157,7 @@ class DeviceRounds(PathSource):
             shapes=following_shapes(trees),
             num_tokens=[len(request.tokens) for request in requests],
             timer=timer,
-            until_s=time.monotonic() + AHEAD_PATIENCE_S,
+            began_s=time.monotonic(),
         )
 
     def ahead_until_s(self, requests: Iterable[DraftRequest]) -> float:
@@ -168,10 +168,10 @@ class DeviceRounds(PathSource):
             return 0.0
         # Behind the launch their trees would wait for a step that itself waits for them.
         is_awaited = [r.pending is not None and r.device_tree is not None for r in requests]
-        next_s = self._ended_s + min(self._took_s, default=0.0)
-        if any(is_awaited) or next_s - time.monotonic() > _GAP_S:
+        ends_s = launched.began_s + min(self._took_s, default=0.0)
+        if any(is_awaited) or ends_s - time.monotonic() > _GAP_S:
             return 0.0
-        return launched.until_s
+        return launched.began_s + AHEAD_PATIENCE_S
 
     def confirm(self, hear: Callable[[], None]) -> ConfirmedTrees | None:
         """Return what counts of what was launched: the target's host has said the same."""
@@ -184,9 +184,7 @@ class DeviceRounds(PathSource):
         rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
         taken_from = [r for r, path in zip(launched.requests, paths, strict=True) if path]
         if taken_from:
-            now_s = time.monotonic()
-            self._took_s.append(now_s - self._ended_s)
-            self._ended_s = now_s
+            self._took_s.append(time.monotonic() - launched.began_s)
         return ConfirmedTrees(
             requests=[launched.requests[row] for row in rows],
             rows=rows,

@@ -130,6 +130,30 @@ def test_work_of_others_waits_for_a_device_round_and_not_for_long(
     check([request, late], expected)
 
 
+@pytest.mark.parametrize("round_s", [0.004, 0.03])
+def test_work_of_others_is_done_at_once_where_the_next_path_is_far_away(
+    make: Make, monkeypatch: pytest.MonkeyPatch, round_s: float
+) -> None:
+    """As while a target's steps have many rows of prompts."""
+    target, draft, _ = make("standalone")
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    pair = DevicePair(target, draft)
+    request, late = (replace(r, max_new_tokens=60) for r in requests_of(2, 0))
+    expected = plain_of(target, [request, late])
+    pair.open(request)
+    while pair.num_overlapped < 3:
+        pair.step()
+        now_s += round_s
+    assert pair.draft_device.is_running and not draft.has_work
+    pair.open(late)
+    assert draft.has_work == (round_s > 0.01)
+    while pair.step():
+        now_s += 1.0
+    pair.check_idle()
+    check([request, late], expected)
+
+
 def test_a_long_prompt_is_read_in_pieces_beside_device_rounds(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
