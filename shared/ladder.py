@@ -1,14 +1,17 @@
 """The shapes of trees that a target chooses from by itself, smallest first.
 
-Each is at least as deep, as wide and as large as the one before it, so the shapes that fit into a
-permitted one are the first few, and a batch of several shapes grows by the graph of its largest.
-Each has more nodes than the one before it: the size of a tree says its rung.
+Each is at least as deep and as wide as the one before it and has more nodes, so the shapes that fit
+into a permitted one are the first few, a batch of several shapes grows by the graph of its largest,
+and the size of a tree says its rung.
 
 Nodes are the best of all that grow, so depth brings much where texts are easy to guess, and costs a
 step of the draft where they are not: of 7 nodes and of 8 there is a shallow and a deep shape.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import itertools
 
 from shared.messages import TreeShape
 
@@ -24,10 +27,26 @@ LADDER = (
 
 
 def num_rungs_within(shape: TreeShape) -> int:
-    """Return how many rungs of the ladder are no deeper, wider or larger than a shape."""
-    return sum(
-        rung.num_steps <= shape.num_steps
-        and rung.topk <= shape.topk
-        and rung.num_draft_tokens <= shape.num_draft_tokens
-        for rung in LADDER
-    )
+    """Return how many rungs of the ladder are no wider or larger than a shape, and grow all of their
+    nodes in its steps.
+    """
+
+    def fits(rung: TreeShape) -> bool:
+        cut = _cut(rung, shape.num_steps)
+        is_within = rung.topk <= shape.topk and rung.num_draft_tokens <= shape.num_draft_tokens
+        return is_within and rung.num_draft_tokens <= cut.max_num_draft_tokens
+
+    return sum(1 for _ in itertools.takewhile(fits, LADDER))
+
+
+def rung_within(rung: int, largest: TreeShape) -> TreeShape:
+    """Return the shape of a rung that is within a shape, with no more steps than that has.
+
+    Args:
+        rung: 1 or more.
+    """
+    return _cut(LADDER[rung - 1], largest.num_steps)
+
+
+def _cut(shape: TreeShape, num_steps: int) -> TreeShape:
+    return dataclasses.replace(shape, num_steps=min(shape.num_steps, num_steps))

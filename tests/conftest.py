@@ -14,10 +14,16 @@ from typing import Any
 # numpy's BLAS, on which interpreted kernels run, reads it when numpy is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+# The same examples each time; how long one takes is up to what else the machine does.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, database=None, max_examples=100
+)
+hypothesis.settings.load_profile("repeatable")
 
 # Tests of processes wait much, so they begin and others run meanwhile; then what computes most.
 ORDER = ("e2e", "unit", "contract", "apart", "kernels")

@@ -73,16 +73,22 @@ class Acceptance:
         """Take note that another request has a slot, of which nothing is known."""
         self._ease[slot] = self._evidence[slot] = 0.0
 
-    def note_rounds(self, slots: Ints, rungs: Ints, num_accepted: Ints) -> None:
+    def note_rounds(
+        self, slots: Ints, rungs: Ints, num_accepted: Ints, most_steps: Ints | None = None
+    ) -> None:
         """Learn from rounds with trees.
 
         Args:
             slots: [B], all different.
             rungs: [B], 1 or more.
             num_accepted: [B], drafts on the accepted path.
+            most_steps: [B], steps that the trees have at most; None: as many as their rungs.
         """
         accepted = num_accepted[:, None]
-        is_trial = self._depth <= np.minimum(accepted + 1, self._num_steps[rungs][:, None])
+        num_steps = self._num_steps[rungs]
+        if most_steps is not None:
+            num_steps = np.minimum(num_steps, most_steps)
+        is_trial = self._depth <= np.minimum(accepted + 1, num_steps[:, None])
         ease = self._mean + self._ease[slots, None]
         link = ease + self._depth_offset + self._rung_offset[rungs, None]
         hazard = np.exp(np.clip(link, -4.0, 2.0))

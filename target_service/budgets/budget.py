@@ -34,6 +34,8 @@ _UNFAVOURED_DECISION = 16
 _BAD_SURPRISE = 1.3
 # Of a round in the means of how many have rows of prompts, and of their tokens.
 _MIXED_WEIGHT = 0.05
+# Fewer are none: some dozens of rounds ago there were prompts.
+_LEAST_MIXED = 0.01
 # Rows that a draft has missed and that are gone are computed again if that pays within the time in
 # which every request gets so many tokens.
 _PAID_BACK_AFTER = 64
@@ -183,13 +185,16 @@ class TreeBudget:
         held, favour = self._held(slots)
         mixed = fixed._replace(mixed_per_token=self._mixed / self._tokens)
         deal = self._dealer.deal(classes, caps, held, mixed, favour=favour)
-        if not self._mixed or deal.rungs.all():
+        if self._mixed < _LEAST_MIXED or deal.rungs.all():
             return deal
         without = self._dealer.deal(classes, caps, held, fixed, favour=favour)
         if not deal.limit:
             return without
         keeps_up = (deal.rungs == 0) & (without.rungs > 0)
-        return deal._replace(rungs=np.where(keeps_up, 1, deal.rungs))
+        if not keeps_up.any():
+            return deal
+        rungs = np.where(keeps_up, 1, deal.rungs)
+        return Deal(rungs, deal.limit, self._dealer.tokens_per_s(classes, rungs, mixed))
 
     def _pays_back(self, deal: Deal, staying: Deal, num_dropped: Ints) -> bool:
         """Return whether a deal brings so much more than one in which nobody's rows are computed
@@ -220,7 +225,7 @@ class TreeBudget:
         num_accepted: Ints,
         times: StepTimes,
         *,
-        is_of_ladder: NDArray[np.bool_] | None = None,
+        num_steps: Ints | None = None,
     ) -> None:
         """Learn from a step that has ended.
 
@@ -228,8 +233,8 @@ class TreeBudget:
             slots: [B], the requests whose rounds it ended.
             num_nodes: [B], of their trees, roots included.
             num_accepted: [B], drafts accepted.
-            is_of_ladder: [B], whether the tree has the shape of a rung, and not of a client's
-                choice; None: all have.
+            num_steps: [B], that the trees have at most; 0: the tree is no rung's, whatever its
+                size. None: all are as deep as their rungs.
         """
         self._round += 1
         self._note_mixed(len(slots) + int(num_accepted.sum()), times)
@@ -238,12 +243,13 @@ class TreeBudget:
         self._note_time(slots, np.maximum(rungs, times.waited_rungs), times)
         has_tree = rungs > 0
         known = has_tree & self._is_whole[sizes]  # others were cut, or are of no rung
-        if is_of_ladder is not None:
-            known &= is_of_ladder
+        if num_steps is not None:
+            known &= num_steps > 0
         if known.any():
             self._probe.num_rounds += 1
             kept = slice(None) if known.all() else known
-            self.acceptance.note_rounds(slots[kept], rungs[kept], num_accepted[kept])
+            steps = None if num_steps is None else num_steps[kept]
+            self.acceptance.note_rounds(slots[kept], rungs[kept], num_accepted[kept], steps)
         if len(slots):
             self.acceptance.recentre(slots)
         resting = slots[~has_tree]

@@ -40,7 +40,8 @@ _DOUBLING_ROWS_CPU, _DOUBLING_ROWS_GPU = 16, 512
 _FIRST_HOST = 0.005
 # What a host does for a step takes it about as long as for so many requests, or trees.
 _HOST_REQUESTS, _HOST_TREES = 16, 64
-# Of what a draft is expected to take, what it takes at least: a round with trees took no less.
+# Of what a draft is expected to take, or of what a round with trees took beside its forward,
+# whichever is less: what the trees took at least.
 _LEAST_GROWTH = 0.5
 # An entry that has changed by such a part, or so many seconds, changes the guesses from it; by so
 # much, and it is another draft, or a busy one: what was learned long ago of it is void.
@@ -108,6 +109,7 @@ class RoundCosts:
         # trees take beside that, by rung and the bucket of trees.
         self._first_host = _FIRST_HOST * seconds[0] * is_padded * _BATCHES
         self._host = self._first_host.copy()
+        self._most_host = np.full(len(_BATCHES), np.inf)
         self._draft = self._growth.copy()
         self._guessed_from = np.full_like(self._growth, np.nan)
 
@@ -196,14 +198,12 @@ class RoundCosts:
         # long.
         has_forgotten = kind.rung > 0 and self._samples.try_again(now_s, slice(place[1], batch + 1))
         entry_s = self._samples.entry(place, self._host)
-        if entry_s is not None and kind.rung and self.is_padded:
-            has_forgotten |= entry_s < _LEAST_GROWTH * float(self._growth[place])
         if entry_s is not None and kind.rung:
             if _differs(entry_s, float(self._draft[place]), _MUCH_CHANGE):
                 has_forgotten |= self._samples.forget_trees(now_s)
             self._draft[place] = entry_s
         elif entry_s is not None:
-            self._host[batch] = entry_s
+            self._host[batch] = min(entry_s, self._most_host[batch])
         guessed_from_s = float(self._guessed_from[place])
         if has_forgotten or (entry_s is not None and _differs(entry_s, guessed_from_s, _CHANGE)):
             self._guess()
@@ -223,6 +223,7 @@ class RoundCosts:
         """Guess what is not known from what is."""
         host = self._samples.entries(self._host)[0]
         places = np.flatnonzero(~np.isnan(host))
+        self._host = self._first_host.copy()
         if len(places):
             batches = np.arange(len(host))
             per_unit = np.interp(batches, places, (host / self._host_unit)[places])
@@ -232,7 +233,8 @@ class RoundCosts:
             guess = np.minimum(guess, np.maximum(step + self._first_host, 0.0))
             self._host = np.where(np.isnan(host), guess, host)
         if self.is_padded:
-            self._host = np.minimum(self._host, self._most_host())
+            self._most_host = self._host_bounds()
+            self._host = np.minimum(self._host, self._most_host)
         known = self._samples.entries(self._host)
         self._guessed_from = known
         known, growth = known[1:], self._growth[1:]
@@ -250,7 +252,7 @@ class RoundCosts:
             larger[~is_measured] = np.maximum(larger, smaller)[~is_measured]
         self._draft[1:] = draft
 
-    def _most_host(self) -> Floats:
+    def _host_bounds(self) -> Floats:
         """Return what rounds without trees take at most beside their forwards, by the bucket of
         requests: those with trees take more. Few rounds without any, at a request's end or while
         its draft was busy, may have been slow for other reasons.
@@ -259,8 +261,9 @@ class RoundCosts:
         rung, bucket = np.nonzero(~np.isnan(totals[1:]))
         rung += 1
         most = np.full(len(self._host), np.inf)
-        least_growth = _LEAST_GROWTH * self._growth[rung, bucket]
-        np.minimum.at(most, batches[rung, bucket], totals[rung, bucket] - least_growth)
+        total = totals[rung, bucket]
+        trees_s = _LEAST_GROWTH * np.minimum(self._growth[rung, bucket], total)
+        np.minimum.at(most, batches[rung, bucket], total - trees_s)
         return np.maximum(most, 0.0)
 
 

@@ -150,16 +150,16 @@ class RoundSamples:
         return np.where(counts >= _LEAST_SAMPLES, np.maximum(median, 0.0), np.nan)
 
     def totals(self) -> tuple[Floats, Ints]:
-        """Return what rounds of all places took beside their forwards, NaN: not known yet; and the
-        bucket of requests of the newest round.
+        """Return what rounds of all places took beside their forwards, as far as they had as many
+        requests as the newest one, NaN: not known yet; and the bucket of requests of that.
         """
-        counts = np.minimum(self._num_rounds, _NUM_SAMPLES)
-        ordered = np.sort(self._host_s(...), axis=2)  # NaN comes last
-        counted = self._counted[counts][..., None]
-        totals = np.take_along_axis(ordered, counted, axis=2)[..., 0]
         newest = ((self._num_rounds - 1) % _NUM_SAMPLES)[..., None]
-        batches = np.take_along_axis(self._batch, newest, axis=2)[..., 0]
-        return np.where(counts >= _LEAST_SAMPLES, totals, np.nan), batches
+        batches = np.take_along_axis(self._batch, newest, axis=2)
+        totals_s = np.where(self._batch == batches, self._host_s(...), np.nan)
+        counts = np.count_nonzero(~np.isnan(totals_s), axis=2)
+        ordered = np.sort(totals_s, axis=2)  # NaN comes last
+        counted = np.take_along_axis(ordered, self._counted[counts][..., None], axis=2)[..., 0]
+        return np.where(counts >= _LEAST_SAMPLES, counted, np.nan), batches[..., 0]
 
     def _host_s(self, samples: Any) -> Floats:
         """Return what some rounds took beside their forwards: without trees, what hosts do."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shared.ladder import LADDER, num_rungs_within
+from shared.ladder import LADDER, num_rungs_within, rung_within
 from shared.messages import PeerTrees, TreeShape
 from target_service.budgets.budget import StepTimes, TreeBudget
 from target_service.budgets.deal import FixedRounds
@@ -17,8 +17,9 @@ from target_service.request import Phase, TargetRequest
 
 # What a round with a tree of a fixed shape brings, of its depth: it hardly matters how much.
 _FIXED_ACCEPTED = 0.5
-# Rounds say what trees take, unless one draft in so many has to catch up.
-_CATCH_UP_SHARE = 8
+# Rounds say what trees take, unless one draft in so many has to catch up; and those without trees
+# what plain rounds take, unless one request in so many would have one but for this round.
+_UNLIKE_SHARE = 8
 
 
 class TreeShapes:
@@ -62,9 +63,9 @@ class BudgetedShapes(TreeShapes):
         self._requests = requests
         self._budget = budget
         self._num_dropped = num_dropped
-        # By slot: who holds it as far as the budget knows, and what it wants of that request.
+        # By slot: who holds it as far as the budget knows, and the rung it wants of that request.
         self._owners: list[TargetRequest | None] = [None] * len(budget.rungs)
-        self._wanted: list[TreeShape | None] = [None] * len(budget.rungs)
+        self._wanted = [0] * len(budget.rungs)
 
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
@@ -77,10 +78,9 @@ class BudgetedShapes(TreeShapes):
             return credit.shape
         if self._owners[request.req_idx] is not request or self._budget.is_due:
             self._decide()
-        shape, largest = self._wanted[request.req_idx], credit.shape
-        if shape is not None and shape.num_draft_tokens > largest.num_draft_tokens:
-            return largest  # the credit is another one by now
-        return shape
+        rung = self._wanted[request.req_idx]
+        # The credit may be another one by now.
+        return rung_within(min(rung, _cap_of(credit.shape)), credit.shape) if rung else None
 
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
@@ -90,9 +90,11 @@ class BudgetedShapes(TreeShapes):
         for request in trees.requests[:count]:
             self._note_owner(request)
         running = [r for r in self._requests.values() if r.phase is Phase.RUNNING]
-        num_requests, num_behind = len(running), sum(map(_is_catching_up, running))
-        has_trees = any([path.num_nodes > 1 for path in paths])
-        is_steady = has_trees or all(map(_does_without, trees.requests[:count]))
+        num_requests = len(running)
+        if trees.num_on_device or any([path.num_nodes > 1 for path in paths]):
+            num_unlike = sum(map(_is_catching_up, running))
+        else:
+            num_unlike = count - sum(map(_does_without, trees.requests[:count]))
         self._budget.note_step(
             np.array(trees.req_idx[:count], dtype=np.int64),
             np.array(
@@ -110,24 +112,23 @@ class BudgetedShapes(TreeShapes):
                     list(map(self._waited_rung, trees.requests[:count])), dtype=np.int64
                 ),
                 has_prompts=not is_clean,
-                is_clean=is_clean and is_steady and num_behind * _CATCH_UP_SHARE <= num_requests,
+                is_clean=is_clean and num_unlike * _UNLIKE_SHARE <= num_requests,
             ),
-            is_of_ladder=np.array(list(map(_is_of_ladder, trees.requests[:count])), dtype=bool),
+            num_steps=np.array(list(map(_most_steps, trees.requests[:count])), dtype=np.int64),
         )
 
     def _waited_rung(self, request: TargetRequest) -> int:
         """Return the rung of the tree that the newest round of a request has waited for."""
         if request.draft is None or not request.draft.is_waited_for:
             return 0
-        shape = self._wanted[request.req_idx]
-        return 0 if shape is None else _cap_of(shape)
+        return self._wanted[request.req_idx]
 
     def _note_owner(self, request: TargetRequest) -> None:
         """Take note of who holds a slot."""
         slot = request.req_idx
         if self._owners[slot] is not request:
             self._owners[slot] = request
-            self._wanted[slot] = None
+            self._wanted[slot] = 0
             self._budget.begin(slot)
 
     def _decide(self) -> None:
@@ -156,7 +157,7 @@ class BudgetedShapes(TreeShapes):
             num_dropped=np.array(dropped, dtype=np.int64),
         )
         for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):
-            self._wanted[slot] = LADDER[rung - 1] if rung else None
+            self._wanted[slot] = rung
 
 
 def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
@@ -171,10 +172,22 @@ def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
     )
 
 
-def _is_of_ladder(request: TargetRequest) -> bool:
-    """Return whether the trees of a request have shapes of the ladder: their size says which."""
+def _most_steps(request: TargetRequest) -> int:
+    """Return how many steps the trees of a request have at most; 0: they are none of the ladder's,
+    whose sizes say which they are.
+    """
     credit = None if request.draft is None else request.draft.credit
-    return credit is not None and (credit.adapts or credit.shape in LADDER)
+    if credit is None:
+        return 0
+    shape = credit.shape
+    is_rung = credit.adapts or any(
+        [
+            (rung.topk, rung.num_draft_tokens) == (shape.topk, shape.num_draft_tokens)
+            and rung.num_steps >= shape.num_steps
+            for rung in LADDER
+        ]
+    )
+    return shape.num_steps if is_rung else 0
 
 
 def _does_without(request: TargetRequest) -> bool:

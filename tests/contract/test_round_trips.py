@@ -35,7 +35,7 @@ def test_every_wire_type_is_covered() -> None:
 
 
 @pytest.mark.parametrize("value_type", BY_TYPE, ids=lambda value_type: value_type.__name__)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_value_survives_the_wire(value_type: type[Any], data: st.DataObject) -> None:
     value = data.draw(BY_TYPE[value_type])
@@ -45,7 +45,7 @@ def test_value_survives_the_wire(value_type: type[Any], data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("value_type", IN_PIPES, ids=lambda value_type: value_type.__name__)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_value_survives_the_pipe(value_type: type[Any], data: st.DataObject) -> None:
     """Between a front and its engine values are pickled, parts and wrappers included."""
@@ -130,7 +130,7 @@ def _says_more(path: types.AcceptedPath) -> bool:
 
 
 @pytest.mark.parametrize("name", PACKERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_batch_survives_in_the_order_of_its_kinds(name: str, data: st.DataObject) -> None:
     pack, unpack, kinds = PACKERS[name]
@@ -180,7 +180,7 @@ def test_unknown_feature_command_is_rejected() -> None:
     assert [failure.field for failure in batch.rejected] == ["command"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(event=st.one_of(*(BY_TYPE[kind] for kind in get_args(types.GenerateEvent))))
 def test_event_survives(event: types.GenerateEvent) -> None:
     response = batches.pack_events([event])
@@ -188,7 +188,7 @@ def test_event_survives(event: types.GenerateEvent) -> None:
     assert batches.unpack_events(parsed) == [event]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), has_ids=st.booleans(), has_logprobs=st.booleans(), has_trees=st.booleans())
 def test_rounds_that_leave_together_come_apart_as_they_were(
     data: st.DataObject, *, has_ids: bool, has_logprobs: bool, has_trees: bool

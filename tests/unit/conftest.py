@@ -1,19 +1,13 @@
-"""Fixtures of the engine tests: tiny checkpoints, repeatable examples."""
+"""Fixtures of the engine tests: tiny checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 
 from tests.device_pair import Make, device_engines
 from tests.engines import Models
-
-hypothesis.settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, database=None, max_examples=100
-)
-hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

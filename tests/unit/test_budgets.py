@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shared.config import DraftConfig
 from shared.config.check import parse_shapes
-from shared.ladder import LADDER, num_rungs_within
+from shared.ladder import LADDER, num_rungs_within, rung_within
 from shared.messages import TreeShape, check_shape
 from target_service.budgets.acceptance import NUM_CLASSES, Acceptance
 from target_service.budgets.budget import StepTimes, TreeBudget
@@ -186,23 +186,40 @@ def test_what_is_learned_is_near_the_truth(seed: int, count: int) -> None:
     assert np.abs(gains - expected).max() < 1.1
 
 
-@pytest.mark.parametrize("is_of_ladder", [False, True])
-def test_shapes_that_clients_choose_say_nothing_of_rungs(*, is_of_ladder: bool) -> None:
-    """A tree of 16 nodes in 2 steps is no rung, though one has as many nodes: no draft of its third
-    step was refused.
-    """
+@pytest.mark.parametrize(("num_steps", "falls"), [(0, False), (2, False), (6, True)])
+def test_a_tree_of_fewer_steps_than_its_rung_says_nothing_of_deeper_drafts(
+    num_steps: int, *, falls: bool
+) -> None:
+    """All of two drafts are accepted: of a tree with more steps the third was refused."""
     costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
     budget = TreeBudget(costs, LADDER, 4, clock=lambda: 0.0)
     slots, ones = np.arange(4), np.ones(4, dtype=np.int64)
-    before = budget.acceptance.gains()
+    before = budget.acceptance.gains()[NUM_CLASSES // 2]
     times = StepTimes(
         num_rows=64, num_requests=4, waited_rungs=6 * ones, has_prompts=False, is_clean=True
     )
-    for _ in range(20):
-        budget.note_step(
-            slots, 16 * ones, 2 * ones, times, is_of_ladder=np.full(4, is_of_ladder, dtype=bool)
-        )
-    assert np.array_equal(budget.acceptance.gains(), before) != is_of_ladder
+    for _ in range(200):
+        budget.note_step(slots, 16 * ones, 2 * ones, times, num_steps=num_steps * ones)
+    after = budget.acceptance.gains()[NUM_CLASSES // 2]
+    assert (after[6] - after[3] < before[6] - before[3]) == falls
+    assert np.array_equal(after, before) == (num_steps == 0)
+
+
+@pytest.mark.parametrize(
+    ("largest", "shapes"),
+    [
+        ("6/8/32", "1/1/2,2/1/3,3/1/4,4/2/7,6/2/8,6/4/16,6/8/32"),
+        ("5/8/32", "1/1/2,2/1/3,3/1/4,4/2/7,5/2/8,5/4/16,5/8/32"),
+        ("4/2/8", "1/1/2,2/1/3,3/1/4,4/2/7,4/2/8"),
+        ("3/4/20", "1/1/2,2/1/3,3/1/4,3/2/7,3/2/8,3/4/16"),
+        ("2/8/32", "1/1/2,2/1/3"),
+        ("16/1/17", "1/1/2,2/1/3,3/1/4"),
+    ],
+)
+def test_rungs_are_cut_to_the_steps_of_the_largest_tree(largest: str, shapes: str) -> None:
+    (most,) = parse_shapes(largest)
+    count = num_rungs_within(most)
+    assert [rung_within(1 + i, most) for i in range(count)] == list(parse_shapes(shapes))
 
 
 def test_gains_climb_with_rungs_and_classes() -> None:

@@ -298,7 +298,7 @@ class Stage:
 
 
 @given(actions=ACTIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_happens_a_draft_keeps_to_its_states(actions: list[tuple[Any, ...]]) -> None:
     """Nothing raises, or waits without end; what is opened is closed; no credit is forgotten."""
 

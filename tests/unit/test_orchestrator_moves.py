@@ -174,7 +174,7 @@ def test_another_draft_takes_over_from_one_that_drains(has_peer: bool) -> None: 
     run_virtual(main())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     events=st.lists(
         st.tuples(

@@ -479,7 +479,7 @@ KILLS = st.none() | st.tuples(
     stall=st.none() | st.tuples(st.integers(5, 60), st.sampled_from([10, 30, 100, 700])),
     round_ms=st.sampled_from([0.1, 1.0, 8.0, 40.0]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_fault_changes_the_output(
     draft_faults: list[str],
     target_faults: list[str],
