@@ -35,11 +35,6 @@ from shared.step.step_timer import StepTimer
 
 STAGES = ("confirm", "extend", "grow", "wait", "answer", "ahead")
 CHUNK_ROWS = 256
-# Of prompts, between two device rounds: as many rows as the target's largest step brings take the
-# draft's device two milliseconds, in which the target computes.
-_CHUNKS_BESIDE_ROUNDS = 8
-# More than a path has. Requests with more rows than that are reading their prompts.
-_MOST_PATH_ROWS = 16
 
 
 class DraftPipeline:
@@ -170,7 +165,8 @@ class DraftPipeline:
     def plan_extend(self) -> list[ExtendWork]:
         """Choose rows: first of requests whose tree is ordered, oldest first.
 
-        Beside device rounds prompts are read in pieces: the next round is launched behind them.
+        The rows of a large step take a GPU two milliseconds, in which a target beside which prompts
+        are read computes.
         """
         ready = [
             (request, count)
@@ -179,28 +175,13 @@ class DraftPipeline:
         ]
         ready.sort(key=lambda entry: entry[0].pending is None)
         budget = self._max_batch_rows
-        prompt_budget = self._prompt_budget([count for _, count in ready])
         works = []
         for request, num_ready in ready:
             count = min(num_ready, budget, CHUNK_ROWS)
-            if num_ready > _MOST_PATH_ROWS:
-                count = min(count, prompt_budget)
-                prompt_budget -= count
             if count and request.is_held and self._requests.reserve(request, count):
                 works.append(ExtendWork(request, request.kv_len, count))
                 budget -= count
         return [work for work in works if work.request.is_held]
-
-    def _prompt_budget(self, num_ready: Sequence[int]) -> int:
-        """Return how many rows of prompts a step may have.
-
-        Args:
-            num_ready: Rows of every request.
-        """
-        if all(request.device_tree is None for request in self._requests.values()):
-            return self._max_batch_rows
-        num_waiting = sum([count for count in num_ready if count > _MOST_PATH_ROWS])
-        return max(_CHUNKS_BESIDE_ROUNDS * CHUNK_ROWS, num_waiting // 4)
 
     def plan_growth(self) -> list[DraftRequest]:
         """Reserve slots for every tree that can grow; leaves out what this retracted."""

@@ -27,8 +27,8 @@ LADDER = (
 
 
 def num_rungs_within(shape: TreeShape) -> int:
-    """Return how many rungs of the ladder are no wider or larger than a shape, and grow all of their
-    nodes in its steps.
+    """Return how many rungs of the ladder are no wider or larger than a shape, and can grow all of
+    their nodes in its steps.
     """
 
     def fits(rung: TreeShape) -> bool:

@@ -68,7 +68,9 @@ class DeviceRounds(PathSource):
         self._post_staging = Staging(runner.pool.device, STAGED_BYTES)
         self._mailboxes: dict[PeerChannel | None, MailboxEnd] = {}  # None is no key
         self._launched: _Launched | None = None
-        # How long after their launches the hosts had the paths of the last rounds.
+        # When the first launch of this round was, and how long after that paths of the last ones
+        # were here.
+        self._round_began_s: float | None = None
         self._took_s: deque[float] = deque(maxlen=2)
 
     @property
@@ -152,12 +154,15 @@ class DeviceRounds(PathSource):
         assert len(trees) == len(requests)
         mailboxes = list(map(self._mailbox_of, requests))
         self.overlap.launch(requests, trees, mailboxes, path_width, timer)
+        now_s = time.monotonic()
+        if self._round_began_s is None:
+            self._round_began_s = now_s
         self._launched = _Launched(
             requests=requests,
             shapes=following_shapes(trees),
             num_tokens=[len(request.tokens) for request in requests],
             timer=timer,
-            began_s=time.monotonic(),
+            began_s=now_s,
         )
 
     def ahead_until_s(self, requests: Iterable[DraftRequest]) -> float:
@@ -168,7 +173,8 @@ class DeviceRounds(PathSource):
             return 0.0
         # Behind the launch their trees would wait for a step that itself waits for them.
         is_awaited = [r.pending is not None and r.device_tree is not None for r in requests]
-        ends_s = launched.began_s + min(self._took_s, default=0.0)
+        began_s = self._round_began_s or launched.began_s
+        ends_s = began_s + min(self._took_s, default=0.0)
         if any(is_awaited) or ends_s - time.monotonic() > _GAP_S:
             return 0.0
         return launched.began_s + AHEAD_PATIENCE_S
@@ -183,8 +189,10 @@ class DeviceRounds(PathSource):
         paths = [path[1 : 1 + path[0]] for path in taken.tolist()]
         rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
         taken_from = [r for r, path in zip(launched.requests, paths, strict=True) if path]
-        if taken_from:
-            self._took_s.append(time.monotonic() - launched.began_s)
+        if taken_from and self._round_began_s is not None:
+            self._took_s.append(time.monotonic() - self._round_began_s)
+        if taken_from or not any([request.is_held for request in launched.requests]):
+            self._round_began_s = None
         return ConfirmedTrees(
             requests=[launched.requests[row] for row in rows],
             rows=rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -305,6 +305,14 @@ def test_a_chain_ends_where_a_word_is_none_or_has_another_parent(
     assert taken.parent_index.tolist() == [parents, parents]
     # Its rows are those of a chunk, for whoever computes them, whatever the words say.
     assert rows.attention.path_len.tolist()[:12] == [*range(1, 7), *range(1, 7)]
+    # Where all are chains there may be no room for paths.
+    narrow = Rows.of([6, 6], [100, 90], [9, 8], device, chains=(0, 1))
+    attention = replace(narrow.attention, path_offset=narrow.attention.path_offset[:, :1].clone())
+    again = take(trees, [0, 1], [4, 4], replace(narrow, attention=attention), [6, 6], max_depth=5)
+    assert again.parent_index.tolist() == [parents, parents]
+    assert torch.equal(again.token_ids, taken.token_ids)
+    assert attention.path_len.tolist() == rows.attention.path_len.tolist()
+    assert (attention.path_offset == POISON).all()
 
 
 def test_rounds_count_modulo(device: torch.device) -> None:

@@ -139,8 +139,9 @@ def test_work_of_others_is_done_at_once_where_the_next_path_is_far_away(
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     pair = DevicePair(target, draft)
-    request, late = (replace(r, max_new_tokens=60) for r in requests_of(2, 0))
-    expected = plain_of(target, [request, late])
+    requests = [replace(r, max_new_tokens=60) for r in requests_of(3, 0)]
+    expected = plain_of(target, requests)
+    request, late, later = requests
     pair.open(request)
     while pair.num_overlapped < 3:
         pair.step()
@@ -148,10 +149,19 @@ def test_work_of_others_is_done_at_once_where_the_next_path_is_far_away(
     assert pair.draft_device.is_running and not draft.has_work
     pair.open(late)
     assert draft.has_work == (round_s > 0.01)
+    if draft.has_work:  # and after that the path is no further away than before
+        now_s += round_s / 2
+        pair.step_draft()
+        assert pair.draft_device.is_running
+        now_s += round_s / 3
+        pair.open(later)
+        assert not draft.has_work
+    else:
+        pair.open(later)
     while pair.step():
         now_s += 1.0
     pair.check_idle()
-    check([request, late], expected)
+    check(requests, expected)
 
 
 def test_a_long_prompt_is_read_in_pieces_beside_device_rounds(
