@@ -256,8 +256,8 @@ def take_trees(
     not come, if its token is outside the vocabulary, if its parent is no node before it, or if it
     is too deep. Its row sees nothing of the tree, holds token 0, and no path leads there. Of a
     block that `attention` calls a chain every node is the child of the one before it, or none; the
-    rows of a chain see all rows before them, and those after its end are nobody's: K and V of token 0
-    are written there, which weigh nothing in the rows before, if they are finite.
+    rows of a chain see all rows before them, and those after its end are nobody's: K and V of token
+    0 are written there, which weigh nothing in the rows before, if they are finite.
     On a CPU the words are there or are not: nothing waits.
 
     Where the host does not know yet how far the round before went, the tree is moved to where that
