@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +115,56 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, tensors: dict[str, torch.T
     with pytest.raises(CheckpointError, match=r"is not readable.*No such file"):
         reads.read(info, None)
     reads.close()
+
+
+def write_header(path: Path, header: Any, *, num_bytes: int = 32) -> None:
+    """Write a safetensors file with any header at all."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(num_bytes)))
+
+
+def entry(offsets: list[Any], shape: list[Any] | None = None, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [2, 2] if shape is None else shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (entry([16, 20]), "takes 16 bytes"),
+        (entry([16, 31]), "takes 16 bytes"),
+        (entry([0, 32]), "takes 16 bytes"),
+        (entry([32, 16]), "takes 16 bytes"),
+        (entry([32, 16], dtype="F4"), "takes 0 bytes"),
+        (entry([-16, 0]), "not negative"),
+        (entry([16, 32], [-2, -2]), "not negative"),
+        (entry([16, 32.0]), "must be integers"),
+        (entry([24, 40]), r"file has 32: it is not a whole"),
+        (entry([8, 24]), "'wrong' begins within 'right'"),
+        (entry([0, 16]), r"'(right|wrong)' begins within '(right|wrong)'"),
+    ],
+)
+def test_bytes_that_cannot_be_a_tensor_are_not_read_as_one(
+    tmp_path: Path, wrong: Any, message: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    write_header(path, {"right": entry([0, 16]), "wrong": wrong})
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}.*{message}") as raised:
+        read_tensor_infos(tmp_path)
+    assert "'wrong'" in str(raised.value)
+
+
+def test_tensors_without_values_lie_anywhere(tmp_path: Path) -> None:
+    empty = entry([16, 16], [0, 4])
+    write_header(tmp_path / "model.safetensors", {"b": empty, "a": entry([16, 32]), "c": empty})
+    infos = read_tensor_infos(tmp_path)
+    assert infos["b"].start == infos["b"].end == infos["a"].start < infos["a"].end
+
+
+@pytest.mark.parametrize("header", [[1], "text", {"a": 1}, {"a": {"dtype": "F32"}}])
+def test_a_header_of_another_form_is_an_error(tmp_path: Path, header: Any) -> None:
+    write_header(tmp_path / "model.safetensors", header)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        read_tensor_infos(tmp_path)
 
 
 def test_pickled_tensors_are_read_too(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
