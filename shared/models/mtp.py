@@ -6,9 +6,10 @@ norm(embedding)], in an order that the form says, runs through a layer of the ta
 final norm; the result is read by the target's output layer, and fed back.
 
 Of several layers, layer k drafts depth k + 1. With the token of a row it reads what layer k - 1
-returned for the row before, and has KV of its own. Past its depth the last one is fed its own
-output. All layers run over committed tokens, so that their KV holds no guesses, whatever was
-accepted; nodes of depth d run layers d, d + 1, ..., which nodes below them attend to.
+returned for the row before, and has KV of its own; mtp_rows.py says where that lies. Past its depth
+the last one is fed its own output. All layers run over committed tokens, so that their KV holds no
+guesses, whatever was accepted; nodes of depth d run layers d, d + 1, ..., which nodes below them
+attend to.
 
 Source: arXiv:2505.07608, arXiv:2412.19437 (section 2.2), transformers' MtpModel; formats as read by
 SGLang's models/mimo_mtp.py and models/deepseek_nextn.py.
