@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from shared.errors import CheckpointError
-from shared.models import tensor_reads
 from shared.models.tensor_files import TensorInfo, read_tensor_infos
 from shared.models.tensor_reads import TensorReads
 from tests.checkpoints import pickle_weights
@@ -26,10 +25,9 @@ SHAPES = ((), (0, 4), (1,), (SHARE - 1,), (SHARE,), (2 * SHARE + 1,), (7, 3 * SH
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64)
 
 
-@pytest.fixture(autouse=True)
-def _small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_reads, "_MIN_SHARE_BYTES", SHARE)
-    monkeypatch.setattr(tensor_reads, "_PIECE_VALUES", 300)
+def reads_of(num_threads: int) -> TensorReads:
+    """Return what reads in small shares and pieces."""
+    return TensorReads(CPU, num_threads=num_threads, min_share_bytes=SHARE, piece_values=300)
 
 
 @pytest.fixture
@@ -61,7 +59,7 @@ def test_tensors_are_those_of_the_file(
 
 def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], num_threads: int) -> None:
     """Read every tensor as it is and as other dtypes, and look for threads that are left."""
-    reads = TensorReads(CPU, num_threads=num_threads)
+    reads = reads_of(num_threads)
     for name, info in read_tensor_infos(directory).items():
         want = tensors[name]
         got = reads.read(info, None)
@@ -78,7 +76,7 @@ def test_what_was_read_does_not_change_with_the_file(
     tmp_path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     infos = [info for info in read_tensor_infos(tmp_path).values() if "bfloat16" in info.name]
-    reads = TensorReads(CPU, num_threads=3)
+    reads = reads_of(3)
     for dtype in (torch.float32, None):
         got = {info.name: reads.read(info, dtype) for info in infos}
         for name, tensor in got.items():
@@ -97,7 +95,7 @@ def test_a_file_that_is_cut_off_meanwhile_is_an_error(
     infos = read_tensor_infos(tmp_path)
     info = max(infos.values(), key=lambda one: one.end)
     os.truncate(info.file, info.end - 1)
-    reads = TensorReads(CPU, num_threads=num_threads)
+    reads = reads_of(num_threads)
     with pytest.raises(CheckpointError, match=r"ended within .*, while it was read"):
         reads.read(info, None)
     reads.close()
