@@ -129,7 +129,7 @@ class TreeGrower:
             page_size=trees.page_size,
             window=self._window,
         )
-        hidden = self._model.forward(
+        hidden = self._model.deepen(
             beams.token_ids,
             beams.position_ids,
             embed(beams.parent_row, growth.hidden) if self._has_recurrent else None,

@@ -188,7 +188,7 @@ class DraftRunner:
         recurrent = None
         if inputs.features is not None:
             recurrent = self.model.project_features(inputs.features)
-        hidden = self.model.forward(
+        hidden = self.model.extend(
             inputs.token_ids,
             inputs.position_ids,
             recurrent,

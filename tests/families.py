@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints import EOS_ID, LOGIT_SCALE, TINY, write_tokenizer
+from tests.checkpoints import EOS_ID, LOGIT_SCALE, TINY, edit_checkpoint, write_tokenizer
 
 YARN = {
     "rope_type": "yarn",
@@ -219,6 +219,13 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+
+
+def write_internlm3(directory: Path, **fields: Any) -> Path:
+    """Write an InternLM3; to transformers it is a Llama, and its checkpoints say so."""
+    write(directory, "internlm3", **fields)
+    published = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
+    return edit_checkpoint(directory, config=lambda config: config.update(published))
 
 
 def write_gemma3_with_vision(directory: Path) -> Path:

@@ -47,6 +47,8 @@ class OverlapRunner:
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)
         self._stream_waits = StreamWaits(PATH_PATIENCE_US / 1e6, small=NO_PATH)
         self._deferred: Callable[[], None] | None = None
+        # `last_hidden` as it was before the last launch, for drafts that continue from it.
+        self._kept_hidden = torch.empty_like(runner.last_hidden) if runner.model.kv_lag else None
 
     @property
     def is_deferred(self) -> bool:
@@ -69,10 +71,12 @@ class OverlapRunner:
             trees: Their newest ones, which say what shapes the next ones get.
             mailboxes: Of their targets.
             path_width: Tokens of the longest path through any of the trees.
-        Mutates: KV slots past kv_len of each request.
+        Mutates: KV slots past kv_len of each request; its hidden row, see `restore`.
         """
         extend, paths = self._pack_paths(requests, trees, mailboxes, path_width)
         grow = self._runner.pack_growth(requests, following_shapes(trees))
+        if self._kept_hidden is not None:
+            self._kept_hidden.copy_(self._runner.last_hidden)
         self._stop.zero_()
         timer.host("pack")
         if mailboxes[0].shares_gpu:  # one path stands for all: they are posted together
@@ -101,6 +105,21 @@ class OverlapRunner:
         result, taken = self._runner.results.finish()
         timer.host("read")
         return taken, DraftOutput.unpack(result.copy())  # the next growth may begin before its use
+
+    def restore(self, requests: Sequence[DraftRequest]) -> None:
+        """Undo for requests what the last launch did beyond scratch; launches only.
+
+        Their paths are extended again from `kv_len`, for which a draft with kv_lag reads the hidden
+        row at `kv_len - 1`. To be called before anything else is launched.
+
+        Mutates: hidden rows of the requests.
+        """
+        hidden, kept = self._runner.last_hidden, self._kept_hidden
+        if kept is None or not requests:
+            return
+        idx = torch.tensor([r.req_idx for r in requests], pin_memory=self._is_cuda)
+        idx = idx.to(hidden.device, non_blocking=True)
+        hidden.index_copy_(0, idx, kept.index_select(0, idx))
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile what reads and writes mailboxes; nothing comes and nothing is posted.

@@ -96,6 +96,7 @@ class DeviceRounds(PathSource):
         """Leave the mailbox of a target that is gone, which the device may be about to read."""
         if self._launched is not None:
             self.overlap.read(self._launched.timer)
+            self.overlap.restore(self._launched.requests)
             self._launched = None
         self._mailboxes.pop(channel, None)
 
@@ -188,6 +189,9 @@ class DeviceRounds(PathSource):
         hear()
         paths = [path[1 : 1 + path[0]] for path in taken.tolist()]
         rows = [row for row, path in enumerate(paths) if _is_confirmed(launched, row, path)]
+        self.overlap.restore(
+            [request for row, request in enumerate(launched.requests) if row not in rows]
+        )
         taken_from = [r for r, path in zip(launched.requests, paths, strict=True) if path]
         if taken_from and self._round_began_s is not None:
             self._took_s.append(time.monotonic() - self._round_began_s)

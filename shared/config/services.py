@@ -194,7 +194,7 @@ class DraftConfig(WorkerConfig, DialConfig):
     )
     target_model: str = option(
         "demo",
-        "target checkpoint: source of shared embeddings, head and MTP layer",
+        "target checkpoint: source of shared embeddings, head and MTP layers",
         aliases=("model_path",),
     )
     algorithm: str = option(

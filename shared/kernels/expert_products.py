@@ -33,7 +33,7 @@ from shared.kernels.expert_tiles import (
     Operands,
     choose_grid,
     down_tiles,
-    operands,
+    expert_operands,
     up_tiles,
 )
 from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, from_mxfp4
@@ -312,7 +312,7 @@ def _launch_swiglu(
 ) -> None:
     """Launch gate and up. Mutates: `out`, all of it."""
     num_experts, width_f, width_k = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
-    read = operands(weight, up_tiles(x, weight, grid))
+    read = expert_operands(weight, up_tiles(x, weight, grid))
     tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_swiglu")
@@ -345,7 +345,7 @@ def _launch_down(
 ) -> None:
     """Launch the second product. Mutates: `out`, all of it."""
     num_experts, width_n, width_k = weight.shape
-    read = operands(weight, down_tiles(x, weight, grid))
+    read = expert_operands(weight, down_tiles(x, weight, grid))
     tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_down")
@@ -373,7 +373,7 @@ def _options(
     """Return what both products are launched with."""
     tiles = read.tiles
     return {
-        **read.told,
+        **read.constants,
         "NUM_EXPERTS": num_experts,
         "SLOTS": ids.shape[1],
         "IS_DIRECT": grid.is_direct,

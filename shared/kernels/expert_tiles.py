@@ -15,6 +15,7 @@ from shared.kernels.fp8_experts import QuantizedExperts
 from shared.kernels.linear import blocks_of
 from shared.kernels.linear_tiles import INTERPRETED_TILES, SQUARE_TILES, Tiles
 from shared.kernels.mxfp4 import MXFP4_BLOCK, WORDS_K, Mxfp4Weights
+from shared.kernels.quantized import fp8_operands
 
 # Pairs have programs of their own while hardly any two of them share an expert.
 _EXPERTS_PER_PAIR = 4
@@ -72,29 +73,29 @@ class Operands:
         weight: One matrix, in blocks.
         scales: Unread if there are none.
         tiles: That fit the blocks.
-        told: Constants of the kernel.
+        constants: Of the kernel.
     """
 
     weight: TensorDescriptor
     scales: torch.Tensor
     tiles: Tiles
-    told: dict[str, Any]
+    constants: dict[str, Any]
 
 
-def operands(weight: KernelWeights, tiles: Tiles) -> Operands:
+def expert_operands(weight: KernelWeights, tiles: Tiles) -> Operands:
     """Return what a kernel reads of weights, in tiles but for the length of blocks of words."""
-    told: dict[str, Any] = {"IS_MXFP4": isinstance(weight, Mxfp4Weights), "SCALING": "none"}
     if isinstance(weight, Mxfp4Weights):
         tiles = tiles._replace(block_k=WORDS_K)
         blocks = blocks_of(weight.values.flatten(0, 1), tiles.block_n, MXFP4_BLOCK)
-        return Operands(weight=blocks, scales=weight.scales, tiles=tiles, told=told)
+        constants = {"IS_MXFP4": True, "SCALING": "none"}
+        return Operands(weight=blocks, scales=weight.scales, tiles=tiles, constants=constants)
     if isinstance(weight, QuantizedExperts):
-        told["SCALING"] = weight.scaling
-        values, scales = weight.values.view(torch.uint8), weight.scales
+        values, scales, constants = fp8_operands(weight)
     else:
-        values = scales = weight
+        values, scales, constants = weight, weight, {"SCALING": "none"}
     blocks = blocks_of(values.flatten(0, 1), tiles.block_n, tiles.block_k)
-    return Operands(weight=blocks, scales=scales, tiles=tiles, told=told)
+    constants = {**constants, "IS_MXFP4": False}
+    return Operands(weight=blocks, scales=scales, tiles=tiles, constants=constants)
 
 
 def up_tiles(x: torch.Tensor, weight: KernelWeights, grid: Grid) -> Tiles:

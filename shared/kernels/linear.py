@@ -312,7 +312,7 @@ def multiply(
         split_k = split_width(width_k, splits, SPLIT_MULTIPLE)
         tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
     count_launch("linear")
-    values, scales, told = operands(weight)
+    values, scales, constants = operands(weight)
     tensors = (
         blocks_of(x, tiles.block_t, copied_k),
         blocks_of(values, tiles.block_n, copied_k),
@@ -322,7 +322,7 @@ def multiply(
     )
     options = {
         "DOT_DTYPE": dot_dtype(x),
-        **told,
+        **constants,
         "HAS_BIAS": bias is not None,
         "NUM_SPLITS": splits,
         "BLOCK_N": tiles.block_n,

@@ -380,7 +380,7 @@ def multiply_swiglu(
     copied_k = tiles.block_k
     if isinstance(weight, Int4Weight):
         tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
-    values, scales, told = operands(weight)
+    values, scales, constants = operands(weight)
     tensors = (
         blocks_of(x, tiles.block_t, copied_k),
         blocks_of(values, tiles.block_n, copied_k),
@@ -391,7 +391,7 @@ def multiply_swiglu(
     sizes = (num_rows, width_f, width_k)
     options = {
         "DOT_DTYPE": dot_dtype(x),
-        **told,
+        **constants,
         "HAS_BIAS": bias is not None,
         "ACTIVATION": activation,
         "BLOCK_N": tiles.block_n,

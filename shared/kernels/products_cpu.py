@@ -28,12 +28,10 @@ from shared.kernels.quantized import GpuWeight, values_of
 ROW_TILE = 8
 # Items of one batched product.
 BATCH_ITEMS = 8
-# Rows of an operand begin at multiples of 64 bytes, and outputs are never narrow.
+# Operands and their rows begin at multiples of 64 bytes, and outputs are never narrow.
 ALIGNED_BYTES = 64
 ALIGNED_VALUES = 16
 _MIN_WIDTH = 64
-# Where memory begins that torch allocates.
-_ALIGNED_BYTES = 64
 # Query heads of one item of attention's batches: a library treats narrow products otherwise.
 GROUP_MULTIPLE = 4
 
@@ -265,7 +263,7 @@ class CpuProducts:
 
 def _widened(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Return values [N, K] in float32 with zeros around them, themselves if they need neither."""
-    if values.shape == shape and values.data_ptr() % _ALIGNED_BYTES == 0:
+    if values.shape == shape and values.data_ptr() % ALIGNED_BYTES == 0:
         return values.float().contiguous()
     wide = torch.zeros(shape)
     wide[: values.shape[0], : values.shape[1]] = values

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -157,20 +157,36 @@ def values_of(weight: GpuWeight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.values
 
 
+class ScaledValues(Protocol):
+    """Values in FP8, of one matrix or several, and scales as QuantizedWeight has them."""
+
+    @property
+    def values(self) -> torch.Tensor: ...
+    @property
+    def scales(self) -> torch.Tensor: ...
+    @property
+    def scaling(self) -> str: ...
+
+
+def fp8_operands(weight: ScaledValues) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return what a kernel reads of values in FP8: bytes, scales, and constants."""
+    constants = {"SCALING": weight.scaling}
+    return weight.values.view(torch.uint8), weight.scales.contiguous(), constants
+
+
 def operands(
     weight: GpuWeight,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return what a kernel reads: values, scales (unread if there are none), what it is told."""
+    """Return what a kernel reads: values, scales (unread if there are none), and constants."""
     if isinstance(weight, Int4Weight):
-        told = {"SCALING": weight.scaling, "GROUP": weight.group_size}
+        constants = {"SCALING": weight.scaling, "GROUP": weight.group_size}
         if not weight.values.is_cuda:  # what interprets kernels knows no other way to make operands
-            told["DOT_DTYPE"] = tl.float32
-        return weight.values, weight.scales, told
-    told = {"SCALING": "none", "GROUP": 0}
+            constants["DOT_DTYPE"] = tl.float32
+        return weight.values, weight.scales, constants
     if isinstance(weight, QuantizedWeight):
-        told["SCALING"] = weight.scaling
-        return weight.values.view(torch.uint8), weight.scales.contiguous(), told
-    return weight, weight, told
+        values, scales, constants = fp8_operands(weight)
+        return values, scales, {**constants, "GROUP": 0}
+    return weight, weight, {"SCALING": "none", "GROUP": 0}
 
 
 @triton.jit

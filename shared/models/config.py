@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.errors import CheckpointError, ConfigError
-from shared.messages import FeatureSpec
+from shared.messages import MAX_NUM_STEPS, FeatureSpec
 from shared.models.checkpoint import DEMO, resolve_model, tokenizer_hash
 from shared.models.decoder_config import ModelConfig, architecture_of, read_config_json
 from shared.models.digest import model_hash
@@ -22,8 +22,6 @@ from shared.models.head_config import (
 )
 from shared.models.tensor_files import read_tensor_infos
 
-# More than any tree has steps.
-MAX_MTP_LAYERS = 16
 # Drafts without K and V of their own.
 _FROZEN_KV = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
@@ -43,7 +41,7 @@ def resolve_draft(name: str, algorithm: str, target_dir: Path) -> Path:
 
     Args:
         name: A directory, or "demo": the bundled head or standalone model; the target itself for
-            mtp, whose layer lies there.
+            mtp, whose layers lie there.
         algorithm: "auto" or a DraftKind.
     """
     if name == DEMO and algorithm == DraftKind.MTP:
@@ -107,10 +105,11 @@ def feature_spec(
         return kind, FeatureSpec()
     if kind is DraftKind.MTP:
         draft = ModelConfig.from_checkpoint(draft_dir)
-        if not 1 <= draft.num_mtp_layers <= MAX_MTP_LAYERS:
+        # A layer past the deepest tree would draft nothing.
+        if not 1 <= draft.num_mtp_layers <= MAX_NUM_STEPS:
             raise CheckpointError(
                 f"{draft_dir / 'config.json'}: num_nextn_predict_layers = {draft.num_mtp_layers}; "
-                f"mtp needs a checkpoint with 1 to {MAX_MTP_LAYERS} (MiMo, DeepSeek-V3, GLM-4.5)"
+                f"mtp needs a checkpoint with 1 to {MAX_NUM_STEPS} (MiMo, DeepSeek-V3, GLM-4.5)"
             )
         _require_equal("hidden_size", draft_dir, draft.hidden_size, target.hidden_size)
         _require_equal("vocab_size", draft_dir, draft.vocab_size, target.vocab_size)

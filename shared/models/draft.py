@@ -32,7 +32,7 @@ class DraftModel(Protocol):
         input_shift: 1: row p takes token p + 1 and feature p; 0: row p takes token p (standalone).
         feature_spec: What it reads of the target; its dtype is the target's choice, left "".
         recurrent_width: Values per row of a projected feature; 0 = nothing recurrent is taken.
-        hidden_size: Values per row of what `forward` returns.
+        hidden_size: Values per row of what `extend` and `deepen` return.
         vocab_size: Draft ids, columns of `logits`.
         kv_layout: Of its KV pool.
         kv_lag: Rows by which the KV of its last layer is behind that of its first, see mtp_rows.py.
@@ -64,7 +64,7 @@ class DraftModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        """Turn the target's features into what `forward` takes as `recurrent`.
+        """Turn the target's features into what `extend` takes as `recurrent`.
 
         Args:
             features: [T, feature_spec.width], any dtype and device; converted here.
@@ -72,7 +72,7 @@ class DraftModel(Protocol):
         """
         ...
 
-    def forward(
+    def extend(
         self,
         token_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -81,23 +81,39 @@ class DraftModel(Protocol):
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
         *,
-        depth: int = 0,
-        carried: torch.Tensor | None = None,
+        carried: torch.Tensor,
     ) -> torch.Tensor:
-        """Run rows through the draft.
+        """Run committed tokens through the draft, a chain of each request.
 
         Args:
             token_ids: [T] i64 TARGET ids: token p + input_shift for the row at position p.
             position_ids: [T] i64.
-            recurrent: [T, recurrent_width] projected features, or [T, hidden_size] what an earlier
-                call returned for the parents; None when recurrent_width is 0.
+            recurrent: [T, recurrent_width] projected features; None when recurrent_width is 0.
             slot_mapping: [T] i32.
-            depth: Of the rows, which are nodes of trees; 0: they are committed tokens, a chain of
-                each request.
             carried: [any, hidden_size] by req_idx, what was returned for the row before each
-                request's first one here. Only drafts with kv_lag read it, of committed tokens.
-        Returns: [T, h], which `logits` reads and, as `recurrent`, the rows of the children.
+                request's first one here. Only drafts with kv_lag read it.
+        Returns: [T, hidden_size], which `logits` reads and, as `recurrent`, `deepen`.
         Mutates: `kv` rows named by `slot_mapping`.
+        """
+        ...
+
+    def deepen(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        recurrent: torch.Tensor | None,
+        kv: KVCaches,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+        *,
+        depth: int,
+    ) -> torch.Tensor:
+        """Run nodes of trees, all of one depth, through the draft; as `extend`, but for:
+
+        Args:
+            recurrent: [T, hidden_size], what was returned for the parents; None when
+                recurrent_width is 0.
+            depth: Of the nodes; 1 for the children of roots.
         """
         ...
 

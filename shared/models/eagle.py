@@ -27,13 +27,14 @@ from shared.models.head import (
     read_target_head,
     without_model_prefix,
 )
+from shared.models.one_forward import OneForward
 from shared.models.projections import Product, add
 
 # Copies of the target's, which is used instead.
 _KNOWN_EXTRAS = ("embed_tokens.weight", "lm_head.weight", "layers.*.self_attn.rotary_emb.inv_freq")
 
 
-class EagleDraft(Head):
+class EagleDraft(OneForward, Head):
     """An EAGLE-1/2 head.
 
     Args:
@@ -129,11 +130,8 @@ class EagleDraft(Head):
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
-        *,
-        depth: int = 0,
-        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run rows through the layers; see DraftModel.forward."""
+        """Run rows through the layers; see OneForward.forward."""
         assert recurrent is not None, "an EAGLE head needs a feature or a hidden state per row"
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         x = torch.cat([self._embed(token_ids), recurrent], dim=-1)

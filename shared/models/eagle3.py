@@ -32,6 +32,7 @@ from shared.models.head import (
     read_target_head,
     without_model_prefix,
 )
+from shared.models.one_forward import OneForward
 from shared.models.projections import add, add_and_norm
 
 _EMBEDDING = "embed_tokens.weight"
@@ -109,7 +110,7 @@ def _load_norms(reader: CheckpointReader, config: HeadConfig, width: int) -> tor
     return torch.stack([reader.load(f"fc_norm.{i}.weight", (tap,)) for i in range(width // tap)])
 
 
-class Eagle3Draft(Head):
+class Eagle3Draft(OneForward, Head):
     """An EAGLE-3 head.
 
     Args:
@@ -214,11 +215,8 @@ class Eagle3Draft(Head):
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
-        *,
-        depth: int = 0,
-        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run rows through the layers; see DraftModel.forward."""
+        """Run rows through the layers; see OneForward.forward."""
         assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"
         rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
         norms = (self._input_norm, self._hidden_norm)

@@ -6,9 +6,10 @@ norm(embedding)], in an order that the form says, runs through a layer of the ta
 final norm; the result is read by the target's output layer, and fed back.
 
 Of several layers, layer k drafts depth k + 1. With the token of a row it reads what layer k - 1
-returned for the row before, and has KV of its own. Past its depth the last one is fed its own
-output. All layers run over committed tokens, so that their KV holds no guesses, whatever was
-accepted; nodes of depth d run layers d, d + 1, ..., which nodes below them attend to.
+returned for the row before, and has KV of its own; mtp_rows.py says where that lies. Past its depth
+the last one is fed its own output. All layers run over committed tokens, so that their KV holds no
+guesses, whatever was accepted; nodes of depth d run layers d, d + 1, ..., which nodes below them
+attend to.
 
 Source: arXiv:2505.07608, arXiv:2412.19437 (section 2.2), transformers' MtpModel; formats as read by
 SGLang's models/mimo_mtp.py and models/deepseek_nextn.py.
@@ -76,7 +77,7 @@ _DEEPSEEK = _Form(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the rows of a forward lie, as DraftModel.forward has it."""
+    """Where the rows of a forward lie, as DraftModel.extend has it."""
 
     position_ids: torch.Tensor
     attention: TreeAttentionMetadata
@@ -148,7 +149,7 @@ class _Layer:
 class MTPDraft(Head):
     """The layers of multi-token prediction of a target.
 
-    What `forward` returns of a row is what its children read: the outputs of the layers that they
+    What is returned for a row is what its children read: the outputs of the layers that they
     run, but for the last one, beside each other; the first of them is what `logits` reads.
 
     Args:
@@ -215,7 +216,7 @@ class MTPDraft(Head):
         ) as reader:
             return cls(reader, config, feature_spec, context_len=context_len)
 
-    def forward(
+    def extend(
         self,
         token_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -224,41 +225,16 @@ class MTPDraft(Head):
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
         *,
-        depth: int = 0,
-        carried: torch.Tensor | None = None,
+        carried: torch.Tensor,
     ) -> torch.Tensor:
-        """Run rows through the layers that their depth asks for; see DraftModel.forward."""
-        assert recurrent is not None, "an MTP layer needs a feature or a hidden state per row"
-        place = _Place(position_ids, attention, slot_mapping, kv)
-        embeds = self._embed(token_ids)
+        """Run committed tokens through all layers; see DraftModel.extend."""
+        assert recurrent is not None, "layers of MTP need a feature per row"
+        place, embeds = _Place(position_ids, attention, slot_mapping, kv), self._embed(token_ids)
         if len(self._layers) == 1:
             return self._run(self._layers[0], embeds, recurrent, place, None)
         blocks = RowBlocks(attention, slot_mapping)
-        if depth == 0:
-            assert carried is not None, "several layers need the hidden rows of the rows before"
-            return self._extend(embeds, recurrent, place, blocks, carried)
-        return self._deepen(embeds, recurrent, place, blocks, depth)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [R, vocab_size] f32; `hidden` needs no norm."""
-        return super().logits(hidden[:, : self._width].contiguous())
-
-    def _extend(
-        self,
-        embeds: torch.Tensor,
-        features: torch.Tensor,
-        place: _Place,
-        blocks: RowBlocks,
-        carried: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run rows of committed tokens through all layers.
-
-        Args:
-            carried: [any, hidden_size] by req_idx.
-        """
         before = carried[blocks.req_idx]  # [T, hidden_size]
         outputs: list[torch.Tensor] = []
-        recurrent = features
         for layer in self._layers:
             lag = layer.lag
             if lag == 0:
@@ -275,15 +251,25 @@ class MTPDraft(Head):
             outputs.append(output[rows.place])
         return torch.cat(outputs[:-1], dim=1)
 
-    def _deepen(
+    def deepen(
         self,
-        embeds: torch.Tensor,
-        recurrent: torch.Tensor,
-        place: _Place,
-        blocks: RowBlocks,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        recurrent: torch.Tensor | None,
+        kv: KVCaches,
+        attention: TreeAttentionMetadata,
+        slot_mapping: torch.Tensor,
+        *,
         depth: int,
     ) -> torch.Tensor:
-        """Run nodes of one depth through the layers that they and the nodes below them need."""
+        """Run nodes through the layers that they and the nodes below them need; see
+        DraftModel.deepen.
+        """
+        assert recurrent is not None, "layers of MTP need a hidden row per node"
+        place, embeds = _Place(position_ids, attention, slot_mapping, kv), self._embed(token_ids)
+        if len(self._layers) == 1:
+            return self._run(self._layers[0], embeds, recurrent, place, None)
+        blocks = RowBlocks(attention, slot_mapping)
         first = min(depth, len(self._layers) - 1)
         parts = recurrent.split(self._width, dim=1)
         outputs = [
@@ -292,6 +278,10 @@ class MTPDraft(Head):
         ]
         outputs += [torch.zeros_like(outputs[0])] * (len(parts) - len(outputs))
         return torch.cat(outputs, dim=1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R, vocab_size] f32; `hidden` needs no norm."""
+        return super().logits(hidden[:, : self._width].contiguous())
 
     def _run(
         self,

@@ -3,6 +3,10 @@
 Layer k reads, with the token of a row, what layer k - 1 returned for the row before it: its first
 row is that of index k. So it keeps row p at KV index p - k, its *lag* being k, and the rows of a
 forward, and what they see, are those of layer 0 moved by k.
+
+A row has one number here, that of layer 0, whatever layer computes it. docs/draft-kinds.md numbers
+the rows of each layer by their position in it, as the paper does: row p of layer k there is row
+p + k here.
 """
 
 from __future__ import annotations

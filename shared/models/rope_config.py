@@ -22,8 +22,9 @@ class RopeKind(enum.StrEnum):
     LONGROPE = "longrope"
 
 
-# Its angles change from token `max_position_embeddings` on, which no request gets to: up to there
-# they are the default ones.
+# Its angles are the default ones up to token `max_position_embeddings`. No request of a target gets
+# past that. A draft may: its RoPE runs to the target's longest context, with the default angles all
+# the way, since the keys of a token must not depend on what comes after it.
 _DYNAMIC = "dynamic"
 
 

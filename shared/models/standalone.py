@@ -11,9 +11,10 @@ from shared.messages import FeatureSpec
 from shared.models.attention import KVCaches
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.llama import CausalLM
+from shared.models.one_forward import OneForward
 
 
-class StandaloneDraft:
+class StandaloneDraft(OneForward):
     """A language model with the target's tokens.
 
     Args:
@@ -71,11 +72,8 @@ class StandaloneDraft:
         kv: KVCaches,
         attention: TreeAttentionMetadata,
         slot_mapping: torch.Tensor,
-        *,
-        depth: int = 0,
-        carried: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run rows through the model; see DraftModel.forward. [T, h] after the final norm."""
+        """Run rows through the model; see OneForward.forward. [T, h] after the final norm."""
         # Ids that only the target's padding has can be committed in theory; they mean nothing.
         token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, position_ids, kv, attention, slot_mapping).hidden

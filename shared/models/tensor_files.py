@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,14 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models import pickled
+
+# Bytes of a value; types that are packed are not here.
+_ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +118,40 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
                 raise ValueError(f"header of {length} bytes in a file of {size}")
             header: Mapping[str, Any] = json.loads(file.read(length))
         infos = {
-            name: TensorInfo(
-                name=name,
-                file=path,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                start=8 + length + entry["data_offsets"][0],
-                end=8 + length + entry["data_offsets"][1],
-            )
+            name: _read_entry(path, name, entry, first=8 + length, size=size)
             for name, entry in header.items()
             if name != "__metadata__"
         }
-        if any(info.end > size for info in infos.values()):
-            raise ValueError(f"it ends after {size} bytes, before its last tensor does")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    in_order = sorted(infos.values(), key=lambda info: (info.start, info.end))
+    for info, following in itertools.pairwise(in_order):
+        if following.start < info.end:
+            raise CheckpointError(f"{path}: {following.name!r} begins within {info.name!r}")
     return infos
+
+
+def _read_entry(path: Path, name: str, entry: Any, *, first: int, size: int) -> TensorInfo:
+    """Return what an entry of a header says of a tensor.
+
+    Args:
+        first: Of the bytes that offsets count from.
+        size: Of the file, bytes.
+    Raises: CheckpointError if the tensor cannot lie there.
+    """
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    where = f"{path}: {name!r} is {dtype} {list(shape)} at bytes [{begin}, {end})"
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise CheckpointError(f"{where}: shape and offsets must be integers that are not negative")
+    item_bytes = _ITEM_BYTES.get(dtype)
+    num_bytes = max(end - begin, 0) if item_bytes is None else math.prod(shape) * item_bytes
+    if end - begin != num_bytes:
+        raise CheckpointError(f"{where}, but takes {num_bytes} bytes")
+    if first + end > size:
+        raise CheckpointError(
+            f"{where}, of which the file has {size - first}: it is not a whole safetensors file"
+        )
+    return TensorInfo(
+        name=name, file=path, dtype=dtype, shape=shape, start=first + begin, end=first + end
+    )

@@ -24,11 +24,7 @@ from shared.models import pickled
 from shared.models.tensor_files import TensorInfo
 
 REPORT_INTERVAL_S = 1.0
-# What one thread copies at least: less is sooner done than handed over.
-_MIN_SHARE_BYTES = 4 << 20
 _MAX_THREADS = 8
-# Read at once of what becomes another dtype: they stay in a core's cache, and calls are few.
-_PIECE_VALUES = 1 << 17
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -94,10 +90,22 @@ class TensorReads:
 
     Args:
         num_threads: That copy on a CPU; None: as many as there are cores, 8 at most.
+        min_share_bytes: What one thread copies at least: less is sooner done than handed over.
+        piece_values: Read at once of what becomes another dtype: they stay in a core's cache, and
+            calls are few.
     """
 
-    def __init__(self, device: torch.device, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        num_threads: int | None = None,
+        min_share_bytes: int = 4 << 20,
+        piece_values: int = 1 << 17,
+    ) -> None:
         self._device = device
+        self._min_share_bytes = min_share_bytes
+        self._piece_values = piece_values
         self._num_threads = num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._files: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}
@@ -151,8 +159,9 @@ class TensorReads:
             self._descriptors[info.file] = os.open(info.file, os.O_RDONLY)
         tensor = torch.empty(info.shape, dtype=dtype or stored)
         values, size = tensor.view(-1), stored.itemsize
-        count = min(self._num_threads, max(1, len(values) * size // _MIN_SHARE_BYTES))
+        count = min(self._num_threads, max(1, len(values) * size // self._min_share_bytes))
         bounds = [len(values) * i // count for i in range(count + 1)]
+        most = self._piece_values
 
         def copy(share: int) -> None:
             begin, end = bounds[share], bounds[share + 1]
@@ -160,9 +169,9 @@ class TensorReads:
                 self._fill(values[begin:end], info, info.start + begin * size)
                 return
             with torch.inference_mode(tensor.is_inference()):  # which is a thread's own
-                piece = torch.empty(min(_PIECE_VALUES, end - begin), dtype=stored)
-                for first in range(begin, end, _PIECE_VALUES):
-                    part = values[first : min(first + _PIECE_VALUES, end)]
+                piece = torch.empty(min(most, end - begin), dtype=stored)
+                for first in range(begin, end, most):
+                    part = values[first : min(first + most, end)]
                     self._fill(piece[: len(part)], info, info.start + first * size)
                     part.copy_(piece[: len(part)])
 

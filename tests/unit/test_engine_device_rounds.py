@@ -466,7 +466,20 @@ def test_what_a_device_took_and_no_host_confirms_is_done_again(make: Make, spoil
     assert pair.num_device_trees > 0 and pair.num_overlapped == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def trees_by_round(pair: DevicePair, requests: Sequence[LocalRequest]) -> list[Any]:
+    """Return what each request accepted, and the trees that its draft grew, round by round."""
+    trees = {
+        (tree.request_id, tree.round_idx): (tree.token_ids, tuple(tree.parent_index))
+        for tree in pair.trees
+    }
+    return [
+        (path.token_ids, trees.get((request.request_id, path.round_idx)))
+        for request in requests
+        for path in request.paths
+    ]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mtp-layers"])
 @pytest.mark.slow
 def test_a_draft_grows_the_same_overlapped_or_ordered_or_once_more(make: Make, kind: str) -> None:
     """What is done before the host is told leaves no trace if wrong, and is the same if not."""
@@ -482,10 +495,29 @@ def test_a_draft_grows_the_same_overlapped_or_ordered_or_once_more(make: Make, k
         pair = PoisonedDevicePair(target, draft, edit_paths=edit, has_mailbox=has_mailbox)
         requests = requests_of(2, 1, SHAPES[3])
         pair.run(requests)
-        found.append([path.token_ids for request in requests for path in request.paths])
+        found.append(trees_by_round(pair, requests))
         assert (pair.num_device_trees > 0) is has_mailbox
         assert (pair.num_overlapped > 3) is is_overlapped
     assert found == found[:1] * 4
+
+
+def test_a_round_of_a_target_that_is_gone_leaves_no_hidden_row(make: Make) -> None:
+    """What the device did for all of them is void, and extended again from where it began."""
+    target, draft, _ = make("mtp-layers", (4, 16))
+    pair = DevicePair(target, draft)
+    for request in requests_of(2, 1, SHAPES[3]):
+        pair.open(request)
+    while not pair.draft_device.overlap.is_deferred:
+        pair.step()
+    pair.step_target()  # the paths are there
+    before = draft.runner.last_hidden.clone()
+    pair.run_draft_device()
+    idx = [request.req_idx for request in draft.requests.values()]
+    assert not torch.equal(draft.runner.last_hidden[idx], before[idx])
+    channel = next(iter(draft.requests.values())).channel
+    assert channel is not None
+    pair.draft_device.disconnect(channel)
+    assert torch.equal(draft.runner.last_hidden[idx], before[idx])
 
 
 @pytest.mark.slow

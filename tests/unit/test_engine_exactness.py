@@ -194,7 +194,7 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "smollm3-windows": lambda d: families.write(d, "smollm3", **families.SMOLLM3_WINDOWS),
     "qwen3-windows": lambda d: families.write(d, "qwen3", **families.QWEN3_WINDOWS),
     "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
-    "internlm3": lambda d: families.write(d, "internlm3", **families.INTERNLM3_BIASES),
+    "internlm3": lambda d: families.write_internlm3(d, **families.INTERNLM3_BIASES),
     "mistral3": families.write_mistral3,
     "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
     "gemma2": lambda d: families.write(d, "gemma2", **families.GEMMA2),

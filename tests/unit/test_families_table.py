@@ -32,3 +32,9 @@ def test_a_new_architecture_needs_its_row(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(families_table.MODELS, "LlamaForCausalLM")
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         families_table.document()
+
+
+def test_a_new_architecture_needs_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families_table, "evidence", lambda: ({"LlamaForCausalLM": ["x"]}, {}))
+    with pytest.raises(ValueError, match=r"compared with transformers: .*InternLM3ForCausalLM"):
+        families_table.document()

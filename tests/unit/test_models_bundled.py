@@ -102,13 +102,14 @@ def test_eagle3_head_equals_the_reference_and_guesses_the_target(prompt_ids: lis
     features = torch.cat([target.layers[i] for i in draft.feature_spec.layer_ids], dim=-1)
     kv = pool_for(draft)
     metadata, slots = kv.chain(0, len(rows))
-    hidden = draft.forward(
+    hidden = draft.extend(
         torch.tensor(ids[1:]),
         torch.arange(len(rows)),
         draft.project_features(features[: len(rows)]),
         kv,
         metadata,
         slots,
+        carried=torch.zeros(1, draft.hidden_size),
     )
     torch.testing.assert_close(hidden[-1], oracle.hidden(rows), atol=1e-3, rtol=1e-3)
     guesses = draft.to_target_ids(draft.logits(hidden).argmax(-1)).tolist()

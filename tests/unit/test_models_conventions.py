@@ -130,13 +130,14 @@ def run(
     """Run a chain of rows from an empty cache."""
     kv = PagedKV(draft.kv_layout)
     metadata, slots = kv.chain(0, len(token_ids))
-    return draft.forward(
+    return draft.extend(
         torch.tensor(token_ids),
         torch.tensor(positions or list(range(1, len(token_ids) + 1))),
         None if recurrent is None else torch.tensor(recurrent),
         kv,
         metadata,
         slots,
+        carried=torch.zeros(1, draft.hidden_size),
     )
 
 

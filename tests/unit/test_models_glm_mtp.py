@@ -59,7 +59,10 @@ def test_the_layer_is_one_of_transformers(tmp_path: Path) -> None:
     kv = PagedKV(draft.kv_layout)
     metadata, slots = kv.chain(0, num_rows)
     positions = torch.arange(num_rows)
-    got = draft.forward(torch.tensor(ids[1:]), positions, features, kv, metadata, slots)
+    carried = torch.zeros(1, draft.hidden_size)
+    got = draft.extend(
+        torch.tensor(ids[1:]), positions, features, kv, metadata, slots, carried=carried
+    )
 
     model = load_transformers(write_whole(tmp_path / "whole")).model
     weights = read_tensors(directory)

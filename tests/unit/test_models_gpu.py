@@ -84,13 +84,14 @@ def draft_logits(kind: str, draft: Path, target: Path, device: torch.device) -> 
     metadata, slots = kv.chain(0, NUM_TOKENS)
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(NUM_TOKENS, model.feature_spec.width, generator=generator)
-    hidden = model.forward(
+    hidden = model.extend(
         token_ids().to(device),
         torch.arange(NUM_TOKENS, device=device),
         model.project_features(features) if model.recurrent_width else None,
         kv,
         metadata,
         slots,
+        carried=torch.zeros(1, model.hidden_size, device=device),
     )
     ids = model.to_target_ids(torch.arange(model.vocab_size, device=device))
     assert ids.device.type == device.type

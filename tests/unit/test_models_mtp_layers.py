@@ -83,7 +83,7 @@ class Runner:
         """Return the newest row of the next `count` true ones. [hidden_size]"""
         rows = slice(self.num_rows, self.num_rows + count)
         metadata, slots = self.kv.chain(self.num_rows, count)
-        hidden = self.draft.forward(
+        hidden = self.draft.extend(
             torch.tensor(self.token_ids[rows.start + 1 : rows.stop + 1]),
             torch.arange(rows.start, rows.stop),
             self.features[rows],
@@ -102,7 +102,7 @@ class Runner:
         """Run nodes of one depth; `hidden` is that of each one's parent."""
         block = Block(req_idx=0, prefix_len=self.num_rows, num_rows=len(paths), paths=paths)
         metadata, slots = self.kv.rows([block])
-        return self.draft.forward(
+        return self.draft.deepen(
             torch.tensor(token_ids),
             torch.tensor([self.num_rows + len(path) - 1 for path in paths]),
             hidden,
@@ -193,7 +193,7 @@ def test_two_requests_share_a_forward(models: Models) -> None:
             [Block(req_idx=r, prefix_len=first, num_rows=count) for r, first, count in blocks]
         )
         places = [range(first, first + count) for _, first, count in blocks]
-        hidden = draft.forward(
+        hidden = draft.extend(
             torch.tensor(
                 [ids[b[0]][p + 1] for b, rows in zip(blocks, places, strict=True) for p in rows]
             ),

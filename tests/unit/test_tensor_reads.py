@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from shared.errors import CheckpointError
-from shared.models import tensor_reads
 from shared.models.tensor_files import TensorInfo, read_tensor_infos
 from shared.models.tensor_reads import TensorReads
 from tests.checkpoints import pickle_weights
@@ -23,10 +25,9 @@ SHAPES = ((), (0, 4), (1,), (SHARE - 1,), (SHARE,), (2 * SHARE + 1,), (7, 3 * SH
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64)
 
 
-@pytest.fixture(autouse=True)
-def _small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_reads, "_MIN_SHARE_BYTES", SHARE)
-    monkeypatch.setattr(tensor_reads, "_PIECE_VALUES", 300)
+def reads_of(num_threads: int) -> TensorReads:
+    """Return what reads in small shares and pieces."""
+    return TensorReads(CPU, num_threads=num_threads, min_share_bytes=SHARE, piece_values=300)
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_tensors_are_those_of_the_file(
 
 def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], num_threads: int) -> None:
     """Read every tensor as it is and as other dtypes, and look for threads that are left."""
-    reads = TensorReads(CPU, num_threads=num_threads)
+    reads = reads_of(num_threads)
     for name, info in read_tensor_infos(directory).items():
         want = tensors[name]
         got = reads.read(info, None)
@@ -75,7 +76,7 @@ def test_what_was_read_does_not_change_with_the_file(
     tmp_path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     infos = [info for info in read_tensor_infos(tmp_path).values() if "bfloat16" in info.name]
-    reads = TensorReads(CPU, num_threads=3)
+    reads = reads_of(3)
     for dtype in (torch.float32, None):
         got = {info.name: reads.read(info, dtype) for info in infos}
         for name, tensor in got.items():
@@ -94,7 +95,7 @@ def test_a_file_that_is_cut_off_meanwhile_is_an_error(
     infos = read_tensor_infos(tmp_path)
     info = max(infos.values(), key=lambda one: one.end)
     os.truncate(info.file, info.end - 1)
-    reads = TensorReads(CPU, num_threads=num_threads)
+    reads = reads_of(num_threads)
     with pytest.raises(CheckpointError, match=r"ended within .*, while it was read"):
         reads.read(info, None)
     reads.close()
@@ -112,6 +113,56 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, tensors: dict[str, torch.T
     with pytest.raises(CheckpointError, match=r"is not readable.*No such file"):
         reads.read(info, None)
     reads.close()
+
+
+def write_header(path: Path, header: Any, *, num_bytes: int = 32) -> None:
+    """Write a safetensors file with any header at all."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(num_bytes)))
+
+
+def entry(offsets: list[Any], shape: list[Any] | None = None, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [2, 2] if shape is None else shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (entry([16, 20]), "takes 16 bytes"),
+        (entry([16, 31]), "takes 16 bytes"),
+        (entry([0, 32]), "takes 16 bytes"),
+        (entry([32, 16]), "takes 16 bytes"),
+        (entry([32, 16], dtype="F4"), "takes 0 bytes"),
+        (entry([-16, 0]), "not negative"),
+        (entry([16, 32], [-2, -2]), "not negative"),
+        (entry([16, 32.0]), "must be integers"),
+        (entry([24, 40]), r"file has 32: it is not a whole"),
+        (entry([8, 24]), "'wrong' begins within 'right'"),
+        (entry([0, 16]), r"'(right|wrong)' begins within '(right|wrong)'"),
+    ],
+)
+def test_bytes_that_cannot_be_a_tensor_are_not_read_as_one(
+    tmp_path: Path, wrong: Any, message: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    write_header(path, {"right": entry([0, 16]), "wrong": wrong})
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}.*{message}") as raised:
+        read_tensor_infos(tmp_path)
+    assert "'wrong'" in str(raised.value)
+
+
+def test_tensors_without_values_lie_anywhere(tmp_path: Path) -> None:
+    empty = entry([16, 16], [0, 4])
+    write_header(tmp_path / "model.safetensors", {"b": empty, "a": entry([16, 32]), "c": empty})
+    infos = read_tensor_infos(tmp_path)
+    assert infos["b"].start == infos["b"].end == infos["a"].start < infos["a"].end
+
+
+@pytest.mark.parametrize("header", [[1], "text", {"a": 1}, {"a": {"dtype": "F32"}}])
+def test_a_header_of_another_form_is_an_error(tmp_path: Path, header: Any) -> None:
+    write_header(tmp_path / "model.safetensors", header)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        read_tensor_infos(tmp_path)
 
 
 def test_pickled_tensors_are_read_too(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
