@@ -11,6 +11,7 @@ step of the draft where they are not: of 7 nodes and of 8 there is a shallow and
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 from shared.messages import TreeShape
@@ -26,6 +27,7 @@ LADDER = (
 )
 
 
+@functools.cache
 def num_rungs_within(shape: TreeShape) -> int:
     """Return how many rungs of the ladder are no wider or larger than a shape, and can grow all of
     their nodes in its steps.
@@ -39,6 +41,7 @@ def num_rungs_within(shape: TreeShape) -> int:
     return sum(1 for _ in itertools.takewhile(fits, LADDER))
 
 
+@functools.cache
 def rung_within(rung: int, largest: TreeShape) -> TreeShape:
     """Return the shape of a rung that is within a shape, with no more steps than that has.
 
@@ -46,6 +49,12 @@ def rung_within(rung: int, largest: TreeShape) -> TreeShape:
         rung: 1 or more.
     """
     return _cut(LADDER[rung - 1], largest.num_steps)
+
+
+@functools.cache
+def has_size_of_rung(shape: TreeShape) -> bool:
+    """Return whether a shape is a rung of the ladder, but perhaps for fewer steps."""
+    return any(_cut(rung, shape.num_steps) == shape for rung in LADDER)
 
 
 def _cut(shape: TreeShape, num_steps: int) -> TreeShape:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shared.ladder import LADDER, num_rungs_within, rung_within
+from shared.ladder import has_size_of_rung, num_rungs_within, rung_within
 from shared.messages import PeerTrees, TreeShape
 from target_service.budgets.budget import StepTimes, TreeBudget
 from target_service.budgets.deal import FixedRounds
@@ -80,7 +79,9 @@ class BudgetedShapes(TreeShapes):
             self._decide()
         rung = self._wanted[request.req_idx]
         # The credit may be another one by now.
-        return rung_within(min(rung, _cap_of(credit.shape)), credit.shape) if rung else None
+        return (
+            rung_within(min(rung, num_rungs_within(credit.shape)), credit.shape) if rung else None
+        )
 
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
@@ -144,7 +145,7 @@ class BudgetedShapes(TreeShapes):
                 num_others += 1
             elif credit.adapts:
                 slots.append(request.req_idx)
-                caps.append(_cap_of(credit.shape))
+                caps.append(num_rungs_within(credit.shape))
                 dropped.append(self._num_dropped(request))
             else:
                 fixed.append(credit.shape)
@@ -167,7 +168,7 @@ def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
         num_requests=num_roots + len(shapes),
         num_rows=num_roots + sum([shape.num_draft_tokens for shape in shapes]),
         num_tokens=num_roots + num_tokens,
-        rung=max(map(_cap_of, shapes), default=0),
+        rung=max(map(num_rungs_within, shapes), default=0),
         num_trees=len(shapes),
     )
 
@@ -179,15 +180,8 @@ def _most_steps(request: TargetRequest) -> int:
     credit = None if request.draft is None else request.draft.credit
     if credit is None:
         return 0
-    shape = credit.shape
-    is_rung = credit.adapts or any(
-        [
-            (rung.topk, rung.num_draft_tokens) == (shape.topk, shape.num_draft_tokens)
-            and rung.num_steps >= shape.num_steps
-            for rung in LADDER
-        ]
-    )
-    return shape.num_steps if is_rung else 0
+    is_rung = credit.adapts or has_size_of_rung(credit.shape)
+    return credit.shape.num_steps if is_rung else 0
 
 
 def _does_without(request: TargetRequest) -> bool:
@@ -203,9 +197,3 @@ def _does_without(request: TargetRequest) -> bool:
 def _is_catching_up(request: TargetRequest) -> bool:
     """Return whether the draft of a request has been asked for its first tree."""
     return request.draft is not None and request.draft.progress is Progress.ASKED
-
-
-@functools.cache
-def _cap_of(shape: TreeShape) -> int:
-    """Return the highest rung within a shape; there is one."""
-    return num_rungs_within(shape)
