@@ -102,6 +102,8 @@ class Upstream:
         self.address = address
         self.models: dict[str, Model] = {}
         self.is_ready = False
+        self.was_asked = False
+        """Whether `is_ready` is known."""
         self.num_running = 0
         """Requests of this gateway there."""
         self._clients = [AsyncClient(address, tls=tls) for _ in range(num_connections)]
@@ -142,6 +144,7 @@ class Upstream:
         """Keep `is_ready` as the orchestrator says it."""
         while True:
             was_ready, self.is_ready = self.is_ready, await self._ask_health()
+            self.was_asked = True
             if was_ready != self.is_ready:
                 logger.info("%s is %sready", self.address, "" if self.is_ready else "not ")
                 self._fresh_until.clear()
@@ -188,8 +191,12 @@ class Upstreams:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether one of them takes requests."""
-        return any(upstream.is_ready for upstream in self._all)
+        """Return whether one of them takes requests.
+
+        Not before each was asked once: a model of one not yet heard of would not be found.
+        """
+        is_known = all(upstream.was_asked for upstream in self._all)
+        return is_known and any(upstream.is_ready for upstream in self._all)
 
     async def follow_health(self) -> None:
         """Keep up with the health of all of them."""

@@ -20,6 +20,7 @@ import pytest
 
 from coppice import AsyncClient, TokenDelta
 from coppice.gateway.server import GatewayServer
+from coppice.gateway.upstreams import Upstream, Upstreams
 from orchestrator.server import Orchestrator
 from shared.config import GatewayConfig
 from shared.errors import AbortedError, ConfigError
@@ -582,6 +583,29 @@ async def test_several_models_are_found_by_name(model: Path, tmp_path: Path) -> 
                 model="org/other", messages=[{"role": "user", "content": "x"}]
             )
         assert caught.value.code == "no_chat_template"
+
+
+async def test_it_is_not_ready_before_each_orchestrator_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a model of one not yet heard of would not be found."""
+    answers = asyncio.Event()
+
+    async def ask(upstream: Upstream) -> bool:
+        if upstream.address == "late:1":
+            await answers.wait()
+        return upstream.address == "ready:1"
+
+    monkeypatch.setattr(Upstream, "_ask_health", ask)
+    upstreams = Upstreams(["ready:1", "late:1"], tls=None, num_connections=1)
+    following = asyncio.create_task(upstreams.follow_health())
+    await asyncio.sleep(0.05)
+    assert not upstreams.is_ready
+    answers.set()
+    await eventually(lambda: upstreams.is_ready, what="one that is ready")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await upstreams.close()
 
 
 def _num_ended(orchestrator: Orchestrator) -> int:
