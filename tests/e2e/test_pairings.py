@@ -85,9 +85,11 @@ def check(server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
     return completions
 
 
-def accept_length(completions: list[Completion]) -> float:
-    rounds = sum(completion.speculation.num_rounds for completion in completions)
-    return 1 + sum(c.speculation.num_accepted_drafts for c in completions) / rounds
+def accepted_per_tree(completions: list[Completion]) -> float:
+    """Return the accepted drafts of a tree; how many rounds had one depends on the machine."""
+    stats = [completion.speculation for completion in completions]
+    num_trees = sum(s.num_rounds - s.num_root_only_rounds for s in stats)
+    return sum(s.num_accepted_drafts for s in stats) / num_trees
 
 
 @pytest.mark.parametrize(
@@ -155,4 +157,4 @@ def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
         server.wait_logged("the worker needed the room", service="orchestrator")
         server.wait_logged("its worker needed the room", service="orchestrator")
         assert sum(completion.retries for completion in completions) > 1
-        assert accept_length(completions) > 1.3
+        assert accepted_per_tree(completions) > 0.5
