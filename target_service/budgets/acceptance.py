@@ -120,8 +120,12 @@ class Acceptance:
 
     def classes(self, slots: Ints) -> Ints:
         """Return the class of each request, 0 .. NUM_CLASSES - 1; the easiest are the last."""
-        place = (self._mean - _LEAST_EASE + self._ease[slots]) * (1 / _CLASS_WIDTH)
-        return np.clip(np.rint(place), 0, NUM_CLASSES - 1).astype(np.int64)
+        return _class_of(self._mean + self._ease[slots])
+
+    @property
+    def mean_class(self) -> int:
+        """Return the class of a request of which nothing is known."""
+        return int(_class_of(np.array(self._mean)))
 
     def promise(self, slots: Ints) -> Floats:
         """Return what makes requests worth a try: ease, and more of those less well known."""
@@ -169,3 +173,8 @@ def _first_offset(shape: TreeShape) -> float:
     """Return how much more a tree of a shape tries per step than a chain, as a logarithm."""
     nodes_per_step = shape.num_draft_tokens / (1 + shape.num_steps)
     return math.log(1.0 + _BREADTH_GAIN * math.log(max(nodes_per_step, 1.0)))
+
+
+def _class_of(ease: Floats) -> Ints:
+    place = (ease - _LEAST_EASE) * (1 / _CLASS_WIDTH)
+    return np.clip(np.rint(place), 0, NUM_CLASSES - 1).astype(np.int64)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shared.messages import TreeShape
 from target_service.budgets.acceptance import Acceptance
-from target_service.budgets.costs import RoundCosts, RoundKind
+from target_service.budgets.costs import RoundCosts, RoundKind, bucket_size
 from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds
 
 Ints = NDArray[np.int64]
@@ -109,6 +109,8 @@ class TreeBudget:
         self._num_rows = np.zeros(num_slots)
         self._ran_rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         self._was_clean = False
+        # What was asked last: decisions before, requests, whether all of them would rest.
+        self._forecast = (0, 0, False)
         # Means of rounds: which part has rows of prompts, and tokens of a round.
         self._mixed, self._tokens = 0.0, 1.0
 
@@ -121,10 +123,17 @@ class TreeBudget:
         self.rungs[slot] = 0
         self._decided_round = -DECISION_ROUNDS
 
-    @property
-    def all_rest(self) -> bool:
-        """Return whether trees did not pay for any request lately."""
-        return self._num_decisions > 0 and self._limit == 0
+    def would_rest(self, num_requests: int) -> bool:
+        """Return whether trees would pay for none of so many requests, all as easy as the mean."""
+        if not self._num_decisions or num_requests <= 1:
+            return False
+        count = bucket_size(num_requests)
+        if self._forecast[:2] != (self._num_decisions, count):
+            classes = np.full(count, self.acceptance.mean_class)
+            caps = np.full(count, len(self.costs.rows) - 1)
+            deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=self._favour)
+            self._forecast = (self._num_decisions, count, not deal.limit)
+        return self._forecast[2]
 
     @property
     def is_due(self) -> bool:
@@ -216,7 +225,11 @@ class TreeBudget:
         held[is_new] = np.bincount(held[~is_new]).argmax()
         if not self._num_decisions % _UNFAVOURED_DECISION:
             return held, 0.0
-        return held, _FAVOUR if self.costs.is_padded else _FAVOUR_CPU
+        return held, self._favour
+
+    @property
+    def _favour(self) -> float:
+        return _FAVOUR if self.costs.is_padded else _FAVOUR_CPU
 
     def note_step(
         self,

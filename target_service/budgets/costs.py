@@ -292,3 +292,8 @@ def _first_growth(shape: TreeShape, *, is_gpu: bool) -> Floats:
 
 def _bucket(count: int) -> int:
     return int(_BUCKETS[min(count, BATCH_BUCKETS[-1])])
+
+
+def bucket_size(count: int) -> int:
+    """Return the number of requests, or of trees, that so many are taken for."""
+    return int(_BATCHES[_bucket(count)])

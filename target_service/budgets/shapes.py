@@ -69,8 +69,7 @@ class BudgetedShapes(TreeShapes):
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
             self._owners[request.req_idx] = None
-        running = [one for one in self._requests.values() if one.phase is Phase.RUNNING]
-        return self._budget.all_rest and any(one is not request for one in running)
+        return self._budget.would_rest(len(self._requests))
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         if not credit.adapts:
