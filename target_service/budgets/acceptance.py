@@ -40,6 +40,8 @@ _EVIDENCE_KEPT = 0.96
 _EVIDENCE_KEPT_AT_REST = 0.995
 # 1 / variance of ease among texts.
 _PRIOR = 2.0
+# Standard deviations of what is known of a request by which it may be easier than it seems.
+_DOUBT = 1.0
 # What the first guesses of the mean and of the offsets are worth, and what is kept per step.
 _MEAN_PRIOR, _MEAN_EVIDENCE_KEPT, _MEAN_DAMPING = 4.0, 0.98, 0.5
 _OFFSET_PRIOR, _OFFSET_EVIDENCE_KEPT = 2000.0, 0.9995
@@ -119,8 +121,14 @@ class Acceptance:
         self._ease -= shift
 
     def classes(self, slots: Ints) -> Ints:
-        """Return the class of each request, 0 .. NUM_CLASSES - 1; the easiest are the last."""
-        return _class_of(self._mean + self._ease[slots])
+        """Return the class of each request, 0 .. NUM_CLASSES - 1; the easiest are the last.
+
+        A request is harder than the mean only by what its rounds have shown beyond doubt: one tree
+        that was refused is no reason to rest.
+        """
+        ease = self._ease[slots]
+        doubt = _DOUBT / np.sqrt(self._evidence[slots] + _PRIOR)
+        return _class_of(self._mean + np.where(ease < 0, np.minimum(ease + doubt, 0.0), ease))
 
     @property
     def mean_class(self) -> int:

@@ -30,11 +30,14 @@ Floats = NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 Place = tuple[int, int]
 
-# Of a forward of one row: what a draft takes until somebody has measured it. Each of its steps is a
-# forward of its own, and twice as long where it has so many rows.
+# Of a forward of one row: what a draft takes until somebody has measured it. On a GPU each of its
+# steps is a forward of its own, and twice as long where it has so many rows; on a CPU it is
+# processes that wait for each other, and rows, for which the target takes more than in a forward
+# without KV. As the bundled models do, but less, so that trees of a few requests are tried.
 _FIRST_GROWTH = 0.06
 _FIRST_GROWTH_PER_STEP = 0.05
-_DOUBLING_ROWS_CPU, _DOUBLING_ROWS_GPU = 16, 512
+_DOUBLING_ROWS = 512
+_FIRST_TREES_CPU, _FIRST_ROW_CPU = 0.76, 0.04
 
 # Of the same, what a GPU takes beside the forward for a request, until that was measured.
 _FIRST_HOST = 0.005
@@ -245,7 +248,8 @@ class RoundCosts:
         factor = _filled(known / growth)
         extra = _filled((known - growth) / unit) * unit
         guess = growth * factor
-        guess = np.where(extra > 0, np.minimum(guess, growth + extra), guess)
+        if self.is_padded:
+            guess = np.where(extra > 0, np.minimum(guess, growth + extra), guess)
         is_known = ~np.isnan(known)
         draft = np.where(is_known, known, guess)
         for smaller, larger, is_measured in zip(draft, draft[1:], is_known[1:], strict=False):
@@ -284,9 +288,12 @@ def _differs(seconds: float, from_s: float, part: float) -> bool:
 
 
 def _first_growth(shape: TreeShape, *, is_gpu: bool) -> Floats:
-    """Return what trees of a shape take a draft, by the bucket of trees; 1: a forward."""
-    doubling_rows = _DOUBLING_ROWS_GPU if is_gpu else _DOUBLING_ROWS_CPU
-    per_step = 1.0 + _BATCHES * shape.topk / doubling_rows
+    """Return what trees of a shape take beside the forward, by the bucket of trees; 1: a forward
+    of one row.
+    """
+    if not is_gpu:
+        return _FIRST_TREES_CPU + _FIRST_ROW_CPU * _BATCHES * (shape.num_draft_tokens + 2)
+    per_step = 1.0 + _BATCHES * shape.topk / _DOUBLING_ROWS
     return _FIRST_GROWTH + _FIRST_GROWTH_PER_STEP * shape.num_steps * per_step
 
 

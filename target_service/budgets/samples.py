@@ -23,7 +23,7 @@ _STALE_S = 10.0
 # many if that did not pay, which is when fewer rounds than these follow.
 _FIRST_PATIENCE, _FIRST_PATIENCE_CPU, _LAST_PATIENCE = 64, 256, 1024
 # .. and where all have trees, rounds without any.
-_PLAIN_PATIENCE, _PLAIN_PATIENCE_CPU = 256, 16
+_PLAIN_PATIENCE, _PLAIN_PATIENCE_CPU = 256, 64
 _LEAST_PATIENCE_S = 0.3
 _HAS_PAID_AFTER = 16
 

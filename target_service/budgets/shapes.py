@@ -133,9 +133,10 @@ class BudgetedShapes(TreeShapes):
 
     def _decide(self) -> None:
         slots, caps, dropped, fixed = [], [], [], []
-        num_others = 0
+        num_others, num_coming = 0, 0
         for request in self._requests.values():
             if request.phase is not Phase.RUNNING:
+                num_coming += request.phase is Phase.PREFILL
                 continue
             self._note_owner(request)
             peer = request.draft
@@ -148,6 +149,8 @@ class BudgetedShapes(TreeShapes):
                 dropped.append(self._num_dropped(request))
             else:
                 fixed.append(credit.shape)
+        if num_coming and self._budget.would_rest(len(slots) + num_others + num_coming):
+            caps = [0] * len(slots)  # trees of the first ones would only make the others wait
         places = np.array(slots, dtype=np.int64)
         fixed_rounds = _fixed_rounds(num_others, fixed)
         self._budget.decide(
