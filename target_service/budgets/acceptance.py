@@ -41,7 +41,7 @@ _EVIDENCE_KEPT_AT_REST = 0.995
 # 1 / variance of ease among texts.
 _PRIOR = 2.0
 # Standard deviations of what is known of a request by which it may be easier than it seems.
-_DOUBT = 1.0
+_DOUBT = 0.5
 # What the first guesses of the mean and of the offsets are worth, and what is kept per step.
 _MEAN_PRIOR, _MEAN_EVIDENCE_KEPT, _MEAN_DAMPING = 4.0, 0.98, 0.5
 _OFFSET_PRIOR, _OFFSET_EVIDENCE_KEPT = 2000.0, 0.9995

@@ -51,6 +51,8 @@ _PROBE_RUNG = 3
 _PROBE_ROUNDS = 3
 _PROBE_PATIENCE = 64
 _MOST_PROBED = 4
+# Decisions for which it is remembered whether so many requests would all rest.
+_FORECAST_DECISIONS = 16
 # Gains by class change slowly: decisions after which they are computed anew, at first and later.
 _FIRST_GAINS, _LAST_GAINS = 2, 128
 
@@ -109,7 +111,7 @@ class TreeBudget:
         self._num_rows = np.zeros(num_slots)
         self._ran_rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         self._was_clean = False
-        # What was asked last: decisions before, requests, whether all of them would rest.
+        # What was asked last: when, of how many requests, whether all of them would rest.
         self._forecast = (0, 0, False)
         # Means of rounds: which part has rows of prompts, and tokens of a round.
         self._mixed, self._tokens = 0.0, 1.0
@@ -127,12 +129,12 @@ class TreeBudget:
         """Return whether trees would pay for none of so many requests, all as easy as the mean."""
         if not self._num_decisions or num_requests <= 1:
             return False
-        count = bucket_size(num_requests)
-        if self._forecast[:2] != (self._num_decisions, count):
+        count, era = bucket_size(num_requests), self._num_decisions // _FORECAST_DECISIONS
+        if self._forecast[:2] != (era, count):
             classes = np.full(count, self.acceptance.mean_class)
             caps = np.full(count, len(self.costs.rows) - 1)
             deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=self._favour)
-            self._forecast = (self._num_decisions, count, not deal.limit)
+            self._forecast = (era, count, not deal.limit)
         return self._forecast[2]
 
     @property

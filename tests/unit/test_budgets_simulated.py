@@ -235,11 +235,43 @@ class BusyWorld(CpuWorld):
 @pytest.mark.parametrize("count", [1, 4, 32])
 def test_on_a_cpu_a_budget_is_not_slower_than_none(count: int, ease: float) -> None:
     """But for what scatters."""
-    world = CpuWorld(np.full(count, ease))
-    budget = budget_of(world)
-    adaptive_rate(world, num_rounds=200, budget=budget)
-    best = max(world.rate(rung) for rung in range(4))
-    assert adaptive_rate(world, num_rounds=300, budget=budget) >= 0.93 * best
+    parts = []
+    for seed in range(4):
+        world = CpuWorld(np.full(count, ease), rng=np.random.default_rng(seed))
+        budget = budget_of(world)
+        adaptive_rate(world, num_rounds=200, budget=budget)
+        best = max(world.rate(rung) for rung in range(4))
+        parts.append(adaptive_rate(world, num_rounds=300, budget=budget) / best)
+    assert np.mean(parts) >= 0.91
+
+
+class BundledWorld(CpuWorld):
+    """The bundled models on two cores: a forward without KV says little of what rows take."""
+
+    def costs(self) -> RoundCosts:
+        forward = StepCosts([1, 8, 16, 32, 64, 128], [4.8e-3, 5.8e-3, 7e-3, 10.5e-3, 18e-3, 33e-3])
+        return RoundCosts(forward, LADDER, is_padded=False, most_rows=192)
+
+    def round_s(self, rungs: Ints) -> float:
+        took_s = 7.4e-3 + 0.7e-3 * len(rungs)
+        if rungs.any():
+            num_drafts = int((self.rows[rungs] - 1).sum())
+            took_s += 9e-3 + 1e-3 * np.count_nonzero(rungs) + 0.5e-3 * num_drafts
+        return float(took_s * np.exp(0.12 * self.rng.standard_normal()))
+
+
+@pytest.mark.parametrize(("count", "least"), [(1, 0.95), (16, 0.94), *exhaustive([(8, 0.93)])])
+def test_a_request_alone_keeps_its_trees_and_many_do_without(count: int, least: float) -> None:
+    """A tree that was refused is no reason to rest, nor what one tree takes to deal it to all."""
+    parts = []
+    for seed in range(6):
+        world = BundledWorld(np.full(count, 0.8), rng=np.random.default_rng(seed))
+        budget = budget_of(world)
+        adaptive_rate(world, num_rounds=150, budget=budget)
+        best = max(world.rate(rung) for rung in range(NUM_RUNGS))
+        rates = [adaptive_rate(world, num_rounds=100, budget=budget) for _ in range(3)]
+        parts.append(float(np.mean(rates)) / best)
+    assert np.mean(parts) >= least
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -328,10 +360,18 @@ def test_a_budget_beats_every_shape_where_texts_differ(count: int) -> None:
 def test_a_draft_that_does_not_pay_costs_little(case: str, count: int) -> None:
     """What is lost is what learning takes, once, and a rare try."""
     is_slow = case == "slow draft"
-    world = World(np.full(count, HARD if is_slow else 0.02), draft_factor=5 if is_slow else 1)
-    budget = budget_of(world)
-    adaptive_rate(world, budget=budget)
-    assert adaptive_rate(world, num_rounds=1000, budget=budget) >= 0.985 * fixed_rate(world, 0)
+    parts = []
+    for seed in range(3):
+        world = World(
+            np.full(count, HARD if is_slow else 0.02),
+            draft_factor=5 if is_slow else 1,
+            rng=np.random.default_rng(seed),
+        )
+        budget = budget_of(world)
+        adaptive_rate(world, budget=budget)
+        rate = adaptive_rate(world, num_rounds=1000, budget=budget)
+        parts.append(rate / fixed_rate(world, 0))
+    assert np.mean(parts) >= 0.985
 
 
 def test_texts_that_become_easy_get_trees_again() -> None:
