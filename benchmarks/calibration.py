@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.rows import Rows, build_rows, new_pool
+from benchmarks.rows import build_rows, new_pool
 from shared.kv.layout import KVLayout
+from shared.models.attention import ForwardInput
 from shared.models.config import feature_spec
 from shared.models.eagle3 import Eagle3Draft
 from shared.models.llama import CausalLM
@@ -66,23 +67,16 @@ def _final_hidden_rows(target_dir: Path, head_dir: Path, num_prompts: int) -> Hi
     target_rows, draft_rows = [], []
     for prompt in read_prompts(target_dir, num_prompts):
         rows = _chain(target.config.kv_layout, prompt)
-        output = rows.forward(target, spec.layer_ids)
+        output = target.forward(rows, capture_layers=spec.layer_ids)
         assert output.captured is not None
         rows = _chain(head.kv_layout, prompt[1:])
-        hidden = head.forward(
-            rows.token_ids,
-            rows.position_ids,
-            head.project_features(output.captured[:-1]),
-            rows.pool,
-            rows.packed.attention,
-            rows.packed.slot_mapping,
-        )
+        hidden = head.forward(rows, head.project_features(output.captured[:-1]))
         target_rows.append(output.hidden)
         draft_rows.append(hidden)
     return HiddenRows(target=torch.cat(target_rows), draft=head.normed(torch.cat(draft_rows)))
 
 
-def _chain(layout: KVLayout, token_ids: list[int]) -> Rows:
+def _chain(layout: KVLayout, token_ids: list[int]) -> ForwardInput:
     """Return the rows of a prompt over a pool of its own."""
     pool, req_idx = new_pool(
         layout,

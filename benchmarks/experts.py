@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.random_model import CONFIGS, random_model
-from benchmarks.rows import Rows, build_rows, fill_noise, new_pool
+from benchmarks.rows import build_rows, fill_noise, new_pool
 from benchmarks.timing import (
     add_output_flag,
     copy_bandwidth,
@@ -40,6 +40,7 @@ from shared.kernels.expert_products_cpu import hold_experts
 from shared.kernels.linear import linear_addends
 from shared.kernels.products_cpu import CpuProducts
 from shared.models import experts as experts_module
+from shared.models.attention import ForwardInput
 from shared.models.decoder_config import ModelConfig
 from shared.models.latent_config import LatentConfig
 from shared.models.llama import CausalLM
@@ -308,11 +309,11 @@ def _steps(
     return lines
 
 
-def _logits(model: CausalLM, rows: Rows) -> torch.Tensor:
-    return model.logits(rows.forward(model).hidden)
+def _logits(model: CausalLM, rows: ForwardInput) -> torch.Tensor:
+    return model.logits(model.forward(rows).hidden)
 
 
-def _count_experts(model: CausalLM, rows: Rows) -> tuple[torch.Tensor, float]:
+def _count_experts(model: CausalLM, rows: ForwardInput) -> tuple[torch.Tensor, float]:
     """Return the logits of rows, and how many experts of a layer they pass on average."""
     counts: list[int] = []
 

@@ -110,7 +110,7 @@ def _logits(engine: TargetEngine, prompt: Sequence[int]) -> torch.Tensor:
     model, pool = engine.runner.model, engine.runner.pool
     req_idx = acquire(pool, len(prompt))
     rows = build_rows(pool, [req_idx], np.array([prompt]))
-    logits = model.logits(rows.forward(model).hidden).cpu()
+    logits = model.logits(model.forward(rows).hidden).cpu()
     pool.release(req_idx)
     return logits
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.models import add_model_flags, open_pair, resolve_flags
-from benchmarks.rows import Rows, acquire, build_rows, fill_noise, tree_of
+from benchmarks.rows import acquire, build_rows, fill_noise, tree_of
 from benchmarks.target_steps import StretchedRequests
 from benchmarks.timing import (
     add_output_flag,
@@ -35,6 +35,7 @@ from benchmarks.timing import (
     time_ms,
 )
 from shared.messages import MAX_TREE_NODES
+from shared.models.attention import ForwardInput
 from shared.models.config import ModelConfig
 from target_service.engine import TargetEngine
 
@@ -148,14 +149,14 @@ def _measure(
     return line
 
 
-def _logits(engine: TargetEngine, rows: Rows) -> torch.Tensor:
+def _logits(engine: TargetEngine, rows: ForwardInput) -> torch.Tensor:
     model = engine.runner.model
-    return model.logits(rows.forward(model, engine.info.features.layer_ids).hidden)
+    return model.logits(model.forward(rows, capture_layers=engine.info.features.layer_ids).hidden)
 
 
 def _is_exact(
     engine: TargetEngine,
-    rows: Rows,
+    rows: ForwardInput,
     req_idx: Sequence[int],
     token_ids: NDArray[np.int64],
     context: int,
@@ -166,7 +167,7 @@ def _is_exact(
     while path[0] > 0:
         path.insert(0, int(tree_of(num_nodes)[path[0]]))
     together = _logits(engine, rows).view(len(req_idx), num_nodes, -1)[-1, path].clone()
-    chain = build_rows(rows.pool, req_idx[-1:], token_ids[-1:, path], prefix_len=context)
+    chain = build_rows(engine.runner.pool, req_idx[-1:], token_ids[-1:, path], prefix_len=context)
     return torch.equal(together, _logits(engine, chain))
 
 
@@ -179,7 +180,7 @@ def _prefill(engine: TargetEngine, num_tokens: int) -> dict[str, Any]:
     rows = build_rows(pool, [req_idx], prompt[None])
 
     def forward() -> torch.Tensor:
-        output = rows.forward(model, engine.info.features.layer_ids)
+        output = model.forward(rows, capture_layers=engine.info.features.layer_ids)
         return model.logits(output.hidden[-1:])
 
     forward_ms = time_ms([forward], model.device, use_graph=False)

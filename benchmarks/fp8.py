@@ -375,9 +375,9 @@ def _step(model: CausalLM, num_requests: int, context: int) -> tuple[float, bool
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (num_requests, 1))
     rows = build_rows(pool, req_idx, ids, prefix_len=context)
     last = build_rows(pool, req_idx[-1:], ids[-1:], prefix_len=context)
-    us = time_ms([lambda: model.logits(rows.forward(model).hidden)], model.device) * 1e3
-    together = model.logits(rows.forward(model).hidden)[-1:].clone()
-    return us, torch.equal(together, model.logits(last.forward(model).hidden))
+    us = time_ms([lambda: model.logits(model.forward(rows).hidden)], model.device) * 1e3
+    together = model.logits(model.forward(rows).hidden)[-1:].clone()
+    return us, torch.equal(together, model.logits(model.forward(last).hidden))
 
 
 if __name__ == "__main__":

@@ -249,20 +249,20 @@ class _Bench:
         mask = None if parents is None else self._mask(num_nodes, context, group)
 
         def check() -> bool:
-            out = tree_attention(q, *paged[0], rows.packed.attention, scale)[-num_nodes:]
+            out = tree_attention(q, *paged[0], rows.attention, scale)[-num_nodes:]
             slots = pool.slots(req_idx[-1], np.arange(num_tokens)).astype(np.int64)
             index = torch.from_numpy(slots).to(self.device)
             k, v = (cache[index].float().transpose(0, 1)[None] for cache in paged[0])
             wide_mask = None if mask is None else mask.float()
             want = functional.scaled_dot_product_attention(dense_q[-1:].float(), k, v, wide_mask)
             want = want.view(num_kv_heads, num_nodes, group, HEAD_DIM).transpose(0, 1)
-            own = tree_attention(q[-num_nodes:], *paged[0], alone.packed.attention, scale)
+            own = tree_attention(q[-num_nodes:], *paged[0], alone.attention, scale)
             return torch.equal(out, own) and self._is_close(out, want.reshape(out.shape))
 
         return Case(
             op=f"attention after {context}",
             rows=f"{num_requests} x {num_nodes}",
-            ours=[partial(tree_attention, q, k, v, rows.packed.attention, scale) for k, v in paged],
+            ours=[partial(tree_attention, q, k, v, rows.attention, scale) for k, v in paged],
             theirs=[
                 partial(functional.scaled_dot_product_attention, dense_q, copy[0], copy[1], mask)
                 for copy in dense

@@ -142,8 +142,7 @@ def _measure(
 
     # As in a model, tables are made once for all layers.
     tables, own_tables = (
-        prepared_latents(one.packed.attention, dtype, num_heads, value_width)
-        for one in (rows, alone)
+        prepared_latents(one.attention, dtype, num_heads, value_width) for one in (rows, alone)
     )
 
     def attend(
@@ -156,7 +155,7 @@ def _measure(
     own = attend(q[-num_nodes:], caches[0], own_tables)
     together = attend(q, caches[0], tables)[-num_nodes:]
     want = latent_attention_ref(
-        q[-num_nodes:], caches[0], alone.packed.attention, _SCALE, value_width=value_width
+        q[-num_nodes:], caches[0], alone.attention, _SCALE, value_width=value_width
     )
     error = float((own.double() - want).norm() / want.norm())
     us = time_ms(calls, device) * 1e3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,34 +10,10 @@ from numpy.typing import NDArray
 
 from shared.kv.layout import KVLayout
 from shared.kv.pool import KVPool
-from shared.models.llama import CausalLM, ForwardOutput
-from shared.step.packing import PackedRows, RowBlocks, pack_rows, to_device
+from shared.models.attention import ForwardInput
+from shared.step.packing import RowBlocks, pack_rows, to_device
 from shared.step.staging import Staging
 from shared.tree import depths_of, lay_out_tree
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The rows of one forward over a pool."""
-
-    token_ids: torch.Tensor
-    position_ids: torch.Tensor
-    pool: KVPool
-    packed: PackedRows
-
-    def forward(self, model: CausalLM, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
-        """Run the rows through a target.
-
-        Mutates: the rows' KV.
-        """
-        return model.forward(
-            self.token_ids,
-            self.position_ids,
-            self.pool,
-            self.packed.attention,
-            self.packed.slot_mapping,
-            capture_layers,
-        )
 
 
 def new_pool(
@@ -92,7 +67,7 @@ def build_rows(
     *,
     prefix_len: int = 0,
     parents: NDArray[np.int32] | None = None,
-) -> Rows:
+) -> ForwardInput:
     """Return equally many rows of several requests, after equally long prefixes.
 
     Args:
@@ -113,11 +88,12 @@ def build_rows(
     staging = Staging(pool.device, 1 << 20)
     packed = pack_rows(blocks, pool, staging=staging)
     staging.flush()
-    return Rows(
+    return ForwardInput(
         token_ids=to_device(token_ids.reshape(-1), pool.device),
         position_ids=to_device(np.tile(prefix_len + step, num_reqs), pool.device),
-        pool=pool,
-        packed=packed,
+        slot_mapping=packed.slot_mapping,
+        attention=packed.attention,
+        kv=pool,
     )
 
 

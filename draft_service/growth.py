@@ -41,6 +41,7 @@ from shared.kernels.tree_beams import Beams, Candidates, next_beams
 from shared.kernels.tree_children import best_children
 from shared.kernels.tree_select import select_nodes
 from shared.kv.pool import KVPool
+from shared.models.attention import ForwardInput
 from shared.models.draft import DraftModel
 
 
@@ -129,15 +130,15 @@ class TreeGrower:
             page_size=trees.page_size,
             window=self._window,
         )
-        hidden = self._model.deepen(
-            beams.token_ids,
-            beams.position_ids,
-            embed(beams.parent_row, growth.hidden) if self._has_recurrent else None,
-            self._pool,
-            attention,
-            beams.slot_mapping,
-            depth=step + 1,
-        )  # [B * K, h]
+        rows = ForwardInput(
+            token_ids=beams.token_ids,
+            position_ids=beams.position_ids,
+            slot_mapping=beams.slot_mapping,
+            attention=attention,
+            kv=self._pool,
+        )
+        recurrent = embed(beams.parent_row, growth.hidden) if self._has_recurrent else None
+        hidden = self._model.deepen(rows, recurrent, depth=step + 1)  # [B * K, h]
         logits = self._model.logits(hidden)
         return replace(growth, beams=beams, hidden=hidden, logits=logits)
 

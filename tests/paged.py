@@ -9,6 +9,7 @@ import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.layout import KVLayout
+from shared.models.attention import ForwardInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +65,9 @@ class PagedKV:
         return self._int32((pages * self.page_size + slots % self.page_size).tolist())
 
     def rows(
-        self, blocks: Sequence[Block], *, window: int = 0
-    ) -> tuple[TreeAttentionMetadata, torch.Tensor]:
-        """Return the attention metadata and the slot mapping of the blocks' rows."""
+        self, token_ids: Sequence[int] | torch.Tensor, blocks: Sequence[Block], *, window: int = 0
+    ) -> ForwardInput:
+        """Return the blocks' rows, at the positions that they have from the prefix on."""
         paths = [
             list(path)
             for block in blocks
@@ -78,10 +79,11 @@ class PagedKV:
         ]
         depth = max(map(len, paths))
         sizes = [block.num_rows for block in blocks]
-        slots, start = [], 0
+        slots, positions, start = [], [], 0
         for block in blocks:
-            own = [path[-1] for path in paths[start : start + block.num_rows]]
-            slots.append(self.slots(block.req_idx, [block.prefix_len + offset for offset in own]))
+            own = paths[start : start + block.num_rows]
+            slots.append(self.slots(block.req_idx, [block.prefix_len + path[-1] for path in own]))
+            positions += [block.prefix_len + len(path) - 1 for path in own]
             start += block.num_rows
         metadata = TreeAttentionMetadata(
             page_table=self.page_table,
@@ -94,14 +96,20 @@ class PagedKV:
             page_size=self.page_size,
             window=window,
         )
-        return metadata, torch.cat(slots)
+        return ForwardInput(
+            token_ids=torch.as_tensor(token_ids, device=self.device),
+            position_ids=torch.tensor(positions, device=self.device),
+            slot_mapping=torch.cat(slots),
+            attention=metadata,
+            kv=self,
+        )
 
     def chain(
-        self, prefix_len: int, num_rows: int, *, req_idx: int = 0, window: int = 0
-    ) -> tuple[TreeAttentionMetadata, torch.Tensor]:
-        """Return the rows of one request's next `num_rows` tokens."""
-        block = Block(req_idx=req_idx, prefix_len=prefix_len, num_rows=num_rows)
-        return self.rows([block], window=window)
+        self, token_ids: Sequence[int] | torch.Tensor, prefix_len: int = 0, *, window: int = 0
+    ) -> ForwardInput:
+        """Return the rows of the first request's next tokens."""
+        block = Block(req_idx=0, prefix_len=prefix_len, num_rows=len(token_ids))
+        return self.rows(token_ids, [block], window=window)
 
     def _int32(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -41,6 +41,24 @@ class KVCaches(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInput:
+    """Rows of new tokens, and where their keys and values go.
+
+    Args:
+        token_ids: [T] i64.
+        position_ids: [T] i64.
+        slot_mapping: [T] i32, slots of `kv` that the rows' keys and values are written to.
+        attention: What the rows see.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    slot_mapping: torch.Tensor
+    attention: TreeAttentionMetadata
+    kv: KVCaches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """What all layers of one forward share about its T rows.
 
@@ -76,25 +94,18 @@ class RopeTable:
         self._angles = torch.cat([cos, sin], dim=1)  # [P, d]
         self._config = config
 
-    def rows(
-        self,
-        position_ids: torch.Tensor,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> Rows:
+    def rows(self, inputs: ForwardInput, dtype: torch.dtype) -> Rows:
         """Gather the rows' angles, and cut their attention.
 
         Args:
-            position_ids: [T] i64.
             dtype: Of queries, keys and values.
         """
-        cos, sin = self.angles(position_ids)
+        cos, sin = self.angles(inputs.position_ids)
         return Rows(
             cos=cos,
             sin=sin,
-            attention=prepare_attention(self._config, attention, dtype),
-            slot_mapping=slot_mapping,
+            attention=prepare_attention(self._config, inputs.attention, dtype),
+            slot_mapping=inputs.slot_mapping,
         )
 
     def angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from shared.errors import ConfigError
-from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.layout import KVLayout
 from shared.messages import FeatureSpec
-from shared.models.attention import KVCaches
+from shared.models.attention import ForwardInput
 from shared.models.config import DraftKind, ModelConfig, feature_spec
 from shared.models.eagle import EagleDraft
 from shared.models.eagle3 import Eagle3Draft
@@ -73,40 +72,22 @@ class DraftModel(Protocol):
         ...
 
     def extend(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        *,
-        carried: torch.Tensor,
+        self, inputs: ForwardInput, recurrent: torch.Tensor | None, *, carried: torch.Tensor
     ) -> torch.Tensor:
         """Run committed tokens through the draft, a chain of each request.
 
         Args:
-            token_ids: [T] i64 TARGET ids: token p + input_shift for the row at position p.
-            position_ids: [T] i64.
+            inputs: Of TARGET ids: token p + input_shift for the row at position p.
             recurrent: [T, recurrent_width] projected features; None when recurrent_width is 0.
-            slot_mapping: [T] i32.
             carried: [any, hidden_size] by req_idx, what was returned for the row before each
                 request's first one here. Only drafts with kv_lag read it.
         Returns: [T, hidden_size], which `logits` reads and, as `recurrent`, `deepen`.
-        Mutates: `kv` rows named by `slot_mapping`.
+        Mutates: `inputs.kv`, the rows' slots.
         """
         ...
 
     def deepen(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        *,
-        depth: int,
+        self, inputs: ForwardInput, recurrent: torch.Tensor | None, *, depth: int
     ) -> torch.Tensor:
         """Run nodes of trees, all of one depth, through the draft; as `extend`, but for:
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from shared.kernels.linear import linear
-from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
-from shared.models.attention import KVCaches
+from shared.models.attention import ForwardInput
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
 from shared.models.decoder import DecoderLayer
@@ -122,22 +121,14 @@ class EagleDraft(OneForward, Head):
         """Map draft ids to target ids by the token map."""
         return draft_ids.long() if self._token_map is None else self._token_map[draft_ids.long()]
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ForwardInput, recurrent: torch.Tensor | None) -> torch.Tensor:
         """Run rows through the layers; see OneForward.forward."""
         assert recurrent is not None, "an EAGLE head needs a feature or a hidden state per row"
-        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
-        x = torch.cat([self._embed(token_ids), recurrent], dim=-1)
+        rows = self._rope.rows(inputs, self.dtype)
+        x = torch.cat([self._embed(inputs.token_ids), recurrent], dim=-1)
         x = linear(x, self._fc, self._fc_bias)
         pending: Product | None = None
-        for layer_id, layer in enumerate(self._layers):
+        for layer, caches in zip(self._layers, inputs.kv.layers, strict=True):
             x, normed = layer.enter(x, pending)
-            x, pending = layer.forward(x, normed, rows, kv.layers[layer_id])
+            x, pending = layer.forward(x, normed, rows, caches)
         return add(x, pending)

@@ -19,9 +19,8 @@ from shared.errors import CheckpointError
 from shared.kernels.head_input import head_input
 from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
-from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
-from shared.models.attention import Attention, KVCaches
+from shared.models.attention import Attention, ForwardInput
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig
 from shared.models.decoder import DecoderLayer
@@ -207,26 +206,18 @@ class Eagle3Draft(OneForward, Head):
         features = self._cast(features)
         return features if self._projection is None else self._projection(features)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ForwardInput, recurrent: torch.Tensor | None) -> torch.Tensor:
         """Run rows through the layers; see OneForward.forward."""
         assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"
-        rows = self._rope.rows(position_ids, attention, slot_mapping, self.dtype)
+        rows = self._rope.rows(inputs, self.dtype)
         norms = (self._input_norm, self._hidden_norm)
-        x = head_input(token_ids, self._embedding, recurrent, norms, self._eps)
-        pending = self._attention.forward(x, rows, kv.layers[0])
+        x = head_input(inputs.token_ids, self._embedding, recurrent, norms, self._eps)
+        pending = self._attention.forward(x, rows, inputs.kv.layers[0])
         if self._has_normed_residual:
             recurrent = x[:, self.hidden_size :].contiguous()
         hidden, normed = add_and_norm(recurrent, pending, self._post_norm, self._eps)
         pending = self._mlp.forward(normed)
-        for layer, caches in zip(self._others, kv.layers[1:], strict=True):
+        for layer, caches in zip(self._others, inputs.kv.layers[1:], strict=True):
             hidden, normed = layer.enter(hidden, pending)
             hidden, pending = layer.forward(hidden, normed, rows, caches)
         if self._feeds_back_norm:

@@ -13,7 +13,7 @@ import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import MAX_TREE_NODES
-from shared.models.attention import RopeTable, Rows, prepare_attention
+from shared.models.attention import ForwardInput, RopeTable, Rows, prepare_attention
 from shared.models.config import ModelConfig
 
 
@@ -59,25 +59,17 @@ class LayerRows:
         self._views = list(dict.fromkeys(views))
         self._view_of_layer = [self._views.index(view) for view in views]
 
-    def rows(
-        self,
-        position_ids: torch.Tensor,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> list[Rows]:
-        """Gather the rows' angles, and cut their attention.
+    def rows(self, inputs: ForwardInput, dtype: torch.dtype) -> list[Rows]:
+        """Gather the rows' angles, and cut their attention; a layer's window may hide more.
 
         Args:
-            position_ids: [T] i64.
-            attention: What the rows see; a layer's window may hide more.
-            slot_mapping: [T] i32.
             dtype: Of queries, keys and values.
         Returns: One for each layer.
         """
+        attention = inputs.attention
         seen: dict[int, TreeAttentionMetadata] = {}
         rows: list[Rows] = []
-        angles = {rope: table.angles(position_ids) for rope, table in self._tables.items()}
+        angles = {rope: table.angles(inputs.position_ids) for rope, table in self._tables.items()}
         for view in self._views:
             window = _narrower(view.window, attention.window)
             if window not in seen:
@@ -85,7 +77,9 @@ class LayerRows:
                 narrowed = attention if is_same else replace(attention, window=window)
                 seen[window] = prepare_attention(self._config, narrowed, dtype)
             cos, sin = angles.get(view.rope, angles[_Rope.MAIN])
-            turned = Rows(cos=cos, sin=sin, attention=seen[window], slot_mapping=slot_mapping)
+            turned = Rows(
+                cos=cos, sin=sin, attention=seen[window], slot_mapping=inputs.slot_mapping
+            )
             rows.append(turned.unrotated() if view.rope is _Rope.NONE else turned)
         return [rows[view] for view in self._view_of_layer]
 

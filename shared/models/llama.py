@@ -11,8 +11,7 @@ from shared.errors import CheckpointError
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
 from shared.kernels.softcap import softcap_
-from shared.kernels.tree_attention import TreeAttentionMetadata
-from shared.models.attention import KVCaches
+from shared.models.attention import ForwardInput
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.decoder import DecoderLayer
@@ -102,11 +101,8 @@ class CausalLM:
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
+        inputs: ForwardInput,
+        *,
         capture_layers: tuple[int, ...] = (),
         roots: torch.Tensor | None = None,
         root_idx: torch.Tensor | None = None,
@@ -115,30 +111,27 @@ class CausalLM:
         """Run rows of new tokens through all layers.
 
         Args:
-            token_ids: [T] i64.
-            position_ids: [T] i64.
-            slot_mapping: [T] i32, where each row's K/V goes.
             capture_layers: Layers whose OUTPUT (residual stream) is wanted.
             roots: [num_reqs] i64, tokens that only the device knows; None: there are none.
-            root_idx: [T] i64, which of the roots each row's token is; -1: it is in `token_ids`.
+            root_idx: [T] i64, which of the roots each row's token is; -1: it is in `inputs`.
             expert_ids: [layers with experts, at least T, top_k] i32, where the rows' experts are
                 left; None: nowhere.
         Returns: ForwardOutput.
-        Mutates: `kv` rows named by `slot_mapping`, the first T rows of each layer's `expert_ids`.
+        Mutates: `inputs.kv`, the rows' slots; the first T rows of each layer's `expert_ids`.
         """
-        rows = self._rows.rows(position_ids, attention, slot_mapping, self.dtype)
+        rows = self._rows.rows(inputs, self.dtype)
         if expert_ids is not None:
-            expert_ids = expert_ids[:, : len(token_ids)]
+            expert_ids = expert_ids[:, : len(inputs.token_ids)]
             rows = [replace(one, expert_ids=expert_ids) for one in rows]
         multiplier = self._embedding_multiplier
-        x = embed(token_ids, self._embedding, roots, root_idx, multiplier=multiplier)
+        x = embed(inputs.token_ids, self._embedding, roots, root_idx, multiplier=multiplier)
         pending: Product | None = None
         captured = {}
         for layer_id, layer in enumerate(self._layers):
             x, normed = layer.enter(x, pending)
             if layer_id - 1 in capture_layers:
                 captured[layer_id - 1] = x
-            x, pending = layer.forward(x, normed, rows[layer_id], kv.layers[layer_id])
+            x, pending = layer.forward(x, normed, rows[layer_id], inputs.kv.layers[layer_id])
         x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(

@@ -24,15 +24,14 @@ import torch
 
 from shared.kernels.linear import linear
 from shared.kernels.rms_norm import rms_norm
-from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
-from shared.models.attention import KVCaches, LayerCaches, Rows
+from shared.models.attention import ForwardInput, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import DecoderLayer
 from shared.models.head import Head
 from shared.models.llama import load_embedding, load_head
-from shared.models.mtp_rows import LaggedRows, RowBlocks
+from shared.models.mtp_rows import RowBlocks
 from shared.models.projections import add_and_norm
 
 
@@ -73,16 +72,6 @@ _DEEPSEEK = _Form(
     copies=("embed_tokens.weight", "shared_head.head.weight", "self_attn.rotary_emb.inv_freq"),
     is_embedding_first=True,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the rows of a forward lie, as DraftModel.extend has it."""
-
-    position_ids: torch.Tensor
-    attention: TreeAttentionMetadata
-    slot_mapping: torch.Tensor
-    kv: KVCaches
 
 
 class _Layer:
@@ -217,63 +206,40 @@ class MTPDraft(Head):
             return cls(reader, config, feature_spec, context_len=context_len)
 
     def extend(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        *,
-        carried: torch.Tensor,
+        self, inputs: ForwardInput, recurrent: torch.Tensor | None, *, carried: torch.Tensor
     ) -> torch.Tensor:
         """Run committed tokens through all layers; see DraftModel.extend."""
         assert recurrent is not None, "layers of MTP need a feature per row"
-        place, embeds = _Place(position_ids, attention, slot_mapping, kv), self._embed(token_ids)
+        first = self._run(self._layers[0], inputs, recurrent)
         if len(self._layers) == 1:
-            return self._run(self._layers[0], embeds, recurrent, place, None)
-        blocks = RowBlocks(attention, slot_mapping)
+            return first
+        blocks, outputs = RowBlocks(inputs), [first]
         before = carried[blocks.req_idx]  # [T, hidden_size]
-        outputs: list[torch.Tensor] = []
-        for layer in self._layers:
+        for layer in self._layers[1:]:
             lag = layer.lag
-            if lag == 0:
-                outputs.append(self._run(layer, embeds, recurrent, place, None))
-                continue
             # What the layer above returned for the row before: in this forward, or an earlier one.
             above = before[:, (lag - 1) * self._width : lag * self._width]
             recurrent = outputs[-1].roll(1, dims=0)
             recurrent = torch.where(blocks.is_first[:, None], above, recurrent)
             rows = blocks.chains(lag)
-            output = self._run(
-                layer, embeds[rows.source], recurrent[rows.source].contiguous(), place, rows
-            )
+            output = self._run(layer, rows.inputs, recurrent[rows.source].contiguous())
             outputs.append(output[rows.place])
         return torch.cat(outputs[:-1], dim=1)
 
     def deepen(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        *,
-        depth: int,
+        self, inputs: ForwardInput, recurrent: torch.Tensor | None, *, depth: int
     ) -> torch.Tensor:
         """Run nodes through the layers that they and the nodes below them need; see
         DraftModel.deepen.
         """
         assert recurrent is not None, "layers of MTP need a hidden row per node"
-        place, embeds = _Place(position_ids, attention, slot_mapping, kv), self._embed(token_ids)
         if len(self._layers) == 1:
-            return self._run(self._layers[0], embeds, recurrent, place, None)
-        blocks = RowBlocks(attention, slot_mapping)
+            return self._run(self._layers[0], inputs, recurrent)
+        blocks = RowBlocks(inputs)
         first = min(depth, len(self._layers) - 1)
         parts = recurrent.split(self._width, dim=1)
         outputs = [
-            self._run(layer, embeds, part.contiguous(), place, blocks.nodes(layer.lag))
+            self._run(layer, blocks.nodes(layer.lag), part.contiguous())
             for layer, part in zip(self._layers[first:], parts, strict=False)
         ]
         outputs += [torch.zeros_like(outputs[0])] * (len(parts) - len(outputs))
@@ -283,18 +249,8 @@ class MTPDraft(Head):
         """Return [R, vocab_size] f32; `hidden` needs no norm."""
         return super().logits(hidden[:, : self._width].contiguous())
 
-    def _run(
-        self,
-        layer: _Layer,
-        embeds: torch.Tensor,
-        recurrent: torch.Tensor,
-        place: _Place,
-        rows: LaggedRows | None,
-    ) -> torch.Tensor:
-        """Run rows, in the order of `rows`, through a layer; None: as they are."""
-        positions, attention, slots = place.position_ids, place.attention, place.slot_mapping
-        if rows is not None:
-            positions = (positions[rows.source] - layer.lag).clamp(min=0)
-            attention, slots = rows.attention, rows.slot_mapping
-        packed = self._rope.rows(positions, attention, slots, self.dtype)
-        return layer.forward(embeds, positions, recurrent, packed, place.kv.layers[layer.lag])
+    def _run(self, layer: _Layer, inputs: ForwardInput, recurrent: torch.Tensor) -> torch.Tensor:
+        """Run rows, which are the layer's own, through it."""
+        embeds, rows = self._embed(inputs.token_ids), self._rope.rows(inputs, self.dtype)
+        caches = inputs.kv.layers[layer.lag]
+        return layer.forward(embeds, inputs.position_ids, recurrent, rows, caches)

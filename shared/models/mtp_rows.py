@@ -16,37 +16,36 @@ from dataclasses import dataclass, replace
 import torch
 
 from shared.kernels.tree_attention import TreeAttentionMetadata
+from shared.models.attention import ForwardInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaggedRows:
-    """The rows of a forward as one layer computes them.
+    """The rows of a forward as one layer computes them, where those of a request are a chain.
 
     Args:
         source: [T] i64, the row of the forward that each row is.
         place: [T] i64, the row of the layer that each row of the forward is, or any other where the
             layer has none.
-        attention: What the layer's rows see.
-        slot_mapping: [T] i32, where their KV goes.
+        inputs: Of the layer's rows.
     """
 
     source: torch.Tensor
     place: torch.Tensor
-    attention: TreeAttentionMetadata
-    slot_mapping: torch.Tensor
+    inputs: ForwardInput
 
 
 class RowBlocks:
     """The rows of a forward, request by request.
 
     Args:
-        attention: What the rows of layer 0 see.
-        slot_mapping: [T] i32, where the KV of layer 0 goes; 0: nowhere.
+        inputs: Of layer 0; rows of slot 0 keep no KV.
     """
 
-    def __init__(self, attention: TreeAttentionMetadata, slot_mapping: torch.Tensor) -> None:
-        self._attention = attention
-        self._slot_mapping = slot_mapping
+    def __init__(self, inputs: ForwardInput) -> None:
+        self._inputs = inputs
+        self._attention = attention = inputs.attention
+        slot_mapping = inputs.slot_mapping
         indptr = attention.row_indptr
         num_rows, num_reqs = len(slot_mapping), len(attention.req_idx)
         row = torch.arange(num_rows, dtype=indptr.dtype, device=indptr.device)
@@ -71,11 +70,16 @@ class RowBlocks:
         return LaggedRows(
             source=source,
             place=torch.maximum(self._row - num_missing, self._first),
-            attention=self._moved(lag),
-            slot_mapping=self._slots(lag, self._row - self._first, source),
+            inputs=replace(
+                self._inputs,
+                token_ids=self._inputs.token_ids[source],
+                position_ids=(self._inputs.position_ids[source] - lag).clamp(min=0),
+                attention=self._moved(lag),
+                slot_mapping=self._slots(lag, self._row - self._first, source),
+            ),
         )
 
-    def nodes(self, lag: int) -> LaggedRows:
+    def nodes(self, lag: int) -> ForwardInput:
         """Return the rows of a layer where they are nodes of trees."""
         attention = self._attention
         num_missing = (lag - self._prefix_len).clamp(min=0)[:, None]
@@ -85,9 +89,9 @@ class RowBlocks:
         # Nodes that a layer does not have are left out of its paths, but for the row itself.
         path_offset = offsets.gather(1, torch.minimum(level + num_missing, own))
         path_len = (own + 1 - num_missing).clamp(min=1).flatten().int()
-        return LaggedRows(
-            source=self._row,
-            place=self._row,
+        return replace(
+            self._inputs,
+            position_ids=(self._inputs.position_ids - lag).clamp(min=0),
             attention=replace(self._moved(lag), path_len=path_len, path_offset=path_offset),
             slot_mapping=self._slots(lag, offsets.gather(1, own).flatten().long(), self._row),
         )
@@ -101,5 +105,5 @@ class RowBlocks:
         page_table, page_size = self._attention.page_table, self._attention.page_size
         pages = page_table[self.req_idx, index // page_size].long()
         slots = pages * page_size + index % page_size
-        is_kept = (self._slot_mapping[source] != 0) & ~self._is_padding
+        is_kept = (self._inputs.slot_mapping[source] != 0) & ~self._is_padding
         return torch.where(is_kept, slots, 0).int()

@@ -6,49 +6,24 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from shared.kernels.tree_attention import TreeAttentionMetadata
-from shared.models.attention import KVCaches
+from shared.models.attention import ForwardInput
 
 
 class OneForward(ABC):
     """Both phases of a DraftModel, by one forward that knows neither depths nor rows before it."""
 
     @abstractmethod
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run rows of either phase through the draft; arguments are those of DraftModel.extend."""
+    def forward(self, inputs: ForwardInput, recurrent: torch.Tensor | None) -> torch.Tensor:
+        """Run rows of either phase through the draft; see DraftModel.extend."""
 
     def extend(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        *,
-        carried: torch.Tensor,
+        self, inputs: ForwardInput, recurrent: torch.Tensor | None, *, carried: torch.Tensor
     ) -> torch.Tensor:
         """Run committed tokens through the draft; see DraftModel.extend."""
-        return self.forward(token_ids, position_ids, recurrent, kv, attention, slot_mapping)
+        return self.forward(inputs, recurrent)
 
     def deepen(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-        *,
-        depth: int,
+        self, inputs: ForwardInput, recurrent: torch.Tensor | None, *, depth: int
     ) -> torch.Tensor:
         """Run nodes of trees through the draft; see DraftModel.deepen."""
-        return self.forward(token_ids, position_ids, recurrent, kv, attention, slot_mapping)
+        return self.forward(inputs, recurrent)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.messages import FeatureSpec
-from shared.models.attention import KVCaches
+from shared.models.attention import ForwardInput
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.llama import CausalLM
 from shared.models.one_forward import OneForward
@@ -64,19 +64,11 @@ class StandaloneDraft(OneForward):
         """Return no columns: there are no features to project."""
         return features[:, :0].to(device=self.device, dtype=self.dtype)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        recurrent: torch.Tensor | None,
-        kv: KVCaches,
-        attention: TreeAttentionMetadata,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ForwardInput, recurrent: torch.Tensor | None) -> torch.Tensor:
         """Run rows through the model; see OneForward.forward. [T, h] after the final norm."""
         # Ids that only the target's padding has can be committed in theory; they mean nothing.
-        token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
-        return self._model.forward(token_ids, position_ids, kv, attention, slot_mapping).hidden
+        token_ids = inputs.token_ids.clamp(max=self._model.config.vocab_size - 1)
+        return self._model.forward(replace(inputs, token_ids=token_ids)).hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, vocab_size] f32; ids that the target does not have are left out."""

@@ -55,15 +55,8 @@ def test_logits(tmp_path: Path, device: torch.device, name: str, dtype: torch.dt
     directory = families.write(tmp_path, model_type, **fields)
     model = CausalLM.from_checkpoint(directory, device, dtype)
     kv = PagedKV(model.config.kv_layout, dtype=dtype, device=device)
-    metadata, slots = kv.chain(0, len(IDS), window=model.config.sliding_window)
     with torch.inference_mode():
-        output = model.forward(
-            torch.tensor(IDS, device=device),
-            torch.arange(len(IDS), device=device),
-            kv,
-            metadata,
-            slots,
-        )
+        output = model.forward(kv.chain(IDS, window=model.config.sliding_window))
         got = model.logits(output.hidden).float().cpu()
         oracle = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"

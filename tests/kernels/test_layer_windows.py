@@ -51,11 +51,7 @@ class Runner:
         """
         block = Block(req_idx=0, prefix_len=prefix_len, num_rows=len(tokens), paths=paths)
         window = self.model.config.sliding_window if window is None else window
-        attention, slots = self.kv.rows([block], window=window)
-        depths = [len(path) - 1 for path in paths] if paths else list(range(len(tokens)))
-        positions = torch.tensor([prefix_len + depth for depth in depths], device=self.device)
-        token_ids = torch.tensor(tokens, device=self.device)
-        output = self.model.forward(token_ids, positions, self.kv, attention, slots)
+        output = self.model.forward(self.kv.rows(tokens, [block], window=window))
         return self.model.logits(output.hidden)
 
 

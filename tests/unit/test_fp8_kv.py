@@ -91,11 +91,10 @@ def run(
     """Return the logits of a prompt, and what K and V of the first layer are then. [20, Hkv, d]."""
     model = CausalLM.from_checkpoint(directory, CPU, torch.float32)
     kv = PagedKV(model.config.kv_layout, page_size=4, dtype=kv_dtype)
-    metadata, slots = kv.chain(0, 20)
-    tokens = torch.tensor(random_tokens(random.Random(0), 20))
+    rows = kv.chain(random_tokens(random.Random(0), 20))
     with torch.inference_mode():
-        out = model.forward(tokens, torch.arange(20), kv, metadata, slots)
-        return model.logits(out.hidden), [cache[slots.long()] for cache in kv.layers[0]]
+        logits = model.logits(model.forward(rows).hidden)
+        return logits, [cache[rows.slot_mapping.long()] for cache in kv.layers[0]]
 
 
 def with_scales(directory: Path, k: str = "k_scale", v: str = "v_scale") -> Path:

@@ -81,15 +81,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of a prompt, and the outputs of layers."""
     model = CausalLM.from_checkpoint(directory, torch.device("cpu"), dtype)
-    kv = PagedKV(
-        model.config.kv_layout,
-        dtype=dtype,
-        max_tokens=256,
-    )
-    metadata, slots = kv.chain(0, len(ids))
-    output = model.forward(
-        torch.tensor(ids), torch.arange(len(ids)), kv, metadata, slots, layer_ids
-    )
+    kv = PagedKV(model.config.kv_layout, dtype=dtype, max_tokens=256)
+    output = model.forward(kv.chain(ids), capture_layers=layer_ids)
     assert output.captured is not None
     captured = output.captured.view(len(ids), len(layer_ids), model.config.hidden_size)
     return model.logits(output.hidden), captured

@@ -62,9 +62,7 @@ def test_greedy_text_equals_transformers(role: str, prompt_ids: list[int]) -> No
     output: list[int] = []
     rows, start = prompt_ids, 0
     while len(output) < 24:
-        metadata, slots = kv.chain(start, len(rows))
-        positions = torch.arange(start, start + len(rows))
-        hidden = model.forward(torch.tensor(rows), positions, kv, metadata, slots).hidden
+        hidden = model.forward(kv.chain(rows, start)).hidden
         if not start:
             torch.testing.assert_close(
                 model.logits(hidden), oracle(ids).logits[0], atol=1e-4, rtol=0
@@ -100,15 +98,9 @@ def test_eagle3_head_equals_the_reference_and_guesses_the_target(prompt_ids: lis
 
     draft = load_draft("auto", head_dir, target_dir, device=CPU, dtype=torch.float32)
     features = torch.cat([target.layers[i] for i in draft.feature_spec.layer_ids], dim=-1)
-    kv = pool_for(draft)
-    metadata, slots = kv.chain(0, len(rows))
     hidden = draft.extend(
-        torch.tensor(ids[1:]),
-        torch.arange(len(rows)),
+        pool_for(draft).chain(ids[1:]),
         draft.project_features(features[: len(rows)]),
-        kv,
-        metadata,
-        slots,
         carried=torch.zeros(1, draft.hidden_size),
     )
     torch.testing.assert_close(hidden[-1], oracle.hidden(rows), atol=1e-3, rtol=1e-3)

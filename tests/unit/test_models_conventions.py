@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -128,15 +128,10 @@ def run(
     positions: list[int] | None = None,
 ) -> torch.Tensor:
     """Run a chain of rows from an empty cache."""
-    kv = PagedKV(draft.kv_layout)
-    metadata, slots = kv.chain(0, len(token_ids))
+    positions = positions or list(range(1, len(token_ids) + 1))
     return draft.extend(
-        torch.tensor(token_ids),
-        torch.tensor(positions or list(range(1, len(token_ids) + 1))),
+        replace(PagedKV(draft.kv_layout).chain(token_ids), position_ids=torch.tensor(positions)),
         None if recurrent is None else torch.tensor(recurrent),
-        kv,
-        metadata,
-        slots,
         carried=torch.zeros(1, draft.hidden_size),
     )
 

@@ -176,14 +176,9 @@ class DraftRunner:
 
     def extend(self, count: int) -> torch.Tensor:
         rows = slice(self.num_rows, self.num_rows + count)
-        metadata, slots = self.kv.chain(self.num_rows, count)
         hidden = self.draft.extend(
-            torch.tensor(self.tokens[rows]),
-            torch.arange(self.num_rows, self.num_rows + count),
+            self.kv.chain(self.tokens[rows], self.num_rows),
             None if self.recurrent is None else self.recurrent[rows],
-            self.kv,
-            metadata,
-            slots,
             carried=torch.zeros(1, self.draft.hidden_size),
         )
         self.num_rows += count
@@ -194,14 +189,9 @@ class DraftRunner:
     ) -> torch.Tensor:
         """Run guessed rows past the true ones; `hidden` is that of each row's parent."""
         block = Block(req_idx=0, prefix_len=self.num_rows, num_rows=len(paths), paths=paths)
-        metadata, slots = self.kv.rows([block])
         return self.draft.deepen(
-            torch.tensor(token_ids),
-            torch.tensor([self.num_rows + len(path) - 1 for path in paths]),
+            self.kv.rows(token_ids, [block]),
             hidden if self.draft.recurrent_width else None,
-            self.kv,
-            metadata,
-            slots,
             depth=len(paths[0]),
         )
 
@@ -310,11 +300,9 @@ def test_standalone_vocabularies_may_be_padded_differently(tmp_path: Path) -> No
     draft = checkpoints.write_llama(tmp_path / "draft", shape=Shape(vocab_size=size + 5))
     loaded = load_draft("auto", draft, target, device=CPU, dtype=torch.float32)
     assert loaded.vocab_size == size + 5
-    kv = PagedKV(loaded.kv_layout)
-    metadata, slots = kv.chain(0, 2)
-    ids = torch.tensor([3, size + 8])  # an id that only the target's padding has
-    carried = torch.zeros(1, loaded.hidden_size)
-    hidden = loaded.extend(ids, torch.arange(2), None, kv, metadata, slots, carried=carried)
+    # The second id is one that only the target's padding has.
+    rows = PagedKV(loaded.kv_layout).chain([3, size + 8])
+    hidden = loaded.extend(rows, None, carried=torch.zeros(1, loaded.hidden_size))
     assert loaded.logits(hidden).isfinite().all()
     swapped = load_draft("auto", target, draft, device=CPU, dtype=torch.float32)
     assert swapped.vocab_size == size + 5

@@ -56,13 +56,9 @@ def test_the_layer_is_one_of_transformers(tmp_path: Path) -> None:
     target = CausalLM.from_checkpoint(directory, CPU, torch.float32)
     features = Runner(target).extend(ids[:-1]).hidden
     draft = load_draft("mtp", directory, directory, device=CPU, dtype=torch.float32)
-    kv = PagedKV(draft.kv_layout)
-    metadata, slots = kv.chain(0, num_rows)
-    positions = torch.arange(num_rows)
-    carried = torch.zeros(1, draft.hidden_size)
-    got = draft.extend(
-        torch.tensor(ids[1:]), positions, features, kv, metadata, slots, carried=carried
-    )
+    rows = PagedKV(draft.kv_layout).chain(ids[1:])
+    positions = rows.position_ids
+    got = draft.extend(rows, features, carried=torch.zeros(1, draft.hidden_size))
 
     model = load_transformers(write_whole(tmp_path / "whole")).model
     weights = read_tensors(directory)

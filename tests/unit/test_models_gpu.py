@@ -61,9 +61,7 @@ def target_logits(directory: Path, device: torch.device, dtype: torch.dtype) -> 
     assert model.device.type == device.type
     config = model.config
     kv = PagedKV(config.kv_layout, dtype=dtype, device=device)
-    metadata, slots = kv.chain(0, NUM_TOKENS, window=config.sliding_window)
-    positions = torch.arange(NUM_TOKENS, device=device)
-    hidden = model.forward(token_ids().to(device), positions, kv, metadata, slots).hidden
+    hidden = model.forward(kv.chain(token_ids(), window=config.sliding_window)).hidden
     return model.logits(hidden).cpu()
 
 
@@ -81,16 +79,11 @@ def draft_logits(kind: str, draft: Path, target: Path, device: torch.device) -> 
     algorithm = kind.partition("-")[0]
     model = load_draft(algorithm, draft, target, device=device, dtype=torch.float32)
     kv = pool_for(model, device)
-    metadata, slots = kv.chain(0, NUM_TOKENS)
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(NUM_TOKENS, model.feature_spec.width, generator=generator)
     hidden = model.extend(
-        token_ids().to(device),
-        torch.arange(NUM_TOKENS, device=device),
+        kv.chain(token_ids()),
         model.project_features(features) if model.recurrent_width else None,
-        kv,
-        metadata,
-        slots,
         carried=torch.zeros(1, model.hidden_size, device=device),
     )
     ids = model.to_target_ids(torch.arange(model.vocab_size, device=device))

@@ -122,17 +122,8 @@ class Runner:
         self.seq_len = 0
 
     def extend(self, token_ids: list[int], capture: tuple[int, ...] = ()) -> ForwardOutput:
-        metadata, slots = self.kv.chain(
-            self.seq_len, len(token_ids), window=self.model.config.sliding_window
-        )
-        output = self.model.forward(
-            torch.tensor(token_ids),
-            torch.arange(self.seq_len, self.seq_len + len(token_ids)),
-            self.kv,
-            metadata,
-            slots,
-            capture_layers=capture,
-        )
+        rows = self.kv.chain(token_ids, self.seq_len, window=self.model.config.sliding_window)
+        output = self.model.forward(rows, capture_layers=capture)
         self.seq_len += len(token_ids)
         return output
 
@@ -238,9 +229,7 @@ def test_tree_rows_equal_chains_of_their_paths(tmp_path: Path) -> None:
     runner = Runner(model)
     runner.extend(prompt)
     block = Block(req_idx=0, prefix_len=len(prompt), num_rows=len(tree), paths=paths)
-    metadata, slots = runner.kv.rows([block])
-    positions = torch.tensor([len(prompt) + len(path) - 1 for path in paths])
-    got = model.forward(torch.tensor(tree), positions, runner.kv, metadata, slots).hidden
+    got = model.forward(runner.kv.rows(tree, [block])).hidden
     for node, path in enumerate(paths):
         alone = Runner(model)
         want = alone.extend(prompt + [tree[i] for i in path]).hidden[-1]
@@ -255,16 +244,9 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
         num_requests=3,
     )
     texts = [tokens_of(n, seed=n) for n in (5, 30, 11)]
-    metadata, slots = kv.rows(
-        [Block(req_idx=i, prefix_len=0, num_rows=len(text)) for i, text in enumerate(texts)]
-    )
-    got = model.forward(
-        torch.tensor(sum(texts, [])),
-        torch.cat([torch.arange(len(text)) for text in texts]),
-        kv,
-        metadata,
-        slots,
-    ).hidden.split([len(text) for text in texts])
+    blocks = [Block(req_idx=i, prefix_len=0, num_rows=len(text)) for i, text in enumerate(texts)]
+    hidden = model.forward(kv.rows(sum(texts, []), blocks)).hidden
+    got = hidden.split([len(text) for text in texts])
     for text, rows in zip(texts, got, strict=True):
         assert torch.equal(rows, Runner(model).extend(text).hidden)
 

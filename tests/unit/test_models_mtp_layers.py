@@ -82,16 +82,8 @@ class Runner:
     def extend(self, count: int) -> torch.Tensor:
         """Return the newest row of the next `count` true ones. [hidden_size]"""
         rows = slice(self.num_rows, self.num_rows + count)
-        metadata, slots = self.kv.chain(self.num_rows, count)
-        hidden = self.draft.extend(
-            torch.tensor(self.token_ids[rows.start + 1 : rows.stop + 1]),
-            torch.arange(rows.start, rows.stop),
-            self.features[rows],
-            self.kv,
-            metadata,
-            slots,
-            carried=self.hidden,
-        )
+        inputs = self.kv.chain(self.token_ids[rows.start + 1 : rows.stop + 1], rows.start)
+        hidden = self.draft.extend(inputs, self.features[rows], carried=self.hidden)
         self.num_rows += count
         self.hidden = hidden[-1:]
         return hidden[-1]
@@ -101,16 +93,8 @@ class Runner:
     ) -> torch.Tensor:
         """Run nodes of one depth; `hidden` is that of each one's parent."""
         block = Block(req_idx=0, prefix_len=self.num_rows, num_rows=len(paths), paths=paths)
-        metadata, slots = self.kv.rows([block])
-        return self.draft.deepen(
-            torch.tensor(token_ids),
-            torch.tensor([self.num_rows + len(path) - 1 for path in paths]),
-            hidden,
-            self.kv,
-            metadata,
-            slots,
-            depth=len(paths[0]),
-        )
+        inputs = self.kv.rows(token_ids, [block])
+        return self.draft.deepen(inputs, hidden, depth=len(paths[0]))
 
 
 def tokens_of(count: int = NUM_TOKENS) -> list[int]:
@@ -189,27 +173,13 @@ def test_two_requests_share_a_forward(models: Models) -> None:
     carried[:2] = 0
     # (request, rows before, rows): the second request begins when the first goes on.
     for blocks in (((0, 0, 4),), ((1, 0, 4), (0, 4, 4)), ((1, 4, 4),)):
-        metadata, slots = kv.rows(
-            [Block(req_idx=r, prefix_len=first, num_rows=count) for r, first, count in blocks]
+        rows = [(r, p) for r, first, count in blocks for p in range(first, first + count)]
+        inputs = kv.rows(
+            [ids[r][p + 1] for r, p in rows],
+            [Block(req_idx=r, prefix_len=first, num_rows=count) for r, first, count in blocks],
         )
-        places = [range(first, first + count) for _, first, count in blocks]
-        hidden = draft.extend(
-            torch.tensor(
-                [ids[b[0]][p + 1] for b, rows in zip(blocks, places, strict=True) for p in rows]
-            ),
-            torch.tensor([p for rows in places for p in rows]),
-            torch.stack(
-                [
-                    outputs[b[0]].final[p]
-                    for b, rows in zip(blocks, places, strict=True)
-                    for p in rows
-                ]
-            ),
-            kv,
-            metadata,
-            slots,
-            carried=carried,
-        )
+        features = torch.stack([outputs[r].final[p] for r, p in rows])
+        hidden = draft.extend(inputs, features, carried=carried)
         for i, (request, first, _) in enumerate(blocks):
             carried[request] = hidden[4 * i + 3]
             torch.testing.assert_close(carried[request], want[request][first // 4])

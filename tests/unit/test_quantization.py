@@ -56,10 +56,9 @@ def logits_of(directory: Path, **options: Any) -> torch.Tensor:
     """Return the logits of a prompt."""
     model = CausalLM.from_checkpoint(directory, CPU, torch.float32, **options)
     kv = PagedKV(model.config.kv_layout, page_size=4)
-    metadata, slots = kv.chain(0, 20, window=0)
-    tokens = torch.tensor(random_tokens(random.Random(0), 20))
+    rows = kv.chain(random_tokens(random.Random(0), 20))
     with torch.inference_mode():
-        return model.logits(model.forward(tokens, torch.arange(20), kv, metadata, slots).hidden)
+        return model.logits(model.forward(rows).hidden)
 
 
 @pytest.fixture(scope="module")
