@@ -38,7 +38,7 @@ from shared.kernels.linear_swiglu import linear_swiglu
 from shared.kernels.rms_norm import add_rms_norm
 from shared.kernels.rope_store import rope_store, rope_store_ref
 from shared.kernels.sampling import sample
-from shared.kernels.tree_attention import tree_attention
+from shared.kernels.tree_attention import AttentionParams, tree_attention
 from shared.kv.layout import KVLayout
 from shared.tree import lay_out_tree, paths_of
 
@@ -224,7 +224,7 @@ class _Bench:
     def attention(self, num_requests: int, num_nodes: int, context: int) -> Case:
         """Return attention of plain rows or, of several nodes, of trees."""
         num_heads, num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        num_tokens, scale = context + num_nodes, HEAD_DIM**-0.5
+        num_tokens, params = context + num_nodes, AttentionParams(scale=HEAD_DIM**-0.5)
         # What torch reads: the same bytes, one request after the other, no pages.
         dense = self._copies(self._normal(2, num_requests, num_kv_heads, num_tokens, HEAD_DIM))
         pool, req_idx = new_pool(
@@ -249,20 +249,20 @@ class _Bench:
         mask = None if parents is None else self._mask(num_nodes, context, group)
 
         def check() -> bool:
-            out = tree_attention(q, *paged[0], rows.attention, scale)[-num_nodes:]
+            out = tree_attention(q, *paged[0], rows.attention, params)[-num_nodes:]
             slots = pool.slots(req_idx[-1], np.arange(num_tokens)).astype(np.int64)
             index = torch.from_numpy(slots).to(self.device)
             k, v = (cache[index].float().transpose(0, 1)[None] for cache in paged[0])
             wide_mask = None if mask is None else mask.float()
             want = functional.scaled_dot_product_attention(dense_q[-1:].float(), k, v, wide_mask)
             want = want.view(num_kv_heads, num_nodes, group, HEAD_DIM).transpose(0, 1)
-            own = tree_attention(q[-num_nodes:], *paged[0], alone.attention, scale)
+            own = tree_attention(q[-num_nodes:], *paged[0], alone.attention, params)
             return torch.equal(out, own) and self._is_close(out, want.reshape(out.shape))
 
         return Case(
             op=f"attention after {context}",
             rows=f"{num_requests} x {num_nodes}",
-            ours=[partial(tree_attention, q, k, v, rows.attention, scale) for k, v in paged],
+            ours=[partial(tree_attention, q, k, v, rows.attention, params) for k, v in paged],
             theirs=[
                 partial(functional.scaled_dot_product_attention, dense_q, copy[0], copy[1], mask)
                 for copy in dense

@@ -7,7 +7,6 @@ Tiles, chunks and their order are those of tree attention, and so are the two la
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
@@ -17,13 +16,12 @@ import triton.language as tl
 from shared.kernels.dependent_launch import dependent_launch
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
 from shared.kernels.latent_attention_kernels import _finish_latents_kernel, _shared_latents_kernel
-from shared.kernels.page_slots import slots_in
 from shared.kernels.products_cpu import CpuProducts
-from shared.kernels.tree_attention import choose_own_queries, choose_queries
+from shared.kernels.tree_attention import choose_own_queries, choose_queries, seen_slots
 from shared.kernels.tree_attention_cpu import tree_attention_cpu
-from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
-from shared.kernels.tree_attention_schedule import Cut, schedule
-from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE, num_chunks
+from shared.kernels.tree_attention_metadata import AttentionParams, TreeAttentionMetadata
+from shared.kernels.tree_attention_schedule import Cut, cut_work, schedule, with_schedule
+from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE
 
 _LOG2_E = math.log2(math.e)
 # Programs that a step is split into, as far as its chunks go: two per multiprocessor.
@@ -57,7 +55,8 @@ def latent_attention(
     Returns: [T, Hq, value_width] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
-        out = tree_attention_cpu(q, cache, cache, metadata, scale, products=products)
+        params = AttentionParams(scale=scale)
+        out = tree_attention_cpu(q, cache, cache, metadata, params, products=products)
         return out[..., :value_width]
     return attend_latents(q, cache, metadata, scale, value_width=value_width)
 
@@ -152,13 +151,11 @@ def prepared_latents(
     metadata: TreeAttentionMetadata, q_dtype: torch.dtype, num_heads: int, value_width: int
 ) -> TreeAttentionMetadata:
     """Do what `prepared` does, for layers of latent attention."""
-    metadata = dataclasses.replace(metadata)
-    if not use_triton(metadata.req_idx):
-        return metadata
-    if metadata.path_len.shape[0] and metadata.req_idx.shape[0]:
-        dot = dot_dtype(metadata.req_idx.new_empty(0, dtype=q_dtype))
-        schedule(metadata, _cut(metadata, dot, num_heads, value_width, None))
-    return metadata
+
+    def cut(metadata: TreeAttentionMetadata, dot: tl.dtype) -> Cut:
+        return _cut(metadata, dot, num_heads, value_width, None)
+
+    return with_schedule(metadata, q_dtype, cut)
 
 
 def num_head_groups(num_heads: int, dot: tl.dtype) -> int:
@@ -177,29 +174,20 @@ def _cut(
     num_splits: int | None,
 ) -> Cut:
     """Return how the work is cut, see `attend_latents`."""
-    num_rows, num_reqs = metadata.path_len.shape[0], metadata.req_idx.shape[0]
-    max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, TRITON_CHUNK_TILES)
     groups = num_head_groups(num_heads, dot)
-    rows = max(1, choose_queries(dot) // triton.next_power_of_2(num_heads // groups))
-    # Never fewer programs than blocks of rows, and no read-back of how many those are.
-    num_programs = min(num_rows, num_rows // rows + num_reqs)
-    is_sequential = num_splits == 0
-    if num_splits is None:
-        num_values = num_rows * max_chunks * num_heads * value_width
-        has_room = num_values <= _MAX_SPLIT_VALUES
-        is_sequential = num_programs * groups > _MAX_SPLIT_BLOCKS or not has_room
-    if num_splits:
-        num_programs *= num_splits
-    elif not is_sequential:
-        wanted = max(num_programs, _SPLIT_PROGRAMS // groups)
-        num_programs = min(num_programs * max_chunks, wanted)
-    return Cut(
-        rows=rows,
-        num_programs=num_programs,
-        num_splits=1 if is_sequential else num_splits or 0,
-        max_chunks=max_chunks,
+    row_values = metadata.path_len.shape[0] * num_heads * value_width
+
+    def is_small(num_blocks: int, max_chunks: int) -> bool:
+        has_room = row_values * max_chunks <= _MAX_SPLIT_VALUES
+        return num_blocks * groups <= _MAX_SPLIT_BLOCKS and has_room
+
+    return cut_work(
+        metadata,
+        rows=max(1, choose_queries(dot) // triton.next_power_of_2(num_heads // groups)),
         chunk_tiles=TRITON_CHUNK_TILES,
-        is_sequential=is_sequential,
+        num_splits=num_splits,
+        wanted=_SPLIT_PROGRAMS // groups,
+        is_small=is_small,
     )
 
 
@@ -223,19 +211,8 @@ def latent_attention_ref(
 ) -> torch.Tensor:
     """Do what `latent_attention` does in plain torch, one row at a time; return f64."""
     out = torch.zeros((*q.shape[:2], value_width), dtype=torch.float64, device=q.device)
-    row_indptr, prefixes = metadata.row_indptr.tolist(), metadata.prefix_len.tolist()
-    for request, prefix in enumerate(prefixes):
-        begin, end = row_indptr[request : request + 2]
-        for row in range(begin, end):
-            path = metadata.path_offset[row, : metadata.path_len[row]].long()
-            if metadata.is_chain[request]:
-                path = torch.arange(row - begin + 1, device=q.device)
-            seen = torch.cat((torch.arange(prefix, device=q.device), prefix + path))
-            seen = seen[-metadata.window :]  # a window of 0 hides nothing
-            slots = slots_in(
-                metadata.page_table, metadata.req_idx[request], seen, metadata.page_size
-            )
-            latents = cache[slots, 0].double()  # [L, d]
-            weights = (q[row].double() @ latents.T * scale).softmax(-1)
-            out[row] = weights @ latents[:, :value_width]
+    for row, slots in seen_slots(metadata):
+        latents = cache[slots, 0].double()  # [L, d]
+        weights = (q[row].double() @ latents.T * scale).softmax(-1)
+        out[row] = weights @ latents[:, :value_width]
     return out

@@ -6,8 +6,8 @@ then row by row what is left: a tree row's own tiles, and the sum of it all.
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
-from shared.kernels.fp8_cache import UNSCALED, KVScales, as_bytes, is_fp8
+from shared.kernels.fp8_cache import as_bytes, is_fp8
 from shared.kernels.page_slots import slots_in
 from shared.kernels.products_cpu import CpuProducts
 from shared.kernels.tree_attention_cpu import tree_attention_cpu
@@ -25,11 +25,12 @@ from shared.kernels.tree_attention_kernels import (
     _finish_rows_kernel,
     _shared_tiles_kernel,
 )
-from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
-from shared.kernels.tree_attention_schedule import Cut, schedule
-from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE, num_chunks
+from shared.kernels.tree_attention_metadata import AttentionParams, TreeAttentionMetadata
+from shared.kernels.tree_attention_schedule import Cut, cut_work, schedule, with_schedule
+from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE
 
 __all__ = [
+    "AttentionParams",
     "TreeAttentionMetadata",
     "attend_in_chunks",
     "prepared",
@@ -52,11 +53,8 @@ def tree_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
-    scale: float,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
     *,
-    softcap: float = 0.0,
-    scales: KVScales = UNSCALED,
     products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Attend from every row to its prefix and its own path.
@@ -70,24 +68,12 @@ def tree_attention(
             dtype of q, or in FP8 (e4m3).
         v_cache: [num_slots, Hkv, d], likewise.
         metadata: TreeAttentionMetadata of the T rows.
-        scale: Multiplies the scores.
-        sinks: [Hq] f32, of each head a score without a V, which all of its rows see; None: there
-            are none.
-        softcap: Scores s become softcap * tanh(s / softcap); 0: they stay.
-        scales: Of caches in FP8.
         products: How a CPU multiplies; None: by a library.
     Returns: [T, Hq, d] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
-        return tree_attention_cpu(
-            *(q, k_cache, v_cache, metadata, scale, sinks),
-            softcap=softcap,
-            scales=scales,
-            products=products,
-        )
-    return attend_in_chunks(
-        *(q, k_cache, v_cache, metadata, scale, sinks), softcap=softcap, scales=scales
-    )
+        return tree_attention_cpu(q, k_cache, v_cache, metadata, params, products=products)
+    return attend_in_chunks(q, k_cache, v_cache, metadata, params)
 
 
 def attend_in_chunks(
@@ -95,11 +81,8 @@ def attend_in_chunks(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
-    scale: float,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
     *,
-    softcap: float = 0.0,
-    scales: KVScales = UNSCALED,
     num_splits: int | None = None,
     chunk_tiles: int = TRITON_CHUNK_TILES,
 ) -> torch.Tensor:
@@ -110,12 +93,9 @@ def attend_in_chunks(
             the states of closed chunks to itself. The bits are the same.
         chunk_tiles: Tiles of the shortest chunks.
     """
+    _check(q, k_cache, v_cache, params.sinks)
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[1]
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
-    assert k_cache.dtype == v_cache.dtype and num_heads % num_kv_heads == 0
-    assert is_fp8(k_cache) or k_cache.dtype == q.dtype
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
+    num_kv_heads, sinks = k_cache.shape[1], params.sinks
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
     if num_rows == 0 or metadata.req_idx.shape[0] == 0:
@@ -150,32 +130,18 @@ def attend_in_chunks(
         "CHUNK_TILES": chunk_tiles,
         "SEQUENTIAL": is_sequential,
         "HAS_SINKS": sinks is not None,
-        "HAS_SOFTCAP": softcap > 0,
+        "HAS_SOFTCAP": params.softcap > 0,
     }
-    v_scale = None
-    if is_fp8(k_cache):
-        scale, v_scale = scale * scales.k, scales.v
-        k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
-    # Weights are powers of 2. Under a cap scores are tanh, of half of what its exponential takes.
-    score_scales = (scale * _LOG2_E, 1.0)
-    if softcap:
-        score_scales = (softcap * _LOG2_E, 2 * scale / softcap * _LOG2_E)
+    sinks = stats if sinks is None else sinks
+    tensors = (q, as_bytes(k_cache), as_bytes(v_cache), sinks, out, stats, acc)
+    numbers = (q.stride(0), num_states, *_score_scales(params, k_cache))
     count_launch("tree_attention")
     _shared_tiles_kernel[(num_kv_heads, cut.num_programs)](
-        q,
-        k_cache,
-        v_cache,
-        stats if sinks is None else sinks,
-        out,
-        stats,
-        acc,
+        *tensors,
         metadata.page_table,
         tables.blocks,
         tables.rows,
-        q.stride(0),
-        num_states,
-        *score_scales,
-        v_scale,
+        *numbers,
         **shape,
         PAGE_SIZE=metadata.page_size,
         HAS_WINDOW=metadata.window > 0,
@@ -186,19 +152,10 @@ def attend_in_chunks(
     if is_done:
         return out
     _finish_rows_kernel[(num_rows, num_kv_heads)](
-        q,
-        k_cache,
-        v_cache,
-        stats if sinks is None else sinks,
-        out,
-        stats,
-        acc,
+        *tensors,
         tables.own_slots,
         tables.rows,
-        q.stride(0),
-        num_states,
-        *score_scales,
-        v_scale,
+        *numbers,
         **shape,
         OWN_SLOTS=tables.own_slots.shape[1],
         QUERIES=own_queries,
@@ -208,24 +165,42 @@ def attend_in_chunks(
     return out
 
 
+def _check(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None
+) -> None:
+    """Check shapes, layouts and dtypes."""
+    num_heads = q.shape[1]
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
+    assert k_cache.dtype == v_cache.dtype and num_heads % k_cache.shape[1] == 0
+    assert is_fp8(k_cache) or k_cache.dtype == q.dtype
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
+
+
+def _score_scales(
+    params: AttentionParams, k_cache: torch.Tensor
+) -> tuple[float, float, float | None]:
+    """Return what kernels multiply: scores, products under a cap, and V in FP8 (else None)."""
+    scale, softcap, v_scale = params.scale, params.softcap, None
+    if is_fp8(k_cache):
+        scale, v_scale = scale * params.kv_scales.k, params.kv_scales.v
+    # Weights are powers of 2. Under a cap scores are tanh, of half of what its exponential takes.
+    if softcap:
+        return softcap * _LOG2_E, 2 * scale / softcap * _LOG2_E, v_scale
+    return scale * _LOG2_E, 1.0, v_scale
+
+
 def prepared(
-    metadata: TreeAttentionMetadata,
-    q_dtype: torch.dtype,
-    num_heads: int,
-    num_kv_heads: int,
+    metadata: TreeAttentionMetadata, q_dtype: torch.dtype, num_heads: int, num_kv_heads: int
 ) -> TreeAttentionMetadata:
     """Return the metadata of one forward, with what all of its layers share computed on a GPU.
 
     Whoever does without has it computed at the first `tree_attention`, which then starts later.
     """
-    # A captured forward computes it anew at every replay: nothing of an earlier one may be kept.
-    metadata = dataclasses.replace(metadata)
-    if not use_triton(metadata.req_idx):
-        return metadata
-    if metadata.path_len.shape[0] and metadata.req_idx.shape[0]:
-        dot = dot_dtype(metadata.req_idx.new_empty(0, dtype=q_dtype))
-        schedule(metadata, _cut(metadata, dot, num_heads, num_kv_heads, None, TRITON_CHUNK_TILES))
-    return metadata
+
+    def cut(metadata: TreeAttentionMetadata, dot: tl.dtype) -> Cut:
+        return _cut(metadata, dot, num_heads, num_kv_heads, None, TRITON_CHUNK_TILES)
+
+    return with_schedule(metadata, q_dtype, cut)
 
 
 def _cut(
@@ -237,28 +212,18 @@ def _cut(
     chunk_tiles: int,
 ) -> Cut:
     """Return how the work is cut, see `attend_in_chunks`."""
-    num_rows, num_reqs = metadata.path_len.shape[0], metadata.req_idx.shape[0]
-    max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, chunk_tiles)
-    is_sequential = num_splits == 0
-    if num_splits is None:
-        is_split = num_rows <= _MAX_SPLIT_ROWS and num_rows * max_chunks <= _MAX_SPLIT_STATES
-        is_sequential = not is_split
-    group_block = triton.next_power_of_2(num_heads // num_kv_heads)
-    rows = max(1, choose_queries(dot) // group_block)
-    # Never fewer programs than blocks of rows, and no read-back of how many those are.
-    num_programs = min(num_rows, num_rows // rows + num_reqs)
-    if num_splits:
-        num_programs *= num_splits
-    elif not is_sequential:
-        wanted = max(num_programs, _SPLIT_PROGRAMS // num_kv_heads)
-        num_programs = min(num_programs * max_chunks, wanted)
-    return Cut(
-        rows=rows,
-        num_programs=num_programs,
-        num_splits=1 if is_sequential else num_splits or 0,
-        max_chunks=max_chunks,
+    num_rows = metadata.path_len.shape[0]
+
+    def is_small(num_blocks: int, max_chunks: int) -> bool:
+        return num_rows <= _MAX_SPLIT_ROWS and num_rows * max_chunks <= _MAX_SPLIT_STATES
+
+    return cut_work(
+        metadata,
+        rows=max(1, choose_queries(dot) // triton.next_power_of_2(num_heads // num_kv_heads)),
         chunk_tiles=chunk_tiles,
-        is_sequential=is_sequential,
+        num_splits=num_splits,
+        wanted=_SPLIT_PROGRAMS // num_kv_heads,
+        is_small=is_small,
     )
 
 
@@ -304,40 +269,41 @@ def tree_attention_ref(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-    *,
-    softcap: float = 0.0,
-    scales: KVScales = UNSCALED,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """Do what `tree_attention` does in plain torch, one row at a time; return f64."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    group = q.shape[1] // k_cache.shape[1]
+    group, scales, softcap = q.shape[1] // k_cache.shape[1], params.kv_scales, params.softcap
     factors = (scales.k, scales.v) if is_fp8(k_cache) else (1.0, 1.0)
-    row_indptr, prefixes = metadata.row_indptr.tolist(), metadata.prefix_len.tolist()
-    for request, prefix in enumerate(prefixes):
+    for row, slots in seen_slots(metadata):
+        k, v = (
+            factor * _rows(cache, slots).repeat_interleave(group, dim=1)  # [L, Hq, d]
+            for cache, factor in zip((k_cache, v_cache), factors, strict=True)
+        )
+        scores = torch.einsum("hd,lhd->hl", q[row].double(), k) * params.scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if params.sinks is not None:
+            scores = torch.cat((scores, params.sinks.double()[:, None]), dim=1)
+        weights = scores.softmax(-1)[:, : len(slots)]
+        out[row] = torch.einsum("hl,lhd->hd", weights, v)
+    return out
+
+
+def seen_slots(metadata: TreeAttentionMetadata) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield every row, padding left out, and the slots that it sees in KV-index order, [L] i32."""
+    device = metadata.req_idx.device
+    row_indptr = metadata.row_indptr.tolist()
+    for request, prefix in enumerate(metadata.prefix_len.tolist()):
         begin, end = row_indptr[request : request + 2]
         for row in range(begin, end):
             path = metadata.path_offset[row, : metadata.path_len[row]].long()
             if metadata.is_chain[request]:
-                path = torch.arange(row - begin + 1, device=q.device)
-            seen = torch.cat((torch.arange(prefix, device=q.device), prefix + path))
+                path = torch.arange(row - begin + 1, device=device)
+            seen = torch.cat((torch.arange(prefix, device=device), prefix + path))
             seen = seen[-metadata.window :]  # a window of 0 hides nothing
-            slots = slots_in(
-                metadata.page_table, metadata.req_idx[request], seen, metadata.page_size
-            )
-            k, v = (
-                factor * _rows(cache, slots).repeat_interleave(group, dim=1)  # [L, Hq, d]
-                for cache, factor in zip((k_cache, v_cache), factors, strict=True)
-            )
-            scores = torch.einsum("hd,lhd->hl", q[row].double(), k) * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            if sinks is not None:
-                scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
-            weights = scores.softmax(-1)[:, : len(seen)]
-            out[row] = torch.einsum("hl,lhd->hd", weights, v)
-    return out
+            req_idx = metadata.req_idx[request]
+            yield row, slots_in(metadata.page_table, req_idx, seen, metadata.page_size)
 
 
 def _rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

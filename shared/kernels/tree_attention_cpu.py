@@ -15,9 +15,9 @@ import math
 import torch
 from torch.nn import functional
 
-from shared.kernels.fp8_cache import UNSCALED, KVScales, as_bytes, is_fp8
+from shared.kernels.fp8_cache import as_bytes, is_fp8
 from shared.kernels.products_cpu import GROUP_MULTIPLE, BatchLibrary, CpuProducts, padded
-from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
+from shared.kernels.tree_attention_metadata import AttentionParams, TreeAttentionMetadata
 from shared.kernels.tree_attention_plan import CPU_KV_TILE, plan_rows
 from shared.kernels.tree_attention_workspace import (
     ELEMENTWISE_CHUNK,
@@ -35,11 +35,8 @@ def tree_attention_cpu(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     metadata: TreeAttentionMetadata,
-    scale: float,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
     *,
-    softcap: float = 0.0,
-    scales: KVScales = UNSCALED,
     products: CpuProducts | None = None,
 ) -> torch.Tensor:
     """Do what `tree_attention` does, on a CPU."""
@@ -53,9 +50,9 @@ def tree_attention_cpu(
     if spaces is None:
         slices = plan_rows(metadata, num_heads, num_kv_heads, head_dim, q.device)
         metadata.plans[key] = spaces = make_workspaces(slices, shape, q.device)
-    v_scale = 1.0
+    scale, softcap, sinks, v_scale = params.scale, params.softcap, params.sinks, 1.0
     if is_fp8(k_cache):
-        scale, v_scale = scale * scales.k, scales.v
+        scale, v_scale = scale * params.kv_scales.k, params.kv_scales.v
     # Weights are powers of 2: exp is several times slower where the result vanishes.
     factor = scale * _LOG2_E * (2 / softcap if softcap else 1)
     scaled = (q.float() * factor).view(num_rows, *shape)

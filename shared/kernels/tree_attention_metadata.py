@@ -1,4 +1,4 @@
-"""What the rows of one step attend to."""
+"""What the rows of one step attend to, and how a layer does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from shared.kernels.fp8_cache import UNSCALED, KVScales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +44,20 @@ class TreeAttentionMetadata:
     window: int = 0
     has_trees: bool = True
     plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams:
+    """What one layer has of its own.
+
+    Args:
+        scale: Multiplies the scores.
+        sinks: [Hq] f32, of each head a score without a V, which all rows see; None: there are none.
+        softcap: Scores s become softcap * tanh(s / softcap); 0: they stay.
+        kv_scales: Of caches in FP8.
+    """
+
+    scale: float
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+    kv_scales: KVScales = UNSCALED

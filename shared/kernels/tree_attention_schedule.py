@@ -7,16 +7,17 @@ before it loads the first K.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch
+from shared.kernels.dispatch import LAUNCH_OPTIONS, count_launch, dot_dtype, use_triton
 from shared.kernels.page_slots import slots_of
 from shared.kernels.tree_attention_metadata import TreeAttentionMetadata
-from shared.kernels.tree_attention_tiles import TRITON_KV_TILE, chunk_of
+from shared.kernels.tree_attention_tiles import TRITON_KV_TILE, chunk_of, num_chunks
 
 # Fields of a table's line, padded to a power of 2.
 BLOCK_FIELDS = 16
@@ -224,6 +225,44 @@ class Cut:
     is_sequential: bool
 
 
+def cut_work(
+    metadata: TreeAttentionMetadata,
+    *,
+    rows: int,
+    chunk_tiles: int,
+    num_splits: int | None,
+    wanted: int,
+    is_small: Callable[[int, int], bool],
+) -> Cut:
+    """Cut the work of an attention.
+
+    Args:
+        num_splits: Programs per block of rows, whatever the rows; 0: one, which takes all chunks;
+            None: as many as are wanted if the work is small, else one.
+        wanted: Programs per KV head.
+        is_small: Whether so many blocks of rows, at most, and chunks are to be split.
+    """
+    num_rows, num_reqs = metadata.path_len.shape[0], metadata.req_idx.shape[0]
+    max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, chunk_tiles)
+    # Never fewer programs than blocks of rows, and no read-back of how many those are.
+    num_programs = min(num_rows, num_rows // rows + num_reqs)
+    is_sequential = num_splits == 0
+    if num_splits is None:
+        is_sequential = not is_small(num_programs, max_chunks)
+    if num_splits:
+        num_programs *= num_splits
+    elif not is_sequential:
+        num_programs = min(num_programs * max_chunks, max(num_programs, wanted))
+    return Cut(
+        rows=rows,
+        num_programs=num_programs,
+        num_splits=1 if is_sequential else num_splits or 0,
+        max_chunks=max_chunks,
+        chunk_tiles=chunk_tiles,
+        is_sequential=is_sequential,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Tables of an attention, the same ones for every layer of a forward.
@@ -295,3 +334,21 @@ def schedule(metadata: TreeAttentionMetadata, cut: Cut) -> Schedule:
     )
     metadata.plans[cut] = Schedule(blocks=blocks, rows=rows, own_slots=own_slots)
     return metadata.plans[cut]
+
+
+def with_schedule(
+    metadata: TreeAttentionMetadata,
+    q_dtype: torch.dtype,
+    cut: Callable[[TreeAttentionMetadata, tl.dtype], Cut],
+) -> TreeAttentionMetadata:
+    """Return the metadata of one forward, with its schedule if kernels will run.
+
+    Args:
+        cut: Of the metadata and the dtype of products.
+    """
+    # A captured forward computes it anew at every replay: nothing of an earlier one may be kept.
+    metadata = replace(metadata)
+    has_rows = metadata.path_len.shape[0] and metadata.req_idx.shape[0]
+    if use_triton(metadata.req_idx) and has_rows:
+        schedule(metadata, cut(metadata, dot_dtype(metadata.req_idx.new_empty(0, dtype=q_dtype))))
+    return metadata

@@ -13,7 +13,12 @@ from shared.kernels.latent_attention import prepared_latents
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.rms_norm import rms_norm
 from shared.kernels.rope_store import rope_store
-from shared.kernels.tree_attention import TreeAttentionMetadata, prepared, tree_attention
+from shared.kernels.tree_attention import (
+    AttentionParams,
+    TreeAttentionMetadata,
+    prepared,
+    tree_attention,
+)
 from shared.messages import MAX_TREE_NODES
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
@@ -137,8 +142,6 @@ class Attention:
     ) -> None:
         self._products = reader.products
         self._eps = config.rms_norm_eps
-        self._scale = config.attention_multiplier or config.head_dim**-0.5
-        self._softcap = config.attention_softcap
         self._residual_multiplier = config.residual_multiplier
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
@@ -157,10 +160,15 @@ class Attention:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
             self._o_bias *= config.residual_multiplier
         self._widths = list(parts.values())
-        self._sinks = None
+        sinks = None
         if config.has_sinks:
-            self._sinks = reader.load(f"{prefix}.sinks", (config.num_heads,), dtype=torch.float32)
-        self._kv_scales = load_kv_scales(reader, prefix)
+            sinks = reader.load(f"{prefix}.sinks", (config.num_heads,), dtype=torch.float32)
+        self._params = AttentionParams(
+            scale=config.attention_multiplier or config.head_dim**-0.5,
+            sinks=sinks,
+            softcap=config.attention_softcap,
+            kv_scales=load_kv_scales(reader, prefix),
+        )
         self._norms = self._wide_norms = None
         if config.has_qk_norm:
             widths = (config.head_dim, config.head_dim)
@@ -208,18 +216,10 @@ class Attention:
             v_cache,
             rows.slot_mapping,
             dtype=x.dtype,
-            scales=self._kv_scales,
+            scales=self._params.kv_scales,
         )
         out = tree_attention(
-            q,
-            k_cache,
-            v_cache,
-            rows.attention,
-            self._scale,
-            self._sinks,
-            softcap=self._softcap,
-            scales=self._kv_scales,
-            products=self._products,
+            q, k_cache, v_cache, rows.attention, self._params, products=self._products
         )
         return multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)
 

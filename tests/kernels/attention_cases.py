@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention_ref
+from shared.kernels.tree_attention import (
+    AttentionParams,
+    TreeAttentionMetadata,
+    tree_attention,
+    tree_attention_ref,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +144,11 @@ def exact(
     batch: Batch, scale: float, sinks: torch.Tensor | None = None, *, softcap: float = 0.0
 ) -> torch.Tensor:
     """Return the attention of every row in float64, on the CPU. [T, Hq, d]."""
-    return tree_attention_ref(
-        batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale, sinks, softcap=softcap
-    ).cpu()
+    params = AttentionParams(scale=scale, sinks=sinks, softcap=softcap)
+    return tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, params).cpu()
+
+
+def attention_of(batch: Batch, scale: float, **fields: Any) -> torch.Tensor:
+    """Return what `tree_attention` has of every row. [T, Hq, d]."""
+    params = AttentionParams(scale=scale, **fields)
+    return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, params)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from shared.kernels.tree_attention import attend_in_chunks, tree_attention
-from tests.kernels.attention_cases import Batch, exact, pack, random_block
+from shared.kernels.tree_attention import AttentionParams, attend_in_chunks
+from tests.kernels.attention_cases import Batch, attention_of, exact, pack, random_block
 
 SCALE = 0.25
 # Groups of 3 heads, which both backends pad.
@@ -19,7 +19,7 @@ SINKS = torch.tensor([0.5, 9.0, -2.0, -1e30, 2.5, 0.0])
 
 
 def attend(batch: Batch, sinks: torch.Tensor | None) -> torch.Tensor:
-    return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE, sinks)
+    return attention_of(batch, SCALE, sinks=sinks)
 
 
 def mixed(device: torch.device, window: int = 0) -> Batch:
@@ -61,8 +61,7 @@ def test_splits_do_not_matter(device: torch.device) -> None:
             batch.k_cache,
             batch.v_cache,
             batch.metadata,
-            SCALE,
-            SINKS.to(device),
+            AttentionParams(scale=SCALE, sinks=SINKS.to(device)),
             num_splits=num_splits,
             chunk_tiles=1,
         )

@@ -12,7 +12,7 @@ import torch
 from shared.kernels.dispatch import launch_counts, use_triton
 from shared.kernels.fp8_cache import KVScales
 from shared.kernels.rope_store import rope_store
-from shared.kernels.tree_attention import tree_attention, tree_attention_ref
+from shared.kernels.tree_attention import AttentionParams, tree_attention, tree_attention_ref
 from tests.kernels.attention_cases import Batch, pack, random_block
 
 FP8 = torch.float8_e4m3fn
@@ -98,14 +98,11 @@ def test_attention_is_that_of_dequantised_caches(
     blocks = [random_block(70, (-1, 0, 0, 1, 2), **heads), random_block(3, 4, **heads)]
     batch = in_fp8(pack(blocks, page_size=page_size, device=device, window=window))
     sinks = torch.randn(4, device=device) if has_sinks else None
-    arguments = (batch.metadata, 0.3, sinks)
-    out = tree_attention(
-        batch.q, batch.k_cache, batch.v_cache, *arguments, softcap=softcap, scales=SCALES
-    )
+    params = AttentionParams(scale=0.3, sinks=sinks, softcap=softcap, kv_scales=SCALES)
+    arguments = (batch.q, batch.k_cache, batch.v_cache, batch.metadata, params)
+    out = tree_attention(*arguments)
     k, v = batch.k_cache.float() * SCALES.k, batch.v_cache.float() * SCALES.v
-    expected = tree_attention_ref(batch.q, k, v, *arguments, softcap=softcap)
+    expected = tree_attention_ref(batch.q, k, v, batch.metadata, params)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    quantised = tree_attention_ref(
-        batch.q, batch.k_cache, batch.v_cache, *arguments, softcap=softcap, scales=SCALES
-    )
+    quantised = tree_attention_ref(*arguments)
     torch.testing.assert_close(quantised, expected, rtol=1e-6, atol=1e-6)

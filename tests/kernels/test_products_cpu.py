@@ -25,6 +25,7 @@ from shared.kernels.products_cpu import (
     ProductLibrary,
 )
 from shared.kernels.tree_attention_cpu import tree_attention_cpu
+from shared.kernels.tree_attention_metadata import AttentionParams
 from tests.kernels.attention_cases import exact, pack, random_block
 from tests.vendor_blas import AddressSensitiveBlas, PlaceSensitiveBatches, PlaceSensitiveBlas
 
@@ -203,7 +204,12 @@ def test_attention_is_right_in_every_way(library: BatchLibrary, group: int, head
     settle_products(products, (group, head_dim))
     outs = [
         tree_attention_cpu(
-            batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.2, products=products
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.metadata,
+            AttentionParams(scale=0.2),
+            products=products,
         )
         for _ in range(2)
     ]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.tree_attention import tree_attention
 from shared.kernels.tree_attention_cpu import tree_attention_cpu
-from tests.kernels.attention_cases import exact, pack, random_block
+from shared.kernels.tree_attention_metadata import AttentionParams
+from tests.kernels.attention_cases import attention_of, exact, pack, random_block
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BUSHY = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 7)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def on_cpu(batch, scale):
+    params = AttentionParams(scale=scale)
+    return tree_attention_cpu(batch.q, batch.k_cache, batch.v_cache, batch.metadata, params)
 
 
 def mixed_blocks(page_size: int, **heads: int):
@@ -34,13 +40,13 @@ def mixed_blocks(page_size: int, **heads: int):
 def test_mixed_batch_matches_the_oracle_over_poisoned_permuted_pages(device, page_size):
     blocks = mixed_blocks(page_size)
     batch = pack(blocks, page_size=page_size, device=device, num_padding_rows=3)
-    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    out = attention_of(batch, 0.25)
     torch.testing.assert_close(
         out.double().cpu(), exact(batch, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
     )
     assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
-    on_cpu = tree_attention_cpu(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
-    torch.testing.assert_close(out, on_cpu, rtol=0, atol=TOLERANCE[torch.float32])
+    want = on_cpu(batch, 0.25)
+    torch.testing.assert_close(out, want, rtol=0, atol=TOLERANCE[torch.float32])
     assert launch_counts().get("tree_attention", 0) == int(use_triton(batch.q))
 
 
@@ -65,7 +71,7 @@ def test_head_shapes_and_dtypes(device, num_heads, num_kv_heads, head_dim, dtype
     blocks = [random_block(61, (-1, 0, 0, 2, 1), **heads), random_block(2, 4, **heads)]
     batch = pack(blocks, page_size=4, device=device, dtype=dtype)
     scale = head_dim**-0.5
-    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale)
+    out = attention_of(batch, scale)
     assert out.dtype == dtype
     expected = exact(batch, scale)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
@@ -80,7 +86,7 @@ def test_window_hides_old_tokens_and_pages_given_back(device, window):
         random_block(129, 1),
     ]
     batch = pack(blocks, page_size=4, device=device, window=window)
-    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    out = attention_of(batch, 0.25)
     expected = exact(batch, 0.25)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
 
@@ -89,8 +95,7 @@ def test_window_hides_old_tokens_and_pages_given_back(device, window):
 def test_soft_cap_bends_scores(device, softcap):
     blocks = [random_block(66, BUSHY), random_block(3, 7), random_block(129, 1)]
     batch = pack(blocks, page_size=4, device=device)
-    args = (batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.9)
-    out = tree_attention(*args, softcap=softcap)
+    out = attention_of(batch, 0.9, softcap=softcap)
     expected = exact(batch, 0.9, softcap=softcap)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
     assert (exact(batch, 0.9) - expected).abs().max() > 1e-3
@@ -100,8 +105,7 @@ def test_soft_cap_bends_scores(device, softcap):
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_scores_far_beyond_a_soft_cap_are_finite(device):
     batch = pack([random_block(9, (-1, 0, 0))], page_size=4, device=device)
-    args = (batch.q, batch.k_cache, batch.v_cache, batch.metadata, 1e4)
-    out = tree_attention(*args, softcap=3.0)
+    out = attention_of(batch, 1e4, softcap=3.0)
     torch.testing.assert_close(
         out.double().cpu(), exact(batch, 1e4, softcap=3.0), rtol=0, atol=2e-5
     )
@@ -112,7 +116,7 @@ def test_every_row_count_up_to_a_full_tree(device):
         parents = tuple((row - 1) // 3 if row else -1 for row in range(num_rows))
         blocks = [random_block(5, parents), random_block(0, num_rows)]
         batch = pack(blocks, page_size=16, device=device)
-        out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+        out = attention_of(batch, 0.25)
         expected = exact(batch, 0.25)
         torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=2e-5)
 
@@ -130,7 +134,7 @@ def test_a_step_without_rows(device):
         is_chain=metadata.is_chain[:0],
         page_size=metadata.page_size,
     )
-    out = tree_attention(batch.q[:0], batch.k_cache, batch.v_cache, empty, 0.25)
+    out = attention_of(replace(batch, q=batch.q[:0], metadata=empty), 0.25)
     assert out.shape == (0, 2, 16)
 
 
@@ -149,7 +153,7 @@ def test_requests_without_rows_among_others(device):
         is_chain=metadata.is_chain[where],
         page_size=metadata.page_size,
     )
-    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, padded, 0.25)
+    out = attention_of(replace(batch, metadata=padded), 0.25)
     torch.testing.assert_close(out.double().cpu(), exact(batch, 0.25), rtol=0, atol=2e-5)
 
 
@@ -159,7 +163,7 @@ def test_many_requests_and_long_chunks_are_cut_into_slices(device):
     blocks = [random_block(17 * index % 230, (-1,)) for index in range(count)]
     blocks += [random_block(40, chunk_len), random_block(130, BUSHY)]
     batch = pack(blocks, page_size=16, device=device)
-    out = tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    out = attention_of(batch, 0.25)
     torch.testing.assert_close(out.double().cpu(), exact(batch, 0.25), rtol=0, atol=2e-5)
 
 
@@ -168,10 +172,10 @@ def test_buffers_of_a_served_step_serve_outside_of_inference_mode(device):
     with torch.inference_mode():
         blocks = [random_block(600, 40, num_heads=8, num_kv_heads=2, head_dim=64)]
         batch = pack(blocks, page_size=16, device=device)
-        tree_attention_cpu(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.125)
+        on_cpu(batch, 0.125)
     blocks = [random_block(61, BUSHY)]
     batch = pack(blocks, page_size=4, device=device)
-    out = tree_attention_cpu(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25)
+    out = on_cpu(batch, 0.25)
     torch.testing.assert_close(
         out.double().cpu(), exact(batch, 0.25), rtol=0, atol=TOLERANCE[torch.float32]
     )

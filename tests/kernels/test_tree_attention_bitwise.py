@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shared.kernels.fp8_cache import KVScales
 from shared.kernels.latent_attention import latent_attention
-from shared.kernels.tree_attention import tree_attention
-from tests.kernels.attention_cases import Block, pack, random_block
+from tests.kernels.attention_cases import Block, attention_of, pack, random_block
 from tests.marks import exhaustive
 
 SCALE = 0.3
@@ -47,18 +47,19 @@ if torch.cuda.is_available():  # the first 512
 
 def tree(batch):
     """Return the output of tree attention."""
-    return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE)
+    return attention_of(batch, SCALE)
 
 
 def capped(batch):
     """Return it of scores under a soft cap that bends them."""
-    return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, SCALE, softcap=2.0)
+    return attention_of(batch, SCALE, softcap=2.0)
 
 
 def fp8(batch):
     """Return it over caches in FP8."""
-    caches = [cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache)]
-    return tree_attention(batch.q, *caches, batch.metadata, SCALE, scales=KVScales(k=0.7, v=1.3))
+    k_cache, v_cache = (c.to(torch.float8_e4m3fn) for c in (batch.k_cache, batch.v_cache))
+    batch = replace(batch, k_cache=k_cache, v_cache=v_cache)
+    return attention_of(batch, SCALE, kv_scales=KVScales(k=0.7, v=1.3))
 
 
 def latent(batch):

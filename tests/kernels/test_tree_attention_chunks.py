@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS
-from shared.kernels.tree_attention import attend_in_chunks
+from shared.kernels.tree_attention import AttentionParams, attend_in_chunks
 from shared.kernels.tree_attention_tiles import (
     TRITON_CHUNK_TILES,
     TRITON_KV_TILE,
@@ -63,7 +63,7 @@ def attend(batch: Batch, num_splits: int | None, chunk_tiles: int = 1) -> torch.
         batch.k_cache,
         batch.v_cache,
         batch.metadata,
-        SCALE,
+        AttentionParams(scale=SCALE),
         num_splits=num_splits,
         chunk_tiles=chunk_tiles,
     )

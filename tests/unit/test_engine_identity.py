@@ -14,7 +14,7 @@ from orchestrator.pairing import ModelIdentity
 from orchestrator.pool import WorkerPool
 from orchestrator.workers import WorkerSession
 from shared.errors import CheckpointError, ConfigError
-from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
+from shared.kernels.tree_attention import AttentionParams, TreeAttentionMetadata, tree_attention
 from shared.messages import WorkerInfo
 from tests import checkpoints
 from tests.checkpoints import Tensors, edit_checkpoint
@@ -119,11 +119,10 @@ def test_a_failed_self_test_ends_the_start_unless_that_is_allowed(
         k: torch.Tensor,
         v: torch.Tensor,
         metadata: TreeAttentionMetadata,
-        scale: float,
-        *arguments: Any,
+        params: AttentionParams,
         **options: Any,
     ) -> torch.Tensor:
-        out = tree_attention(q, k, v, metadata, scale, *arguments, **options)
+        out = tree_attention(q, k, v, metadata, params, **options)
         return out if metadata.is_chain.all() else out * 3 / 3
 
     directory = checkpoints.write_llama(tmp_path)

@@ -14,7 +14,7 @@ import torch
 from shared.kernels.linear import linear_addends
 from shared.kernels.products_cpu import Weight
 from shared.kernels.rope_store import rope_store
-from shared.kernels.tree_attention import TreeAttentionMetadata, tree_attention
+from shared.kernels.tree_attention import AttentionParams, TreeAttentionMetadata, tree_attention
 from shared.messages import AcceptedPath, FeatureChunk, TokenTree
 from shared.step.read_back import ReadBack
 from target_service.phases import NodeOutputs
@@ -209,12 +209,11 @@ def attention_by_node(
     k: torch.Tensor,
     v: torch.Tensor,
     metadata: TreeAttentionMetadata,
-    scale: float,
-    *arguments: Any,
+    params: AttentionParams,
     **options: Any,
 ) -> torch.Tensor:
     """Rounds rows of trees otherwise than those of chains."""
-    out = tree_attention(q, k, v, metadata, scale, *arguments, **options)
+    out = tree_attention(q, k, v, metadata, params, **options)
     return out if metadata.is_chain.all() else out * 3 / 3
 
 
@@ -228,11 +227,10 @@ def nan_in_trees(
     k: torch.Tensor,
     v: torch.Tensor,
     metadata: TreeAttentionMetadata,
-    scale: float,
-    *arguments: Any,
+    params: AttentionParams,
     **options: Any,
 ) -> torch.Tensor:
-    out = tree_attention(q, k, v, metadata, scale, *arguments, **options)
+    out = tree_attention(q, k, v, metadata, params, **options)
     return out if metadata.is_chain.all() else out * float("nan")
 
 

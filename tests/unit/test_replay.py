@@ -80,11 +80,9 @@ class ReplayedGraphs(EmulatedGraphs):
 def _plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU keeps its plan of a step with the metadata; on a GPU there is none to go stale."""
 
-    def attend(
-        q: Any, k: Any, v: Any, metadata: Any, scale: float, *arguments: Any, **named: Any
-    ) -> torch.Tensor:
+    def attend(q: Any, k: Any, v: Any, metadata: Any, *rest: Any, **named: Any) -> torch.Tensor:
         metadata.plans.clear()
-        return tree_attention_cpu(q, k, v, metadata, scale, *arguments, **named)
+        return tree_attention_cpu(q, k, v, metadata, *rest, **named)
 
     monkeypatch.setattr(tree_attention, "tree_attention_cpu", attend)
 
