@@ -13,13 +13,16 @@ import triton.language as tl
 from shared.kernels.dependent_launch import wait_for_previous
 from shared.kernels.page_slots import slots_of
 from shared.kernels.tree_attention_tiles import (
-    NOTHING,
     add_scores,
     attention_of,
     chunk_begin,
     chunk_of,
     empty_state,
     fold,
+    load_acc,
+    load_state,
+    load_stats,
+    store_state,
 )
 
 # States that are read before the first of them is folded.
@@ -74,35 +77,6 @@ def _scores(q_value, q_tail, value, tail):
 
 
 @triton.jit
-def _load_stats(stats_ptr, index, is_stored):
-    """Return (largest, total) of states, or of the empty one where nothing `is_stored`.
-
-    Args:
-        index: Of the states, i64 [QUERIES].
-        is_stored: [QUERIES].
-    """
-    largest = tl.load(stats_ptr + 2 * index, mask=is_stored, other=NOTHING)
-    return largest, tl.load(stats_ptr + 2 * index + 1, mask=is_stored, other=0.0)
-
-
-@triton.jit
-def _load_acc(acc_ptr, index, column, is_stored, VALUE: tl.constexpr):
-    """Return columns of states likewise. [QUERIES, columns]"""
-    mask = is_stored[:, None] & (column < VALUE)[None, :]
-    return tl.load(acc_ptr + index[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_state(stats_ptr, acc_ptr, index, is_live, state, VALUE: tl.constexpr):
-    """Store states; see `_load_stats`."""
-    column = tl.arange(0, state[2].shape[1])
-    tl.store(stats_ptr + 2 * index, state[0], mask=is_live)
-    tl.store(stats_ptr + 2 * index + 1, state[1], mask=is_live)
-    acc_ptrs = acc_ptr + index[:, None] * VALUE + column[None, :]
-    tl.store(acc_ptrs, state[2], mask=is_live[:, None] & (column < VALUE)[None, :])
-
-
-@triton.jit
 def _fold_in_memory(
     stats_ptr,
     acc_ptr,
@@ -120,13 +94,13 @@ def _fold_in_memory(
         following: Of the others.
     """
     tl.debug_barrier()  # other threads stored what these load
-    largest, total = _load_stats(stats_ptr, index, is_live)
-    other_largest, other_total = _load_stats(stats_ptr, following, is_live)
+    largest, total = load_stats(stats_ptr, index, is_live)
+    other_largest, other_total = load_stats(stats_ptr, following, is_live)
     tl.debug_barrier()
     for first in range(0, VALUE_BLOCK, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        acc = _load_acc(acc_ptr, index, column, is_live, VALUE)
-        other = _load_acc(acc_ptr, following, column, is_live, VALUE)
+        acc = load_acc(acc_ptr, index, column, is_live, VALUE)
+        other = load_acc(acc_ptr, following, column, is_live, VALUE)
         folded = fold((largest, total, acc), (other_largest, other_total, other))
         acc_ptrs = acc_ptr + index[:, None] * VALUE + column[None, :]
         tl.store(acc_ptrs, folded[2], mask=is_live[:, None] & (column < VALUE)[None, :])
@@ -206,7 +180,7 @@ def _shared_latents_kernel(
     state_index = q_row * num_states
     if SEQUENTIAL:
         empty = empty_state(QUERIES, VALUE_BLOCK)
-        _store_state(stats_ptr, acc_ptr, state_index * HEADS + head, is_live, empty, VALUE)
+        store_state(stats_ptr, acc_ptr, state_index * HEADS + head, is_live, empty, VALUE)
     for chunk in range(first_chunk, end_chunk):
         if SEQUENTIAL:
             if chunk > first_chunk:
@@ -237,7 +211,7 @@ def _shared_latents_kernel(
             state = add_scores(state, scores, value, is_visible, scale)
             kv_index += TILE
         place = state_index + (1 if SEQUENTIAL else chunk)
-        _store_state(stats_ptr, acc_ptr, place * HEADS + head, is_live, state, VALUE)
+        store_state(stats_ptr, acc_ptr, place * HEADS + head, is_live, state, VALUE)
 
 
 @triton.jit(do_not_specialize=["num_states"])
@@ -306,17 +280,14 @@ def _finish_latents_kernel(
         for ahead in tl.static_range(_STATES_AHEAD):
             index = (state_index + first + ahead) * HEADS + head
             is_stored = is_live & (first + ahead < end_chunk)
-            largest, total = _load_stats(stats_ptr, index, is_stored)
-            acc = _load_acc(acc_ptr, index, column, is_stored, VALUE)
-            folded = fold(folded, (largest, total, acc))
+            state = load_state(stats_ptr, acc_ptr, index, column, is_stored, VALUE)
+            folded = fold(folded, state)
     if has_own:
         q_offset = (q_row * HEADS + head) * (VALUE + TAIL)
         q_value = _load_columns(q_ptr, q_offset, 0, VALUE, VALUE_BLOCK, DOT_DTYPE, is_live)
         q_tail = _load_columns(q_ptr, q_offset, VALUE, TAIL, TAIL_BLOCK, DOT_DTYPE, is_live)
         index = (state_index + shared_chunk) * HEADS + head
-        largest, total = _load_stats(stats_ptr, index, is_live & continues)
-        acc = _load_acc(acc_ptr, index, column, is_live & continues, VALUE)
-        state = (largest, total, acc)
+        state = load_state(stats_ptr, acc_ptr, index, column, is_live & continues, VALUE)
         for tile in range(own_tile, end_tile):
             slot = tl.load(slots_ptr + (tile - own_tile) * TILE)
             value, tail = _load_tile(

@@ -12,7 +12,6 @@ from shared.kernels.dependent_launch import wait_for_previous
 from shared.kernels.page_slots import slots_of
 from shared.kernels.quantized import from_e4m3
 from shared.kernels.tree_attention_tiles import (
-    NOTHING,
     add_sink,
     add_tile,
     attention_of,
@@ -20,6 +19,8 @@ from shared.kernels.tree_attention_tiles import (
     chunk_of,
     empty_state,
     fold,
+    load_state,
+    store_state,
 )
 
 # States that are read before the first of them is folded.
@@ -62,61 +63,6 @@ def _load_tile(
     if k_ptr.dtype.element_ty == tl.uint8:
         k, v = from_e4m3(k, DOT_DTYPE), from_e4m3(v, DOT_DTYPE)
     return k.to(DOT_DTYPE), v.to(DOT_DTYPE)
-
-
-@triton.jit
-def _store_state(
-    stats_ptr,
-    acc_ptr,
-    row_offset,
-    head,
-    is_live,
-    in_dim,
-    state,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Store a state of rows x heads.
-
-    Args:
-        row_offset: Index of each row's state: [QUERIES], or one.
-        head: [QUERIES], of the group.
-        is_live: [QUERIES].
-        in_dim: [d].
-    """
-    dim = tl.arange(0, in_dim.shape[0])
-    index = row_offset * GROUP + head
-    tl.store(stats_ptr + 2 * index, state[0], mask=is_live)
-    tl.store(stats_ptr + 2 * index + 1, state[1], mask=is_live)
-    acc_ptrs = acc_ptr + index[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(acc_ptrs, state[2], mask=is_live[:, None] & in_dim[None, :])
-
-
-@triton.jit
-def _load_state(
-    stats_ptr,
-    acc_ptr,
-    row_offset,
-    head,
-    is_stored,
-    in_dim,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Load a state of one row, or the empty one if nothing `is_stored`: ([H], [H], [H, d]).
-
-    Args:
-        row_offset: Index of the row's state.
-        head: [H]; past the group there is nothing.
-    """
-    is_live = head < tl.where(is_stored, GROUP, 0)
-    dim = tl.arange(0, in_dim.shape[0])
-    index = row_offset * GROUP + head
-    largest = tl.load(stats_ptr + 2 * index, mask=is_live, other=NOTHING)
-    total = tl.load(stats_ptr + 2 * index + 1, mask=is_live, other=0.0)
-    acc_ptrs = acc_ptr + index[:, None] * HEAD_DIM + dim[None, :]
-    acc = tl.load(acc_ptrs, mask=is_live[:, None] & in_dim[None, :], other=0.0)
-    return largest, total, acc
 
 
 @triton.jit
@@ -239,17 +185,8 @@ def _shared_tiles_kernel(
             state = add_tile(state, q, k, v, is_visible, scale, inner_scale, HAS_SOFTCAP)
             kv_index += TILE
         if not SEQUENTIAL:
-            _store_state(
-                stats_ptr,
-                acc_ptr,
-                state_index + chunk,
-                head,
-                is_live,
-                in_dim,
-                state,
-                GROUP,
-                HEAD_DIM,
-            )
+            index = (state_index + chunk) * GROUP + head
+            store_state(stats_ptr, acc_ptr, index, is_live, state, HEAD_DIM)
 
     if SEQUENTIAL:
         if is_chain:
@@ -261,28 +198,9 @@ def _shared_tiles_kernel(
             out_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
             tl.store(out_ptr + out_offset[:, None] + dim[None, :], out, mask=is_value)
         else:
-            _store_state(
-                stats_ptr,
-                acc_ptr,
-                state_index,
-                head,
-                is_live,
-                in_dim,
-                closed,
-                GROUP,
-                HEAD_DIM,
-            )
-            _store_state(
-                stats_ptr,
-                acc_ptr,
-                state_index + 1,
-                head,
-                is_live,
-                in_dim,
-                state,
-                GROUP,
-                HEAD_DIM,
-            )
+            index = state_index * GROUP + head
+            store_state(stats_ptr, acc_ptr, index, is_live, closed, HEAD_DIM)
+            store_state(stats_ptr, acc_ptr, index + GROUP, is_live, state, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_states"])
@@ -368,16 +286,10 @@ def _finish_rows_kernel(
     if has_path:
         # Own tiles continue the last shared chunk, if they begin inside of it.
         chunk = chunk_of(own_tile, CHUNK_TILES)
-        state = _load_state(
-            stats_ptr,
-            acc_ptr,
-            row_states + chunk,
-            head,
-            has_shared & (chunk == shared_chunk),
-            in_dim,
-            GROUP,
-            HEAD_DIM,
-        )
+        continues = has_shared & (chunk == shared_chunk)
+        index = (row_states + chunk) * GROUP + head
+        is_stored = head < tl.where(continues, GROUP, 0)
+        state = load_state(stats_ptr, acc_ptr, index, dim, is_stored, HEAD_DIM)
         for tile in range(own_tile, end_tile):
             if tile > own_tile:
                 k, v = _load_tile(
@@ -395,17 +307,8 @@ def _finish_rows_kernel(
             chunk = chunk_of(tile, CHUNK_TILES)
             closes = tile + 1 == chunk_begin(chunk + 1, CHUNK_TILES)
             if closes | (tile + 1 == end_tile):
-                _store_state(
-                    stats_ptr,
-                    acc_ptr,
-                    row_states + chunk,
-                    head,
-                    is_live,
-                    in_dim,
-                    state,
-                    GROUP,
-                    HEAD_DIM,
-                )
+                index = (row_states + chunk) * GROUP + head
+                store_state(stats_ptr, acc_ptr, index, is_live, state, HEAD_DIM)
                 state = empty_state(QUERIES, DIM_BLOCK)
             kv_index += TILE
         tl.debug_barrier()  # other threads read what these stored
@@ -417,16 +320,9 @@ def _finish_rows_kernel(
     end_chunk = tl.where(kv_len > 0, last_chunk + 1, first_chunk)
     for first in range(first_chunk, end_chunk, _STATES_AHEAD):
         for ahead in tl.static_range(_STATES_AHEAD):
-            state = _load_state(
-                stats_ptr,
-                acc_ptr,
-                row_states + first + ahead,
-                head,
-                first + ahead < end_chunk,
-                in_dim,
-                GROUP,
-                HEAD_DIM,
-            )
+            index = (row_states + first + ahead) * GROUP + head
+            is_stored = head < tl.where(first + ahead < end_chunk, GROUP, 0)
+            state = load_state(stats_ptr, acc_ptr, index, dim, is_stored, HEAD_DIM)
             folded = fold(folded, state)
     if HAS_SINKS:
         folded = add_sink(folded, _load_sink(sinks_ptr, kv_head, head, GROUP))

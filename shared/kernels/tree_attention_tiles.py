@@ -151,3 +151,39 @@ def add_sink(state, sink):
 def attention_of(state):
     """Return the weighted mean of V, [QUERIES, d]; 0 of an empty state."""
     return state[2] / tl.where(state[1] > 0.0, state[1], 1.0)[:, None] + 0.0
+
+
+@triton.jit
+def load_stats(stats_ptr, index, is_stored):
+    """Return (largest, total) of stored states, or of the empty one where nothing `is_stored`.
+
+    Args:
+        index: Of the states, i64 [QUERIES].
+        is_stored: [QUERIES].
+    """
+    largest = tl.load(stats_ptr + 2 * index, mask=is_stored, other=NOTHING)
+    return largest, tl.load(stats_ptr + 2 * index + 1, mask=is_stored, other=0.0)
+
+
+@triton.jit
+def load_acc(acc_ptr, index, column, is_stored, WIDTH: tl.constexpr):
+    """Return columns of stored states likewise, and zeros past WIDTH. [QUERIES, columns]"""
+    mask = is_stored[:, None] & (column < WIDTH)[None, :]
+    return tl.load(acc_ptr + index[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_state(stats_ptr, acc_ptr, index, column, is_stored, WIDTH: tl.constexpr):
+    """Return columns of stored states and their stats."""
+    largest, total = load_stats(stats_ptr, index, is_stored)
+    return largest, total, load_acc(acc_ptr, index, column, is_stored, WIDTH)
+
+
+@triton.jit
+def store_state(stats_ptr, acc_ptr, index, is_live, state, WIDTH: tl.constexpr):
+    """Store states; see `load_stats`."""
+    column = tl.arange(0, state[2].shape[1])
+    tl.store(stats_ptr + 2 * index, state[0], mask=is_live)
+    tl.store(stats_ptr + 2 * index + 1, state[1], mask=is_live)
+    acc_ptrs = acc_ptr + index[:, None] * WIDTH + column[None, :]
+    tl.store(acc_ptrs, state[2], mask=is_live[:, None] & (column < WIDTH)[None, :])
