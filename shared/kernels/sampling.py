@@ -26,6 +26,7 @@ from shared.kernels.sampling_filters import (
     is_filtered,
     largest_of,
     least_mass_of,
+    load_filters,
     load_scaled,
     mass_of,
     needed_mass,
@@ -74,9 +75,7 @@ def _best_of_chunk_kernel(
     x = tl.where(column < width, x, -float("inf"))
     is_noisy = temperature > 0.0
     if HAS_FILTERS:  # filtered rows get noise where it is known what they keep
-        top_k = tl.load(top_k_ptr + row)
-        top_p = tl.load(top_p_ptr + row)
-        min_p = tl.load(min_p_ptr + row)
+        top_k, top_p, min_p = load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row)
         is_noisy = is_noisy & (not is_filtered(temperature, top_k, top_p, min_p, width))
     if is_noisy:
         x += gumbel_bound_block(tl.load(seed_ptr + row), tl.load(position_ptr + row), column)
@@ -90,10 +89,13 @@ def _best_of_chunk_kernel(
 
 
 @triton.jit
-def _load_keys(
-    logits_ptr, key_ptr, row, start, num_keys, is_list, width, temperature, CAPACITY, STEP
-):
-    """Return STEP keys of a row's list, or of the row where it has none; -inf past the end."""
+def _load_keys(row_keys, start, CAPACITY: tl.constexpr, STEP: tl.constexpr):
+    """Return STEP keys of a row's list, or of the row where it has none; -inf past the end.
+
+    Args:
+        row_keys: (logits_ptr, key_ptr, row, num_keys, is_list, width, temperature).
+    """
+    logits_ptr, key_ptr, row, num_keys, is_list, width, temperature = row_keys
     index = (start + tl.arange(0, STEP)).to(tl.int64)
     if is_list:
         nothing = order_key(tl.full((), -float("inf"), dtype=tl.float32), index * 0)
@@ -105,32 +107,25 @@ def _load_keys(
 
 @triton.jit
 def _weight_from(
-    logits_ptr,
-    key_ptr,
-    row,
-    num_keys,
-    is_list,
-    width,
-    temperature,
+    row_keys,
     largest,
     least,
-    IS_MASS: tl.constexpr,
     CAPACITY: tl.constexpr,
     STEP: tl.constexpr,
+    IS_MASS: tl.constexpr,
 ):
     """Return the number, or the mass, of a row's keys that are at least each `least`.
 
     Args:
+        row_keys: As `_load_keys` has them.
         least: [LANES] i64.
     """
+    num_keys = row_keys[3]
     weight = tl.zeros((least.shape[0], STEP), dtype=tl.int64)
     for start in range(0, num_keys, STEP):
-        key = _load_keys(
-            logits_ptr, key_ptr, row, start, num_keys, is_list, width, temperature, CAPACITY, STEP
-        )
-        is_counted = (key[None, :] >= least[:, None]) & (start + tl.arange(0, STEP) < num_keys)[
-            None, :
-        ]
+        key = _load_keys(row_keys, start, CAPACITY, STEP)
+        in_keys = start + tl.arange(0, STEP) < num_keys
+        is_counted = (key[None, :] >= least[:, None]) & in_keys[None, :]
         if IS_MASS:
             mass = mass_of(key_value(key), largest)
             weight += tl.where(is_counted, mass[None, :], 0)
@@ -141,41 +136,21 @@ def _weight_from(
 
 @triton.jit
 def _largest_key(
-    logits_ptr,
-    key_ptr,
-    row,
-    num_keys,
-    is_list,
-    width,
-    temperature,
+    row_keys,
     largest,
     needed,
     low,
-    IS_MASS: tl.constexpr,
     CAPACITY: tl.constexpr,
     STEP: tl.constexpr,
     LANES: tl.constexpr,
+    IS_MASS: tl.constexpr,
 ):
     """Return the largest key such that the keys from it on weigh `needed`; from `low` on do."""
     high = order_key(largest, tl.zeros_like(low)) + 1  # from here on nothing is left
     lane = tl.arange(0, LANES).to(tl.int64)
     while low + 1 < high:
         stride = tl.maximum((high - low) // LANES, 1)
-        least = low + lane * stride
-        weight = _weight_from(
-            logits_ptr,
-            key_ptr,
-            row,
-            num_keys,
-            is_list,
-            width,
-            temperature,
-            largest,
-            least,
-            IS_MASS=IS_MASS,
-            CAPACITY=CAPACITY,
-            STEP=STEP,
-        )
+        weight = _weight_from(row_keys, largest, low + lane * stride, CAPACITY, STEP, IS_MASS)
         # Lane 0 is `low` itself; weights fall from lane to lane.
         last = tl.sum((weight >= needed).to(tl.int64), axis=0) - 1
         next_high = low + (last + 1) * stride
@@ -207,64 +182,23 @@ def _filtered_token(
     """Return the token with the largest noisy logit among those that the filters keep, i64."""
     is_list = num_listed <= CAPACITY
     num_keys = tl.where(is_list, num_listed, width)
+    row_keys = (logits_ptr, key_ptr, row, num_keys, is_list, width, temperature)
     least = order_key(level, tl.full((), 0x7FFFFFFF, dtype=tl.int64))
     if (top_k > 0) & (top_k < width):
-        least = _largest_key(
-            logits_ptr,
-            key_ptr,
-            row,
-            num_keys,
-            is_list,
-            width,
-            temperature,
-            largest,
-            top_k.to(tl.int64),
-            least,
-            IS_MASS=False,
-            CAPACITY=CAPACITY,
-            STEP=STEP,
-            LANES=LANES,
-        )
+        needed = top_k.to(tl.int64)
+        least = _largest_key(row_keys, largest, needed, least, CAPACITY, STEP, LANES, IS_MASS=False)
         if top_p < 1.0:
-            total = _weight_from(
-                logits_ptr,
-                key_ptr,
-                row,
-                num_keys,
-                is_list,
-                width,
-                temperature,
-                largest,
-                least + tl.zeros((1,), dtype=tl.int64),
-                IS_MASS=True,
-                CAPACITY=CAPACITY,
-                STEP=STEP,
-            )
-            total_mass = tl.sum(total, axis=0)
+            lowest = least + tl.zeros((1,), dtype=tl.int64)
+            mass = _weight_from(row_keys, largest, lowest, CAPACITY, STEP, IS_MASS=True)
+            total_mass = tl.sum(mass, axis=0)
     if top_p < 1.0:
-        least = _largest_key(
-            logits_ptr,
-            key_ptr,
-            row,
-            num_keys,
-            is_list,
-            width,
-            temperature,
-            largest,
-            needed_mass(top_p, total_mass),
-            least,
-            IS_MASS=True,
-            CAPACITY=CAPACITY,
-            STEP=STEP,
-            LANES=LANES,
-        )
+        needed = needed_mass(top_p, total_mass)
+        least = _largest_key(row_keys, largest, needed, least, CAPACITY, STEP, LANES, IS_MASS=True)
     least_mass = least_mass_of(min_p)
     best = tl.full((STEP,), -float("inf"), dtype=tl.float32)
     best_id = tl.zeros((STEP,), dtype=tl.int64)
     for start in range(0, num_keys, STEP):
-        key = _load_keys(
-            logits_ptr, key_ptr, row, start, num_keys, is_list, width, temperature, CAPACITY, STEP
-        )
+        key = _load_keys(row_keys, start, CAPACITY, STEP)
         x = key_value(key)
         column = key_index(key)
         is_kept = (key >= least) & (mass_of(x, largest) >= least_mass)
@@ -356,9 +290,7 @@ def _best_of_row_kernel(
     is_noisy = temperature > 0.0
     token = tl.zeros((), dtype=tl.int64)
     if HAS_FILTERS:
-        top_k = tl.load(top_k_ptr + row)
-        top_p = tl.load(top_p_ptr + row)
-        min_p = tl.load(min_p_ptr + row)
+        top_k, top_p, min_p = load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row)
         if is_filtered(temperature, top_k, top_p, min_p, width):
             is_noisy = False
             token = _filtered_token(
@@ -430,26 +362,16 @@ def sample(
     Returns: [R] i32 token ids.
     Mutates: is_finite.
     """
+    columns = (temperature, top_k, top_p, min_p, seed, position)
     if not use_triton(logits):
-        return sample_ref(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            position,
-            has_filters=has_filters,
-            is_finite=is_finite,
-        )
+        return sample_ref(logits, *columns, has_filters=has_filters, is_finite=is_finite)
     assert logits.dtype == torch.float32
     logits = logits.contiguous()
     num_rows, width = logits.shape
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
         return out
-    filters = tuple(column.contiguous() for column in (temperature, top_k, top_p, min_p))
-    noise = seed.contiguous(), position.contiguous()
+    columns = tuple(column.contiguous() for column in columns)
     block = min(BLOCK, triton.next_power_of_2(width))
     num_chunks = triton.cdiv(width, block)
     value = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
@@ -461,8 +383,7 @@ def sample(
     count_launch("sample")
     _best_of_chunk_kernel[(num_rows, num_chunks)](
         logits,
-        *filters,
-        *noise,
+        *columns,
         value,
         best_id,
         second,
@@ -473,11 +394,10 @@ def sample(
         num_warps=4,
         **dependent_launch(logits),
     )
-    listed = shortlist(logits, filters, value, block=block) if has_filters else None
+    listed = shortlist(logits, columns[:4], value, block=block) if has_filters else None
     _best_of_row_kernel[(num_rows,)](
         logits,
-        *filters,
-        *noise,
+        *columns,
         value,
         best_id,
         second,

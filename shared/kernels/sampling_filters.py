@@ -72,6 +72,12 @@ def needed_mass(top_p, total):
 
 
 @triton.jit
+def load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row):
+    """Return (top_k, top_p, min_p) of a row."""
+    return tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+
+
+@triton.jit
 def is_filtered(temperature, top_k, top_p, min_p, width):
     """Return whether a row's filters can drop anything."""
     has_top_k = (top_k > 0) & (top_k < width)
@@ -119,9 +125,7 @@ def _tabulate_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
+    top_k, top_p, min_p = load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row)
     if is_filtered(temperature, top_k, top_p, min_p, width):
         largest = largest_of(chunk_value_ptr, row, NUM_CHUNKS, CHUNKS)
         level = _levels(largest, LANES)
@@ -158,9 +162,7 @@ def _choose_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
+    top_k, top_p, min_p = load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row)
     if is_filtered(temperature, top_k, top_p, min_p, width):
         largest = largest_of(chunk_value_ptr, row, NUM_CHUNKS, CHUNKS)
         level = _levels(largest, LANES)
@@ -207,9 +209,7 @@ def _list_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
+    top_k, top_p, min_p = load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row)
     if is_filtered(temperature, top_k, top_p, min_p, width):
         if tl.load(num_listed_ptr + row) <= CAPACITY:
             column = chunk * BLOCK + tl.arange(0, BLOCK)
