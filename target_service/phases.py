@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from shared.kernels.accept_walk import AcceptWalk
+from shared.kernels.penalties import Penalties
 from shared.step.packing import PackedRows
 from shared.step.read_back import ReadBack
 
@@ -189,25 +190,6 @@ class ForbiddenInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PenaltyInput:
-    """Rows with penalties.
-
-    Args:
-        rows: [P] i64, logit rows.
-        req_idx: [P] i64, rows of the tables of tokens.
-        path_token_ids: [P, D] i64, tokens of the row's own path below the root, padded with -1.
-        repetition, presence, frequency: [P] f32.
-    """
-
-    rows: torch.Tensor
-    req_idx: torch.Tensor
-    path_token_ids: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskInput:
     """Rows with a grammar.
 
@@ -241,7 +223,7 @@ class SamplingInput:
     seed: torch.Tensor
     has_filters: bool
     bias: BiasInput | None
-    penalties: PenaltyInput | None
+    penalties: Penalties | None
     forbidden: ForbiddenInput | None
     masks: MaskInput | None
 

@@ -14,19 +14,18 @@ import torch
 from numpy.typing import NDArray
 
 from shared.grammar.threads import MatcherThreads
-from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
+from shared.kernels.penalties import (
+    Penalties,
+    apply_logit_bias,
+    apply_min_new_tokens,
+    apply_penalties,
+)
 from shared.kernels.sampling import finite_rows, sample
 from shared.kernels.token_mask import apply_token_masks
 from shared.step.packing import to_device
 from shared.step.staging import Fields, Staging
 from target_service.nodes import SampledNodes
-from target_service.phases import (
-    BiasInput,
-    ForbiddenInput,
-    MaskInput,
-    PenaltyInput,
-    SamplingInput,
-)
+from target_service.phases import BiasInput, ForbiddenInput, MaskInput, SamplingInput
 from target_service.request import TargetRequest
 
 # What stays the same from round to round of a request.
@@ -154,7 +153,8 @@ class Sampler:
         if inputs.bias is not None:
             apply_logit_bias(logits, inputs.bias.rows, inputs.bias.token_ids, inputs.bias.values)
         if inputs.penalties is not None:
-            self._penalise(logits, inputs.penalties)
+            assert self._prompt_mask is not None and self._output_counts is not None
+            apply_penalties(logits, inputs.penalties, self._prompt_mask, self._output_counts)
         if inputs.forbidden is not None:
             apply_min_new_tokens(logits, inputs.forbidden.rows, inputs.forbidden.token_ids)
         if inputs.masks is not None:
@@ -242,34 +242,20 @@ class Sampler:
 
     def _penalties(
         self, nodes: SampledNodes, per_row: NDArray, staging: Staging
-    ) -> PenaltyInput | None:
+    ) -> Penalties | None:
         """Return the rows of the requests that ask for it; the tables hold node 0 already."""
         if not per_row["has_penalties"].any():
             return None
         rows = np.flatnonzero(per_row["has_penalties"])
         path = nodes.path[rows]
         is_on_path = np.arange(path.shape[1]) <= nodes.depth[rows, None]
-        return PenaltyInput(
+        return Penalties(
             rows=staging.add(rows),
             req_idx=staging.add(nodes.req_idx[nodes.tree[rows]]),
             path_token_ids=staging.add(np.where(is_on_path, nodes.token_ids[path], -1)[:, 1:]),
             repetition=staging.add(per_row["repetition"][rows]),
             presence=staging.add(per_row["presence"][rows]),
             frequency=staging.add(per_row["frequency"][rows]),
-        )
-
-    def _penalise(self, logits: torch.Tensor, inputs: PenaltyInput) -> None:
-        assert self._prompt_mask is not None and self._output_counts is not None
-        apply_penalties(
-            logits,
-            row_index=inputs.rows,
-            request_index=inputs.req_idx,
-            prompt_mask=self._prompt_mask,
-            output_counts=self._output_counts,
-            path_token_ids=inputs.path_token_ids,
-            repetition=inputs.repetition,
-            presence=inputs.presence,
-            frequency=inputs.frequency,
         )
 
 

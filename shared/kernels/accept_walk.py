@@ -146,15 +146,8 @@ def accept_walk(
     """
     if not use_triton(token_ids):
         return accept_walk_ref(
-            token_ids,
-            parent_index,
-            node_rows,
-            target_predict,
-            seq_len,
-            req_idx,
-            page_table,
-            roots,
-            newest_slot,
+            *(token_ids, parent_index, node_rows, target_predict, seq_len, req_idx),
+            *(page_table, roots, newest_slot),
             page_size=page_size,
             max_depth=max_depth,
         )

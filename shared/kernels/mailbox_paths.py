@@ -329,22 +329,11 @@ def take_paths(
     """
     if not use_triton(token_ids):
         return take_paths_ref(
-            paths,
-            mailbox,
-            slot,
-            round_tag,
-            stop,
-            arrived,
-            token_ids,
-            slot_mapping,
-            last_rows,
-            hidden_idx,
+            *(paths, mailbox, slot, round_tag, token_ids, slot_mapping, last_rows, hidden_idx),
             num_reqs=num_reqs,
             path_width=path_width,
             spare_idx=spare_idx,
             vocab_size=vocab_size,
-            timeout_us=timeout_us,
-            grace_us=grace_us,
         )
     assert 1 <= len(paths) <= MAX_MAILBOXES and path_width <= MAX_PATH
     assert all(own.shape[1] == MAX_PATH and own.is_contiguous() for own in paths)
@@ -388,8 +377,6 @@ def take_paths_ref(
     mailbox: torch.Tensor,
     slot: torch.Tensor,
     round_tag: torch.Tensor,
-    stop: torch.Tensor,
-    arrived: torch.Tensor,
     token_ids: torch.Tensor,
     slot_mapping: torch.Tensor,
     last_rows: torch.Tensor,
@@ -399,8 +386,6 @@ def take_paths_ref(
     path_width: int,
     spare_idx: int,
     vocab_size: int,
-    timeout_us: int,
-    grace_us: int,
 ) -> torch.Tensor:
     """Do what `take_paths` does in plain torch, of the words that are there."""
     round_tag = round_tag[:num_reqs, None]

@@ -287,15 +287,8 @@ def take_trees(
     device = token_ids.device
     if not use_triton(token_ids):
         return take_trees_ref(
-            trees,
-            slot,
-            round_tag,
-            is_behind,
-            newest_slot,
-            token_ids,
-            position_ids,
-            slot_mapping,
-            attention,
+            *(trees, slot, round_tag, is_behind, newest_slot),
+            *(token_ids, position_ids, slot_mapping, attention),
             num_trees=num_trees,
             num_nodes=num_nodes,
             num_rows=num_rows,

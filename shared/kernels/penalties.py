@@ -6,6 +6,8 @@ penalties: (num_rows, num_chunks).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -61,17 +63,32 @@ def _penalties_kernel(
     tl.store(row_ptr + column, x, mask=in_row)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Rows with penalties.
+
+    Args:
+        rows: [P] i64, rows of the logits, each once.
+        req_idx: [P] i64, rows of the tables of tokens.
+        path_token_ids: [P, D] i64, tokens on the row's path that the tables do not count yet,
+            padded with -1.
+        repetition: [P] f32, 1 = off.
+        presence, frequency: [P] f32, 0 = off.
+    """
+
+    rows: torch.Tensor
+    req_idx: torch.Tensor
+    path_token_ids: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+
+
 def apply_penalties(
     logits: torch.Tensor,
-    *,
-    row_index: torch.Tensor,
-    request_index: torch.Tensor,
+    penalties: Penalties,
     prompt_mask: torch.Tensor,
     output_counts: torch.Tensor,
-    path_token_ids: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
 ) -> None:
     """Penalise the tokens that a row has seen: repetition first, then frequency and presence.
 
@@ -80,49 +97,32 @@ def apply_penalties(
 
     Args:
         logits: [R, V] f32.
-        row_index: [P] i64, rows of the logits, each once.
-        request_index: [P] i64. Row of the two tables.
         prompt_mask: [Q, V] bool. Tokens of the prompt.
         output_counts: [Q, V] i32. Occurrences among the committed output tokens.
-        path_token_ids: [P, D] i64. Tokens on the row's path that are not in output_counts yet,
-            padded with -1.
-        repetition: [P] f32, 1 = off.
-        presence: [P] f32, 0 = off.
-        frequency: [P] f32, 0 = off.
-    Mutates: the rows of `logits` named by `row_index`.
+    Mutates: `penalties.rows` of `logits`.
     """
     if not use_triton(logits):
-        apply_penalties_ref(
-            logits,
-            row_index=row_index,
-            request_index=request_index,
-            prompt_mask=prompt_mask,
-            output_counts=output_counts,
-            path_token_ids=path_token_ids,
-            repetition=repetition,
-            presence=presence,
-            frequency=frequency,
-        )
+        apply_penalties_ref(logits, penalties, prompt_mask, output_counts)
         return
     assert logits.dtype == torch.float32 and logits.is_contiguous()
     assert prompt_mask.is_contiguous() and output_counts.is_contiguous()
-    count, width = row_index.shape[0], logits.shape[1]
+    count, width = len(penalties.rows), logits.shape[1]
     if count == 0:
         return
     block = min(1024, triton.next_power_of_2(width))
     count_launch("penalties")
     _penalties_kernel[(count, triton.cdiv(width, block))](
         logits,
-        row_index.contiguous(),
-        request_index.contiguous(),
+        penalties.rows.contiguous(),
+        penalties.req_idx.contiguous(),
         prompt_mask,
         output_counts,
-        path_token_ids.contiguous(),
-        repetition.contiguous(),
-        presence.contiguous(),
-        frequency.contiguous(),
+        penalties.path_token_ids.contiguous(),
+        penalties.repetition.contiguous(),
+        penalties.presence.contiguous(),
+        penalties.frequency.contiguous(),
         width,
-        path_token_ids.shape[1],
+        penalties.path_token_ids.shape[1],
         BLOCK=block,
         num_warps=4,
         **LAUNCH_OPTIONS,
@@ -131,29 +131,23 @@ def apply_penalties(
 
 def apply_penalties_ref(
     logits: torch.Tensor,
-    *,
-    row_index: torch.Tensor,
-    request_index: torch.Tensor,
+    penalties: Penalties,
     prompt_mask: torch.Tensor,
     output_counts: torch.Tensor,
-    path_token_ids: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
 ) -> None:
     """Do what `apply_penalties` does in plain torch."""
-    selected = logits[row_index]  # [P, V]
-    counts = output_counts[request_index].float()  # [P, V]
-    on_path = (path_token_ids >= 0).float()
-    counts.scatter_add_(1, path_token_ids.clamp(min=0), on_path)
+    selected = logits[penalties.rows]  # [P, V]
+    counts = output_counts[penalties.req_idx].float()  # [P, V]
+    on_path = (penalties.path_token_ids >= 0).float()
+    counts.scatter_add_(1, penalties.path_token_ids.clamp(min=0), on_path)
     is_output = counts > 0
-    is_seen = prompt_mask[request_index] | is_output
-    factor = repetition.unsqueeze(1)
+    is_seen = prompt_mask[penalties.req_idx] | is_output
+    factor = penalties.repetition.unsqueeze(1)
     repeated = torch.where(selected > 0, selected / factor, selected * factor)
     selected = torch.where(is_seen, repeated, selected)
-    selected -= frequency.unsqueeze(1) * counts
-    selected -= presence.unsqueeze(1) * is_output
-    logits[row_index] = selected
+    selected -= penalties.frequency.unsqueeze(1) * counts
+    selected -= penalties.presence.unsqueeze(1) * is_output
+    logits[penalties.rows] = selected
 
 
 def apply_min_new_tokens(

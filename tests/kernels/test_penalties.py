@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from shared.kernels.penalties import apply_logit_bias, apply_min_new_tokens, apply_penalties
+from shared.kernels.penalties import (
+    Penalties,
+    apply_logit_bias,
+    apply_min_new_tokens,
+    apply_penalties,
+)
 
 # numpy, which interprets the kernel, warns of products beyond float32.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -92,17 +97,15 @@ def apply(
     untouched[row_index] = False
     before, among = among, among.to(device)
     tables = prompt_mask.to(device), output_counts.to(device)
-    apply_penalties(
-        among,
-        row_index=row_index.to(device),
-        request_index=torch.tensor([row.request for row in rows], dtype=torch.int64).to(device),
-        prompt_mask=tables[0],
-        output_counts=tables[1],
+    penalties = Penalties(
+        rows=row_index.to(device),
+        req_idx=torch.tensor([row.request for row in rows], dtype=torch.int64).to(device),
         path_token_ids=paths.to(device),
         repetition=torch.tensor([row.repetition for row in rows]).to(device),
         presence=torch.tensor([row.presence for row in rows]).to(device),
         frequency=torch.tensor([row.frequency for row in rows]).to(device),
     )
+    apply_penalties(among, penalties, *tables)
     assert torch.equal(tables[0].cpu(), prompt_mask)
     assert torch.equal(tables[1].cpu(), output_counts)
     after = among.cpu()
