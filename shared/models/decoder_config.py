@@ -14,6 +14,7 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.kv.layout import KVLayout
+from shared.models.config_fields import refuse_fields, require_int, require_positive
 from shared.models.experts_config import ExpertsConfig, parse_experts
 from shared.models.families import (
     FAMILIES,
@@ -26,7 +27,7 @@ from shared.models.families import (
 from shared.models.family_fields import has_gelu, parse_ropes, parse_softcaps, query_multiplier
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.quantization import parse_quantization
-from shared.models.rope_config import RopeConfig, require_positive
+from shared.models.rope_config import RopeConfig
 from shared.models.window_config import parse_windows
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -359,14 +360,6 @@ def _parse_heads(
     return num_heads, num_kv_heads, head_dim
 
 
-def require_int(fields: Mapping[str, Any], name: str, source: str) -> int:
-    """Return a field that must be a positive integer."""
-    value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise CheckpointError(f"{source}: {name} must be a positive integer, got {value!r}")
-    return value
-
-
 def _parse_positions(fields: Mapping[str, Any], source: str) -> int:
     positions = require_int(fields, "max_position_embeddings", source)
     if positions > MAX_POSITIONS:
@@ -379,21 +372,6 @@ def _parse_positions(fields: Mapping[str, Any], source: str) -> int:
 def _parse_epsilon(fields: Mapping[str, Any], source: str) -> float:
     epsilon = fields.get("rms_norm_eps", 1e-6)
     return require_positive(epsilon, f"{source}: rms_norm_eps", hint="; 1e-5 or 1e-6 is usual")
-
-
-def refuse_fields(
-    fields: Mapping[str, Any], source: str, unsupported: Mapping[str, tuple[Any, ...]]
-) -> None:
-    """Raise for a field whose value asks for something that is not implemented.
-
-    Args:
-        unsupported: Field -> values, besides None, that ask for nothing.
-    Raises: CheckpointError naming the field.
-    """
-    for name, neutral in unsupported.items():
-        value = fields.get(name)
-        if value is not None and value not in neutral:
-            raise CheckpointError(f"{source}: {name} = {value!r} is not supported")
 
 
 def _parse_dtype(fields: Mapping[str, Any], source: str) -> str:

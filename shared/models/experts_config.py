@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import require_int, require_positive
 
 
 class Scoring(enum.StrEnum):
@@ -142,15 +143,20 @@ def parse_experts(
         source: File to name in errors.
     Raises: CheckpointError naming the field.
     """
+
+    def number(name: str, default: float) -> float:
+        value = fields.get(name)
+        return default if value is None else require_positive(value, f"{source}: {name}")
+
     num_experts = _count(fields, family.count_fields, source)
     dense_layers = _dense_layers(fields, source, num_layers)
     if num_experts == 0 or len(dense_layers) == num_layers:
         return None
     num_groups, num_chosen = 1, 1
     if family.has_groups and fields.get("topk_method") != "greedy":
-        num_groups = _positive(fields, "n_group", source, default=1)
-        num_chosen = _positive(fields, "topk_group", source, default=1)
-    per_token = _positive(fields, "num_experts_per_tok", source)
+        num_groups = require_int(fields, "n_group", source, default=1)
+        num_chosen = require_int(fields, "topk_group", source, default=1)
+    per_token = require_int(fields, "num_experts_per_tok", source)
     if num_experts % num_groups or num_chosen > num_groups:
         raise CheckpointError(
             f"{source}: n_group = {num_groups} must divide the {num_experts} experts, and "
@@ -163,11 +169,11 @@ def parse_experts(
         )
     if num_groups > 1 and family.group_score is GroupScore.BEST_TWO and num_experts == num_groups:
         raise CheckpointError(f"{source}: n_group = {num_groups} leaves one expert to a group")
-    width = _positive(fields, family.width_field, source)
+    width = require_int(fields, family.width_field, source)
     num_shared = _natural(fields, "n_shared_experts", source) if family.has_shared else 0
     shared_width = num_shared * width
     if family.shared_width_field:
-        shared_width = _positive(fields, family.shared_width_field, source)
+        shared_width = require_int(fields, family.shared_width_field, source)
     return ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,
@@ -175,7 +181,7 @@ def parse_experts(
         scoring=family.scoring,
         router_bias=family.router_bias,
         is_normalised=family.always_normalises or bool(fields.get("norm_topk_prob", False)),
-        scaling_factor=_number(fields, "routed_scaling_factor", source, 1.0),
+        scaling_factor=number("routed_scaling_factor", 1.0),
         num_groups=num_groups,
         num_chosen_groups=num_chosen,
         group_score=family.group_score,
@@ -183,8 +189,8 @@ def parse_experts(
         has_shared_gate=family.has_shared_gate,
         dense_layers=dense_layers,
         has_bias=family.has_bias,
-        swiglu_limit=_number(fields, "swiglu_limit", source, 7.0) if family.is_clamped else 0.0,
-        swiglu_alpha=_number(fields, "swiglu_alpha", source, 1.702) if family.is_clamped else 1.0,
+        swiglu_limit=number("swiglu_limit", 7.0) if family.is_clamped else 0.0,
+        swiglu_alpha=number("swiglu_alpha", 1.702) if family.is_clamped else 1.0,
         tensors=family.tensors,
     )
 
@@ -197,33 +203,13 @@ def _count(fields: Mapping[str, Any], names: tuple[str, ...], source: str) -> in
 
 def _dense_layers(fields: Mapping[str, Any], source: str, num_layers: int) -> frozenset[int]:
     """Return the layers without experts, by whichever fields there are."""
-    step = _positive(fields, "decoder_sparse_step", source, default=1)
+    step = require_int(fields, "decoder_sparse_step", source, default=1)
     first = _natural(fields, "first_k_dense_replace", source)
     listed = fields.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(i) is int for i in listed):
         raise CheckpointError(f"{source}: mlp_only_layers must list layers, got {listed!r}")
     layers = range(num_layers)
     return frozenset(i for i in layers if i < first or (i + 1) % step or i in listed)
-
-
-def _number(fields: Mapping[str, Any], name: str, source: str, default: float) -> float:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(f"{source}: {name} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def _positive(
-    fields: Mapping[str, Any], name: str, source: str, *, default: int | None = None
-) -> int:
-    value = fields.get(name)
-    if value is None and default is not None:
-        return default
-    if type(value) is not int or value <= 0:
-        raise CheckpointError(f"{source}: {name} must be a positive integer, got {value!r}")
-    return value
 
 
 def _natural(

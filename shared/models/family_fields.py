@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import require_positive
 from shared.models.families import Family
 from shared.models.rope_config import (
     RopeConfig,
     local_rope_fields,
     main_rope_fields,
     parse_rope,
-    require_positive,
 )
 
 _GELU = "gelu_pytorch_tanh"

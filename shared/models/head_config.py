@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import refuse_fields, require_int
 from shared.models.decoder_config import (
     ModelConfig,
     architecture_of,
     parse_model_config,
     read_config_json,
-    refuse_fields,
-    require_int,
 )
 
 

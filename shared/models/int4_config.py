@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import compressed_groups, require_one_of
 from shared.models.kv_scales import check_kv_scheme
 
 GROUP_SIZES = (32, 64, 128)
@@ -18,6 +20,7 @@ _HINT = (
     "of int4 AWQ (version gemm), GPTQ and pack-quantized files of compressed-tensors are read, "
     f"4 bits in groups of {', '.join(map(str, GROUP_SIZES))}"
 )
+_require = partial(require_one_of, hint=_HINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,21 +86,12 @@ def _parse_bits(config: Mapping[str, Any], source: str) -> int:
 
 def _parse_compressed(config: Mapping[str, Any], source: str) -> Int4Config:
     check_kv_scheme(config, source)
-    _require(config, source, "transform_config", (None, {}))  # rotates inputs of projections
-    sparsity = config.get("sparsity_config")
-    if sparsity:
-        _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError(f"{source}.config_groups must be an object with a group of weights")
     found: dict[str, Int4Config] = {}
-    for name, group in groups.items():
-        place = f"{source}.config_groups.{name}.weights"
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise CheckpointError(f"{place} must be an object, got {weights!r}")
-        _require(group, place.removesuffix(".weights"), "input_activations", (None,))
-        _require(group, place.removesuffix(".weights"), "format", (None, PACKED_FORMAT))
+    for name, group, weights in compressed_groups(config, source, hint=_HINT):
+        place = f"{source}.config_groups.{name}"
+        _require(group, place, "input_activations", (None,))
+        _require(group, place, "format", (None, PACKED_FORMAT))
+        place = f"{place}.weights"
         _require(weights, place, "num_bits", (4,))
         _require(weights, place, "type", ("int",))
         _require(weights, place, "strategy", ("group",))
@@ -114,15 +108,6 @@ def _parse_compressed(config: Mapping[str, Any], source: str) -> Int4Config:
             "all must be alike"
         )
     return next(iter(found.values()))
-
-
-def _require(fields: Mapping[str, Any], source: str, name: str, supported: tuple[Any, ...]) -> None:
-    value = fields.get(name)
-    if value not in supported:
-        shown = ", ".join(repr(one) for one in supported if one is not None) or "none"
-        raise CheckpointError(
-            f"{source}.{name} = {value!r} is not supported, only {shown}: {_HINT}"
-        )
 
 
 def read_int4_config(directory: Path) -> Int4Config | None:

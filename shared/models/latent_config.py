@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import require_int
 from shared.models.rope_config import RopeConfig
 
 
@@ -60,16 +61,10 @@ def parse_latent(fields: Mapping[str, Any], source: str) -> LatentConfig:
         source: File to name in errors.
     Raises: CheckpointError naming the field.
     """
-    widths = {name: fields.get(name) for name in _REQUIRED}
+    widths = {name: require_int(fields, name, source) for name in _REQUIRED}
     if fields.get("q_lora_rank") is not None:
-        widths["q_lora_rank"] = fields["q_lora_rank"]
-    for name, value in widths.items():
-        if type(value) is not int or value <= 0:
-            hint = " or null" if name == "q_lora_rank" else ""
-            raise CheckpointError(
-                f"{source}: {name} must be a positive integer{hint}, got {value!r}"
-            )
-    config = LatentConfig(**widths)  # type: ignore[arg-type]
+        widths["q_lora_rank"] = require_int(fields, "q_lora_rank", source, hint="; or null")
+    config = LatentConfig(**widths)
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(
             f"{source}: qk_rope_head_dim = {config.qk_rope_head_dim} is odd, which rules out RoPE"

@@ -10,10 +10,12 @@ whatever the checkpoint asks for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import compressed_groups, require_one_of
 from shared.models.int4_config import PACKED, QWEIGHT, parse_int4
 from shared.models.kv_scales import check_kv_scheme
 
@@ -26,6 +28,7 @@ _HINT = (
     "only weights in FP8 (e4m3) and int4, and experts of gpt-oss in MXFP4, are read; use such a "
     "checkpoint, or one in bfloat16, of which --quantization fp8 makes FP8 while it is loaded"
 )
+_require = partial(require_one_of, hint=_HINT)
 
 
 def parse_quantization(
@@ -105,38 +108,19 @@ def _check_compressed(config: Mapping[str, Any], source: str) -> None:
     """Raise unless all groups of a file of compressed-tensors have weights that are read."""
     _require(config, source, "format", _COMPRESSED_FORMATS)
     check_kv_scheme(config, source)
-    _require(config, source, "transform_config", (None, {}))  # rotates inputs of projections
-    sparsity = config.get("sparsity_config")
-    if sparsity:
-        _require(sparsity, f"{source}.sparsity_config", "format", (None, "dense"))
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError(f"{source}.config_groups must be an object with a group of weights")
-    for name, group in groups.items():
-        place = f"{source}.config_groups.{name}"
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise CheckpointError(f"{place}.weights must be an object, got {weights!r}")
-        _require(weights, f"{place}.weights", "num_bits", (8,))
-        _require(weights, f"{place}.weights", "type", ("float",))
-        _require(weights, f"{place}.weights", "symmetric", (None, True))
-        _require(weights, f"{place}.weights", "strategy", ("tensor", "channel", "block"))
+    for name, _, weights in compressed_groups(config, source, hint=_HINT):
+        place = f"{source}.config_groups.{name}.weights"
+        _require(weights, place, "num_bits", (8,))
+        _require(weights, place, "type", ("float",))
+        _require(weights, place, "symmetric", (None, True))
+        _require(weights, place, "strategy", ("tensor", "channel", "block"))
         if weights["strategy"] == "block":
-            _check_block(weights.get("block_structure"), f"{place}.weights.block_structure")
+            _check_block(weights.get("block_structure"), f"{place}.block_structure")
 
 
 def _check_block(block: Any, field: str) -> None:
     if block is not None and list(block) != [_SIDE, _SIDE]:
         raise CheckpointError(f"{field} = {block!r} is not supported, only [{_SIDE}, {_SIDE}] is")
-
-
-def _require(fields: Mapping[str, Any], source: str, name: str, supported: tuple[Any, ...]) -> None:
-    value = fields.get(name)
-    if value not in supported:
-        shown = ", ".join(repr(one) for one in supported if one is not None)
-        raise CheckpointError(
-            f"{source}.{name} = {value!r} is not supported, only {shown}: {_HINT}"
-        )
 
 
 def read_quantization(directory: Path) -> str:

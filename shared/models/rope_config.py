@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import require_positive
 
 
 class RopeKind(enum.StrEnum):
@@ -134,8 +135,9 @@ def parse_rope(
         values = {**values, _ORIGINAL: fields[_ORIGINAL]}  # it goes first in transformers, too
     _check_keys(values, kind, place)
     num_pairs = int(head_dim * share) // 2
+    theta = values.get("rope_theta", fields.get("rope_theta"))
     return RopeConfig(
-        theta=_parse_theta(values.get("rope_theta", fields.get("rope_theta")), source),
+        theta=require_positive(10000.0 if theta is None else theta, f"{source}: rope_theta"),
         kind=kind,
         rotary_share=float(share),
         is_interleaved=is_interleaved,
@@ -237,14 +239,6 @@ def _numbers(values: Mapping[str, Any], place: str, name: str, num_pairs: int) -
     return tuple(require_positive(one, f"{place}.{name}") for one in value)
 
 
-def require_positive(value: Any, name: str, *, hint: str = "") -> float:
-    """Return a field that must be a finite number above 0. Raises: CheckpointError naming it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # written so that NaN fails too
-        raise CheckpointError(f"{name} must be a finite number > 0, got {value!r}{hint}")
-    return float(value)
-
-
 def _check_share(share: Any, head_dim: int, source: str) -> None:
     share = require_positive(share, f"{source}: partial_rotary_factor")
     if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
@@ -291,10 +285,3 @@ def _check_keys(values: Mapping[str, Any], kind: RopeKind, place: str) -> None:
     missing = sorted(key for key in _KEYS[kind] if values.get(key) is None)
     if missing:
         raise CheckpointError(f"{place} of kind {kind} lacks {', '.join(missing)}")
-
-
-def _parse_theta(theta: Any, source: str) -> float:
-    theta = 10000.0 if theta is None else theta
-    if not isinstance(theta, int | float) or not theta > 0:
-        raise CheckpointError(f"{source}: rope_theta must be a positive number, got {theta!r}")
-    return float(theta)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import CheckpointError
+from shared.models.config_fields import require_int
 from shared.models.families import Family, Window
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -31,11 +32,7 @@ def parse_windows(
     is_windowed = _windowed_layers(fields, source, family, num_layers, unrotated_layers)
     if not any(is_windowed):
         return (0,) * num_layers
-    window = fields.get("sliding_window")
-    if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
-        raise CheckpointError(
-            f"{source}: sliding_window must be a positive integer, got {window!r}"
-        )
+    window = require_int(fields, "sliding_window", source)
     return tuple(window if one else 0 for one in is_windowed)
 
 
@@ -82,10 +79,5 @@ def _parse_layer_types(layer_types: Any, source: str, num_layers: int) -> list[b
 
 def _parse_period(fields: Mapping[str, Any], source: str, family: Family) -> int:
     """Return how many layers there are from one that sees everything to the next."""
-    period = fields.get("sliding_window_pattern", family.window_period)
-    if not isinstance(period, int) or isinstance(period, bool) or period <= 0:
-        raise CheckpointError(
-            f"{source}: sliding_window_pattern must be a positive integer, got {period!r}; or "
-            "write layer_types, which says it of each layer"
-        )
-    return period
+    name, hint = "sliding_window_pattern", "; or write layer_types, which says it of each layer"
+    return require_int({name: family.window_period, **fields}, name, source, hint=hint)

@@ -139,8 +139,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"swiglu_limit": -7.0}, "swiglu_limit must be a positive number, got -7.0"),
-        ({"swiglu_alpha": "1.7"}, "swiglu_alpha must be a positive number, got '1.7'"),
+        ({"swiglu_limit": -7.0}, "swiglu_limit must be a finite number > 0, got -7.0"),
+        ({"swiglu_alpha": "1.7"}, "swiglu_alpha must be a finite number > 0, got '1.7'"),
         ({"layer_types": ["sliding_attention"]}, "layer_types must hold"),
         ({"quantization_config": {"quant_method": "mxfp8"}}, "quant_method = 'mxfp8'"),
     ],

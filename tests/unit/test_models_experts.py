@@ -167,7 +167,7 @@ def test_which_layers_have_experts(
         ({"moe_intermediate_size": "24"}, "moe_intermediate_size must be a positive integer"),
         ({"mlp_only_layers": "1"}, "mlp_only_layers must list layers, got '1'"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
-        ({"routed_scaling_factor": -1}, "routed_scaling_factor must be a positive number"),
+        ({"routed_scaling_factor": -1}, "routed_scaling_factor must be a finite number > 0"),
     ],
 )
 def test_fields_that_say_no_experts_are_refused_by_name(

@@ -43,7 +43,7 @@ def test_one_row_is_kept_of_a_token_in_every_layer(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"kv_lora_rank": None}, "kv_lora_rank must be a positive integer, got None"),
-        ({"q_lora_rank": "24"}, "q_lora_rank must be a positive integer or null, got '24'"),
+        ({"q_lora_rank": "24"}, "q_lora_rank must be a positive integer, got '24'; or null"),
         ({"v_head_dim": 0}, "v_head_dim must be a positive integer, got 0"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7 is odd, which rules out RoPE"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
