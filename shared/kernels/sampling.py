@@ -362,7 +362,7 @@ def sample(
     Returns: [R] i32 token ids.
     Mutates: is_finite.
     """
-    columns = (temperature, top_k, top_p, min_p, seed, position)
+    columns: tuple[torch.Tensor, ...] = (temperature, top_k, top_p, min_p, seed, position)
     if not use_triton(logits):
         return sample_ref(logits, *columns, has_filters=has_filters, is_finite=is_finite)
     assert logits.dtype == torch.float32

@@ -64,8 +64,8 @@ def compressed_groups(
 
     Raises: CheckpointError naming the field of what is not supported in any such file.
     """
-    rotations = (None, {})  # of inputs of projections
-    require_one_of(config, source, "transform_config", rotations, hint=hint)
+    # It rotates inputs of projections.
+    require_one_of(config, source, "transform_config", (None, {}), hint=hint)
     sparsity = config.get("sparsity_config")
     if sparsity:
         place = f"{source}.sparsity_config"
