@@ -41,7 +41,6 @@ class DraftRunner:
         window: Tokens that a row attends to; 0 = everything.
         vocab_size: Of the target.
         max_batch_rows: Of a step.
-        pads_rows: Pad batches to a few sizes; None: where graphs are captured.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class DraftRunner:
         window: int,
         vocab_size: int,
         max_batch_rows: int,
-        pads_rows: bool | None = None,
     ) -> None:
         device = pool.device
         self.model = model
@@ -61,7 +59,7 @@ class DraftRunner:
         self.vocab_size = vocab_size
         self._grower = TreeGrower(model, pool, window=window)
         self.graphs = GraphCache(device)
-        self.pads_rows = self.graphs.is_capturing if pads_rows is None else pads_rows
+        self.pads_rows = self.graphs.is_capturing  # then batches are padded to a few sizes
         self.row_buckets = buckets_up_to(min(max_batch_rows, MAX_EXTEND_ROWS))
         self.batch_buckets = buckets_up_to(pool.max_num_requests, BATCH_BUCKETS)
         self._ready_shapes: list[TreeShape] = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from shared.kernels.int4 import Int4Weight
-    from shared.kernels.products_cpu import CpuProducts, Weight
+    from shared.kernels.products_cpu import Weight
     from shared.kernels.quantized import GpuWeight, QuantizedWeight
 
 DEMO = "demo"
@@ -95,28 +95,25 @@ def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
         itemsize: Bytes per value as they are loaded, of what is not quantised.
         quantization: "fp8": projections are, or become, FP8.
     """
-    total = 0
     int4 = read_int4_config(directory)
-    for name, info in read_tensor_infos(directory).items():
-        size = math.prod(info.shape)
+
+    def loaded(name: str, info: TensorInfo) -> int:
+        size, is_stored_fp8 = math.prod(info.shape), info.dtype == FP8_DTYPE
         if int4 is not None and name.endswith((QWEIGHT, PACKED)):
             is_kept = is_projection(name) and not int4.is_reordered
-            total += 4 * size if is_kept else 8 * size * itemsize
-            continue
+            return 4 * size if is_kept else 8 * size * itemsize
         if int4 is not None and name.endswith((".scales", ".weight_scale")):
-            total += 4 * size  # with their zeros
-            continue
-        is_stored = info.dtype == FP8_DTYPE
+            return 4 * size  # with their zeros
         if info.dtype == BYTES_DTYPE:  # MXFP4, whose last blocks are made whole
-            total += size + size // 32
-            continue
-        if info.dtype not in FLOAT_DTYPES and not is_stored:
-            continue
-        if (is_stored and stays_fp8(name)) or (is_projection(name) and quantization == FP8):
-            total += size + size // 32  # scales, at most one of four bytes for 128 values
-        else:
-            total += size * itemsize
-    return total
+            return size + size // 32
+        if info.dtype not in FLOAT_DTYPES and not is_stored_fp8:
+            return 0
+        becomes_fp8 = quantization == FP8 and is_projection(name)
+        if becomes_fp8 or (is_stored_fp8 and stays_fp8(name)):
+            return size + size // 32  # scales, at most one of four bytes for 128 values
+        return size * itemsize
+
+    return sum(loaded(name, info) for name, info in read_tensor_infos(directory).items())
 
 
 class CheckpointReader:
@@ -127,7 +124,6 @@ class CheckpointReader:
         device: Where tensors go.
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
-        products: How a CPU multiplies by the weights; None: by a library.
         quantization: "fp8": projections that are not FP8 become it.
     """
 
@@ -138,13 +134,12 @@ class CheckpointReader:
         device: torch.device,
         dtype: torch.dtype,
         rename: Callable[[str], str] | None = None,
-        products: CpuProducts | None = None,
         quantization: str = "",
     ) -> None:
         from shared.kernels.products_cpu import CpuProducts
         from shared.models.tensor_reads import TensorReads
 
-        self.products = products or CpuProducts()
+        self.products = CpuProducts()
         self.directory = directory
         self._device = device
         self._dtype = dtype

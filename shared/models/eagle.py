@@ -42,6 +42,8 @@ class EagleDraft(OneForward, Head):
         token_map: [n] i64, the ids that it may propose; None: all.
     """
 
+    kind = DraftKind.EAGLE
+
     def __init__(
         self,
         reader: CheckpointReader,
@@ -54,13 +56,7 @@ class EagleDraft(OneForward, Head):
         context_len: int,
     ) -> None:
         decoder = config.decoder
-        super().__init__(
-            kind=DraftKind.EAGLE,
-            config=decoder,
-            feature_spec=feature_spec,
-            embedding=embedding,
-            context_len=context_len,
-        )
+        super().__init__(decoder, feature_spec, embedding, context_len=context_len)
         hidden = decoder.hidden_size
         self._fc = reader.load_weight("fc.weight", (hidden, 2 * hidden))
         has_bias = config.has_fc_bias

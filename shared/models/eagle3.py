@@ -119,6 +119,8 @@ class Eagle3Draft(OneForward, Head):
         target_head: The target's output layer when the head has none, else None.
     """
 
+    kind = DraftKind.EAGLE3
+
     def __init__(
         self,
         reader: CheckpointReader,
@@ -130,13 +132,7 @@ class Eagle3Draft(OneForward, Head):
         context_len: int,
     ) -> None:
         decoder = config.decoder
-        super().__init__(
-            kind=DraftKind.EAGLE3,
-            config=decoder,
-            feature_spec=feature_spec,
-            embedding=embedding,
-            context_len=context_len,
-        )
+        super().__init__(decoder, feature_spec, embedding, context_len=context_len)
         hidden = decoder.hidden_size
         self._feeds_back_norm = config.feeds_back_norm
         self._has_normed_residual = config.has_normed_residual

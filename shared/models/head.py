@@ -11,14 +11,14 @@ from shared.kernels.linear import linear
 from shared.kernels.products_cpu import Weight
 from shared.messages import FeatureSpec
 from shared.models.attention import RopeTable
-from shared.models.config import DraftKind, ModelConfig
+from shared.models.config import ModelConfig
 from shared.models.llama import load_embedding, load_head, open_language_model
 
 
 class Head:
     """Embedding, rotary tables and the attributes of a draft that reads features.
 
-    Whoever derives from it sets `_head`, the output layer, and `vocab_size`.
+    Whoever derives from it sets `kind`, `_head`, the output layer, and `vocab_size`.
 
     Args:
         config: The head's own decoder.
@@ -31,14 +31,12 @@ class Head:
 
     def __init__(
         self,
-        *,
-        kind: DraftKind,
         config: ModelConfig,
         feature_spec: FeatureSpec,
         embedding: torch.Tensor,
+        *,
         context_len: int,
     ) -> None:
-        self.kind = kind
         self.feature_spec = feature_spec
         self.recurrent_width = self.hidden_size = config.hidden_size
         self.kv_layout = config.kv_layout

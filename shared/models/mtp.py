@@ -145,6 +145,8 @@ class MTPDraft(Head):
         reader: Of the target's checkpoint, where the layers lie.
     """
 
+    kind = DraftKind.MTP
+
     def __init__(
         self,
         reader: CheckpointReader,
@@ -155,13 +157,8 @@ class MTPDraft(Head):
     ) -> None:
         embedding = load_embedding(reader, config)
         num_layers = config.num_mtp_layers
-        super().__init__(
-            kind=DraftKind.MTP,
-            config=replace(config, num_layers=num_layers),
-            feature_spec=feature_spec,
-            embedding=embedding,
-            context_len=context_len,
-        )
+        own = replace(config, num_layers=num_layers)
+        super().__init__(own, feature_spec, embedding, context_len=context_len)
         is_mimo = any(name.startswith(_MIMO_LAYERS) for name in reader.names)
         form = _MIMO if is_mimo else _DEEPSEEK
         first = config.num_layers
