@@ -99,7 +99,7 @@ class Models:
             )
             return Pairing(target=target, draft=draft, algorithm=kind)
         if kind == "experts":
-            path = self.get("qwen3-moe", checkpoints.write_qwen3_moe)
+            path = self.get(kind, checkpoints.write_qwen3_moe)
             return Pairing(target=path, draft=path, algorithm="standalone")
         if kind == "window":
             target = self.get("window", lambda d: checkpoints.write_mistral(d, sliding_window=40))
