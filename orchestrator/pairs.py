@@ -1,4 +1,4 @@
-"""Which drafts cannot work with which targets, and who has been told of it."""
+"""Which drafts cannot work with which targets; each is logged once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pairs:
         """(target address, draft address) -> why they cannot work together."""
         self.unpaired: dict[str, str] = {}
         """Address of each draft that fits no target, though there are targets -> why."""
-        self._told: dict[str, str] = {}  # as `unpaired`, and kept while there is no target
+        self._logged: dict[str, str] = {}  # as `unpaired`, and kept while there is no target
 
     def update(self, targets: Sequence[WorkerSession], drafts: Sequence[WorkerSession]) -> None:
         """Look at all pairs again, and log what is new: once of a draft that fits no target."""
@@ -38,13 +38,13 @@ class Pairs:
                     logger.error(
                         "draft %s cannot draft for target %s: %s", draft.address, target, problem
                     )
-        self._tell(targets, drafts)
+        self._log(targets, drafts)
 
-    def _tell(self, targets: Sequence[WorkerSession], drafts: Sequence[WorkerSession]) -> None:
-        told = self._told
+    def _log(self, targets: Sequence[WorkerSession], drafts: Sequence[WorkerSession]) -> None:
+        logged = self._logged
         for address, problem in self.unpaired.items():
-            if told.get(address) != problem:
+            if logged.get(address) != problem:
                 logger.error("draft %s fits no target, nobody uses it: %s", address, problem)
         here = {draft.address for draft in drafts}
-        kept = {} if targets else {address: told[address] for address in told.keys() & here}
-        self._told = {**kept, **self.unpaired}
+        kept = {} if targets else {address: logged[address] for address in logged.keys() & here}
+        self._logged = {**kept, **self.unpaired}

@@ -40,8 +40,8 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
         """Whether work has begun: what ends it from now on is no refusal."""
         self.finish: FinishInfo | None = None
         """How the request finished; None: it did not, or not yet."""
-        self.is_told = False
-        """Whether the client was sent that: it need not wait for the end of the call."""
+        self.is_finish_sent = False
+        """Whether the client was sent `finish`: it need not wait for the end of the call."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Put all of that in front of the message, and into the record.
@@ -171,7 +171,7 @@ def logged_end(
     try:
         yield log
     except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter: of a write to nobody
-        if log.is_told:
+        if log.is_finish_sent:
             end.finish()
         else:
             end.cancel()

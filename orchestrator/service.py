@@ -297,7 +297,7 @@ async def _stream(
     try:
         async with readers.watched(generation.events, place) as reader:
             while events := await generation.events.take():
-                log.is_told = isinstance(events[-1], FinishInfo)
+                log.is_finish_sent = isinstance(events[-1], FinishInfo)
                 reader.begin_write()
                 await context.write(pack_events(events))
                 reader.end_write()

@@ -199,7 +199,7 @@ class PeerListener:
             unborn.unlink(missing_ok=True)
             self._socket.close()
             raise
-        self._told: set[int | None] = set()  # errors of `accept` since it worked last
+        self._logged: set[int | None] = set()  # errors of `accept` since it worked last
         self.fd = self._socket.fileno()
         self.close = weakref.finalize(self, _close, path, self._socket)
 
@@ -214,12 +214,12 @@ class PeerListener:
         try:
             while True:
                 channels.append(target_end(self._socket.accept()[0]))
-                self._told.clear()
+                self._logged.clear()
         except BlockingIOError:
             return channels
         except OSError as error:
-            if error.errno not in self._told:  # an engine asks thousands of times per second
-                self._told.add(error.errno)
+            if error.errno not in self._logged:  # an engine asks thousands of times per second
+                self._logged.add(error.errno)
                 logger.warning("a draft cannot open a peer channel: %s", error)
             return channels
 

@@ -105,7 +105,7 @@ class RingReader:
     def __init__(self, directory: Path = RING_DIR) -> None:
         self._directory = directory
         self._mapped: dict[str, _MappedRing] = {}
-        self._told = ""  # the ring of which it was said last that it cannot be read
+        self._logged = ""  # the ring of which it was said last that it cannot be read
 
     def read(self, span: RingSpan) -> NDArray[np.uint8] | None:
         """Return a copy of a span's bytes; None if they, or the whole ring, are gone."""
@@ -115,9 +115,9 @@ class RingReader:
             try:
                 ring = self._mapped[span.ring] = _MappedRing(self._directory, span.ring)
             except OSError as error:
-                if self._told != span.ring:  # every round of every request may ask
+                if self._logged != span.ring:  # every round of every request may ask
                     logger.warning("feature ring %s cannot be read: %s", span.ring, error)
-                self._told = span.ring
+                self._logged = span.ring
                 return None
         return ring.read(span)
 

@@ -249,7 +249,7 @@ class _Admission:
         self._token = token
         self._background = background
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._told: set[str] = set()  # since a draft was let in: whoever knocks writes no log
+        self._logged: set[str] = set()  # since a draft was let in: whoever knocks writes no log
 
     async def run(self) -> None:
         """Accept until cancelled."""
@@ -294,12 +294,12 @@ class _Admission:
             sock.close()
             self._tell(f"refused a peer connection from {host}", _reason(error))
         else:
-            self._told.clear()
+            self._logged.clear()
             self._background.put((None, sock))
 
     def _tell(self, what: str, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._logged:
+            self._logged.add(why)
             logger.warning("%s: %s", what, why)
 
 

@@ -62,19 +62,19 @@ def test_deaths_within_a_moment_prove_nothing() -> None:
     assert suspicion.is_guilty(0.0)
 
 
-@pytest.mark.parametrize("is_told_late", [False, True])
+@pytest.mark.parametrize("is_reported_late", [False, True])
 @pytest.mark.parametrize("losses", ["".join(order) for order in itertools.product("DR", repeat=4)])
-def test_resets_among_deaths_count_for_nothing(losses: str, *, is_told_late: bool) -> None:
+def test_resets_among_deaths_count_for_nothing(losses: str, *, is_reported_late: bool) -> None:
     """D: a death, R: a reset; which it was is known before the next loss, or after all of them."""
     suspicion = Suspicion("r")
     fates = [Fate.ENDED if loss == "D" else Fate.LIVES for loss in losses]
     workers = [broken(str(i), "r", lost_s=1.1 * i) for i in range(len(losses))]
     for i, worker in enumerate(workers):
         suspicion.note_death(worker, now_s=worker.lost_s)
-        num_proved = 0 if is_told_late else losses[:i].count("D")
+        num_proved = 0 if is_reported_late else losses[:i].count("D")
         assert suspicion.is_guilty(worker.lost_s) == (num_proved >= 2)
-        assert suspicion.is_undecided(worker.lost_s) == (is_told_late and i >= 2)
-        if not is_told_late:
+        assert suspicion.is_undecided(worker.lost_s) == (is_reported_late and i >= 2)
+        if not is_reported_late:
             worker.fate = fates[i]
     for worker, fate in zip(workers, fates, strict=True):
         worker.fate = fate

@@ -292,14 +292,14 @@ def test_a_target_without_descriptors_says_so_once_until_a_draft_can_connect(
 ) -> None:
     listener = PeerListener(place)
     targets, drafts = PeerChannels(listener), []
-    for num_told in (1, 2):
+    for num_logged in (1, 2):
         drafts.append(connect(listener.name, directory=place))
         with no_descriptors():
             for _ in range(5):
                 assert targets.receive() == []
-        assert caplog.text.count("a draft cannot open a peer channel") == num_told
+        assert caplog.text.count("a draft cannot open a peer channel") == num_logged
         targets.receive()
-        assert len(list(targets)) == num_told, "it waits until there is a descriptor"
+        assert len(list(targets)) == num_logged, "it waits until there is a descriptor"
     for channel in (*drafts, *targets):
         channel.close()
     listener.close()
