@@ -8,26 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.config import (
-    ALGORITHMS,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    QUANTIZATIONS,
     DraftConfig,
     GatewayConfig,
     OrchestratorConfig,
     TargetConfig,
     option,
+    option_of,
 )
 from shared.config.check import check_config
 from shared.config.ports import LOOPBACK
 from shared.errors import ConfigError
-from shared.logs import FORMATS, LEVELS
-from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 
 CORES_PER_WORKER = 8
 MAX_AUTO_WORKERS = 4
 STOP_SLACK_S = 10.0
-DEFAULT_HTTP_PORT = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,71 +74,33 @@ class StackConfig:
 class UpConfig:
     """The options of `coppice up`; a service's other options go into its table of --config."""
 
-    target_model: str = option(
-        "demo",
-        "checkpoint directory of the target, org/name[@revision] on the Hub, or demo",
-        aliases=("model_path",),
+    target_model: str = option_of(TargetConfig, "model")
+    draft_model: str = option_of(TargetConfig, "draft_model")
+    algorithm: str = option_of(TargetConfig, "algorithm")
+    draft_token_map: str = option_of(DraftConfig, "draft_token_map")
+    num_steps: int = option_of(OrchestratorConfig, "num_steps")
+    topk: int = option_of(OrchestratorConfig, "topk")
+    num_draft_tokens: int = option_of(OrchestratorConfig, "num_draft_tokens")
+    expected_accept_length: float = option_of(OrchestratorConfig, "expected_accept_length")
+    page_size: int = option_of(TargetConfig, "page_size")
+    device: str = option_of(TargetConfig, "device", help="auto, cpu or cuda")
+    dtype: str = option_of(TargetConfig, "dtype", help="dtype of the target")
+    draft_dtype: str = option_of(DraftConfig, "dtype", help="dtype of the draft")
+    quantization: str = option_of(
+        TargetConfig,
+        "quantization",
+        help="fp8 = weights of the target become FP8; auto = as they are",
     )
-    draft_model: str = option(
-        "demo",
-        "checkpoint directory of the draft, org/name[@revision] on the Hub, demo or none",
-        aliases=("speculative_draft_model_path",),
+    draft_quantization: str = option_of(DraftConfig, "quantization", help="the same of the draft")
+    kv_cache_dtype: str = option_of(
+        TargetConfig,
+        "kv_cache_dtype",
+        help="fp8 = the target keeps K and V in FP8; auto = in its dtype",
     )
-    algorithm: str = option(
-        "auto",
-        "auto, eagle3, eagle, mtp, standalone or none",
-        choices=ALGORITHMS,
-        aliases=("speculative_algorithm",),
+    draft_kv_cache_dtype: str = option_of(
+        DraftConfig, "kv_cache_dtype", help="the same of the draft"
     )
-    draft_token_map: str = option(
-        "",
-        "file of the token ids that an EAGLE-1/2 head may propose (FR-Spec); empty = all",
-        aliases=("speculative_token_map",),
-    )
-    num_steps: int = option(
-        0,
-        "tree depth without the root; 0 = auto",
-        minimum=0,
-        maximum=MAX_NUM_STEPS,
-        aliases=("speculative_num_steps",),
-    )
-    topk: int = option(
-        0,
-        "children kept per expanded node; 0 = auto",
-        minimum=0,
-        maximum=MAX_TOPK,
-        aliases=("speculative_eagle_topk",),
-    )
-    num_draft_tokens: int = option(
-        0,
-        "nodes verified per round, root included; 0 = auto",
-        minimum=0,
-        maximum=MAX_TREE_NODES,
-        aliases=("speculative_num_draft_tokens",),
-    )
-    expected_accept_length: float = option(
-        0.0,
-        "accept_length that the draft is known for: the log says if it stays far below; 0 = none",
-        minimum=0,
-    )
-    page_size: int = option(16, "tokens per KV page, any value >= 1", minimum=1)
-    device: str = option("auto", "auto, cpu or cuda")
-    dtype: str = option("auto", "dtype of the target", choices=DTYPES)
-    draft_dtype: str = option("auto", "dtype of the draft", choices=DTYPES)
-    quantization: str = option(
-        "auto", "fp8 = weights of the target become FP8; auto = as they are", choices=QUANTIZATIONS
-    )
-    draft_quantization: str = option("auto", "the same of the draft", choices=QUANTIZATIONS)
-    kv_cache_dtype: str = option(
-        "auto",
-        "fp8 = the target keeps K and V in FP8; auto = in its dtype",
-        choices=KV_CACHE_DTYPES,
-    )
-    draft_kv_cache_dtype: str = option("auto", "the same of the draft", choices=KV_CACHE_DTYPES)
-    allow_inexact: bool = option(
-        default=False,
-        help="serve even if the target's self-test finds that speculation may change the output",
-    )
+    allow_inexact: bool = option_of(TargetConfig, "allow_inexact")
     target_gpus: str = option("", "GPU of each target in turn, e.g. 0,1; empty = the first")
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
     mps: bool = option(
@@ -154,115 +110,81 @@ class UpConfig:
     )
     num_targets: int = option(1, "target processes", minimum=1)
     num_drafts: int = option(1, "draft processes; 0 = no speculation", minimum=0)
-    workers: int = option(
-        0,
-        "orchestrator processes that share the port; 0 = auto (one per 8 cores, 4 at most)",
-        minimum=0,
-    )
-    drain_timeout_s: float = option(
-        20.0, "seconds that running requests may finish in after Ctrl-C or SIGTERM", minimum=0
+    workers: int = option_of(OrchestratorConfig, "workers")
+    drain_timeout_s: float = option_of(
+        OrchestratorConfig,
+        "drain_timeout_s",
+        help="seconds that running requests may finish in after Ctrl-C or SIGTERM",
     )
     start_timeout_s: float = option(
         600.0, "seconds that all services together may take to become ready", minimum=1
     )
     host: str = option(LOOPBACK, "address that the orchestrator listens on")
-    port: int = option(
-        50051, "port that the orchestrator listens on; 0 = any free port", minimum=0, maximum=65535
+    port: int = option_of(
+        OrchestratorConfig, "port", help="port that the orchestrator listens on; 0 = any free port"
     )
-    http_port: int = option(
-        DEFAULT_HTTP_PORT,
-        "port that the HTTP gateway listens on, with OpenAI's API; 0 = no gateway; where it is not "
-        "given, any free one if --port is 0 or 8000 is taken",
-        minimum=0,
-        maximum=65535,
+    http_port: int = option_of(
+        GatewayConfig,
+        "port",
+        help="port that the HTTP gateway listens on, with OpenAI's API; 0 = no gateway; where it "
+        "is not given, any free one if --port is 0 or 8000 is taken",
     )
-    served_model_name: str = option(
-        "", "name that clients of the gateway call the model by; empty = the last part of its path"
-    )
-    chat_template: str = option(
-        "", "file with a Jinja chat template, in the place of the target checkpoint's"
-    )
-    token_file: str = option(
-        "",
-        "file with a line name:token[:until] for each token of clients, read again when it "
-        "changes; empty = none is asked for",
-    )
-    tls_cert_file: str = option(
-        "", "certificate chain (PEM) shown to clients; set = TLS; read again when it changes"
-    )
-    tls_key_file: str = option("", "private key (PEM) of --tls-cert-file")
-    tls_client_ca_file: str = option(
-        "", "authorities (PEM) that certificates of clients must come from; set = mutual TLS"
-    )
-    insecure: bool = option(default=False, help="listen beyond loopback even if anybody may call")
-    reflection: bool = option(default=True, help="tell callers the methods and their messages")
+    served_model_name: str = option_of(OrchestratorConfig, "served_model_name")
+    chat_template: str = option_of(OrchestratorConfig, "chat_template")
+    token_file: str = option_of(OrchestratorConfig, "token_file")
+    tls_cert_file: str = option_of(OrchestratorConfig, "tls_cert_file")
+    tls_key_file: str = option_of(OrchestratorConfig, "tls_key_file")
+    tls_client_ca_file: str = option_of(OrchestratorConfig, "tls_client_ca_file")
+    insecure: bool = option_of(OrchestratorConfig, "insecure")
+    reflection: bool = option_of(OrchestratorConfig, "reflection")
     secret_file: str = option(
         "",
         "file with the secret that the services prove to each other; empty = the variable "
         "COPPICE_SECRET, or one that is made up",
     )
-    log_level: str = option(
-        "info", "least severity that is logged: debug, info, warning or error", choices=LEVELS
+    log_level: str = option_of(OrchestratorConfig, "log_level")
+    log_format: str = option_of(OrchestratorConfig, "log_format")
+    metrics_port: int = option_of(
+        OrchestratorConfig,
+        "metrics_port",
+        help="port of the orchestrator's metrics for Prometheus, at /metrics; its other processes, "
+        "the targets, the drafts and the gateway have the next ports; 0 = none",
     )
-    log_format: str = option("text", "text, or json: an object per line", choices=FORMATS)
-    metrics_port: int = option(
-        0,
-        "port of the orchestrator's metrics for Prometheus, at /metrics; its other processes, the "
-        "targets, the drafts and the gateway have the next ports; 0 = none",
-        minimum=0,
-        maximum=65535,
-    )
-    otlp_endpoint: str = option(
-        "",
-        "OpenTelemetry collector that gets traces, http(s)://HOST:PORT of its gRPC; empty = none",
-    )
-    trace_sample_rate: float = option(
-        0.01, "share of the requests that are traced", minimum=0, maximum=1
-    )
+    otlp_endpoint: str = option_of(OrchestratorConfig, "otlp_endpoint")
+    trace_sample_rate: float = option_of(OrchestratorConfig, "trace_sample_rate")
 
 
-_OF_WORKERS = {
-    name: name for name in ("page_size", "device", "drain_timeout_s", "log_level", "log_format")
-}
+def _same(*names: str) -> dict[str, str]:
+    return dict(zip(names, names, strict=True))
+
+
+# The field of a service that each option of `coppice up` sets.
+_OF_WORKERS = _same("page_size", "device", "drain_timeout_s", "log_level", "log_format")
 _OF_TARGET = {
     **_OF_WORKERS,
+    **_same("draft_model", "algorithm", "dtype", "quantization", "kv_cache_dtype", "allow_inexact"),
     "target_model": "model",
-    "draft_model": "draft_model",
-    "algorithm": "algorithm",
-    "dtype": "dtype",
-    "quantization": "quantization",
-    "kv_cache_dtype": "kv_cache_dtype",
-    "allow_inexact": "allow_inexact",
 }
 _OF_DRAFT = {
     **_OF_WORKERS,
+    **_same("target_model", "algorithm", "draft_token_map"),
     "draft_model": "model",
-    "target_model": "target_model",
-    "algorithm": "algorithm",
     "draft_dtype": "dtype",
     "draft_quantization": "quantization",
     "draft_kv_cache_dtype": "kv_cache_dtype",
-    "draft_token_map": "draft_token_map",
 }
+_OF_FRONTS = _same(
+    *("drain_timeout_s", "token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+    *("insecure", "log_level", "log_format"),
+)
 _OF_ORCHESTRATOR = {
+    **_OF_FRONTS,
+    **_same(
+        *("num_steps", "topk", "num_draft_tokens", "expected_accept_length", "reflection"),
+        *("secret_file", "otlp_endpoint", "trace_sample_rate", "served_model_name"),
+        "chat_template",
+    ),
     "target_model": "model",
-    **{
-        name: name
-        for name in (
-            *("num_steps", "topk", "num_draft_tokens", "drain_timeout_s"),
-            "expected_accept_length",
-            *("token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
-            *("insecure", "reflection", "secret_file", "log_level", "log_format"),
-            *("otlp_endpoint", "trace_sample_rate", "served_model_name", "chat_template"),
-        )
-    },
-}
-_OF_GATEWAY = {
-    name: name
-    for name in (
-        *("drain_timeout_s", "token_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
-        *("insecure", "log_level", "log_format"),
-    )
 }
 
 
@@ -338,7 +260,7 @@ def _gateway(
         )
     is_any = not up.port and "http_port" not in given
     return replace(
-        gateway, host=up.host, port=0 if is_any else up.http_port, **_picked(given, _OF_GATEWAY)
+        gateway, host=up.host, port=0 if is_any else up.http_port, **_picked(given, _OF_FRONTS)
     )
 
 

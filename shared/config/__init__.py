@@ -1,5 +1,6 @@
 """Configuration of every service."""
 
+from shared.config.option import option, option_of
 from shared.config.ports import DialConfig, PortConfig
 from shared.config.secret import (
     CALLS,
@@ -11,9 +12,6 @@ from shared.config.secret import (
     read_secret_of,
 )
 from shared.config.services import (
-    ALGORITHMS,
-    DTYPES,
-    KV_CACHE_DTYPES,
     QUANTIZATIONS,
     DraftConfig,
     GatewayConfig,
@@ -21,15 +19,11 @@ from shared.config.services import (
     TargetConfig,
     WorkerConfig,
     admin_port,
-    option,
     served_name,
 )
 
 __all__ = [
-    "ALGORITHMS",
     "CALLS",
-    "DTYPES",
-    "KV_CACHE_DTYPES",
     "QUANTIZATIONS",
     "DialConfig",
     "DraftConfig",
@@ -44,6 +38,7 @@ __all__ = [
     "WorkerConfig",
     "admin_port",
     "option",
+    "option_of",
     "read_secret",
     "read_secret_of",
     "served_name",

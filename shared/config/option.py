@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any
 
 
@@ -35,3 +35,14 @@ def option(
             "aliases": aliases,
         },
     )
+
+
+def option_of(config_type: type, name: str, **changed: Any) -> Any:
+    """Declare an option of another configuration once more.
+
+    Args:
+        name: Of the field there.
+        changed: Arguments of `option` that are others here.
+    """
+    spec = next(spec for spec in fields(config_type) if spec.name == name)
+    return option(**{"default": spec.default, **spec.metadata, **changed})

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.config.option import option
-from shared.config.ports import DialConfig, PortConfig
+from shared.config.option import option, option_of
+from shared.config.ports import LOOPBACK, DialConfig, PortConfig
 from shared.logs import FORMATS, LEVELS
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 from shared.models.hub import last_part
@@ -25,23 +25,32 @@ ALGORITHMS = ("auto", "eagle3", "eagle", "mtp", "standalone", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """How a service logs."""
+class ServiceConfig(PortConfig):
+    """What every service has: its port, log, metrics and end."""
 
     log_level: str = option(
         "info", "least severity that is logged: debug, info, warning or error", choices=LEVELS
     )
     log_format: str = option("text", "text, or json: an object per line", choices=FORMATS)
+    metrics_host: str = option(LOOPBACK, "address of the metrics for Prometheus")
+    metrics_port: int = option(
+        0,
+        "port of the metrics, at /metrics; of several orchestrator processes the first one's, the "
+        "others have the next ports; 0 = none",
+        minimum=0,
+        maximum=65535,
+    )
+    drain_timeout_s: float = option(
+        20.0,
+        "seconds that running requests may finish in after SIGTERM; those of workers may move away",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(PortConfig, LogConfig):
+class WorkerConfig(ServiceConfig):
     """What both workers share."""
 
-    metrics_host: str = option("127.0.0.1", "address of the metrics for Prometheus")
-    metrics_port: int = option(
-        0, "port of the metrics, at /metrics; 0 = none", minimum=0, maximum=65535
-    )
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = option(
         "auto",
@@ -89,9 +98,6 @@ class WorkerConfig(PortConfig, LogConfig):
     )
     gpus: str = option("", "GPU pool to lease from, e.g. 0,1; empty = all visible ones")
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")
-    drain_timeout_s: float = option(
-        20.0, "seconds that open requests may move away in after SIGTERM", minimum=0
-    )
     stall_timeout_s: float = option(
         60.0,
         "most seconds that an engine may be silent before it counts as hung and is killed; usually "
@@ -132,7 +138,7 @@ class TargetConfig(WorkerConfig):
     )
     draft_model: str = option(
         "demo",
-        "draft checkpoint whose features to capture: directory, org/name[@revision], demo or none",
+        "checkpoint directory of the draft, org/name[@revision] on the Hub, demo or none",
         aliases=("speculative_draft_model_path",),
     )
     algorithm: str = option(
@@ -187,15 +193,15 @@ class TargetConfig(WorkerConfig):
 class DraftConfig(WorkerConfig, DialConfig):
     """The draft worker."""
 
-    model: str = option(
-        "demo",
-        "draft checkpoint directory, org/name[@revision] on the Hub, or demo",
-        aliases=("speculative_draft_model_path",),
+    model: str = option_of(
+        TargetConfig,
+        "draft_model",
+        help="checkpoint directory of the draft, org/name[@revision] on the Hub, or demo",
     )
-    target_model: str = option(
-        "demo",
-        "target checkpoint: source of shared embeddings, head and MTP layers",
-        aliases=("model_path",),
+    target_model: str = option_of(
+        TargetConfig,
+        "model",
+        help="target checkpoint: source of shared embeddings, head and MTP layers",
     )
     algorithm: str = option(
         "auto",
@@ -224,7 +230,7 @@ class DraftConfig(WorkerConfig, DialConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
+class OrchestratorConfig(ServiceConfig, DialConfig):
     """The orchestrator."""
 
     token_file: str = option(
@@ -232,19 +238,11 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
         "file with a line name:token[:until] for each token of clients, read again when it "
         "changes; empty = none is asked for",
     )
-    port: int = option(50051, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
+    port: int = option_of(ServiceConfig, "port", default=50051)
     targets: str = option(
         "", "target workers: comma-separated HOST:PORT; a DNS name stands for all its addresses"
     )
     drafts: str = option("", "draft workers, likewise; empty = no speculation")
-    metrics_host: str = option("127.0.0.1", "address of the metrics for Prometheus")
-    metrics_port: int = option(
-        0,
-        "port of the metrics, at /metrics; of several processes the first one's, the others have "
-        "the next ports; 0 = none",
-        minimum=0,
-        maximum=65535,
-    )
     otlp_endpoint: str = option(
         "",
         "OpenTelemetry collector that gets traces, http(s)://HOST:PORT of its gRPC; empty = none",
@@ -256,11 +254,7 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
         minimum=0,
         maximum=1,
     )
-    model: str = option(
-        "demo",
-        "target checkpoint directory, org/name[@revision] or demo: tokenizer and stop ids",
-        aliases=("model_path",),
-    )
+    model: str = option_of(TargetConfig, "model")
     grammar_after_s: float = option(
         5.0,
         "seconds after which an orchestrator that has a target keeps a process that compiles "
@@ -365,10 +359,7 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
     resolve_interval_s: float = option(
         3.0, "seconds between look-ups of worker DNS names", minimum=0.05
     )
-    drain_timeout_s: float = option(
-        20.0, "seconds that running requests may finish in after SIGTERM", minimum=0
-    )
-    admin_host: str = option("127.0.0.1", "address where operators are served")
+    admin_host: str = option(LOOPBACK, "address where operators are served")
     admin_token_file: str = option(
         "",
         "file with a line name:token[:until] for each token of operators, read again when it "
@@ -384,10 +375,10 @@ class OrchestratorConfig(PortConfig, DialConfig, LogConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(PortConfig, DialConfig, LogConfig):
+class GatewayConfig(ServiceConfig, DialConfig):
     """The HTTP gateway; who it dials are orchestrators."""
 
-    port: int = option(8000, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
+    port: int = option_of(ServiceConfig, "port", default=8000)
     orchestrators: str = option(
         "", "orchestrators: comma-separated HOST:PORT; those of one model share its requests"
     )
@@ -401,12 +392,10 @@ class GatewayConfig(PortConfig, DialConfig, LogConfig):
         "file with a line name:token[:until] for each token of clients, the orchestrators' own; "
         "empty = the gateway asks for none, and passes on what a client shows",
     )
-    metrics_host: str = option("127.0.0.1", "address of the metrics for Prometheus")
-    metrics_port: int = option(
-        0,
-        "port of the metrics beside /metrics of --port, without a token; 0 = none",
-        minimum=0,
-        maximum=65535,
+    metrics_port: int = option_of(
+        ServiceConfig,
+        "metrics_port",
+        help="port of the metrics beside /metrics of --port, without a token; 0 = none",
     )
     num_connections: int = option(
         4,
@@ -426,9 +415,6 @@ class GatewayConfig(PortConfig, DialConfig, LogConfig):
         "seconds that a client may read nothing of what it is sent, or send nothing of its "
         "request; then its connection ends",
         minimum=0.1,
-    )
-    drain_timeout_s: float = option(
-        20.0, "seconds that running requests may finish in after SIGTERM", minimum=0
     )
     tool_call_parser: str = option(
         "auto",
