@@ -6,12 +6,11 @@ tokens received so far and the same seed, and goes on exactly after them, whiche
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -95,17 +94,10 @@ class Completion:
     routed_experts: RoutedExperts | None = None
 
 
-class Client:
-    """A blocking client; threads may share it.
+class _Connection:
+    """What both clients have: a channel to a server, and what is said with each call."""
 
-    Args:
-        address: HOST:PORT of the orchestrator.
-        max_retries: How often in a row, without a token, a request is sent again when the server is
-            UNAVAILABLE. A server without room is asked again when it says; 0: neither is done.
-        token: What the server knows this client by; "" if it asks for none.
-        tls: None: plain text. `Tls()`: the certificate comes from an authority that gRPC trusts.
-    Raises: ConfigError if files of `tls` cannot be read.
-    """
+    _open_channel: Callable[..., Any]
 
     def __init__(
         self,
@@ -115,18 +107,40 @@ class Client:
         token: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self._channel = open_blocking_channel(address, tls=tls)
+        """Open the connection; it is made with the first call.
+
+        Args:
+            address: HOST:PORT of the orchestrator.
+            max_retries: How often in a row, without a token, a request is sent again when the
+                server is UNAVAILABLE. A server without room is asked again when it says; 0: neither
+                is done.
+            token: What the server knows this client by; "" if it asks for none.
+            tls: None: plain text. `Tls()`: the certificate comes from an authority that gRPC
+                trusts.
+        Raises: ConfigError if files of `tls` cannot be read.
+        """
+        self._channel = self._open_channel(address, tls=tls)
         self._metadata = bearer(token)
-        self._stub = pb_grpc.GenerationServiceStub(self._channel)
+        self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
         self._max_retries = max_retries
-        self._is_closed = threading.Event()
+        self._is_closed = threading.Event()  # shared with copies, as the channel is
+        self._retry_options: dict[str, Any] = {}
+
+    def _transcript(self, prompt: str | None, options: RequestOptions) -> _Transcript:
+        return _Transcript(prompt, options, self._max_retries, **self._retry_options)
+
+
+class Client(_Connection):
+    """A blocking client; threads may share it."""
+
+    _open_channel = staticmethod(open_blocking_channel)
 
     def generate(self, prompt: str | None = None, **options: Unpack[RequestOptions]) -> Completion:
         """Return the completion of a prompt.
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        transcript = _Transcript(prompt, options, self._max_retries)
+        transcript = self._transcript(prompt, options)
         for _ in self._stream(transcript):
             pass
         return transcript.completion()
@@ -140,14 +154,11 @@ class Client:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        return self._stream(_Transcript(prompt, options, self._max_retries))
+        return self._stream(self._transcript(prompt, options))
 
     def models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
         """Return what the server serves. Raises: CoppiceError."""
-        with _typed_errors():
-            reply = self._stub.ListModels(
-                pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
-            )
+        reply = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
         return tuple(map(ServedModel.of, reply.models))
 
     def tokenize(
@@ -155,8 +166,7 @@ class Client:
     ) -> tuple[int, ...]:
         """Return the token ids of a text, by the target's tokenizer. Raises: CoppiceError."""
         request = tokenize_request(text, add_special_tokens=add_special_tokens)
-        with _typed_errors():
-            reply = self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
+        reply = self._call(self._stub.Tokenize, request, timeout_s)
         return tuple(reply.token_ids)
 
     def detokenize(
@@ -168,8 +178,7 @@ class Client:
     ) -> TokenText:
         """Return the text of token ids, and the bytes of each. Raises: CoppiceError."""
         request = detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
-        with _typed_errors():
-            reply = self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)
+        reply = self._call(self._stub.Detokenize, request, timeout_s)
         return TokenText.of(reply)
 
     def close(self) -> None:
@@ -182,6 +191,12 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(cast(grpc.Call, error)) from None
 
     def _stream(self, transcript: _Transcript) -> Generator[GenerateEvent, None, None]:
         for attempt in Retrying(**transcript.retries.policy):
@@ -198,32 +213,10 @@ class Client:
                 transcript.check_finished()
 
 
-class AsyncClient:
-    """An asyncio client; tasks of one event loop may share it.
+class AsyncClient(_Connection):
+    """An asyncio client; tasks of one event loop may share it."""
 
-    Args:
-        address: HOST:PORT of the orchestrator.
-        max_retries: How often in a row, without a token, a request is sent again when the server is
-            UNAVAILABLE. A server without room is asked again when it says; 0: neither is done.
-        token: What the server knows this client by; "" if it asks for none.
-        tls: None: plain text. `Tls()`: the certificate comes from an authority that gRPC trusts.
-    Raises: ConfigError if files of `tls` cannot be read.
-    """
-
-    def __init__(
-        self,
-        address: str = DEFAULT_ADDRESS,
-        *,
-        max_retries: int = _MAX_RETRIES,
-        token: str = "",
-        tls: Tls | None = None,
-    ) -> None:
-        self._channel = open_channel(address, tls=tls)
-        self._metadata = bearer(token)
-        self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
-        self._max_retries = max_retries
-        self._is_closed = threading.Event()  # shared with copies, as the channel is
-        self._retry_options: dict[str, Any] = {}
+    _open_channel = staticmethod(open_channel)
 
     async def generate(
         self, prompt: str | None = None, **options: Unpack[RequestOptions]
@@ -232,7 +225,7 @@ class AsyncClient:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        transcript = _Transcript(prompt, options, self._max_retries, **self._retry_options)
+        transcript = self._transcript(prompt, options)
         async for _ in self._stream(transcript):
             pass
         return transcript.completion()
@@ -246,14 +239,11 @@ class AsyncClient:
 
         Raises: CoppiceError with `code`, `reason` and, if one is to blame, `field`.
         """
-        return self._stream(_Transcript(prompt, options, self._max_retries, **self._retry_options))
+        return self._stream(self._transcript(prompt, options))
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
         """Return what the server serves. Raises: CoppiceError."""
-        with _typed_errors():
-            reply = await self._stub.ListModels(
-                pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
-            )
+        reply = await self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
         return tuple(map(ServedModel.of, reply.models))
 
     async def tokenize(
@@ -261,8 +251,7 @@ class AsyncClient:
     ) -> tuple[int, ...]:
         """Return the token ids of a text, by the target's tokenizer. Raises: CoppiceError."""
         request = tokenize_request(text, add_special_tokens=add_special_tokens)
-        with _typed_errors():
-            reply = await self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
+        reply = await self._call(self._stub.Tokenize, request, timeout_s)
         return tuple(reply.token_ids)
 
     async def detokenize(
@@ -274,8 +263,7 @@ class AsyncClient:
     ) -> TokenText:
         """Return the text of token ids, and the bytes of each. Raises: CoppiceError."""
         request = detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
-        with _typed_errors():
-            reply = await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)
+        reply = await self._call(self._stub.Detokenize, request, timeout_s)
         return TokenText.of(reply)
 
     def on_behalf_of(
@@ -305,6 +293,12 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(cast(grpc.Call, error)) from None
+
     async def _stream(self, transcript: _Transcript) -> AsyncGenerator[GenerateEvent, None]:
         async for attempt in AsyncRetrying(**transcript.retries.policy):
             with attempt:
@@ -319,15 +313,6 @@ class AsyncClient:
                 finally:
                     call.cancel()
                 transcript.check_finished()
-
-
-@contextlib.contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Raise the typed error of a call that fails in this block."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_rpc_error(cast(grpc.Call, error)) from None
 
 
 class _Transcript:
