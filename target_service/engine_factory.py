@@ -26,10 +26,7 @@ from shared.kernels.token_mask import compile_token_masks
 from shared.kv.pool import KVPool
 from shared.ladder import LADDER
 from shared.messages import FeatureSpec, WorkerInfo
-from shared.models.checkpoint import (
-    resolve_model,
-    tokenizer_hash,
-)
+from shared.models.checkpoint import resolve_model, tokenizer_hash
 from shared.models.config import ModelConfig
 from shared.models.digest import start_model_hash
 from shared.models.hub import last_part
@@ -103,26 +100,19 @@ def create_engine(
         vocab_size=model_config.vocab_size,
         device=device,
     )
+    step_rows = max_batch_rows(config, device)
     runner = TargetRunner(
-        model,
-        pool,
-        sampler,
-        features,
-        max_batch_rows=max_batch_rows(config, device),
-        projection=projection,
+        model, pool, sampler, features, max_batch_rows=step_rows, projection=projection
     )
     if runner.pads_rows:
         capture_forwards(runner, lambda stage, done: progress(stage, LOADED + 0.1 * done))
     progress("proving exactness", 0.9)
-    prompt = {
-        "vocab_size": model_config.vocab_size,
-        "window": model_config.sliding_window,
-        "max_num_tokens": context_len,
-    }
-    finite_logits(runner, directory, **prompt)  # first: NaN differs from itself in the self-test
-    prove_exactness(config, runner, model_config, context_len)
-    fingerprint = take_fingerprint(runner, directory, **prompt)  # of the products that it settled
-    ring = open_ring(config, features.width * dtype.itemsize * max_batch_rows(config, device))
+    # First: NaN differs from itself in the self-test.
+    finite_logits(runner, directory, max_num_tokens=context_len)
+    prove_exactness(config, runner, context_len)
+    # Of the products that the self-test settled.
+    fingerprint = take_fingerprint(runner, directory, max_num_tokens=context_len)
+    ring = open_ring(config, features.width * dtype.itemsize * step_rows)
     listener, tcp_listener = open_listener(config), open_tcp_listener(config, secret)
     channels = PeerChannels(*[one for one in (listener, tcp_listener) if one is not None])
     costs = time_padded_forwards(runner, progress)
@@ -153,11 +143,7 @@ def create_engine(
         num_experts=model_config.experts.num_experts if model_config.experts is not None else 0,
     )
     state = EngineState.create(
-        info,
-        device,
-        max_context_len=context_len,
-        feature_retain_rows=config.feature_retain_rows,
-        ring=ring,
+        info, device, feature_retain_rows=config.feature_retain_rows, ring=ring
     )
     mailbox = None
     if device.type == "cuda" or has_cpu_mailbox:
@@ -165,7 +151,7 @@ def create_engine(
     forwards = costs or cpu_forwards or measure_costs(runner, _CPU_SIZES)
     shapes = None
     if channels.has_sources:
-        shapes = make_shapes(state, runner, forwards, max_batch_rows(config, device))
+        shapes = make_shapes(state, runner, forwards, step_rows)
     source = make_source(state, BatchWindow(costs), channels, mailbox, pool, shapes)
     if runner.pads_rows:
         capture_verifies(runner, source, lambda stage, done: progress(stage, 0.93 + 0.02 * done))
@@ -175,7 +161,7 @@ def create_engine(
         source,
         channels,
         grammars,
-        max_batch_rows=max_batch_rows(config, device),
+        max_batch_rows=step_rows,
         prefill_chunk_len=prefill_chunk_len(config, device),
         overlaps_steps=device.type == "cuda",
         costs=costs,
@@ -197,9 +183,7 @@ def make_grammars(directory: Path, model: ModelConfig, device: torch.device) -> 
     return grammars
 
 
-def prove_exactness(
-    config: TargetConfig, runner: TargetRunner, model: ModelConfig, context_len: int
-) -> None:
+def prove_exactness(config: TargetConfig, runner: TargetRunner, context_len: int) -> None:
     """Run the self-test if it is asked for.
 
     Raises: ConfigError if it fails, unless the configuration allows that.
@@ -209,7 +193,7 @@ def prove_exactness(
     if context_len < NUM_SLOTS:
         logger.warning("the context is too short for the self-test; exactness is unproven")
         return
-    result = run_self_test(runner, model.vocab_size, model.sliding_window)
+    result = run_self_test(runner)
     if not result.is_exact and not config.allow_inexact:
         raise ConfigError(
             "the self-test failed: prefill, decoding and trees do not agree bit for bit on this "

@@ -95,14 +95,12 @@ class EngineState:
 
     Args:
         info: Identity and limits.
-        max_context_len: Longest sequence, prompt and output.
         requests: By request_id.
         outbox: Answers of the next step.
         turns: Counts admissions and queued rounds of all kinds.
     """
 
     info: WorkerInfo
-    max_context_len: int
     requests: dict[str, TargetRequest]
     outbox: list[Any]
     recorder: Recorder
@@ -116,7 +114,6 @@ class EngineState:
         info: WorkerInfo,
         device: torch.device,
         *,
-        max_context_len: int,
         feature_retain_rows: int,
         ring: FeatureRing | None = None,
     ) -> EngineState:
@@ -130,7 +127,6 @@ class EngineState:
         outbox: list[Any] = []
         return cls(
             info=info,
-            max_context_len=max_context_len,
             requests=requests,
             outbox=outbox,
             recorder=Recorder(device),

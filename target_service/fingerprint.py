@@ -34,18 +34,14 @@ class Fingerprint:
     logits_hash: str
 
 
-def take_fingerprint(
-    runner: TargetRunner, directory: Path, *, vocab_size: int, window: int, max_num_tokens: int
-) -> Fingerprint:
+def take_fingerprint(runner: TargetRunner, directory: Path, *, max_num_tokens: int) -> Fingerprint:
     """Compute the logits of a fixed prompt and say what computed them.
 
     Args:
         directory, max_num_tokens: As of `finite_logits`.
     Raises: CheckpointError if a logit is NaN or infinite.
     """
-    logits = finite_logits(
-        runner, directory, vocab_size=vocab_size, window=window, max_num_tokens=max_num_tokens
-    )
+    logits = finite_logits(runner, directory, max_num_tokens=max_num_tokens)
     device = runner.pool.device
     data = logits.float().contiguous().cpu().view(torch.uint8)
     return Fingerprint(
@@ -56,9 +52,7 @@ def take_fingerprint(
     )
 
 
-def finite_logits(
-    runner: TargetRunner, directory: Path, *, vocab_size: int, window: int, max_num_tokens: int
-) -> torch.Tensor:
+def finite_logits(runner: TargetRunner, directory: Path, *, max_num_tokens: int) -> torch.Tensor:
     """Return the logits of a fixed prompt, [n, vocab_size].
 
     Args:
@@ -66,7 +60,7 @@ def finite_logits(
         max_num_tokens: Longest prompt that fits.
     Raises: CheckpointError if a logit is NaN or infinite; it names the tensors to blame.
     """
-    logits = fixed_prompt_logits(runner, vocab_size, window, max_num_tokens=max_num_tokens)
+    logits = fixed_prompt_logits(runner, max_num_tokens=max_num_tokens)
     num_broken = int((~logits.isfinite()).sum())
     if num_broken:
         raise CheckpointError(

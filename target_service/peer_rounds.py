@@ -62,7 +62,7 @@ class PeerRounds(TreeSource):
         self.shapes = TreeShapes() if shapes is None else shapes
         self._state = state
         self._requests = state.requests
-        self._max_context_len = state.max_context_len
+        self._max_context_len = state.info.max_context_len
 
     # --- drafts and credit -----------------------------------------------------------------------
 

@@ -88,13 +88,11 @@ class MailboxPaths:
     """Where the accepted paths of a step are posted.
 
     Args:
-        is_used: Whether any of them is.
         words: [S, MAX_PATH] i64, the mailbox's paths.
         rows: [2, S, MAX_PATH, W], its feature rows; None: drafts take none.
         slot, round_tag: [B] i32, place and number of each path; slot -1: it is not posted.
     """
 
-    is_used: bool
     words: torch.Tensor
     rows: torch.Tensor | None
     slot: torch.Tensor
@@ -120,13 +118,13 @@ class VerifyInput:
         position: [L] i64, absolute position of the token sampled at each row.
         max_depth: Bounds the depth of every tree.
         may_move_kv: Whether some accepted path may not be contiguous.
+        sampling: How the rows are sampled.
         logprob_rows: [P] i64, logit rows whose logprobs were asked for; None: no request did.
         num_top_logprobs: Alternatives per row.
         wants_features: Whether some request keeps the features of its path.
         wants_experts: Whether some request asks which experts its path was routed to.
         mailbox_paths: Where paths are posted; None: there is no mailbox.
         num_device_trees: Of how many requests, the first ones, the host does not know the trees.
-        sampling: How the rows are sampled.
     """
 
     bucket: int | None
@@ -141,13 +139,13 @@ class VerifyInput:
     position: torch.Tensor
     max_depth: int
     may_move_kv: bool
-    logprob_rows: torch.Tensor | None
-    num_top_logprobs: int
-    wants_features: bool
-    wants_experts: bool
-    mailbox_paths: MailboxPaths | None
-    num_device_trees: int
     sampling: SamplingInput
+    logprob_rows: torch.Tensor | None = None
+    num_top_logprobs: int = 0
+    wants_features: bool = False
+    wants_experts: bool = False
+    mailbox_paths: MailboxPaths | None = None
+    num_device_trees: int = 0
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logit rows of what an extend computed, [T, ...] -> [L, ...]."""
@@ -157,11 +155,6 @@ class VerifyInput:
     def is_rare(self) -> bool:
         """Return whether some request asks for what no graph has."""
         return self.logprob_rows is not None or self.sampling.edits_logits
-
-    @property
-    def posts_paths(self) -> bool:
-        """Return whether some accepted path is posted."""
-        return self.mailbox_paths is not None and self.mailbox_paths.is_used
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -222,10 +215,10 @@ class SamplingInput:
     min_p: torch.Tensor
     seed: torch.Tensor
     has_filters: bool
-    bias: BiasInput | None
-    penalties: Penalties | None
-    forbidden: ForbiddenInput | None
-    masks: MaskInput | None
+    bias: BiasInput | None = None
+    penalties: Penalties | None = None
+    forbidden: ForbiddenInput | None = None
+    masks: MaskInput | None = None
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
@@ -243,10 +236,6 @@ class SamplingInput:
             min_p=min_p,
             seed=seed,
             has_filters=self.has_filters,
-            bias=None,
-            penalties=None,
-            forbidden=None,
-            masks=None,
         )
 
     @property
@@ -268,8 +257,8 @@ class VerifyOutput:
 
     node_outputs: NodeOutputs
     walk: AcceptWalk
-    taken_token_ids: torch.Tensor | None
-    taken_parents: torch.Tensor | None
+    taken_token_ids: torch.Tensor | None = None
+    taken_parents: torch.Tensor | None = None
 
 
 class NodeOutputs:

@@ -202,7 +202,7 @@ class Pipeline:
                 self.table.fail_numerically(request)
                 continue
             is_timed = request.open.is_timed and request.phase is not Phase.PREFILL
-            cut = commit_path(request, path, state.max_context_len)
+            cut = commit_path(request, path, state.info.max_context_len)
             if not follows_grammar(request, path, cut):
                 self.table.fail_grammar(request)
                 continue

@@ -30,6 +30,7 @@ from shared.messages import (
     TargetOpen,
     VerifyRound,
 )
+from shared.rpc import status
 from shared.times import clock_id
 from shared.tree import check_tree
 from target_service.batch import StepBatch
@@ -77,7 +78,7 @@ class RequestTable:
             matcher = self._grammars.matcher(message.compiled_grammar, output)
         if known is not None:
             self.drop(known)
-        max_context_len = self._state.max_context_len
+        max_context_len = self._state.info.max_context_len
         request = TargetRequest(
             open=message,
             admission_idx=next(self._state.turns),
@@ -228,9 +229,10 @@ class RequestTable:
                 field="num_prompt_tokens",
             )
         self._check_ids(message.token_ids, "token_ids")
-        if num_tokens >= self._state.max_context_len:
+        max_context_len = self._state.info.max_context_len
+        if num_tokens >= max_context_len:
             raise InvalidArgumentError(
-                f"{num_tokens} tokens leave no room in a context of {self._state.max_context_len}",
+                f"{num_tokens} tokens leave no room in a context of {max_context_len}",
                 reason="PROMPT_TOO_LONG",
                 field="token_ids",
             )
@@ -276,12 +278,9 @@ class RequestTable:
 
 def failure_of(message: Any, error: CoppiceError) -> RequestFailure:
     """Return the answer to a message that is refused."""
-    return RequestFailure(
+    return status.failure_of(
+        error,
         request_id=message.request_id,
-        code=int(error.code),
-        reason=error.reason,
-        message=error.message,
-        field=error.field,
         target_epoch=message.target_epoch,
         draft_epoch=getattr(message, "draft_epoch", 0),
         round_idx=getattr(message, "round_idx", 0),

@@ -52,7 +52,7 @@ class SelfTestResult:
 
 
 @torch.inference_mode()
-def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTestResult:
+def run_self_test(runner: TargetRunner) -> SelfTestResult:
     """Probe a CPU's products, and compute the same tokens in three ways.
 
     Mutates: how the model multiplies on a CPU; nothing else that outlives it.
@@ -62,7 +62,7 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
         layout = config.kv_layout
         heads = (config.num_heads // layout.num_heads, layout.width)
         settle_products(products, heads)
-    result = _compare_ways(runner, vocab_size, window)
+    result = _compare_ways(runner)
     if products.weights and not result.is_exact and not products.is_invariant:
         logger.warning(
             "exactness: prefill, decoding and trees differ by %s and %s, though both passed their "
@@ -71,7 +71,7 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
             products.attention.name,
         )
         products.give_up_libraries()
-        result = _compare_ways(runner, vocab_size, window)
+        result = _compare_ways(runner)
     if result.is_exact:
         logger.info("self-test passed: prefill, decoding and trees agree bit for bit")
     else:
@@ -84,12 +84,12 @@ def run_self_test(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
     return result
 
 
-def _compare_ways(runner: TargetRunner, vocab_size: int, window: int) -> SelfTestResult:
+def _compare_ways(runner: TargetRunner) -> SelfTestResult:
     """Compute PATH_LEN tokens after PREFIX_LEN others in three ways and compare the bits.
 
     Mutates: nothing that outlives it; the pages it takes are given back.
     """
-    rng = np.random.default_rng(0)
+    rng, vocab_size = np.random.default_rng(0), runner.model.config.vocab_size
     tokens = rng.integers(0, vocab_size, PREFIX_LEN + PATH_LEN)
     filler = rng.integers(0, vocab_size, len(TREE_PARENTS))
 
@@ -111,7 +111,7 @@ def _compare_ways(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
         row = runner.pool.acquire()
         try:
             runner.pool.reserve(row, NUM_SLOTS)
-            test = _SelfTest(runner, row, window)
+            test = _SelfTest(runner, row)
             test.clear()  # the pages are those of the way before, and its KV must not help
             outcomes.append(way(test))
             kv.append(test.committed_kv(len(tokens)))
@@ -127,9 +127,7 @@ def _compare_ways(runner: TargetRunner, vocab_size: int, window: int) -> SelfTes
 
 
 @torch.inference_mode()
-def fixed_prompt_logits(
-    runner: TargetRunner, vocab_size: int, window: int, *, max_num_tokens: int
-) -> torch.Tensor:
+def fixed_prompt_logits(runner: TargetRunner, *, max_num_tokens: int) -> torch.Tensor:
     """Return the logits of the self-test's tokens, [n, vocab_size], computed by one prefill.
 
     Args:
@@ -137,11 +135,12 @@ def fixed_prompt_logits(
     Mutates: nothing that outlives it; the pages it takes are given back.
     """
     num_tokens = min(PREFIX_LEN + PATH_LEN, max_num_tokens)
-    tokens = np.random.default_rng(0).integers(0, vocab_size, PREFIX_LEN + PATH_LEN)[:num_tokens]
+    rng, vocab_size = np.random.default_rng(0), runner.model.config.vocab_size
+    tokens = rng.integers(0, vocab_size, PREFIX_LEN + PATH_LEN)[:num_tokens]
     row = runner.pool.acquire()
     try:
         runner.pool.reserve(row, num_tokens)
-        return _SelfTest(runner, row, window).chain(tokens, 0, num_tokens)
+        return _SelfTest(runner, row).chain(tokens, 0, num_tokens)
     finally:
         runner.pool.release(row)
 
@@ -149,10 +148,9 @@ def fixed_prompt_logits(
 class _SelfTest:
     """Forwards of one row of the page table."""
 
-    def __init__(self, runner: TargetRunner, row: int, window: int) -> None:
+    def __init__(self, runner: TargetRunner, row: int) -> None:
         self._runner = runner
         self._row = row
-        self._window = window
 
     def chain(self, tokens: NDArray, start: int, stop: int) -> torch.Tensor:
         """Extend tokens [start, stop) as a chain; return their logits."""
@@ -206,7 +204,7 @@ class _SelfTest:
         host["token_ids"][:count] = tokens
         host["position_ids"][:count] = positions
         host["root_idx"].fill(TOKEN_IS_KNOWN)
-        rows = pack_rows(block, runner.pool, window=self._window, staging=staging, num_rows=bucket)
+        rows = pack_rows(block, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
         inputs = ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=False)
         staging.flush()
         return runner.model.logits(runner.extend(inputs).hidden[:count])

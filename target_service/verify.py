@@ -112,9 +112,7 @@ class Verifier:
             page_size=self._pool.page_size,
             max_depth=inputs.max_depth,
         )
-        verified = VerifyOutput(
-            node_outputs=outputs, walk=walk, taken_token_ids=None, taken_parents=None
-        )
+        verified = VerifyOutput(node_outputs=outputs, walk=walk)
         post(inputs, verified)
         if inputs.may_move_kv:
             pool = self._pool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +12,10 @@ from shared.kernels.mailbox_trees import TakenTrees
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
 from shared.step.buckets import bucket_of
-from shared.step.staging import Arrays, Fields, Staging, Tensors
+from shared.step.staging import Arrays, Fields, Staging
 from target_service.batch import StepBatch
 from target_service.nodes import SampledNodes, SampledTrees
-from target_service.phases import MailboxPaths, SamplingInput, VerifyInput
+from target_service.phases import SamplingInput, VerifyInput
 from target_service.sampler import Sampler, sampling_fields
 from target_service.tree_source import TreeSource
 
@@ -110,8 +111,8 @@ def build_padding(
     """Return a bucket of rows that belong to no request, and start to bring it over."""
     sizes = _Sizes.of_bucket(bucket, pool)
     _, device = _place(sizes, pool, staging)
-    mailbox_paths: MailboxPaths | None = source.place_paths((), staging, sizes.num_trees)
-    _, columns = staging.place_zeros(sampling_fields, bucket)
+    mailbox_paths = source.place_paths((), staging, sizes.num_trees)
+    columns: dict[str, Any] = staging.place_zeros(sampling_fields, bucket)[1]
     staging.flush()
     return VerifyInput(
         bucket=bucket,
@@ -120,24 +121,12 @@ def build_padding(
         **device,
         max_depth=MAX_TREE_NODES - 1,
         may_move_kv=True,
-        logprob_rows=None,
-        num_top_logprobs=0,
-        wants_features=False,
-        wants_experts=False,
-        num_device_trees=0,
         mailbox_paths=mailbox_paths,
-        sampling=SamplingInput(
-            **columns,
-            has_filters=has_filters,
-            bias=None,
-            penalties=None,
-            forbidden=None,
-            masks=None,
-        ),
+        sampling=SamplingInput(**columns, has_filters=has_filters),
     )
 
 
-def _place(sizes: _Sizes, pool: KVPool, staging: Staging) -> tuple[Arrays, Tensors]:
+def _place(sizes: _Sizes, pool: KVPool, staging: Staging) -> tuple[Arrays, dict[str, Any]]:
     """Begin to stage trees that are nothing but padding."""
     staging.begin()
     host, device = staging.place_zeros(

@@ -195,7 +195,7 @@ class DeviceRounds(PeerRounds):
             for request, tag in zip(requests, tags, strict=True)
         ]
         mailbox = self.mailbox
-        return MailboxPaths(is_used=any(tags), words=mailbox.paths, rows=mailbox.rows, **device)
+        return MailboxPaths(words=mailbox.paths, rows=mailbox.rows, **device)
 
     @torch.inference_mode()
     def post_paths(self, verify: VerifyInput, verified: VerifyOutput) -> None:

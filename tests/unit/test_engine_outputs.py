@@ -168,7 +168,7 @@ def self_test_target(models: Models, family: str = "llama", **options: Any) -> A
 
 
 def run(target: Any) -> Any:
-    result = run_self_test(target.runner, target.info.vocab_size, target.runner.window)
+    result = run_self_test(target.runner)
     assert target.load.num_free_pages == target.load.num_pages, "the self-test kept its pages"
     target.check_integrity()
     return result
