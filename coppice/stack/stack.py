@@ -1,4 +1,4 @@
-"""Start, watch, harm and stop a whole stack; `coppice up`, `coppice demo` and the tests use it.
+"""Start, watch and stop a whole stack; `coppice up`, `coppice demo` and the tests use it.
 
 with Stack(StackConfig()) as stack:
     Client(stack.address).generate("def main():")
@@ -11,7 +11,6 @@ import errno
 import itertools
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -23,7 +22,6 @@ from coppice.health import health_probe
 from coppice.stack.config import LOOPBACK, StackConfig
 from coppice.stack.mps import MultiProcessService, shared_gpus
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
-from shared.access.caller import Caller
 from shared.config import (
     SECRET_VARIABLE,
     DraftConfig,
@@ -242,20 +240,6 @@ class Stack:
                 )
             time.sleep(POLL_INTERVAL_S)
 
-    def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to every process of a service, as a fault would."""
-        self.services[name].kill(signal_number)
-
-    def stop_service(self, name: str, *, timeout_s: float | None = None) -> None:
-        """End one service in order; it stays down until `start_service`."""
-        self.services[name].request_stop()
-        self.services[name].join(self.config.stop_budget_s if timeout_s is None else timeout_s)
-
-    def start_service(self, name: str) -> None:
-        """Start a service that was stopped or has failed, and wait until it is ready."""
-        self.services[name].start()
-        self.wait_ready(name, timeout_s=self.config.start_timeout_s)
-
     def stop(self, *, timeout_s: float | None = None) -> None:
         """End gateway and orchestrator first, so that their requests may finish, then the workers.
 
@@ -324,11 +308,6 @@ class Stack:
         """Return the environment of a service: it is configured by flags, but for the secret."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
         return {**environ, "PYTHONUNBUFFERED": "1", SECRET_VARIABLE: self.secret}
-
-    @property
-    def caller(self) -> Caller:
-        """Return what the workers are to be shown."""
-        return Caller(secret=read_secret(self.config.orchestrator, self.environ))
 
     def _add(self, name: str, role: str, config: Any, health_service: str) -> None:
         command = [sys.executable, "-m", "coppice", "serve", role, "--exit-with-parent"]

@@ -21,7 +21,8 @@ from coppice.health import health_probe
 from coppice.stack import ServiceState, Stack, StackConfig
 from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
-from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
+from shared.access.caller import Caller
+from shared.config import DraftConfig, OrchestratorConfig, TargetConfig, read_secret
 from shared.config.loader import to_arguments
 from shared.peer.ring import RING_DIR
 from shared.rpc.health_names import DRAFT_SERVICE, SPECULATION_SERVICE, TARGET_SERVICE
@@ -49,6 +50,25 @@ class Server(Stack):
     def wait_logged(self, text: str, *, service: str = "") -> None:
         """Wait until a line of a service holds this text: what is logged comes through a pipe."""
         wait_for(lambda: self.logged(text, service=service) > 0, LOG_TIMEOUT_S, lambda: text)
+
+    def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal to every process of a service, as a fault would."""
+        self.services[name].kill(signal_number)
+
+    def stop_service(self, name: str) -> None:
+        """End one service in order; it stays down until `start_service`."""
+        self.services[name].request_stop()
+        self.services[name].join(self.config.stop_budget_s)
+
+    def start_service(self, name: str) -> None:
+        """Start a service that was stopped or has failed, and wait until it is ready."""
+        self.services[name].start()
+        self.wait_ready(name, timeout_s=self.config.start_timeout_s)
+
+    @property
+    def caller(self) -> Caller:
+        """Return what the workers are to be shown."""
+        return Caller(secret=read_secret(self.config.orchestrator, self.environ))
 
     def info(self, name: str) -> tree_pb2.WorkerInfo:
         """Ask a worker who it is and how busy."""
