@@ -75,6 +75,6 @@ class Retries:
         assert state.outcome is not None
         error = state.outcome.exception()
         if isinstance(error, ResourceExhaustedError):
-            return error.retry_after_s + random.uniform(0, _REFUSED_JITTER_S)  # noqa: S311
+            return error.retry_after_s + random.uniform(0, _REFUSED_JITTER_S)
         wait_s = min(_FIRST_WAIT_S * 2.0 ** (self._num_fruitless - 1), _MOST_WAIT_S)
-        return wait_s + random.uniform(0, _JITTER_S)  # noqa: S311
+        return wait_s + random.uniform(0, _JITTER_S)

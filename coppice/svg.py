@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _ROW, _LEFT = 1200, 18, 420  # pixels
+_SATURATION = 0.6  # of all colors
 IDLE, UNNAMED = "#dddddd", "#888888"
 
 
@@ -52,13 +53,14 @@ class Chart:
     idle: str = ""
 
 
-def color_of(hue: float, lightness: float = 0.55, saturation: float = 0.6) -> str:
+def color_of(hue: float, lightness: float = 0.55) -> str:
     """Return a color as "#rrggbb", which every renderer knows; hsl() is for browsers only.
 
     Args:
-        hue: Degrees; the other two are in 0..1.
+        hue: Degrees.
+        lightness: 0..1.
     """
-    red, green, blue = colorsys.hls_to_rgb(hue / 360 % 1, lightness, saturation)
+    red, green, blue = colorsys.hls_to_rgb(hue / 360 % 1, lightness, _SATURATION)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 

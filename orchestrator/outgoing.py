@@ -34,13 +34,11 @@ class WriteTurns:
     """Lets the streams of a process write in turn: a few per pass of the event loop, and second.
 
     Args:
-        per_pass: Turns that come in one pass of the event loop.
         per_s: Turns that come in one second, beyond the first `MAX_ALLOWANCE`.
     """
 
-    def __init__(self, per_pass: int = WRITES_PER_PASS, per_s: float = WRITES_PER_S) -> None:
+    def __init__(self, per_s: float = WRITES_PER_S) -> None:
         self._loop = asyncio.get_running_loop()
-        self._per_pass = per_pass
         self._per_s = per_s
         self._allowance = float(MAX_ALLOWANCE)
         self._grown_at = self._loop.time()
@@ -65,7 +63,7 @@ class WriteTurns:
         now = self._loop.time()
         grown = self._allowance + (now - self._grown_at) * self._per_s
         self._allowance, self._grown_at = min(grown, MAX_ALLOWANCE), now
-        self._num_left = min(self._per_pass, int(self._allowance))
+        self._num_left = min(WRITES_PER_PASS, int(self._allowance))
         self._allowance -= self._num_left
         if self._num_left:
             self._loop.call_soon(self._end_pass)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +53,6 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         tokenizer: None if the model has none: then prompts are token ids and there is no text.
         card: What clients are told of the model.
         grammars: Compiles those of outputs.
-        caller: Returns who calls, "" if nobody knows.
     Raises: ConfigError if the configuration cannot work.
     """
 
@@ -67,7 +65,6 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         tokenizer: Tokenizer | None,
         card: ModelCard,
         grammars: Grammars,
-        caller: Callable[[grpc.aio.ServicerContext[Any, Any]], str] = caller_name,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -83,7 +80,6 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._acceptance = AcceptWatch(config.expected_accept_length)
         self.running = Running()
         self.tracing = Tracing(config.otlp_endpoint, sample_rate=config.trace_sample_rate)
-        self._caller = caller
         self._tenants = Tenants(config.max_priority)
         self._readers = Readers(
             self._turns,
@@ -108,7 +104,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             trace.end(end)
 
         with logged_end(request.request_id, context.time_remaining, on_end) as log:
-            log.tenant = self._caller(context)
+            log.tenant = caller_name(context)
             log.trace_id = trace.trace_id
             await self._generate(request, context, log, trace)
 

@@ -89,15 +89,12 @@ class Tracing:
     Args:
         endpoint: Of an OTLP collector, http(s)://HOST:PORT of its gRPC; empty: no spans are made.
         sample_rate: Share of the requests without a traceparent that are sampled, 0..1.
-        exporter: Takes the spans instead.
     Raises: ConfigError if the packages are missing.
     """
 
-    def __init__(
-        self, endpoint: str, *, sample_rate: float, exporter: SpanExporter | None = None
-    ) -> None:
+    def __init__(self, endpoint: str, *, sample_rate: float) -> None:
         self._provider: Any = None
-        if not endpoint and exporter is None:
+        if not endpoint:
             return
         try:
             from opentelemetry.sdk.resources import Resource
@@ -105,7 +102,7 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-            exporter = exporter or _exporter(endpoint)
+            exporter = _exporter(endpoint)
         except ImportError as error:
             raise ConfigError(
                 f"--otlp-endpoint needs the package of {error.name}; "

@@ -113,15 +113,15 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         sampling: SamplingParams = from_proto(message.sampling)
         if not message.sampling.HasField("seed"):
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(_SEED_BITS))
-        _check_vocabulary(
-            [token_id for token_id, _ in sampling.logit_bias], limits, field="logit_bias"
+        check_vocabulary(
+            [token_id for token_id, _ in sampling.logit_bias], limits.vocab_size, field="logit_bias"
         )
     stopping = message.stopping
     max_new_tokens = None
     if stopping.HasField("max_new_tokens"):
         max_new_tokens = require_range(stopping.max_new_tokens, "stopping.max_new_tokens", 1)
     resume_ids = tuple(message.resume_token_ids.ids)
-    _check_vocabulary(resume_ids, limits, field="resume_token_ids")
+    check_vocabulary(resume_ids, limits.vocab_size, field="resume_token_ids")
     if max_new_tokens is not None and len(resume_ids) > max_new_tokens:
         raise InvalidArgumentError(
             f"resume_token_ids holds {len(resume_ids)} tokens, more than max_new_tokens = "
@@ -137,8 +137,8 @@ def parse_request(message: pb.GenerateRequest, limits: ModelLimits) -> Generatio
         max_new_tokens=max_new_tokens,
         min_new_tokens=_min_new_tokens(stopping, max_new_tokens),
         stop_strings=_stop_strings(stopping),
-        stop_token_ids=_check_vocabulary(
-            stopping.stop_token_ids, limits, field="stopping.stop_token_ids"
+        stop_token_ids=check_vocabulary(
+            stopping.stop_token_ids, limits.vocab_size, field="stopping.stop_token_ids"
         ),
         ignore_eos=stopping.ignore_eos,
         include_stop_in_output=stopping.include_stop_in_output,
@@ -170,7 +170,7 @@ def with_prompt(
     field = "token_ids" if request.text is None else "text"
     if not prompt_ids:
         raise InvalidArgumentError(f"{field} gives no token at all; send at least one", field=field)
-    _check_vocabulary(prompt_ids, limits, field=field)
+    check_vocabulary(prompt_ids, limits.vocab_size, field=field)
     _check_fits(len(prompt_ids), limits, field=field)
     if len(prompt_ids) + len(request.resume_ids) > limits.max_context_len:
         raise InvalidArgumentError(
@@ -191,7 +191,7 @@ def _prompt(message: pb.GenerateRequest, limits: ModelLimits) -> tuple[str | Non
         case "token_ids":
             _check_fits(len(message.token_ids.ids), limits, field="token_ids")
             ids = require_ids(message.token_ids.ids, "token_ids", at_least=1)
-            return None, _check_vocabulary(ids, limits, field="token_ids")
+            return None, check_vocabulary(ids, limits.vocab_size, field="token_ids")
         case _:
             raise InvalidArgumentError(
                 "there is no prompt; set either text or token_ids", field="prompt"
@@ -286,10 +286,6 @@ def _shape(options: pb.SpeculationOptions, mode: int, default: TreeShape) -> Tre
         shape = dataclasses.replace(shape, num_draft_tokens=min(shape.num_draft_tokens, most))
     check_shape(shape)
     return None if mode == pb.SPECULATION_MODE_OFF else shape
-
-
-def _check_vocabulary(ids: Sequence[int], limits: ModelLimits, *, field: str) -> tuple[int, ...]:
-    return check_vocabulary(ids, limits.vocab_size, field=field)
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, *, field: str) -> tuple[int, ...]:

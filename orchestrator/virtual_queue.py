@@ -28,14 +28,9 @@ _NUM_AVERAGED = 32
 
 
 class VirtualQueue:
-    """Says each refused client when its turn is; times are those of one monotonic clock, seconds.
+    """Says each refused client when its turn is; times are seconds of one monotonic clock."""
 
-    Args:
-        rng: Spreads the turns.
-    """
-
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self._rng = rng or random.Random()
+    def __init__(self) -> None:
         self._turns: list[float] = []  # ascending
         self._next_turn_s = 0.0
         self._mean_held_s = 1.0
@@ -77,9 +72,9 @@ class VirtualQueue:
         next_turn_s = max(self._next_turn_s, now_s) + place_s / _TURNS_PER_PLACE
         self._next_turn_s = min(next_turn_s, now_s + _MOST_S)
         wait_s = max(self._next_turn_s - now_s, _LEAST_S)
-        wait_s += self._rng.uniform(0, _JITTER_PLACES * place_s)
+        wait_s += random.uniform(0, _JITTER_PLACES * place_s)
         if next_turn_s > self._next_turn_s:  # they cannot be told apart: let them come spread
-            wait_s *= self._rng.uniform(0.5, 1.0)
+            wait_s *= random.uniform(0.5, 1.0)
         if len(self._turns) < _MAX_TURNS:
             insort(self._turns, now_s + wait_s)
         return wait_s

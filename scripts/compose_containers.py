@@ -104,10 +104,10 @@ class Container:
         found: dict[str, Any] = json.loads(podman("inspect", self.name))[0]
         return found
 
-    def address(self, network: str = "workers") -> str:
-        """Return its address in a network of the project."""
+    def address(self) -> str:
+        """Return its address in the network of the workers."""
         networks = self.facts()["NetworkSettings"]["Networks"]
-        address: str = networks[f"{PROJECT}_{network}"]["IPAddress"]
+        address: str = networks[f"{PROJECT}_workers"]["IPAddress"]
         return address
 
     def is_healthy(self) -> bool:

@@ -28,13 +28,14 @@ from shared.messages import (
 from shared.metrics.samples import Samples, counted
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.rpc.protocol import check_protocol
+from shared.rpc.status import failure_of
 from shared.step.serving_counts import ServingCounts
 from target_service.engine_state import EngineState
 from target_service.launch_time import LaunchTime
 from target_service.pipeline import Pipeline
 from target_service.prompt_budget import PromptBudget
 from target_service.request import TargetRequest
-from target_service.request_table import RequestTable, failure_of
+from target_service.request_table import RequestTable
 from target_service.round_times import RoundTimes
 from target_service.runner import TargetRunner
 from target_service.scheduler import Scheduler
@@ -204,7 +205,7 @@ class TargetEngine:
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__}")
         except CoppiceError as error:
-            failure = failure_of(message, error)
+            failure = failure_of(error, message)
             is_feature = isinstance(message, FeatureSubscribe)
             self._state.outbox.append(FeatureFailure(failure=failure) if is_feature else failure)
 
@@ -215,7 +216,7 @@ class TargetEngine:
             match message:
                 case TreeBatch():
                     for tree, error in self.source.take(channel, message):
-                        self._state.outbox.append(failure_of(tree, error))
+                        self._state.outbox.append(failure_of(error, tree))
                 case FeatureSubscribe():
                     self.features.subscribe(message, channel)
                 case FeatureAck():
@@ -231,7 +232,7 @@ class TargetEngine:
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__} of a peer")
         except CoppiceError as error:
-            failure = failure_of(message, error)
+            failure = failure_of(error, message)
             if isinstance(message, FeatureSubscribe | PeerAttach):
                 channel.put(failure)
             else:

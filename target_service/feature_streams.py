@@ -200,7 +200,4 @@ def _late(request_id: str, epochs: Epochs) -> RequestFailure:
 
 
 def _failure(error: StaleStateError, request_id: str, epochs: Epochs) -> RequestFailure:
-    target_epoch, draft_epoch = epochs
-    return failure_of(
-        error, request_id=request_id, target_epoch=target_epoch, draft_epoch=draft_epoch
-    )
+    return failure_of(error, request_id=request_id, target_epoch=epochs[0], draft_epoch=epochs[1])

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from shared.errors import (
-    CoppiceError,
     InvalidArgumentError,
     NonFiniteError,
     NotFoundError,
@@ -23,14 +20,13 @@ from shared.messages import (
     CreditUpdate,
     FeatureSubscribe,
     PeerTrees,
-    RequestFailure,
     RequestRetracted,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
     VerifyRound,
 )
-from shared.rpc import status
+from shared.rpc.status import failure_of
 from shared.times import clock_id
 from shared.tree import check_tree
 from target_service.batch import StepBatch
@@ -174,8 +170,8 @@ class RequestTable:
             "weights overflow in this dtype for this prompt. Try --dtype float32 or bfloat16"
         )
         log_worker_request(logger, logging.ERROR, request.request_id, error.message)
-        failure = failure_of(request.open, error)
-        self._state.outbox.append(replace(failure, round_idx=request.round_idx + 1))
+        failure = failure_of(error, request.open, round_idx=request.round_idx + 1)
+        self._state.outbox.append(failure)
         self.drop(request)
 
     def fail_grammar(self, request: TargetRequest) -> None:
@@ -187,8 +183,8 @@ class RequestTable:
             field="structured_output",
         )
         log_worker_request(logger, logging.WARNING, request.request_id, error.message)
-        failure = failure_of(request.open, error)
-        self._state.outbox.append(replace(failure, round_idx=request.round_idx))
+        failure = failure_of(error, request.open, round_idx=request.round_idx)
+        self._state.outbox.append(failure)
         self.drop(request)
 
     def note_launch(self, plan: StepPlan, batch: StepBatch) -> None:
@@ -274,17 +270,6 @@ class RequestTable:
                 root_token_id=root_token_id,
                 vocab_size=self._state.info.vocab_size,
             )
-
-
-def failure_of(message: Any, error: CoppiceError) -> RequestFailure:
-    """Return the answer to a message that is refused."""
-    return status.failure_of(
-        error,
-        request_id=message.request_id,
-        target_epoch=message.target_epoch,
-        draft_epoch=getattr(message, "draft_epoch", 0),
-        round_idx=getattr(message, "round_idx", 0),
-    )
 
 
 def _is_under_way(request: TargetRequest, round_idx: int) -> bool:

@@ -46,7 +46,6 @@ class TargetRunner:
         features: What to capture for a draft.
         max_batch_rows: Of a step.
         projection: Of captured rows; None: they are sent as they are.
-        pads_rows: Pad steps up to buckets; None: where graphs are captured.
         newest_slot: [max_num_requests + 1] i64, logical slot of the newest token of every request
             as far as the device has come, by row of the page table; the last is a spare.
     """
@@ -60,7 +59,6 @@ class TargetRunner:
         *,
         max_batch_rows: int,
         projection: FeatureProjection | None = None,
-        pads_rows: bool | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -80,7 +78,7 @@ class TargetRunner:
         self._roots = torch.zeros(num_roots, dtype=torch.int64, device=pool.device)
         self.newest_slot = torch.zeros_like(self._roots)
         self.graphs = GraphCache(pool.device)
-        self.pads_rows = self.graphs.is_capturing if pads_rows is None else pads_rows
+        self.pads_rows = self.graphs.is_capturing  # then steps are padded up to buckets
         self.padded, self._captured = self._place_rows()
         """Where padded forwards leave their rows, and verifies look for them."""
         self._verifier = Verifier(

@@ -65,7 +65,6 @@ class Stack:
         config: What to start.
         on_log: Called with (service, line) from threads.
         on_state: Called with (service, ServiceState) from threads.
-        restarts_dead: Start a service again, with backoff, that dies after it was ready.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Stack:
         *,
         on_log: Callable[[str, str], None] = _ignore,
         on_state: Callable[[str, ServiceState], None] = _ignore,
-        restarts_dead: bool = True,
     ) -> None:
         parts = (config.orchestrator, config.target, config.draft, config.gateway)
         for part in filter(None, parts):
@@ -83,7 +81,6 @@ class Stack:
         self.secret = _secret_of(self.config)
         self._on_log = on_log
         self._on_state = on_state
-        self._restarts_dead = restarts_dead
         self._admin_port = -1
         self._mps = MultiProcessService(lambda line: on_log("mps", line))
         self.services: dict[str, ServiceProcess] = {}
@@ -320,7 +317,7 @@ class Stack:
             environ=self.environ,
             on_log=self._on_log,
             on_state=self._on_state,
-            is_restarted=self._restarts_dead,
+            is_restarted=True,
         )
 
 

@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.access.watched_file import WatchedFiles, read_text_file
@@ -49,20 +48,12 @@ class TokenCheck:
 
     Args:
         path: The file.
-        clock: Seconds since the epoch.
         option: That names it.
     Raises: ConfigError if the file cannot be read.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        clock: Callable[[], float] = time.time,
-        option: str = "--token-file",
-    ) -> None:
+    def __init__(self, path: str, *, option: str = "--token-file") -> None:
         self._file = WatchedFiles((path,), lambda: read_tokens(path, option=option))
-        self._clock = clock
 
     def check(self, method: str, authorization: str | None) -> str:
         """Return the name of the token's owner.
@@ -86,7 +77,7 @@ class TokenCheck:
                 reason="WRONG_IDENTITY",
             )
         (token,) = found
-        if token.until is not None and self._clock() >= token.until:
+        if token.until is not None and time.time() >= token.until:
             raise UnauthenticatedError(
                 f"this token of {token.name} has expired; ask who runs the server for a new one",
                 reason="EXPIRED_IDENTITY",

@@ -308,13 +308,5 @@ def _unpack_entries(entries: Iterable[Any], *, load: WorkerLoad | None = None) -
         try:
             messages.append(from_proto(entry))
         except InvalidArgumentError as error:
-            rejected.append(
-                failure_of(
-                    error,
-                    request_id=getattr(entry, "request_id", ""),
-                    target_epoch=getattr(entry, "target_epoch", 0),
-                    draft_epoch=getattr(entry, "draft_epoch", 0),
-                    round_idx=getattr(entry, "round_idx", 0),
-                )
-            )
+            rejected.append(failure_of(error, entry))
     return Batch(messages=messages, rejected=rejected, load=load)

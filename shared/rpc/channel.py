@@ -16,12 +16,8 @@ MAX_INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 Options = list[tuple[str, int | str]]
 
 
-def channel_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> Options:
-    """Return the options of a channel to a worker or to an orchestrator.
-
-    Args:
-        max_message_bytes: Largest message sent or received.
-    """
+def channel_options() -> Options:
+    """Return the options of a channel to a worker or to an orchestrator."""
     return [
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 5_000),
@@ -34,8 +30,8 @@ def channel_options(*, max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES) -> O
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_INTERNAL_MESSAGE_BYTES),
     ]
 
 
@@ -63,21 +59,16 @@ def server_options(
 
 
 def open_channel(
-    address: str,
-    *,
-    max_message_bytes: int = MAX_INTERNAL_MESSAGE_BYTES,
-    tls: Tls | None = None,
-    server_name: str = "",
+    address: str, *, tls: Tls | None = None, server_name: str = ""
 ) -> grpc.aio.Channel:
     """Open a channel to HOST:PORT.
 
     Args:
-        max_message_bytes: Largest message sent or received.
         tls: None: plain text.
         server_name: Name in the server's certificate, where `tls` says none; empty: the host.
     Raises: ConfigError if files of `tls` cannot be read.
     """
-    options = channel_options(max_message_bytes=max_message_bytes)
+    options = channel_options()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     options += tls.options(server_name=server_name)

@@ -125,7 +125,7 @@ class LimitInterceptor(grpc.aio.ServerInterceptor):
                 f"them from this address; it takes {most}, of one address half as many. Close "
                 "some, or try again later",
                 reason="TOO_MANY_CALLS",
-                retry_after_s=_RETRY_S * random.uniform(1.0, 2.0),  # noqa: S311
+                retry_after_s=_RETRY_S * random.uniform(1.0, 2.0),
             )
         self._num_calls[kind] += 1
         self._num_of_peer[key] += 1

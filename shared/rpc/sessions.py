@@ -24,7 +24,7 @@ from shared.errors import (
     StaleStateError,
     UnavailableError,
 )
-from shared.messages import RequestFailure, WorkerLoad
+from shared.messages import WorkerLoad
 from shared.messages.batches import Batch
 from shared.rpc.outbox import Outbox, write
 from shared.rpc.status import abort, failure_of
@@ -180,16 +180,16 @@ class SessionHub:
         owner = self._routes.get(request_id)
         if isinstance(message, self._protocol.open_type):
             if self.is_draining:
-                session.outbox.put([_refusal(message, _DRAINING)])
+                session.outbox.put([failure_of(_DRAINING, message)])
                 return False
             if owner is not None:
                 if owner.epochs[request_id] >= epoch:
-                    session.outbox.put([_refusal(message, _stale(owner.epochs[request_id]))])
+                    session.outbox.put([failure_of(_stale(owner.epochs[request_id]), message)])
                     return False
                 del owner.epochs[request_id]
                 owner.timed.discard(request_id)
             elif len(session.epochs) >= MAX_OPENS:
-                session.outbox.put([_refusal(message, _FULL)])
+                session.outbox.put([failure_of(_FULL, message)])
                 return False
             self._routes[request_id] = session
             session.epochs[request_id] = epoch
@@ -206,7 +206,7 @@ class SessionHub:
         error = NotFoundError(
             f"no request {request_id!r} on this stream; open it here first", field="request_id"
         )
-        session.outbox.put([_refusal(message, error)])
+        session.outbox.put([failure_of(error, message)])
         return False
 
     def _forget(self, request_id: str) -> None:
@@ -248,13 +248,3 @@ _FULL = ResourceExhaustedError(
 
 def _stale(epoch: int) -> StaleStateError:
     return StaleStateError(f"the request is open with epoch {epoch}; re-open it with a newer one")
-
-
-def _refusal(message: Any, error: CoppiceError) -> RequestFailure:
-    return failure_of(
-        error,
-        request_id=message.request_id,
-        target_epoch=getattr(message, "target_epoch", 0),
-        draft_epoch=getattr(message, "draft_epoch", 0),
-        round_idx=getattr(message, "round_idx", 0),
-    )

@@ -6,7 +6,7 @@ RetryInfo when it makes sense to try again later.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -36,6 +36,7 @@ MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
 
 # Room for the other trailers below gRPC's default limit of 8 KiB.
 _MAX_MESSAGE_CHARS = 2000
+_IDS = ("request_id", "target_epoch", "draft_epoch", "round_idx")
 
 _CLASSES: dict[int, type[CoppiceError]] = {
     error.code: error
@@ -122,24 +123,20 @@ def make_error(
     return _CLASSES.get(code, InternalError)(message, reason=reason, field=field)
 
 
-def failure_of(
-    error: CoppiceError,
-    *,
-    request_id: str = "",
-    target_epoch: int = 0,
-    draft_epoch: int = 0,
-    round_idx: int = 0,
-) -> RequestFailure:
-    """Say an error about one request of a stream that goes on."""
+def failure_of(error: CoppiceError, message: Any = None, **ids: Any) -> RequestFailure:
+    """Say an error about one request of a stream that goes on.
+
+    Args:
+        message: Is refused; its request, epochs and round are named, as far as it has them.
+        ids: Of RequestFailure, instead of the message's.
+    """
+    named = {name: getattr(message, name) for name in _IDS if hasattr(message, name)}
     return RequestFailure(
-        request_id=request_id,
         code=int(error.code),
         reason=error.reason,
         message=error.message[:_MAX_MESSAGE_CHARS],
         field=error.field,
-        target_epoch=target_epoch,
-        draft_epoch=draft_epoch,
-        round_idx=round_idx,
+        **{"request_id": "", **named, **ids},
     )
 
 

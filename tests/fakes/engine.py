@@ -76,14 +76,7 @@ class FakeEngine(BareEngine, Generic[Request]):
         try:
             self.take(message)
         except CoppiceError as error:
-            failure = failure_of(
-                error,
-                request_id=message.request_id,
-                target_epoch=message.target_epoch,
-                draft_epoch=getattr(message, "draft_epoch", 0),
-                round_idx=getattr(message, "round_idx", 0),
-            )
-            self.fail(message, failure)
+            self.fail(message, failure_of(error, message))
 
     def take(self, message: Any) -> None:
         """Take a message of the front.
