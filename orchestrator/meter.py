@@ -69,9 +69,7 @@ class Meter:
         self.verify = Stopwatch(self._loop.time)
         self._accepted: Counter[int] = Counter()
         self._num_draft_tokens = 0
-        self._num_root_only = 0
         self._num_moved = 0
-        self._num_resting = 0
         self._num_relayed = 0
         self._num_output_tokens = 0
         self._tree_sizes: Counter[int] = Counter()
@@ -122,8 +120,6 @@ class Meter:
             self.root_only_reasons["resting" if is_resting else root_only_reason] += 1
         self._accepted[min(path.num_accepted_drafts, num_tokens - 1)] += 1
         self._num_draft_tokens += path.num_draft_tokens - 1
-        self._num_root_only += path.num_draft_tokens == 1
-        self._num_resting += is_resting and path.num_draft_tokens == 1
         self._num_relayed += is_relayed
         self._tree_sizes[path.num_draft_tokens] += 1
         self._num_moved += path.accept_index != _FIRST_NODES[: len(path.accept_index)]
@@ -148,24 +144,24 @@ class Meter:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_drafts=sum(drafts * rounds for drafts, rounds in accepted.items()),
             accept_length_histogram=_histogram(accepted),
-            num_root_only_rounds=self._num_root_only,
+            num_root_only_rounds=self.root_only_reasons.total(),
             num_moved_rounds=self._num_moved,
-            num_resting_rounds=self._num_resting,
+            num_resting_rounds=self.root_only_reasons["resting"],
             tree_size_histogram=_histogram(self._tree_sizes),
         )
 
     @property
     def figures(self) -> Figures:
         """Return what operators add up over requests, so far."""
-        accepted, num_rounds = self._accepted, self._accepted.total()
+        stats = self.speculation
         return Figures(
             num_output_tokens=self._num_output_tokens,
-            num_rounds=num_rounds,
-            num_root_only_rounds=self._num_root_only - self._num_resting,
-            num_resting_rounds=self._num_resting,
+            num_rounds=stats.num_rounds,
+            num_root_only_rounds=stats.num_root_only_rounds - stats.num_resting_rounds,
+            num_resting_rounds=stats.num_resting_rounds,
             num_relayed_rounds=self._num_relayed,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_drafts=sum(drafts * rounds for drafts, rounds in accepted.items()),
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_drafts=stats.num_accepted_drafts,
             draft_wait_s=self.draft_wait.total_s,
             verify_s=self.verify.total_s,
         )

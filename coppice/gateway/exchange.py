@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from coppice.gateway.access import caller_of, request_id_of
 from coppice.gateway.counts import HttpCounts
 from coppice.gateway.errors import CLIENT_CLOSED, ApiError, api_error
-from coppice.gateway.replies import ClientGoneError, send_json
+from coppice.gateway.replies import ClientGoneError, encode
 from shared.access.tokens import TokenCheck
 from shared.config import GatewayConfig
 from shared.errors import CoppiceError, ResourceExhaustedError, UnavailableError
@@ -74,18 +74,17 @@ class Exchange:
 
     async def reply(self, value: Any, status: int = 200) -> None:
         """Answer with JSON."""
-        self.status, self.has_begun = status, True
-        await send_json(self.send, value, status=status, headers=self.headers)
+        await self.reply_bytes(encode(value), "application/json", status)
 
-    async def reply_bytes(self, body: bytes, content_type: str) -> None:
+    async def reply_bytes(self, body: bytes, content_type: str, status: int = 200) -> None:
         """Answer with a text."""
-        self.status, self.has_begun = 200, True
+        self.status, self.has_begun = status, True
         head = [
             (b"content-type", content_type.encode()),
             (b"content-length", str(len(body)).encode()),
             *self.headers,
         ]
-        await self.send({"type": "http.response.start", "status": 200, "headers": head})
+        await self.send({"type": "http.response.start", "status": status, "headers": head})
         await self.send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:

@@ -168,17 +168,3 @@ async def _send_part(stream: EventStream, part: Part, answer: Answer, *, has_usa
     chunk = answer.chunk(part, has_usage=has_usage)
     if chunk is not None:
         await stream.event(chunk)
-
-
-async def send_json(
-    send: Send, value: Any, *, status: int = 200, headers: list[tuple[bytes, bytes]]
-) -> None:
-    """Send a whole answer."""
-    body = encode(value)
-    head = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        *headers,
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body})

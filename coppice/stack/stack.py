@@ -6,12 +6,9 @@ with Stack(StackConfig()) as stack:
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +18,7 @@ from typing import Any, TypeVar
 from coppice.health import health_probe
 from coppice.stack.config import LOOPBACK, StackConfig
 from coppice.stack.mps import MultiProcessService, shared_gpus
+from coppice.stack.ports import dialled, free_ports, is_taken, require_free
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
 from shared.config import (
     SECRET_VARIABLE,
@@ -33,7 +31,6 @@ from shared.config import (
 )
 from shared.config.check import check_config
 from shared.config.loader import ENV_PREFIX, to_arguments
-from shared.errors import ConfigError
 from shared.gpu_lease import list_machine_gpus
 from shared.rpc.gate import front_gate
 from shared.rpc.health_names import (
@@ -104,7 +101,7 @@ class Stack:
     def admin_address(self) -> str:
         """Return HOST:PORT where the orchestrator serves operators."""
         assert self._admin_port > 0, "--admin-port is -1"
-        return f"{_dialled(self.config.orchestrator.admin_host)}:{self._admin_port}"
+        return f"{dialled(self.config.orchestrator.admin_host)}:{self._admin_port}"
 
     @property
     def target_addresses(self) -> list[str]:
@@ -120,7 +117,7 @@ class Stack:
     def metrics_urls(self) -> dict[str, str]:
         """Return where the metrics of every process are; empty: nowhere."""
         return {
-            name: f"http://{_dialled(host)}:{port}/metrics"
+            name: f"http://{dialled(host)}:{port}/metrics"
             for name, (host, port) in self._metrics_at.items()
         }
 
@@ -131,12 +128,12 @@ class Stack:
             ServiceFailedError with the log of
             the service that ended or took too long. Nothing is left running then.
         """
-        _require_free(self.config.orchestrator.host, self.config.orchestrator.port)
+        require_free(self.config.orchestrator.host, self.config.orchestrator.port)
         front_gate(self.config.orchestrator)
         if self.config.gateway is not None:
             host, port = self.config.gateway.host, self.config.gateway.port
             if not self.config.any_http_port:
-                _require_free(host, port, option="--http-port")
+                require_free(host, port, option="--http-port")
             front_gate(self.config.gateway)
         self.build()
         try:
@@ -158,29 +155,25 @@ class Stack:
         gpus = _gpus_of_workers(config)
         self._gpu_of = dict(zip(self._worker_names, gpus, strict=True))
         front = config.orchestrator
-        with _free_ports(num_workers + 5) as ports:
-            target_ports = ports[: config.num_targets]
-            draft_ports = ports[config.num_targets : num_workers]
-            port = front.port or ports[-1]
-            # Who supervises need not have a certificate that the orchestrator takes.
-            health_port = front.health_port or (ports[-2] if front.tls_cert_file else 0)
-            self._admin_port = admin_port(front) or ports[-3]
-            http_ports = ports[-5], ports[-4]
+        with free_ports(num_workers + 5) as reserved:
+            ports = iter(reserved)
         num_processes = max(1, front.workers)
         metrics_ports = itertools.count(config.metrics_port + num_processes)
-        for index, worker_port in enumerate(target_ports):
-            target = replace(config.target, host=LOOPBACK, port=worker_port, gpus=gpus[index])
+        for index in range(config.num_targets):
+            target = replace(config.target, host=LOOPBACK, port=next(ports), gpus=gpus[index])
             target = self._with_metrics(f"target-{index}", target, metrics_ports)
             self._add(f"target-{index}", "target", target, TARGET_SERVICE)
-        for index, worker_port in enumerate(draft_ports):
+        for index in range(config.num_drafts):
             gpu = gpus[config.num_targets + index]
-            draft = replace(config.draft, host=LOOPBACK, port=worker_port, gpus=gpu)
+            draft = replace(config.draft, host=LOOPBACK, port=next(ports), gpus=gpu)
             draft = self._with_metrics(f"draft-{index}", draft, metrics_ports)
             self._add(f"draft-{index}", "draft", draft, DRAFT_SERVICE)
+        self._admin_port = admin_port(front) or next(ports)
         orchestrator = replace(
             front,
-            port=port,
-            health_port=health_port,
+            port=front.port or next(ports),
+            # Who supervises need not have a certificate that the orchestrator takes.
+            health_port=front.health_port or (next(ports) if front.tls_cert_file else 0),
             admin_port=self._admin_port,
             targets=",".join(self.target_addresses),
             drafts=",".join(self.draft_addresses),
@@ -192,12 +185,12 @@ class Stack:
         self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
         if config.gateway is not None:
             host, http_port = config.gateway.host, config.gateway.port
-            if config.any_http_port and _is_taken(host, http_port):
+            if config.any_http_port and is_taken(host, http_port):
                 http_port = 0
             gateway = replace(
                 config.gateway,
-                port=http_port or http_ports[0],
-                health_port=config.gateway.health_port or http_ports[1],
+                port=http_port or next(ports),
+                health_port=config.gateway.health_port or next(ports),
                 orchestrators=self.address,
             )
             gateway = self._with_metrics("gateway", gateway, metrics_ports)
@@ -311,8 +304,8 @@ class Stack:
         self.services[name] = ServiceProcess(
             name,
             command + to_arguments(config),
-            address=f"{_dialled(config.host)}:{config.port}",
-            health_address=f"{_dialled(config.host)}:{config.health_port or config.port}",
+            address=f"{dialled(config.host)}:{config.port}",
+            health_address=f"{dialled(config.host)}:{config.health_port or config.port}",
             health_service=health_service,
             environ=self.environ,
             on_log=self._on_log,
@@ -368,68 +361,3 @@ def _gpus_of_workers(config: StackConfig) -> list[str]:
 
 def _takes_any_gpu(worker: TargetConfig | DraftConfig) -> bool:
     return worker.device in ("auto", "cuda") and not worker.gpu_lease_dir and not worker.gpus
-
-
-def _require_free(host: str, port: int, *, option: str = "--port") -> None:
-    """Raise unless a service can listen there; 0 is any port.
-
-    Raises: ConfigError that says who answers there.
-    """
-    if not port:
-        return
-    try:
-        _listen_once(host, port)
-    except OSError as error:
-        where = f"{host}:{port}"
-        if error.errno != errno.EADDRINUSE:
-            raise ConfigError(
-                f"cannot listen on {where}: {error.strerror or error}; "
-                f"choose another --host or {option}"
-            ) from None
-        zero = "any free one" if option == "--port" else "none"
-        raise ConfigError(
-            f"cannot listen on {where}: {_occupant(host, port)}; stop it, or choose another "
-            f"{option} (0 = {zero})"
-        ) from None
-
-
-def _is_taken(host: str, port: int) -> bool:
-    try:
-        _listen_once(host, port)
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
-    return False
-
-
-def _listen_once(host: str, port: int) -> None:
-    """Listen for a moment. Raises: OSError if that cannot be."""
-    family, _, _, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
-        probe.bind(address)
-        probe.listen()
-
-
-def _occupant(host: str, port: int) -> str:
-    with health_probe(f"{_dialled(host)}:{port}") as probe:
-        status = probe.status(ORCHESTRATOR_SERVICE, timeout_s=1.0)
-    if status in ("SERVING", "NOT_SERVING"):
-        return "another Coppice server runs there"
-    return "another program has the port"
-
-
-def _dialled(host: str) -> str:
-    """Return how this machine dials a host that is listened on."""
-    return LOOPBACK if host in ("0.0.0.0", "::", "[::]", "") else host
-
-
-@contextlib.contextmanager
-def _free_ports(count: int) -> Iterator[list[int]]:
-    """Reserve distinct free ports for the length of the block."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for reserved in sockets:
-            reserved.bind((LOOPBACK, 0))
-        yield [reserved.getsockname()[1] for reserved in sockets]

@@ -6,7 +6,6 @@ As in codec.py: `*_arguments` trust their input and give the keyword arguments o
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 from coppice.v1 import peer_pb2, target_pb2, tree_pb2
@@ -20,7 +19,14 @@ from shared.messages.features import (
     dtype_from_wire,
     dtype_to_wire,
 )
-from shared.messages.fields import Within, require_ids, require_range, require_request_id
+from shared.messages.fields import (
+    Within,
+    require_ids,
+    require_range,
+    require_request_id,
+    require_same_lengths,
+    split_column,
+)
 from shared.messages.peer import PathBatch, PathEntry
 from shared.messages.tree import MAX_TREE_NODES, TreeBatch, TreeShape, check_shape
 from shared.peer.shared_files import RINGS
@@ -50,11 +56,8 @@ def _tree_batch_from_proto(message: peer_pb2.TreeBatch) -> TreeBatch:
     """Return the trees of a step after checking that the arrays agree; the rest is the engine's."""
     columns = {name: getattr(message, name)[:] for name in _TREE_COLUMNS}
     num_nodes = columns["num_nodes"]
-    lengths = [len(num_nodes), *[len(columns[name]) for name in _SINGLE_TREE_COLUMNS]]
-    if not num_nodes or len(set(lengths)) > 1:
-        raise InvalidTreeError(
-            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
-        )
+    per_tree = [columns[name] for name in _SINGLE_TREE_COLUMNS]
+    require_same_lengths(num_nodes, *per_tree, at_least=1, error=InvalidTreeError)
     if not 1 <= min(num_nodes) <= max(num_nodes) <= MAX_TREE_NODES:
         raise InvalidTreeError(
             f"num_nodes is {num_nodes}, must be 1..{MAX_TREE_NODES}", field="num_nodes"
@@ -89,11 +92,7 @@ def _path_batch_from_proto(message: peer_pb2.PathBatch) -> PathBatch:
     """Return the orders of a step's trees after checking that the arrays agree."""
     num_tokens = message.num_tokens[:]
     columns = [getattr(message, name)[:] for name in _PATH_COLUMNS]
-    lengths = [len(num_tokens), *map(len, columns)]
-    if not num_tokens or len(set(lengths)) > 1:
-        raise InvalidArgumentError(
-            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
-        )
+    require_same_lengths(num_tokens, *columns, at_least=1)
     token_ids = require_ids(message.token_ids[:], "token_ids")
     if min(num_tokens) < 1 or sum(num_tokens) != len(token_ids):
         raise InvalidArgumentError(
@@ -102,8 +101,7 @@ def _path_batch_from_proto(message: peer_pb2.PathBatch) -> PathBatch:
         )
     for name, column in zip(_PATH_COLUMNS[1:], columns[1:], strict=True):
         require_range(min(column), name, 0)
-    stops = accumulate(num_tokens)
-    paths = [token_ids[stop - count : stop] for stop, count in zip(stops, num_tokens, strict=True)]
+    paths = split_column(token_ids, num_tokens)
     shape = TreeShape(
         num_steps=message.num_steps, topk=message.topk, num_draft_tokens=message.num_draft_tokens
     )

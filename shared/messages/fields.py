@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from itertools import accumulate
+from typing import Annotated, Any
 
 from shared.errors import InvalidArgumentError
 
@@ -85,6 +86,26 @@ SomeIds = Annotated[tuple[int, ...], partial(require_ids, at_least=1)]
 def put_within(parent: str, error: InvalidArgumentError) -> None:
     """Put the parent's name before the field that an error names."""
     error.field = f"{parent}.{error.field}" if error.field else parent
+
+
+def require_same_lengths(
+    *columns: Sequence[Any],
+    at_least: int = 0,
+    error: type[InvalidArgumentError] = InvalidArgumentError,
+) -> None:
+    """Raise unless the columns of a message over requests have as many entries each."""
+    lengths = [*map(len, columns)]
+    if len(set(lengths)) > 1 or lengths[0] < at_least:
+        raise error(
+            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
+        )
+
+
+def split_column(values: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the values of each request, of which it has so many."""
+    whole = tuple(values)
+    stops = accumulate(counts)
+    return [whole[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
 
 class Within:

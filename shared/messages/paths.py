@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +14,8 @@ from shared.messages.fields import (
     require_ids,
     require_range,
     require_request_id,
+    require_same_lengths,
+    split_column,
 )
 from shared.messages.tree import AcceptedPath, plain_paths
 
@@ -67,23 +69,15 @@ def paths_from_proto(message: target_pb2.AcceptedPathBatch) -> list[AcceptedPath
     """
     num_tokens = message.num_tokens[:]
     columns = [getattr(message, name)[:] for name in _COLUMNS]
-    _check_lengths(len(num_tokens), columns)
+    require_same_lengths(num_tokens, *columns)
     if not num_tokens:
         return []
     _check_counts(columns, message, num_tokens)
-    token_ids = _split(require_ids(message.token_ids[:], "token_ids"), num_tokens)
-    accept_index = _split(require_ids(message.accept_index[:], "accept_index"), num_tokens)
+    token_ids = split_column(require_ids(message.token_ids[:], "token_ids"), num_tokens)
+    accept_index = split_column(require_ids(message.accept_index[:], "accept_index"), num_tokens)
     request_ids, epochs, round_idx, seq_lens, num_drafts, num_nodes = columns
     begin = (request_ids, epochs, round_idx, seq_lens)
     return plain_paths((*begin, accept_index, token_ids, num_drafts, num_nodes))
-
-
-def _check_lengths(num_paths: int, columns: Sequence[Sequence[Any]]) -> None:
-    lengths = [num_paths, *map(len, columns)]
-    if len(set(lengths)) > 1:
-        raise InvalidArgumentError(
-            f"the arrays have {lengths} entries, expected as many in each", field="request_ids"
-        )
 
 
 def _check_counts(
@@ -101,9 +95,3 @@ def _check_counts(
             raise InvalidArgumentError(
                 f"num_tokens is {num_tokens}, {name} has {size} entries", field=name
             )
-
-
-def _split(values: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    whole = tuple(values)
-    stops = accumulate(counts)
-    return [whole[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]

@@ -21,7 +21,7 @@ from coppice.cli.render import TokenPrinter, stats_rows
 from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
 from coppice.request import RequestOptions, build_request
 from coppice.stack import StackConfig
-from coppice.stack.stack import _free_ports
+from coppice.stack.ports import free_ports
 from coppice.v1 import generation_pb2 as pb
 from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
@@ -153,7 +153,7 @@ def test_without_a_server_it_says_at_once_what_to_start(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "CONNECT_TIMEOUT_S", 3600.0)
-    with _free_ports(1) as (port,):
+    with free_ports(1) as (port,):
         pass
     assert main([*command, "--server", f"127.0.0.1:{port}"]) == 1
     out, err = capsys.readouterr()

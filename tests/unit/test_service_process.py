@@ -15,8 +15,8 @@ import pytest
 
 from coppice.health import health_probe
 from coppice.stack import process as process_module
+from coppice.stack.ports import free_ports
 from coppice.stack.process import ServiceProcess, ServiceState
-from coppice.stack.stack import _free_ports
 from tests.processes import is_alive, wait_for
 
 # A service with a child in its group, as a worker has an engine. It writes the child's pid.
@@ -64,7 +64,7 @@ def make_service(tmp_path: Path) -> Iterator[MakeService]:
     made: list[ServiceProcess] = []
 
     def make(mode: str, *, is_restarted: bool = True) -> ServiceProcess:
-        with _free_ports(1) as (port,):
+        with free_ports(1) as (port,):
             pass
         service = ServiceProcess(
             "fake-0",
