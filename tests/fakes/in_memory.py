@@ -6,6 +6,7 @@ A fault is a function that sees every message on its way and says what arrives i
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from shared.messages.batches import Batch
 from tests.fakes.draft import FakeDraft
 from tests.fakes.target import FakeTarget
 
+Message = TypeVar("Message")
 Result = TypeVar("Result")
 Fault = Callable[[Any], list[tuple[float, Any]]]
 """Message -> [(delay in seconds, message that arrives instead)]."""
@@ -66,6 +68,16 @@ def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine in a loop whose clock jumps; a deadlock raises instead of hanging."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Let a test run as `run_virtual` does."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **options: Any) -> None:
+        run_virtual(test(*args, **options))
+
+    return run
 
 
 class InMemoryWorker:
@@ -130,6 +142,10 @@ class InMemoryWorker:
         self._wakes_at = None
         if not self.worker.is_lost:
             self.step()
+
+    def received(self, kind: type[Message]) -> list[Message]:
+        """Return the messages of a kind that the engine has had from the orchestrator."""
+        return [message for message in self.engine.received if isinstance(message, kind)]
 
     def lose(self, *, is_clean: bool = False) -> None:
         """End the session: the process died, or drained."""

@@ -84,3 +84,4 @@ def test_views_made_in_inference_mode_are_written_outside_of_it() -> None:
     (workspace,) = make_workspaces([replace(rows)], SHAPE, CPU)
     workspace.acc.zero_()
     workspace.k.fill_(1.0)
+    assert bool((workspace.k == 1.0).all()) and not workspace.acc.any()

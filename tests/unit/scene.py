@@ -36,6 +36,7 @@ CONFIG = OrchestratorConfig(
     draft_open_timeout_ms=200.0,
     step_timeout_s=2.0,
 )
+FAULTS = ("none", "target lost", "retracted", "draft lost")
 PROMPT = (5, 6, 7)
 SHAPE = TreeShape(num_steps=4, topk=2, num_draft_tokens=8)
 
@@ -120,6 +121,22 @@ class Scene:
             generation = self.generation(request_id, log, **fields)
             events, _ = await asyncio.gather(read(generation), generation.run())
         return events
+
+    async def serve_through(self, fault: str, **fields: Any) -> list[GenerateEvent]:
+        """Serve 200 tokens by a new target and draft, with one of `FAULTS` on the way."""
+        target, draft = self.add_target(), self.add_draft()
+        serving = asyncio.create_task(self.serve(max_new_tokens=200, **fields))
+        await asyncio.sleep(0.03 if self.has_peer else 0.1)
+        match fault:
+            case "target lost":
+                self.add_target()
+                target.lose()
+            case "retracted":
+                target.engine.retract("test.r")
+                target.step()
+            case "draft lost":
+                draft.lose()
+        return await serving
 
     async def check_free(self) -> None:
         """Check that nothing of any request is left anywhere."""

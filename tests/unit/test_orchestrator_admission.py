@@ -15,7 +15,7 @@ from orchestrator.admission import Admission
 from orchestrator.siblings import Siblings, shared_words
 from orchestrator.tenants import TenantLimits
 from shared.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from tests.fakes.in_memory import run_virtual
+from tests.fakes.in_memory import run_virtual, virtual
 
 NUM_PLACES = 60
 HOP_S = 0.003
@@ -95,20 +95,17 @@ async def for_a_while(*tasks: Coroutine[Any, Any, None], duration_s: float) -> N
 
 @pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("durations", DURATIONS)
-def test_six_hundred_requests_on_sixty_places(durations: str, *, says_so: bool) -> None:
+@virtual
+async def test_six_hundred_requests_on_sixty_places(durations: str, *, says_so: bool) -> None:
     """They all come in the same moment."""
-
-    async def main() -> None:
-        crowd = Crowd(DURATIONS[durations], says_so)
-        await asyncio.gather(*[crowd.request(client) for client in range(10 * NUM_PLACES)])
-        assert sum(crowd.num_served.values()) == 10 * NUM_PLACES
-        assert crowd.mean_refusals <= 5
-        assert max(crowd.num_refusals) <= 20
-        if durations == "alike":  # else the end waits for the longest one
-            assert crowd.goodput(crowd.ended_s) >= 0.88
-        assert crowd.admission.num_requests == 0
-
-    run_virtual(main())
+    crowd = Crowd(DURATIONS[durations], says_so)
+    await asyncio.gather(*[crowd.request(client) for client in range(10 * NUM_PLACES)])
+    assert sum(crowd.num_served.values()) == 10 * NUM_PLACES
+    assert crowd.mean_refusals <= 5
+    assert max(crowd.num_refusals) <= 20
+    if durations == "alike":  # else the end waits for the longest one
+        assert crowd.goodput(crowd.ended_s) >= 0.88
+    assert crowd.admission.num_requests == 0
 
 
 @pytest.mark.parametrize(("durations", "duration_s"), [("alike", 100), ("any", 100), ("long", 500)])
@@ -134,80 +131,70 @@ def test_at_ten_times_the_load_goodput_stays_and_everybody_gets_on(
     assert len(crowded.num_served) >= 0.95 * 10 * NUM_PLACES, "some were never served"
 
 
-def test_clients_that_never_come_again_leave_no_place_empty() -> None:
-    async def main() -> None:
-        crowd = Crowd(DURATIONS["any"], patience_s=0.0)
-        loop, arrivals = asyncio.get_running_loop(), []
-        while loop.time() < 100:
-            await asyncio.sleep(crowd.rng.expovariate(10 * NUM_PLACES / 2))
-            arrivals.append(asyncio.create_task(crowd.request(len(arrivals))))
-        await asyncio.gather(*arrivals)
-        assert crowd.goodput(100) >= 0.9
-
-    run_virtual(main())
+@virtual
+async def test_clients_that_never_come_again_leave_no_place_empty() -> None:
+    crowd = Crowd(DURATIONS["any"], patience_s=0.0)
+    loop, arrivals = asyncio.get_running_loop(), []
+    while loop.time() < 100:
+        await asyncio.sleep(crowd.rng.expovariate(10 * NUM_PLACES / 2))
+        arrivals.append(asyncio.create_task(crowd.request(len(arrivals))))
+    await asyncio.gather(*arrivals)
+    assert crowd.goodput(100) >= 0.9
 
 
-def test_a_delay_grows_with_the_number_that_wait() -> None:
+@virtual
+async def test_a_delay_grows_with_the_number_that_wait() -> None:
     """And is never the same twice."""
-
-    async def main() -> None:
-        admission = Admission(2)
-        told = []
-        with admission.admit("a"), admission.admit("b"):
-            await asyncio.sleep(3.0)
-            for _ in range(20):
-                with pytest.raises(ResourceExhaustedError) as caught, admission.admit("c"):
-                    pass
-                told.append(caught.value.retry_after_s)
-        assert len(set(told)) == len(told)
-        assert told[0] < 10 and 20 < told[-1] < 40
-        assert admission.is_crowded
-
-    run_virtual(main())
+    admission = Admission(2)
+    told = []
+    with admission.admit("a"), admission.admit("b"):
+        await asyncio.sleep(3.0)
+        for _ in range(20):
+            with pytest.raises(ResourceExhaustedError) as caught, admission.admit("c"):
+                pass
+            told.append(caught.value.retry_after_s)
+    assert len(set(told)) == len(told)
+    assert told[0] < 10 and 20 < told[-1] < 40
+    assert admission.is_crowded
 
 
-def test_a_place_is_free_before_its_request_is_read() -> None:
+@virtual
+async def test_a_place_is_free_before_its_request_is_read() -> None:
     """But its server waits for that when it drains."""
-
-    async def main() -> None:
-        admission = Admission(1)
-        with admission.admit("a") as place:
-            with pytest.raises(InvalidArgumentError), admission.admit("a"):
-                pass
-            place.release()
-            place.release()
-            assert admission.num_requests == 0
-            with admission.admit("a", tenant="x"):
-                assert admission.num_by_tenant == {"x": 1}
-            draining = asyncio.create_task(admission.drain())
-            await asyncio.sleep(1.0)
-            assert not draining.done()
-            with pytest.raises(UnavailableError), admission.admit("b"):
-                pass
-        await draining
-        assert not admission.num_by_tenant
-
-    run_virtual(main())
-
-
-def test_a_tenant_has_no_more_requests_than_it_may_and_others_do_not_notice() -> None:
-    async def main() -> None:
-        admission = Admission(10, tenants=TenantLimits("2,batch=1"))
-        with admission.admit("a", tenant="batch"), admission.admit("b", tenant="alice"):
-            with (
-                pytest.raises(ResourceExhaustedError) as caught,
-                admission.admit("c", tenant="batch"),
-            ):
-                pass
-            assert caught.value.reason == "TENANT_LIMIT" and caught.value.retry_after_s > 0
-            assert "1 requests of batch" in caught.value.message
-            assert not admission.is_crowded, "no reader is hurried for that"
-            with admission.admit("d", tenant="alice"), admission.admit("e", tenant="bob"):
-                assert admission.num_by_tenant == {"batch": 1, "alice": 2, "bob": 1}
-        with admission.admit("c", tenant="batch", comes_again=True):
+    admission = Admission(1)
+    with admission.admit("a") as place:
+        with pytest.raises(InvalidArgumentError), admission.admit("a"):
             pass
+        place.release()
+        place.release()
+        assert admission.num_requests == 0
+        with admission.admit("a", tenant="x"):
+            assert admission.num_by_tenant == {"x": 1}
+        draining = asyncio.create_task(admission.drain())
+        await asyncio.sleep(1.0)
+        assert not draining.done()
+        with pytest.raises(UnavailableError), admission.admit("b"):
+            pass
+    await draining
+    assert not admission.num_by_tenant
 
-    run_virtual(main())
+
+@virtual
+async def test_a_tenant_has_no_more_requests_than_it_may_and_others_do_not_notice() -> None:
+    admission = Admission(10, tenants=TenantLimits("2,batch=1"))
+    with admission.admit("a", tenant="batch"), admission.admit("b", tenant="alice"):
+        with (
+            pytest.raises(ResourceExhaustedError) as caught,
+            admission.admit("c", tenant="batch"),
+        ):
+            pass
+        assert caught.value.reason == "TENANT_LIMIT" and caught.value.retry_after_s > 0
+        assert "1 requests of batch" in caught.value.message
+        assert not admission.is_crowded, "no reader is hurried for that"
+        with admission.admit("d", tenant="alice"), admission.admit("e", tenant="bob"):
+            assert admission.num_by_tenant == {"batch": 1, "alice": 2, "bob": 1}
+    with admission.admit("c", tenant="batch", comes_again=True):
+        pass
 
 
 def test_many_more_requests_of_a_tenant_than_it_may_have_are_all_served() -> None:
@@ -228,22 +215,20 @@ def test_many_more_requests_of_a_tenant_than_it_may_have_are_all_served() -> Non
     run_virtual(main())
 
 
-def test_processes_that_share_a_port_share_the_limit_of_a_tenant() -> None:
-    async def main() -> None:
-        counts, holders = shared_words(3), shared_words(3 * 4)
-        siblings = [
-            Siblings(parent_pid=0, index=index, counts=counts, holders=holders, directory="")
-            for index in range(3)
-        ]
-        one, two, _ = [Admission(4, each, TenantLimits("2")) for each in siblings]
-        with one.admit("a", tenant="alice"), two.admit("b", tenant="alice"):
-            for admission in (one, two):
-                with pytest.raises(ResourceExhaustedError), admission.admit("c", tenant="alice"):
-                    pass
-                with admission.admit("c", tenant="bob"):
-                    pass
-            siblings[1].forget()  # it has died
-            with one.admit("c", tenant="alice"):
+@virtual
+async def test_processes_that_share_a_port_share_the_limit_of_a_tenant() -> None:
+    counts, holders = shared_words(3), shared_words(3 * 4)
+    siblings = [
+        Siblings(parent_pid=0, index=index, counts=counts, holders=holders, directory="")
+        for index in range(3)
+    ]
+    one, two, _ = [Admission(4, each, TenantLimits("2")) for each in siblings]
+    with one.admit("a", tenant="alice"), two.admit("b", tenant="alice"):
+        for admission in (one, two):
+            with pytest.raises(ResourceExhaustedError), admission.admit("c", tenant="alice"):
                 pass
-
-    run_virtual(main())
+            with admission.admit("c", tenant="bob"):
+                pass
+        siblings[1].forget()  # it has died
+        with one.admit("c", tenant="alice"):
+            pass

@@ -29,7 +29,7 @@ from shared.messages import (
     TokenTree,
 )
 from tests.fakes import FakeDraft, FakeTarget
-from tests.fakes.in_memory import run_virtual
+from tests.fakes.in_memory import virtual
 from tests.unit.scene import CONFIG, PROMPT, SHAPE
 
 State, Event = DraftState, DraftEvent
@@ -299,33 +299,30 @@ class Stage:
 
 @given(actions=ACTIONS)
 @settings(max_examples=300)
-def test_whatever_happens_a_draft_keeps_to_its_states(actions: list[tuple[Any, ...]]) -> None:
+@virtual
+async def test_whatever_happens_a_draft_keeps_to_its_states(actions: list[tuple[Any, ...]]) -> None:
     """Nothing raises, or waits without end; what is opened is closed; no credit is forgotten."""
-
-    async def main() -> None:
-        stage = Stage()
+    stage = Stage()
+    await stage.collect()
+    for name, *arguments in actions:
+        before, num_revoked = stage.handle.state, stage.num_revoked
+        await getattr(stage, name)(*arguments)
+        state = stage.handle.state
         await stage.collect()
-        for name, *arguments in actions:
-            before, num_revoked = stage.handle.state, stage.num_revoked
-            await getattr(stage, name)(*arguments)
-            state = stage.handle.state
-            await stage.collect()
-            if before in CREDITED and state not in CREDITED:
-                assert stage.num_revoked > num_revoked
-            trees = stage.handle.trees
-            if isinstance(trees, PeerTrees):
-                assert state in CREDITED and trees.draft_epoch == stage.epoch
-            assert stage.handle.is_peer == (state is State.PEER)
-            assert stage.handle.is_relayed == (state is State.RELAYED)
-            holders = [draft for draft in stage.drafts if draft.num_own_requests]
-            assert len(holders) == (state is not State.ABSENT)
-        stage.handle.close()
-        assert stage.handle.state is State.ABSENT
-        await stage.collect()
-        epochs = [m.draft_epoch for m in stage.sent if isinstance(m, DraftOpen)]
-        assert epochs == list(range(1, len(epochs) + 1))
-        closed = {m.draft_epoch for m in stage.sent if isinstance(m, DraftClose)}
-        num_lost = actions.count(("lose",))
-        assert len(set(epochs) - closed) <= num_lost, "a worker that is gone needs no DraftClose"
-
-    run_virtual(main())
+        if before in CREDITED and state not in CREDITED:
+            assert stage.num_revoked > num_revoked
+        trees = stage.handle.trees
+        if isinstance(trees, PeerTrees):
+            assert state in CREDITED and trees.draft_epoch == stage.epoch
+        assert stage.handle.is_peer == (state is State.PEER)
+        assert stage.handle.is_relayed == (state is State.RELAYED)
+        holders = [draft for draft in stage.drafts if draft.num_own_requests]
+        assert len(holders) == (state is not State.ABSENT)
+    stage.handle.close()
+    assert stage.handle.state is State.ABSENT
+    await stage.collect()
+    epochs = [m.draft_epoch for m in stage.sent if isinstance(m, DraftOpen)]
+    assert epochs == list(range(1, len(epochs) + 1))
+    closed = {m.draft_epoch for m in stage.sent if isinstance(m, DraftClose)}
+    num_lost = actions.count(("lose",))
+    assert len(set(epochs) - closed) <= num_lost, "a worker that is gone needs no DraftClose"

@@ -32,7 +32,7 @@ from shared.messages import (
     TokenLogprob,
 )
 from tests.fakes import generate
-from tests.fakes.in_memory import pass_on, run_virtual
+from tests.fakes.in_memory import pass_on, run_virtual, virtual
 from tests.unit.scene import CONFIG, PROMPT, Scene, check_stream, read
 
 INFO = PromptInfo(request_id="r", model="m", num_prompt_tokens=1, num_cached_tokens=0, seed=0)
@@ -148,154 +148,142 @@ def test_writes_of_many_streams_come_out_of_one_allowance() -> None:
     assert max(counts) < 1.3 * min(counts), "turns go round"
 
 
-def test_what_begins_or_ends_an_output_waits_for_no_turn() -> None:
+@virtual
+async def test_what_begins_or_ends_an_output_waits_for_no_turn() -> None:
     """However many streams wait."""
-
-    async def main() -> None:
-        turns, clock = WriteTurns(per_s=UNLIMITED), [0]
-        crowd = [Client(turns, clock, write_passes=0) for _ in range(20 * WRITES_PER_PASS)]
-        tasks = [asyncio.create_task(client.run()) for client in crowd]
-        for client in crowd:
-            client.outgoing.put(delta(0))
+    turns, clock = WriteTurns(per_s=UNLIMITED), [0]
+    crowd = [Client(turns, clock, write_passes=0) for _ in range(20 * WRITES_PER_PASS)]
+    tasks = [asyncio.create_task(client.run()) for client in crowd]
+    for client in crowd:
+        client.outgoing.put(delta(0))
+    await asyncio.sleep(0)
+    for client in crowd:
+        client.outgoing.put(delta(1))
+    newcomer = Client(turns, clock)
+    tasks.append(asyncio.create_task(newcomer.run()))
+    newcomer.outgoing.put(INFO)
+    newcomer.outgoing.put(delta(0))
+    leaver = crowd[-1]  # the last one in line
+    leaver.outgoing.put(FINISH)
+    for _ in range(6):
         await asyncio.sleep(0)
-        for client in crowd:
-            client.outgoing.put(delta(1))
-        newcomer = Client(turns, clock)
-        tasks.append(asyncio.create_task(newcomer.run()))
-        newcomer.outgoing.put(INFO)
-        newcomer.outgoing.put(delta(0))
-        leaver = crowd[-1]  # the last one in line
-        leaver.outgoing.put(FINISH)
-        for _ in range(6):
-            await asyncio.sleep(0)
-        assert newcomer.events == [INFO, delta(0)]
-        assert leaver.events == [delta(0), delta(1), FINISH]
-        assert crowd[-2].events == [delta(0)], "others still wait for their turn"
-        for client in [*crowd, newcomer]:
-            client.outgoing.put(None)
-        await asyncio.gather(*tasks)
-        assert crowd[-2].events == [delta(0), delta(1)]
-
-    run_virtual(main())
+    assert newcomer.events == [INFO, delta(0)]
+    assert leaver.events == [delta(0), delta(1), FINISH]
+    assert crowd[-2].events == [delta(0)], "others still wait for their turn"
+    for client in [*crowd, newcomer]:
+        client.outgoing.put(None)
+    await asyncio.gather(*tasks)
+    assert crowd[-2].events == [delta(0), delta(1)]
 
 
-def test_a_stream_that_is_cancelled_gives_its_turn_to_others() -> None:
-    async def main() -> None:
-        turns, clock = WriteTurns(per_s=UNLIMITED), [0]
-        clients = [Client(turns, clock, write_passes=0) for _ in range(5 * WRITES_PER_PASS)]
-        tasks = [asyncio.create_task(client.run()) for client in clients]
-        for index in range(2):
-            for client in clients:
-                client.outgoing.put(delta(index))
-            await asyncio.sleep(0)
-        for task in tasks[::2]:
-            task.cancel()
+@virtual
+async def test_a_stream_that_is_cancelled_gives_its_turn_to_others() -> None:
+    turns, clock = WriteTurns(per_s=UNLIMITED), [0]
+    clients = [Client(turns, clock, write_passes=0) for _ in range(5 * WRITES_PER_PASS)]
+    tasks = [asyncio.create_task(client.run()) for client in clients]
+    for index in range(2):
         for client in clients:
-            client.outgoing.put(None)
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(c.events == [delta(0), delta(1)] for c in clients[1::2])
+            client.outgoing.put(delta(index))
+        await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    for client in clients:
+        client.outgoing.put(None)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(c.events == [delta(0), delta(1)] for c in clients[1::2])
 
-    run_virtual(main())
 
-
-def test_rounds_of_a_request_that_its_client_reads_late_are_complete() -> None:
+@virtual
+async def test_rounds_of_a_request_that_its_client_reads_late_are_complete() -> None:
     """Everything waits, and then leaves in a few messages."""
-
-    async def main() -> None:
-        scene = Scene()
-        scene.add_target()
-        generation = scene.generation(shape=None, max_new_tokens=200)
-        await generation.run()
-        assert generation.events.qsize() == 203
-        check_stream(await read(generation), generate(PROMPT, 200))
-
-    run_virtual(main())
+    scene = Scene()
+    scene.add_target()
+    generation = scene.generation(shape=None, max_new_tokens=200)
+    await generation.run()
+    assert generation.events.qsize() == 203
+    check_stream(await read(generation), generate(PROMPT, 200))
 
 
 @pytest.mark.parametrize("has_peer", [False, True])
 @pytest.mark.parametrize("speculates", [False, True])
-def test_a_client_that_does_not_read_holds_only_its_own_request_up(
+@virtual
+async def test_a_client_that_does_not_read_holds_only_its_own_request_up(
     *, has_peer: bool, speculates: bool
 ) -> None:
     """Its request gets no more credit, and no draft or target is found late; then it goes on."""
+    scene = Scene(has_peer=has_peer)
+    paths: list[tuple[str, int]] = []
 
-    async def main() -> None:
-        scene = Scene(has_peer=has_peer)
-        paths: list[tuple[str, int]] = []
+    def note(message: Any) -> list[tuple[float, Any]]:
+        if isinstance(message, AcceptedPath):
+            paths.append((message.request_id, message.round_idx))
+        return pass_on(message)
 
-        def note(message: Any) -> list[tuple[float, Any]]:
-            if isinstance(message, AcceptedPath):
-                paths.append((message.request_id, message.round_idx))
-            return pass_on(message)
-
-        target = scene.add_target(on_reply=note)
-        if speculates:
-            scene.add_draft()
-        num_tokens = 3000
-        fields = {"max_new_tokens": num_tokens} | ({} if speculates else {"shape": None})
-        slow = scene.generation("slow", **fields)
-        running = asyncio.create_task(slow.run())
-        await asyncio.sleep(10 * CONFIG.step_timeout_s)
-        num_rounds = max(round_idx for request_id, round_idx in paths if request_id == "test.slow")
-        assert num_rounds <= MAX_UNREAD + CREDIT_ROUNDS + 1
-        assert not slow.events.has_room and not running.done()
-        # Others are served meanwhile, from end to end.
-        events = await scene.serve("quick", **fields | {"max_new_tokens": 600})
-        check_stream(events, generate(PROMPT, 600))
-        assert num_rounds == max(r for request_id, r in paths if request_id == "test.slow")
-        finish = check_stream(await read(slow), generate(PROMPT, num_tokens))
-        await running
-        assert finish.retries == 0
-        if has_peer and speculates:
-            assert finish.speculation.num_root_only_rounds < 8, "peer rounds go on"
-        await scene.check_free()
-        credits_of_slow = [
-            message.credit.until_round_idx
-            for message in target.engine.received
-            if isinstance(message, CreditUpdate) and message.request_id == "test.slow"
-        ]
-        assert credits_of_slow == sorted(credits_of_slow)
-
-    run_virtual(main())
+    target = scene.add_target(on_reply=note)
+    if speculates:
+        scene.add_draft()
+    num_tokens = 3000
+    fields = {"max_new_tokens": num_tokens} | ({} if speculates else {"shape": None})
+    slow = scene.generation("slow", **fields)
+    running = asyncio.create_task(slow.run())
+    await asyncio.sleep(10 * CONFIG.step_timeout_s)
+    num_rounds = max(round_idx for request_id, round_idx in paths if request_id == "test.slow")
+    assert num_rounds <= MAX_UNREAD + CREDIT_ROUNDS + 1
+    assert not slow.events.has_room and not running.done()
+    # Others are served meanwhile, from end to end.
+    events = await scene.serve("quick", **fields | {"max_new_tokens": 600})
+    check_stream(events, generate(PROMPT, 600))
+    assert num_rounds == max(r for request_id, r in paths if request_id == "test.slow")
+    finish = check_stream(await read(slow), generate(PROMPT, num_tokens))
+    await running
+    assert finish.retries == 0
+    if has_peer and speculates:
+        assert finish.speculation.num_root_only_rounds < 8, "peer rounds go on"
+    await scene.check_free()
+    credits_of_slow = [
+        message.credit.until_round_idx
+        for message in target.engine.received
+        if isinstance(message, CreditUpdate) and message.request_id == "test.slow"
+    ]
+    assert credits_of_slow == sorted(credits_of_slow)
 
 
 @pytest.mark.parametrize("what", ["logprobs", "tree", "routed experts"])
-def test_bytes_that_are_not_read_are_counted_until_they_are_taken_or_dropped(what: str) -> None:
+@virtual
+async def test_unread_bytes_are_counted_until_they_are_taken_or_dropped(
+    what: str,
+) -> None:
     """What tokens bring with them takes a stream's bytes long before it has too many events."""
-
-    async def main() -> None:
-        turns = WriteTurns(per_s=UNLIMITED)
-        top = tuple((i, -1.0) for i in range(20))
-        logprobs = tuple(TokenLogprob(token_id=i, logprob=-1.0, top=top) for i in range(8))
-        tree = RoundTree(
-            token_ids=tuple(range(64)),
-            parent_index=tuple(range(-1, 63)),
-            accept_index=(0,),
-            bonus_token_id=1,
-        )
-        ids = bytes(2 * 8 * 48 * 8)
-        weights: dict[str, Any] = {
-            "logprobs": {"logprobs": logprobs},
-            "tree": {"tree": tree},
-            "routed experts": {
-                "routed_experts": RoutedExperts(ids=ids, num_layers=48, top_k=8, num_experts=512)
-            },
-        }
-        weight = weights[what]
-        heavy = TokenDelta(token_offset=0, token_ids=tuple(range(8)), **weight)
-        first, second = Outgoing(turns), Outgoing(turns)
-        num_events = 0
-        while first.has_room:
-            first.put(heavy)
-            num_events += 1
-        assert 8 < num_events < MAX_UNREAD
-        assert first.num_bytes >= MAX_UNREAD_BYTES
-        second.put(delta(0))
-        assert turns.num_unread_bytes == first.num_bytes + second.num_bytes
-        while not first.has_room:
-            assert await first.take()
-        first.discard()
-        second.discard()
-        assert first.empty() and first.num_bytes == turns.num_unread_bytes == 0
-
-    run_virtual(main())
+    turns = WriteTurns(per_s=UNLIMITED)
+    top = tuple((i, -1.0) for i in range(20))
+    logprobs = tuple(TokenLogprob(token_id=i, logprob=-1.0, top=top) for i in range(8))
+    tree = RoundTree(
+        token_ids=tuple(range(64)),
+        parent_index=tuple(range(-1, 63)),
+        accept_index=(0,),
+        bonus_token_id=1,
+    )
+    ids = bytes(2 * 8 * 48 * 8)
+    weights: dict[str, Any] = {
+        "logprobs": {"logprobs": logprobs},
+        "tree": {"tree": tree},
+        "routed experts": {
+            "routed_experts": RoutedExperts(ids=ids, num_layers=48, top_k=8, num_experts=512)
+        },
+    }
+    weight = weights[what]
+    heavy = TokenDelta(token_offset=0, token_ids=tuple(range(8)), **weight)
+    first, second = Outgoing(turns), Outgoing(turns)
+    num_events = 0
+    while first.has_room:
+        first.put(heavy)
+        num_events += 1
+    assert 8 < num_events < MAX_UNREAD
+    assert first.num_bytes >= MAX_UNREAD_BYTES
+    second.put(delta(0))
+    assert turns.num_unread_bytes == first.num_bytes + second.num_bytes
+    while not first.has_room:
+        assert await first.take()
+    first.discard()
+    second.discard()
+    assert first.empty() and first.num_bytes == turns.num_unread_bytes == 0

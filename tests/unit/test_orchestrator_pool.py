@@ -14,7 +14,7 @@ from orchestrator.pool import Need, WorkerPool
 from orchestrator.workers import TARGET, WorkerLost, WorkerSession
 from shared.errors import ConfigError, UnavailableError
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
-from tests.fakes.in_memory import run_virtual
+from tests.fakes.in_memory import virtual
 
 TARGET_INFO = WorkerInfo(
     incarnation="t",
@@ -65,188 +65,158 @@ def need(name: str = "r", **fields: Any) -> Need:
     return Need(**{"request_id": name, "num_tokens": 10, "context_len": 20, **fields})
 
 
-def test_requests_spread_over_targets_by_load() -> None:
+@virtual
+async def test_requests_spread_over_targets_by_load() -> None:
     """Ours count at once; what others put there counts as reported."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        a, b = target("a"), target("b", load=WorkerLoad(num_running=3))
-        assert pool.open_target(a) == pool.open_target(b) == ""
-        chosen = [await pool.acquire_target(need(f"r{i}"), patience_s=0) for i in range(8)]
-        assert [worker.address for worker in chosen].count("a") == 5
-        assert [worker.address for worker in chosen].count("b") == 3
-
-    run_virtual(main())
+    pool = WorkerPool()
+    a, b = target("a"), target("b", load=WorkerLoad(num_running=3))
+    assert pool.open_target(a) == pool.open_target(b) == ""
+    chosen = [await pool.acquire_target(need(f"r{i}"), patience_s=0) for i in range(8)]
+    assert [worker.address for worker in chosen].count("a") == 5
+    assert [worker.address for worker in chosen].count("b") == 3
 
 
-def test_ties_go_to_the_emptier_pool() -> None:
+@virtual
+async def test_ties_go_to_the_emptier_pool() -> None:
     """Equal request counts, more free pages."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        full, empty = (
-            target(name, load=WorkerLoad(num_free_pages=pages, num_pages=100))
-            for name, pages in (("full", 10), ("empty", 90))
-        )
-        pool.open_target(full)
-        pool.open_target(empty)
-        assert await pool.acquire_target(need(), patience_s=0) is empty
-
-    run_virtual(main())
+    pool = WorkerPool()
+    full, empty = (
+        target(name, load=WorkerLoad(num_free_pages=pages, num_pages=100))
+        for name, pages in (("full", 10), ("empty", 90))
+    )
+    pool.open_target(full)
+    pool.open_target(empty)
+    assert await pool.acquire_target(need(), patience_s=0) is empty
 
 
-def test_a_session_stays_on_its_target_while_it_can() -> None:
+@virtual
+async def test_a_session_stays_on_its_target_while_it_can() -> None:
     """Affinity beats load, not availability."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        a, b = target("a"), target("b")
-        pool.open_target(a)
-        pool.open_target(b)
-        first = await pool.acquire_target(need("r0", session_id="s"), patience_s=0)
-        for i in range(1, 5):
-            assert await pool.acquire_target(need(f"r{i}", session_id="s"), patience_s=0) is first
-        first.is_draining = True
-        other = await pool.acquire_target(need("r9", session_id="s"), patience_s=0)
-        assert other is (b if first is a else a)
-
-    run_virtual(main())
+    pool = WorkerPool()
+    a, b = target("a"), target("b")
+    pool.open_target(a)
+    pool.open_target(b)
+    first = await pool.acquire_target(need("r0", session_id="s"), patience_s=0)
+    for i in range(1, 5):
+        assert await pool.acquire_target(need(f"r{i}", session_id="s"), patience_s=0) is first
+    first.is_draining = True
+    other = await pool.acquire_target(need("r9", session_id="s"), patience_s=0)
+    assert other is (b if first is a else a)
 
 
-def test_waiting_requests_go_by_priority_then_arrival() -> None:
+@virtual
+async def test_waiting_requests_go_by_priority_then_arrival() -> None:
     """A target takes a bounded number of requests that it has not admitted yet."""
+    pool = WorkerPool()
+    only = target("a")
+    pool.open_target(only)
+    for i in range(16):
+        await pool.acquire_target(need(f"busy{i}"), patience_s=0)
+    order: list[str] = []
 
-    async def main() -> None:
-        pool = WorkerPool()
-        only = target("a")
-        pool.open_target(only)
-        for i in range(16):
-            await pool.acquire_target(need(f"busy{i}"), patience_s=0)
-        order: list[str] = []
+    async def wait(name: str, **fields: Any) -> None:
+        await pool.acquire_target(need(name, **fields), patience_s=0)
+        order.append(name)
 
-        async def wait(name: str, **fields: Any) -> None:
-            await pool.acquire_target(need(name, **fields), patience_s=0)
-            order.append(name)
-
-        waiting = [
-            ("low", {"priority": -1}),
-            ("first", {}),
-            ("second", {}),
-            ("high", {"priority": 5}),
-            ("running", {"is_running": True}),
-        ]
-        tasks = [asyncio.create_task(wait(name, **fields)) for name, fields in waiting]
+    waiting = [
+        ("low", {"priority": -1}),
+        ("first", {}),
+        ("second", {}),
+        ("high", {"priority": 5}),
+        ("running", {"is_running": True}),
+    ]
+    tasks = [asyncio.create_task(wait(name, **fields)) for name, fields in waiting]
+    await asyncio.sleep(0.01)
+    assert order == []
+    for i in range(5):
+        only.detach(f"busy{i}", Listener())
         await asyncio.sleep(0.01)
-        assert order == []
-        for i in range(5):
-            only.detach(f"busy{i}", Listener())
-            await asyncio.sleep(0.01)
-        assert order == ["running", "high", "first", "second", "low"]
-        await asyncio.gather(*tasks)
-
-    run_virtual(main())
+    assert order == ["running", "high", "first", "second", "low"]
+    await asyncio.gather(*tasks)
 
 
-def test_what_frees_up_is_kept_for_a_retracted_request() -> None:
+@virtual
+async def test_what_frees_up_is_kept_for_a_retracted_request() -> None:
     """A newcomer that would fit must wait, or the retracted one never comes back."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        only = target("a", load=WorkerLoad(num_running=1, num_free_pages=2, num_pages=100))
-        ear = Listener()
-        pool.open_target(only)
-        only.attach("other", ear)
-        back = need("back", num_tokens=100, is_running=True, wants_room=True)
-        returning = asyncio.create_task(pool.acquire_target(back, patience_s=1))
-        await asyncio.sleep(0)
-        coming = asyncio.create_task(pool.acquire_target(need("new"), patience_s=1))
-        await asyncio.sleep(0.5)
-        assert not returning.done() and not coming.done()
-        only.load = dataclasses.replace(only.load, num_free_pages=20)
-        only.on_load()
-        assert await returning is only
-        assert await coming is only
-
-    run_virtual(main())
+    pool = WorkerPool()
+    only = target("a", load=WorkerLoad(num_running=1, num_free_pages=2, num_pages=100))
+    ear = Listener()
+    pool.open_target(only)
+    only.attach("other", ear)
+    back = need("back", num_tokens=100, is_running=True, wants_room=True)
+    returning = asyncio.create_task(pool.acquire_target(back, patience_s=1))
+    await asyncio.sleep(0)
+    coming = asyncio.create_task(pool.acquire_target(need("new"), patience_s=1))
+    await asyncio.sleep(0.5)
+    assert not returning.done() and not coming.done()
+    only.load = dataclasses.replace(only.load, num_free_pages=20)
+    only.on_load()
+    assert await returning is only
+    assert await coming is only
 
 
-def test_a_retracted_request_returns_to_an_idle_target_whatever_it_reports() -> None:
+@virtual
+async def test_a_retracted_request_returns_to_an_idle_target_whatever_it_reports() -> None:
     """An idle engine reports no load: waiting for its news would be for ever."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        idle = target("a", load=WorkerLoad(num_free_pages=0, num_pages=100))
-        pool.open_target(idle)
-        assert await pool.acquire_target(need(wants_room=True), patience_s=0) is idle
-
-    run_virtual(main())
+    pool = WorkerPool()
+    idle = target("a", load=WorkerLoad(num_free_pages=0, num_pages=100))
+    pool.open_target(idle)
+    assert await pool.acquire_target(need(wants_room=True), patience_s=0) is idle
 
 
-def test_no_target_at_all_is_unavailable_after_patience() -> None:
+@virtual
+async def test_no_target_at_all_is_unavailable_after_patience() -> None:
     """A new request has none; one that runs waits for a successor."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        loop = asyncio.get_running_loop()
-        for patience_s in (0.0, 3.0):
-            started = loop.time()
-            with pytest.raises(UnavailableError):
-                await pool.acquire_target(need(), patience_s=patience_s)
-            assert loop.time() - started == pytest.approx(patience_s, abs=0.3)
-        waiting = asyncio.create_task(pool.acquire_target(need(), patience_s=3.0))
-        await asyncio.sleep(2.0)
-        late = target("late")
-        pool.open_target(late)
-        assert await waiting is late
-
-    run_virtual(main())
+    pool = WorkerPool()
+    loop = asyncio.get_running_loop()
+    for patience_s in (0.0, 3.0):
+        started = loop.time()
+        with pytest.raises(UnavailableError):
+            await pool.acquire_target(need(), patience_s=patience_s)
+        assert loop.time() - started == pytest.approx(patience_s, abs=0.3)
+    waiting = asyncio.create_task(pool.acquire_target(need(), patience_s=3.0))
+    await asyncio.sleep(2.0)
+    late = target("late")
+    pool.open_target(late)
+    assert await waiting is late
 
 
-def test_a_request_moves_only_to_its_own_model_and_context() -> None:
+@virtual
+async def test_a_request_moves_only_to_its_own_model_and_context() -> None:
     """Another model, dtype or a shorter context could not go on exactly."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        pool.open_target(target("a", model_hash="new"))
-        running = need(identity=ModelIdentity.of(TARGET_INFO))
-        with pytest.raises(UnavailableError):
-            await pool.acquire_target(running, patience_s=0)
-        with pytest.raises(UnavailableError):
-            await pool.acquire_target(need(context_len=1001), patience_s=0)
-
-    run_virtual(main())
+    pool = WorkerPool()
+    pool.open_target(target("a", model_hash="new"))
+    running = need(identity=ModelIdentity.of(TARGET_INFO))
+    with pytest.raises(UnavailableError):
+        await pool.acquire_target(running, patience_s=0)
+    with pytest.raises(UnavailableError):
+        await pool.acquire_target(need(context_len=1001), patience_s=0)
 
 
-def test_cancelling_a_wait_leaves_no_trace() -> None:
+@virtual
+async def test_cancelling_a_wait_leaves_no_trace() -> None:
     """Neither a waiter nor a reserved place."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        waiting = asyncio.create_task(pool.acquire_target(need(), patience_s=9.0))
-        await asyncio.sleep(0.1)
-        worker = target("a")
-        pool.open_target(worker)  # chosen, but not taken yet
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert worker.num_own_requests == 0
-        assert pool.num_waiting == 0
-
-    run_virtual(main())
+    pool = WorkerPool()
+    waiting = asyncio.create_task(pool.acquire_target(need(), patience_s=9.0))
+    await asyncio.sleep(0.1)
+    worker = target("a")
+    pool.open_target(worker)  # chosen, but not taken yet
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert worker.num_own_requests == 0
+    assert pool.num_waiting == 0
 
 
-def test_a_second_address_of_the_same_process_is_not_used_until_the_first_is_lost() -> None:
+@virtual
+async def test_a_second_address_of_the_same_process_is_not_used_until_the_first_is_lost() -> None:
     """localhost has two addresses; a worker must not count twice."""
-
-    async def main() -> None:
-        pool = WorkerPool()
-        first, second = target("127.0.0.1:1"), target("[::1]:1")
-        second.info = dataclasses.replace(second.info, incarnation=first.info.incarnation)
-        assert pool.open_target(first) == ""
-        assert "same process" in pool.open_target(second)
-        pool.lose(first)
-        assert await pool.acquire_target(need(), patience_s=0) is second
-
-    run_virtual(main())
+    pool = WorkerPool()
+    first, second = target("127.0.0.1:1"), target("[::1]:1")
+    second.info = dataclasses.replace(second.info, incarnation=first.info.incarnation)
+    assert pool.open_target(first) == ""
+    assert "same process" in pool.open_target(second)
+    pool.lose(first)
+    assert await pool.acquire_target(need(), patience_s=0) is second
 
 
 def test_targets_of_another_model_are_refused_while_the_first_serve() -> None:
@@ -378,27 +348,24 @@ def test_a_draft_beside_its_target_goes_before_an_idle_one_elsewhere() -> None:
     assert pool.pick_draft(here) is elsewhere
 
 
-def test_messages_leave_in_batches_and_reach_their_request_only() -> None:
+@virtual
+async def test_messages_leave_in_batches_and_reach_their_request_only() -> None:
     """Whatever is queued when the stream is free is one message, within a bound."""
-
-    async def main() -> None:
-        worker = target("a")
-        for i in range(3):
-            worker.send(need(f"r{i}"))
-        assert [message.request_id for message in await worker.take_outgoing()] == [
-            "r0",
-            "r1",
-            "r2",
-        ]
-        listener = Listener()
-        worker.lose(is_clean=False)
-        worker.attach("late", listener)
-        assert listener.heard == [WorkerLost(is_clean=True)]
-        worker.send(need())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker.take_outgoing(), 1.0)
-
-    run_virtual(main())
+    worker = target("a")
+    for i in range(3):
+        worker.send(need(f"r{i}"))
+    assert [message.request_id for message in await worker.take_outgoing()] == [
+        "r0",
+        "r1",
+        "r2",
+    ]
+    listener = Listener()
+    worker.lose(is_clean=False)
+    worker.attach("late", listener)
+    assert listener.heard == [WorkerLost(is_clean=True)]
+    worker.send(need())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.take_outgoing(), 1.0)
 
 
 @pytest.mark.parametrize("value", ["host", "host:", ":1", "host:0", "host:70000", "host:x,b:1"])
@@ -416,36 +383,33 @@ def test_endpoints_are_lists_of_names_and_addresses() -> None:
     )
 
 
-def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
+@virtual
+async def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
     """New addresses are dialled, vanished ones let go, and an empty answer is no answer."""
+    answers = [{"a:1"}, {"a:1", "b:1"}, set(), {"b:1"}, {"b:1", "c:1"}]
+    seen: list[set[str]] = []
 
-    async def main() -> None:
-        answers = [{"a:1"}, {"a:1", "b:1"}, set(), {"b:1"}, {"b:1", "c:1"}]
-        seen: list[set[str]] = []
+    async def lookup(host: str, port: int) -> set[str]:
+        seen.append(set(endpoints.addresses))
+        return answers[min(len(seen), len(answers)) - 1]
 
-        async def lookup(host: str, port: int) -> set[str]:
-            seen.append(set(endpoints.addresses))
-            return answers[min(len(seen), len(answers)) - 1]
+    class Unconnected(WorkerEndpoints):
+        async def maintain(self, address: str, host: str) -> None:
+            await asyncio.Event().wait()
 
-        class Unconnected(WorkerEndpoints):
-            async def maintain(self, address: str, host: str) -> None:
-                await asyncio.Event().wait()
+    endpoints = Unconnected(
+        TARGET,
+        (Endpoint("name", 1),),
+        resolve_interval_s=1.0,
+        on_open=lambda worker: "",
+        on_lost=lambda worker: None,
+        on_loading=lambda address: None,
+        lookup=lookup,
+    )
 
-        endpoints = Unconnected(
-            TARGET,
-            (Endpoint("name", 1),),
-            resolve_interval_s=1.0,
-            on_open=lambda worker: "",
-            on_lost=lambda worker: None,
-            on_loading=lambda address: None,
-            lookup=lookup,
-        )
-
-        running = asyncio.create_task(endpoints.run())
-        await asyncio.sleep(4.5)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        assert seen == [set(), {"a:1"}, {"a:1", "b:1"}, {"a:1", "b:1"}, {"b:1"}]
-        assert endpoints.addresses == {"b:1", "c:1"}
-
-    run_virtual(main())
+    running = asyncio.create_task(endpoints.run())
+    await asyncio.sleep(4.5)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert seen == [set(), {"a:1"}, {"a:1", "b:1"}, {"a:1", "b:1"}, {"b:1"}]
+    assert endpoints.addresses == {"b:1", "c:1"}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from shared.messages import FinishInfo, GenerateEvent, TargetOpen, TokenDelta
 from tests.fakes import generate
-from tests.fakes.in_memory import run_virtual
-from tests.unit.scene import PROMPT, Scene, check_stream, finish_of
+from tests.fakes.in_memory import virtual
+from tests.unit.scene import FAULTS, PROMPT, Scene, check_stream, finish_of
 
 
 def check_trees(events: list[GenerateEvent]) -> FinishInfo:
@@ -35,43 +34,27 @@ def check_trees(events: list[GenerateEvent]) -> FinishInfo:
 
 
 @pytest.mark.parametrize("has_peer", [False, True], ids=["relayed", "peer"])
-@pytest.mark.parametrize("fault", ["none", "target lost", "retracted", "draft lost"])
-def test_each_round_has_one_tree(fault: str, *, has_peer: bool) -> None:
-    async def main() -> None:
-        scene = Scene(has_peer=has_peer)
-        target, draft = scene.add_target(), scene.add_draft()
-        serving = asyncio.create_task(scene.serve(max_new_tokens=200, round_trees=True))
-        await asyncio.sleep(0.03 if has_peer else 0.1)
-        match fault:
-            case "target lost":
-                scene.add_target()
-                target.lose()
-            case "retracted":
-                target.engine.retract("test.r")
-                target.step()
-            case "draft lost":
-                draft.lose()
-        events = await serving
-        finish = check_trees(events)
-        check_stream(events, generate(PROMPT, 200))
-        # The prefill has one as well, and so has that of each target.
-        num_rebuilds = {"target lost": 1, "retracted": 1}.get(fault, 0)
-        num_trees = sum(isinstance(event, TokenDelta) for event in events)
-        assert num_trees == finish.speculation.num_rounds + 1 + num_rebuilds
-        await scene.check_free()
-
-    run_virtual(main())
+@pytest.mark.parametrize("fault", FAULTS)
+@virtual
+async def test_each_round_has_one_tree(fault: str, *, has_peer: bool) -> None:
+    scene = Scene(has_peer=has_peer)
+    events = await scene.serve_through(fault, round_trees=True)
+    finish = check_trees(events)
+    check_stream(events, generate(PROMPT, 200))
+    # The prefill has one as well, and so has that of each target.
+    num_rebuilds = {"target lost": 1, "retracted": 1}.get(fault, 0)
+    num_trees = sum(isinstance(event, TokenDelta) for event in events)
+    assert num_trees == finish.speculation.num_rounds + 1 + num_rebuilds
+    await scene.check_free()
 
 
 @pytest.mark.parametrize("asked", [{}, {"omit_text": True}])
-def test_who_does_not_ask_has_none(asked: dict[str, Any]) -> None:
-    async def main() -> None:
-        scene = Scene()
-        target = scene.add_target()
-        scene.add_draft()
-        events = await scene.serve(**asked)
-        assert all(event.tree is None for event in events if isinstance(event, TokenDelta))
-        opens = [m for m in target.engine.received if isinstance(m, TargetOpen)]
-        assert [opened.wants_trees for opened in opens] == [False]
-
-    run_virtual(main())
+@virtual
+async def test_who_does_not_ask_has_none(asked: dict[str, Any]) -> None:
+    scene = Scene()
+    target = scene.add_target()
+    scene.add_draft()
+    events = await scene.serve(**asked)
+    assert all(event.tree is None for event in events if isinstance(event, TokenDelta))
+    opens = target.received(TargetOpen)
+    assert [opened.wants_trees for opened in opens] == [False]

@@ -10,8 +10,8 @@ import pytest
 from shared.messages import GenerateEvent, TargetOpen, TokenDelta
 from shared.messages.routed_experts import RoutedExperts, join_routed
 from tests.fakes import generate, routed_row
-from tests.fakes.in_memory import run_virtual
-from tests.unit.scene import PROMPT, Scene, check_stream, tokens_of
+from tests.fakes.in_memory import virtual
+from tests.unit.scene import FAULTS, PROMPT, Scene, check_stream, tokens_of
 
 NUM_EXPERTS = 300
 
@@ -36,71 +36,50 @@ def expected_of(output: list[int], resumed: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("has_peer", [False, True], ids=["relayed", "peer"])
-@pytest.mark.parametrize("fault", ["none", "target lost", "retracted", "draft lost"])
-def test_each_token_has_its_experts_once(fault: str, *, has_peer: bool) -> None:
-    async def main() -> None:
-        scene = scene_of(has_peer=has_peer)
-        target, draft = scene.add_target(), scene.add_draft()
-        serving = asyncio.create_task(scene.serve(max_new_tokens=200, routed_experts=True))
-        await asyncio.sleep(0.03 if has_peer else 0.1)
-        match fault:
-            case "target lost":
-                scene.add_target()
-                target.lose()
-            case "retracted":
-                target.engine.retract("test.r")
-                target.step()
-            case "draft lost":
-                draft.lose()
-        events = await serving
-        finish = check_stream(events, generate(PROMPT, 200))
-        assert (finish.retries > 0) is (fault in ("target lost", "retracted"))
-        found = experts_of(events)
-        assert found is not None and found.ids == expected_of(generate(PROMPT, 200))
-        await scene.check_free()
-
-    run_virtual(main())
+@pytest.mark.parametrize("fault", FAULTS)
+@virtual
+async def test_each_token_has_its_experts_once(fault: str, *, has_peer: bool) -> None:
+    scene = scene_of(has_peer=has_peer)
+    events = await scene.serve_through(fault, routed_experts=True)
+    finish = check_stream(events, generate(PROMPT, 200))
+    assert (finish.retries > 0) is (fault in ("target lost", "retracted"))
+    found = experts_of(events)
+    assert found is not None and found.ids == expected_of(generate(PROMPT, 200))
+    await scene.check_free()
 
 
-def test_a_request_that_asks_waits_for_a_target_that_knows() -> None:
+@virtual
+async def test_a_request_that_asks_waits_for_a_target_that_knows() -> None:
     """As one of a release that has no such field: it would leave the experts out."""
-
-    async def main() -> None:
-        scene = Scene()
-        old = scene.add_target()
-        scene.num_experts = NUM_EXPERTS
-        serving = asyncio.create_task(scene.serve(routed_experts=True))
-        await asyncio.sleep(0.5)
-        new = scene.add_target()
-        events = await serving
-        assert experts_of(events) is not None
-        opened = [[m for m in t.engine.received if isinstance(m, TargetOpen)] for t in (old, new)]
-        assert [len(opens) for opens in opened] == [0, 1]
-
-    run_virtual(main())
+    scene = Scene()
+    old = scene.add_target()
+    scene.num_experts = NUM_EXPERTS
+    serving = asyncio.create_task(scene.serve(routed_experts=True))
+    await asyncio.sleep(0.5)
+    new = scene.add_target()
+    events = await serving
+    assert experts_of(events) is not None
+    opened = [t.received(TargetOpen) for t in (old, new)]
+    assert [len(opens) for opens in opened] == [0, 1]
 
 
-def test_a_resumed_output_has_those_of_its_new_tokens() -> None:
-    async def main() -> None:
-        scene = scene_of()
-        scene.add_target()
-        output = generate(PROMPT, 40)
-        events = await scene.serve(resume_ids=tuple(output[:11]), routed_experts=True)
-        assert tokens_of(events) == output[11:]
-        found = experts_of(events)
-        assert found is not None and found.ids == expected_of(output, 11)
-
-    run_virtual(main())
+@virtual
+async def test_a_resumed_output_has_those_of_its_new_tokens() -> None:
+    scene = scene_of()
+    scene.add_target()
+    output = generate(PROMPT, 40)
+    events = await scene.serve(resume_ids=tuple(output[:11]), routed_experts=True)
+    assert tokens_of(events) == output[11:]
+    found = experts_of(events)
+    assert found is not None and found.ids == expected_of(output, 11)
 
 
 @pytest.mark.parametrize("asked", [{}, {"omit_text": True}])
-def test_who_does_not_ask_has_none(asked: dict[str, Any]) -> None:
-    async def main() -> None:
-        scene = scene_of()
-        target = scene.add_target()
-        events = await scene.serve(**asked)
-        assert all(e.routed_experts is None for e in events if isinstance(e, TokenDelta))
-        opens = [m for m in target.engine.received if isinstance(m, TargetOpen)]
-        assert [opened.wants_routed_experts for opened in opens] == [False]
-
-    run_virtual(main())
+@virtual
+async def test_who_does_not_ask_has_none(asked: dict[str, Any]) -> None:
+    scene = scene_of()
+    target = scene.add_target()
+    events = await scene.serve(**asked)
+    assert all(e.routed_experts is None for e in events if isinstance(e, TokenDelta))
+    opens = target.received(TargetOpen)
+    assert [opened.wants_routed_experts for opened in opens] == [False]

@@ -15,7 +15,7 @@ from orchestrator.workers import SILENCE_S, Fate, WorkerSession
 from shared.errors import InternalError
 from shared.messages import AcceptedPath, TargetOpen
 from tests.fakes import FakeTarget, generate
-from tests.fakes.in_memory import InMemoryWorker, pass_on, run_virtual
+from tests.fakes.in_memory import InMemoryWorker, pass_on, run_virtual, virtual
 from tests.unit.scene import PROMPT, Scene, check_stream, delayed
 
 minutes = itertools.count(0.0, 60.0)
@@ -140,95 +140,83 @@ def test_a_failure_that_names_the_request_counts_each_time() -> None:
     assert suspicion.is_guilty(0.0)
 
 
-def test_a_hung_engine_is_one_kill_however_often_it_is_asked() -> None:
+@virtual
+async def test_a_hung_engine_is_one_kill_however_often_it_is_asked() -> None:
     """One worker, four step timeouts; then it goes on, and so does the request."""
+    scene = Scene()
 
-    async def main() -> None:
-        scene = Scene()
+    def hang(message: Any) -> list[tuple[float, Any]]:
+        return pass_on(message) if asyncio.get_running_loop().time() > 9.0 else []
 
-        def hang(message: Any) -> list[tuple[float, Any]]:
-            return pass_on(message) if asyncio.get_running_loop().time() > 9.0 else []
-
-        target = scene.add_target(on_reply=hang)
-        finish = check_stream(await scene.serve(), generate(PROMPT, 40))
-        assert finish.retries >= 4
-        assert not target.worker.is_lost
-        await scene.check_free()
-
-    run_virtual(main())
+    target = scene.add_target(on_reply=hang)
+    finish = check_stream(await scene.serve(), generate(PROMPT, 40))
+    assert finish.retries >= 4
+    assert not target.worker.is_lost
+    await scene.check_free()
 
 
-def test_a_bystander_of_many_unrelated_deaths_is_served() -> None:
+@virtual
+async def test_a_bystander_of_many_unrelated_deaths_is_served() -> None:
     """It runs some rounds on every worker, so none of the deaths is its doing."""
-
-    async def main() -> None:
-        scene = Scene(round_s=0.02)
-        slow = delayed(0.01)
+    scene = Scene(round_s=0.02)
+    slow = delayed(0.01)
+    scene.add_target(on_reply=slow)
+    serving = asyncio.create_task(scene.serve(max_new_tokens=200))
+    for index in range(5):
+        await asyncio.sleep(0.2)
         scene.add_target(on_reply=slow)
-        serving = asyncio.create_task(scene.serve(max_new_tokens=200))
-        for index in range(5):
-            await asyncio.sleep(0.2)
-            scene.add_target(on_reply=slow)
-            scene.targets[index].lose()
-        finish = check_stream(await serving, generate(PROMPT, 200))
-        assert finish.retries == 5
-        await scene.check_free()
-
-    run_virtual(main())
+        scene.targets[index].lose()
+    finish = check_stream(await serving, generate(PROMPT, 200))
+    assert finish.retries == 5
+    await scene.check_free()
 
 
 @pytest.mark.parametrize("losses", ["".join(order) for order in itertools.product("DR", repeat=3)])
-def test_only_deaths_end_a_request_that_loses_target_after_target(losses: str) -> None:
+@virtual
+async def test_only_deaths_end_a_request_that_loses_target_after_target(losses: str) -> None:
     """Each time it has not run a round yet; D: the process dies, R: its connection is reset."""
+    scene, left = Scene(), list(losses)
 
-    async def main() -> None:
-        scene, left = Scene(), list(losses)
+    def lose(message: Any) -> list[tuple[float, Any]]:
+        if not isinstance(message, TargetOpen) or not left:
+            return pass_on(message)
+        lost = next(t for t in scene.targets if t.worker.num_own_requests)
+        is_dead = left.pop(0) == "D"
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.2 * MOMENT_S, lost.lose if is_dead else lost.reset)
+        if is_dead:
+            address = lost.worker.address
+            loop.call_later(1.5 * MOMENT_S, lambda: scene.add_target(address=address))
+        return []
 
-        def lose(message: Any) -> list[tuple[float, Any]]:
-            if not isinstance(message, TargetOpen) or not left:
-                return pass_on(message)
-            lost = next(t for t in scene.targets if t.worker.num_own_requests)
-            is_dead = left.pop(0) == "D"
-            loop = asyncio.get_running_loop()
-            loop.call_later(1.2 * MOMENT_S, lost.lose if is_dead else lost.reset)
-            if is_dead:
-                address = lost.worker.address
-                loop.call_later(1.5 * MOMENT_S, lambda: scene.add_target(address=address))
-            return []
-
-        for _ in range(4):
-            scene.add_target(on_request=lose)
-        if losses[:2] == "DD":
-            with pytest.raises(InternalError) as caught:
-                await scene.serve()
-            assert caught.value.reason == "REQUEST_KILLED_WORKERS"
-        else:
-            assert check_stream(await scene.serve(), generate(PROMPT, 40)).retries == 3
-        await scene.check_free()
-
-    run_virtual(main())
+    for _ in range(4):
+        scene.add_target(on_request=lose)
+    if losses[:2] == "DD":
+        with pytest.raises(InternalError) as caught:
+            await scene.serve()
+        assert caught.value.reason == "REQUEST_KILLED_WORKERS"
+    else:
+        assert check_stream(await scene.serve(), generate(PROMPT, 40)).retries == 3
+    await scene.check_free()
 
 
-def test_connections_that_are_reset_all_the_time_cost_no_token() -> None:
+@virtual
+async def test_connections_that_are_reset_all_the_time_cost_no_token() -> None:
     """Two targets; often not one round runs between two resets."""
-
-    async def main() -> None:
-        scene = Scene(round_s=0.1)
-        for _ in range(2):
-            scene.add_target(on_reply=delayed(1.2 * MOMENT_S))
-        serving = asyncio.create_task(scene.serve())
-        num_resets, pauses_s = 0, itertools.cycle([1.1, 1.1, 1.1, 2.5])
-        while not serving.done():
-            await asyncio.sleep(next(pauses_s) * MOMENT_S)
-            for target in scene.targets:
-                if target.worker.num_own_requests:
-                    target.reset()
-                    num_resets += 1
-        finish = check_stream(await serving, generate(PROMPT, 40))
-        assert finish.retries == num_resets >= 8
-        await scene.check_free()
-
-    run_virtual(main())
+    scene = Scene(round_s=0.1)
+    for _ in range(2):
+        scene.add_target(on_reply=delayed(1.2 * MOMENT_S))
+    serving = asyncio.create_task(scene.serve())
+    num_resets, pauses_s = 0, itertools.cycle([1.1, 1.1, 1.1, 2.5])
+    while not serving.done():
+        await asyncio.sleep(next(pauses_s) * MOMENT_S)
+        for target in scene.targets:
+            if target.worker.num_own_requests:
+                target.reset()
+                num_resets += 1
+    finish = check_stream(await serving, generate(PROMPT, 40))
+    assert finish.retries == num_resets >= 8
+    await scene.check_free()
 
 
 @pytest.mark.parametrize("deadly", ["prompt", "round"])
@@ -294,41 +282,37 @@ def test_the_poisonous_one_is_refused_and_the_others_are_served(
     assert 2 <= num_deaths <= 3
 
 
-def test_requests_that_were_there_both_times_are_tried_one_by_one() -> None:
+@virtual
+async def test_requests_that_were_there_both_times_are_tried_one_by_one() -> None:
     """A trial holds up no one but the next one that needs one."""
+    scene = Scene()
+    slow = delayed(0.02)
+    num_tried: list[int] = []
 
-    async def main() -> None:
-        scene = Scene()
-        slow = delayed(0.02)
-        num_tried: list[int] = []
+    def add(*, is_deadly: bool) -> None:
+        target: InMemoryWorker
 
-        def add(*, is_deadly: bool) -> None:
-            target: InMemoryWorker
+        def on_reply(message: Any) -> list[tuple[float, Any]]:
+            if is_deadly and isinstance(message, AcceptedPath):
+                if not target.worker.is_lost:
+                    asyncio.get_running_loop().call_soon(target.lose)
+                return []
+            if not is_deadly:
+                num_tried.append(len(target.worker.opening))
+            return slow(message)
 
-            def on_reply(message: Any) -> list[tuple[float, Any]]:
-                if is_deadly and isinstance(message, AcceptedPath):
-                    if not target.worker.is_lost:
-                        asyncio.get_running_loop().call_soon(target.lose)
-                    return []
-                if not is_deadly:
-                    num_tried.append(len(target.worker.opening))
-                return slow(message)
+        target = scene.add_target(on_reply=on_reply)
 
-            target = scene.add_target(on_reply=on_reply)
-
-        add(is_deadly=True)
-        serving = [
-            asyncio.create_task(scene.serve(f"r{i}", prompt_ids=(i, 7), shape=None))
-            for i in range(4)
-        ]
-        await asyncio.sleep(0.5)
-        add(is_deadly=True)
-        await asyncio.sleep(0.5)
-        assert all(not task.done() for task in serving)
-        add(is_deadly=False)
-        for i, events in enumerate(await asyncio.gather(*serving)):
-            check_stream(events, generate((i, 7), 40))
-        assert max(num_tried) == 1
-        await scene.check_free()
-
-    run_virtual(main())
+    add(is_deadly=True)
+    serving = [
+        asyncio.create_task(scene.serve(f"r{i}", prompt_ids=(i, 7), shape=None)) for i in range(4)
+    ]
+    await asyncio.sleep(0.5)
+    add(is_deadly=True)
+    await asyncio.sleep(0.5)
+    assert all(not task.done() for task in serving)
+    add(is_deadly=False)
+    for i, events in enumerate(await asyncio.gather(*serving)):
+        check_stream(events, generate((i, 7), 40))
+    assert max(num_tried) == 1
+    await scene.check_free()

@@ -17,7 +17,7 @@ from shared.messages import TargetOpen
 from shared.priority import LEVEL_S
 from target_service.request import Phase, TargetRequest
 from tests.fakes import generate
-from tests.fakes.in_memory import run_virtual
+from tests.fakes.in_memory import virtual
 from tests.unit.scene import PROMPT, Scene, check_stream
 from tests.unit.test_orchestrator_pool import target
 from tests.unit.test_scheduler import World
@@ -62,46 +62,39 @@ class Server:
 
 
 @pytest.mark.parametrize("priority", [1, 3])
-def test_priority_0_waits_so_many_seconds_per_level_behind_a_flood(priority: int) -> None:
+@virtual
+async def test_priority_0_waits_so_many_seconds_per_level_behind_a_flood(priority: int) -> None:
     """Thirty clients, each with its next request at once: more than can ever be served."""
-
-    async def main() -> None:
-        server = Server()
-        flood = [asyncio.create_task(server.forever(priority=priority)) for _ in range(30)]
-        await asyncio.sleep(40.0)
-        waited_s = await server.request()
-        # Those who were there before, and those who come within the time that a level stands for.
-        assert waited_s <= 30 * SERVICE_S + LEVEL_S * priority + 2 * SERVICE_S
-        for task in flood:
-            task.cancel()
-        await asyncio.gather(*flood, return_exceptions=True)
-
-    run_virtual(main())
+    server = Server()
+    flood = [asyncio.create_task(server.forever(priority=priority)) for _ in range(30)]
+    await asyncio.sleep(40.0)
+    waited_s = await server.request()
+    # Those who were there before, and those who come within the time that a level stands for.
+    assert waited_s <= 30 * SERVICE_S + LEVEL_S * priority + 2 * SERVICE_S
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
 
 
-def test_priority_comes_first_among_those_who_came_together() -> None:
-    async def main() -> None:
-        server = Server()
-        await asyncio.gather(*[server.request(priority=p) for p in (0, 0, 2, 1, 5)])
-        assert [priority for _, priority in server.served] == [0, 5, 2, 1, 0]
-
-    run_virtual(main())
+@virtual
+async def test_priority_comes_first_among_those_who_came_together() -> None:
+    server = Server()
+    await asyncio.gather(*[server.request(priority=p) for p in (0, 0, 2, 1, 5)])
+    assert [priority for _, priority in server.served] == [0, 5, 2, 1, 0]
 
 
-def test_a_tenant_with_many_requests_leaves_room_for_one_with_few() -> None:
-    async def main() -> None:
-        server = Server()
-        flood = [asyncio.create_task(server.forever(tenant="many")) for _ in range(40)]
-        await asyncio.sleep(45.0)
-        waits = [await server.request(tenant="few") for _ in range(3)]
-        # By itself, in order of arrival, each of them would wait for all of the forty.
-        assert max(waits) <= 5 * SERVICE_S
-        assert len([tenant for tenant, _ in server.served if tenant == "many"]) > 40
-        for task in flood:
-            task.cancel()
-        await asyncio.gather(*flood, return_exceptions=True)
-
-    run_virtual(main())
+@virtual
+async def test_a_tenant_with_many_requests_leaves_room_for_one_with_few() -> None:
+    server = Server()
+    flood = [asyncio.create_task(server.forever(tenant="many")) for _ in range(40)]
+    await asyncio.sleep(45.0)
+    waits = [await server.request(tenant="few") for _ in range(3)]
+    # By itself, in order of arrival, each of them would wait for all of the forty.
+    assert max(waits) <= 5 * SERVICE_S
+    assert len([tenant for tenant, _ in server.served if tenant == "many"]) > 40
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
 
 
 def test_priorities_are_limited_by_tenant() -> None:
@@ -182,24 +175,21 @@ def test_age_outweighs_priority_when_somebody_must_go() -> None:
     assert plan.retracted == [high] and plan.verifies == [low]
 
 
-def test_a_request_that_was_retracted_comes_back_as_old_as_it_is() -> None:
+@virtual
+async def test_a_request_that_was_retracted_comes_back_as_old_as_it_is() -> None:
     """To the target that opens it anew, its age is priority."""
-
-    async def main() -> None:
-        scene = Scene(round_s=0.1)
-        first = scene.add_target()
-        generation = asyncio.create_task(scene.serve(max_new_tokens=200, priority=1))
-        await asyncio.sleep(2.5 * LEVEL_S)
-        scene.add_target()
-        first.lose()
-        events = await generation
-        check_stream(events, generate(PROMPT, 200))
-        opens = [
-            message
-            for worker in scene.targets
-            for message in worker.engine.received
-            if isinstance(message, TargetOpen)
-        ]
-        assert [message.priority for message in opens] == [1, 3]
-
-    run_virtual(main())
+    scene = Scene(round_s=0.1)
+    first = scene.add_target()
+    generation = asyncio.create_task(scene.serve(max_new_tokens=200, priority=1))
+    await asyncio.sleep(2.5 * LEVEL_S)
+    scene.add_target()
+    first.lose()
+    events = await generation
+    check_stream(events, generate(PROMPT, 200))
+    opens = [
+        message
+        for worker in scene.targets
+        for message in worker.engine.received
+        if isinstance(message, TargetOpen)
+    ]
+    assert [message.priority for message in opens] == [1, 3]
