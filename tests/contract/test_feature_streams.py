@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
 import grpc.aio
 import pytest
 
@@ -33,14 +37,24 @@ pytestmark = pytest.mark.asyncio
 PROMPT = tuple(range(100, 140))
 
 
+@contextlib.asynccontextmanager
+async def fake_drafts(count: int = 1, engine: FakeTarget | None = None) -> AsyncIterator[Any]:
+    """Yield a target, an orchestrator's session with it, and the feature streams of some drafts."""
+    async with contextlib.AsyncExitStack() as stack:
+        target = await stack.enter_async_context(fake_target(engine or FakeTarget()))
+        peer, *drafts = [
+            await stack.enter_async_context(Peer(target.address)) for _ in range(count + 1)
+        ]
+        yield target, peer.target_session(), *(draft.feature_stream() for draft in drafts)
+
+
 async def _open(session: Stream, request_id: str = "a") -> AcceptedPath:
     await session.send(target_open(request_id, prompt=PROMPT))
     return await session.next(AcceptedPath, request_id)
 
 
 async def test_rows_come_in_order_and_go_on_with_every_round() -> None:
-    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts() as (target, session, features):
         path = await _open(session)
         await features.send(subscribe())
         assert await read_rows(features, "a", 0, 40) == feature_rows(PROMPT, 0, 40)
@@ -54,8 +68,7 @@ async def test_rows_come_in_order_and_go_on_with_every_round() -> None:
 
 
 async def test_subscription_may_come_before_the_request() -> None:
-    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts() as (target, session, features):
         await features.send(subscribe(from_position=7))
         await eventually(lambda: target.worker.servicer.features.num_subscriptions == 1)
         await _open(session)
@@ -76,35 +89,24 @@ async def test_acknowledgement_reaches_the_engine_from_the_subscriber_only() -> 
 
 
 async def test_newest_subscriber_takes_over_and_the_older_one_is_told() -> None:
-    async with (
-        fake_target() as target,
-        Peer(target.address) as peer,
-        Peer(target.address) as first,
-        Peer(target.address) as second,
-    ):
-        session = peer.target_session()
-        old, new = first.feature_stream(), second.feature_stream()
+    async with fake_drafts(2) as (target, session, old, new):
         path = await _open(session)
         await old.send(subscribe())
         await read_rows(old, "a", 0, 40)
         await new.send(subscribe(from_position=32))
         assert await read_rows(new, "a", 32, 40) == feature_rows(PROMPT, 32, 40)
-        told = await failure(old)
-        assert (told.reason, told.code) == ("SUBSCRIPTION_REPLACED", StatusCode.FAILED_PRECONDITION)
+        refusal = await failure(old)
+        assert (refusal.reason, refusal.code) == (
+            "SUBSCRIPTION_REPLACED",
+            StatusCode.FAILED_PRECONDITION,
+        )
         await old.close()  # its end must not end the newer subscription
         await session.send(verify_after(path))
         assert (await new.next(FeatureChunk)).start == 40
 
 
 async def test_subscription_of_an_older_epoch_does_not_take_over() -> None:
-    async with (
-        fake_target() as target,
-        Peer(target.address) as peer,
-        Peer(target.address) as first,
-        Peer(target.address) as second,
-    ):
-        session = peer.target_session()
-        new, late = first.feature_stream(), second.feature_stream()
+    async with fake_drafts(2) as (target, session, new, late):
         await session.send(target_open(prompt=PROMPT, target_epoch=2))
         await session.next(AcceptedPath)
         await new.send(subscribe(target_epoch=2))
@@ -117,20 +119,13 @@ async def test_subscription_of_an_older_epoch_does_not_take_over() -> None:
 
 
 async def test_subscription_of_an_older_draft_does_not_take_over() -> None:
-    async with (
-        fake_target() as target,
-        Peer(target.address) as peer,
-        Peer(target.address) as first,
-        Peer(target.address) as second,
-    ):
-        session = peer.target_session()
-        new, late = first.feature_stream(), second.feature_stream()
+    async with fake_drafts(2) as (target, session, new, late):
         path = await _open(session)
         await new.send(subscribe(draft_epoch=2))
         await read_rows(new, "a", 0, 40)
         await late.send(subscribe(draft_epoch=1))
-        told = await failure(late)
-        assert (told.code, told.draft_epoch) == (StatusCode.FAILED_PRECONDITION, 1)
+        refusal = await failure(late)
+        assert (refusal.code, refusal.draft_epoch) == (StatusCode.FAILED_PRECONDITION, 1)
         await session.send(verify_after(path))
         assert (await new.next(FeatureChunk)).start == 40
         # One that does not say its epoch may be newer: it takes over.
@@ -140,8 +135,7 @@ async def test_subscription_of_an_older_draft_does_not_take_over() -> None:
 
 
 async def test_failure_of_an_older_draft_does_not_end_a_newer_ones_subscription() -> None:
-    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts() as (target, session, features):
         path = await _open(session)
         await features.send(subscribe(draft_epoch=1, from_position=99))
         await features.send(subscribe(draft_epoch=2, from_position=40))
@@ -151,12 +145,7 @@ async def test_failure_of_an_older_draft_does_not_end_a_newer_ones_subscription(
 
 
 async def test_subscription_that_the_engine_refuses_fails_on_the_feature_stream() -> None:
-    async with (
-        fake_target(FakeTarget(has_features=False)) as target,
-        Peer(target.address) as peer,
-        Peer(target.address) as draft,
-    ):
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts(engine=FakeTarget(has_features=False)) as (target, session, features):
         await _open(session)
         await features.send(subscribe())
         refused = await failure(features)
@@ -167,8 +156,7 @@ async def test_subscription_that_the_engine_refuses_fails_on_the_feature_stream(
 
 
 async def test_unsubscribe_and_end_of_stream_stop_the_rows() -> None:
-    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts() as (target, session, features):
         path = await _open(session, "a")
         await _open(session, "b")
         await features.send(subscribe("a"))
@@ -187,8 +175,7 @@ async def test_unsubscribe_and_end_of_stream_stop_the_rows() -> None:
 
 
 async def test_subscription_outlives_a_closed_request_without_harm() -> None:
-    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts() as (target, session, features):
         await _open(session)
         await features.send(subscribe())
         await read_rows(features, "a", 0, 40)
@@ -208,8 +195,7 @@ async def test_malformed_command_is_answered_and_the_stream_goes_on(field: str) 
     elif field == "from_position":
         message.subscribe.request_id = "a"
         message.subscribe.from_position = -1
-    async with fake_target() as target, Peer(target.address) as peer, Peer(target.address) as draft:
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts() as (target, session, features):
         await _open(session)
         await features.call.write(message)
         refused = await failure(features)
@@ -222,12 +208,7 @@ async def test_large_chunks_travel_as_the_engine_cut_them_and_not_all_at_once() 
     width = 4096
     prompt = [7] * 200
     engine = FakeTarget(rows_per_chunk=64, width=width)
-    async with (
-        fake_target(engine) as target,
-        Peer(target.address) as peer,
-        Peer(target.address) as draft,
-    ):
-        session, features = peer.target_session(), draft.feature_stream()
+    async with fake_drafts(engine=engine) as (target, session, features):
         await session.send(target_open(prompt=prompt))
         await features.send(subscribe())
         data = await read_rows(features, "a", 0, 200)

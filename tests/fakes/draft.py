@@ -23,10 +23,9 @@ from shared.messages import (
     RequestRetracted,
     TokenTree,
     WorkerInfo,
-    WorkerLoad,
 )
 from shared.times import take
-from tests.fakes.engine import NUM_PAGES, FakeEngine
+from tests.fakes.engine import FakeEngine
 from tests.fakes.model import VOCAB_SIZE, WIDTH, feature_rows, next_token
 
 
@@ -59,28 +58,12 @@ class FakeDraft(FakeEngine[_Request]):
     @property
     def info(self) -> WorkerInfo:
         spec = FeatureSpec(layer_ids=(0, 1, 2), width=self.width)
-        return WorkerInfo(
+        return self.describe(
             incarnation=self.incarnation,
-            model="fake",
             model_hash="e" * 64,
-            tokenizer_hash="",
-            vocab_size=VOCAB_SIZE,
             max_context_len=self.max_context_len,
-            page_size=16,
-            dtype="float32",
-            device="cpu",
             features=spec if self.needs_features else FeatureSpec(),
             kind="eagle3" if self.needs_features else "standalone",
-            load=self.load,
-        )
-
-    @property
-    def load(self) -> WorkerLoad:
-        return WorkerLoad(
-            num_running=len(self.requests),
-            num_free_pages=self.num_free_pages,
-            num_pages=NUM_PAGES,
-            num_steps=self.num_steps,
         )
 
     @property

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from shared.errors import CoppiceError
-from shared.messages import RequestFailure
+from shared.messages import RequestFailure, WorkerInfo, WorkerLoad
 from shared.peer.channel import PeerChannel, PeerChannels
 from shared.rpc.status import failure_of
+from tests.fakes.model import VOCAB_SIZE
 
 NUM_PAGES = 1000
 
@@ -61,6 +62,28 @@ class FakeEngine(BareEngine, Generic[Request]):
     outbox: list[Any] = field(default_factory=list)
     num_steps: int = 0
     num_pages_taken: int = 0
+
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(
+            num_running=len(self.requests),
+            num_free_pages=self.num_free_pages,
+            num_pages=NUM_PAGES,
+            num_steps=self.num_steps,
+        )
+
+    def describe(self, **own: Any) -> WorkerInfo:
+        """Return who a worker with this engine is: what all have in common, and its own."""
+        return WorkerInfo(
+            model="fake",
+            tokenizer_hash="",
+            vocab_size=VOCAB_SIZE,
+            page_size=16,
+            dtype="float32",
+            device="cpu",
+            load=self.load,
+            **own,
+        )
 
     @property
     def num_free_pages(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import CoppiceError, InvalidArgumentError, NotFoundError, StaleStateError
@@ -41,7 +41,6 @@ from shared.messages import (
 from shared.rpc.status import failure_of
 from shared.times import clock_id, take
 from shared.tree import check_tree
-from tests.fakes.engine import NUM_PAGES
 from tests.fakes.features import FakeFeatures, HeldRequest
 from tests.fakes.model import VOCAB_SIZE, accept, routed_row
 
@@ -78,20 +77,13 @@ class FakeTarget(FakeFeatures):
     @property
     def info(self) -> WorkerInfo:
         spec = FeatureSpec(layer_ids=(0, 1, 2), width=self.width, dtype="float32")
-        return WorkerInfo(
+        return self.describe(
             incarnation=self.incarnation,
-            model="fake",
             model_hash="f" * 64,
-            tokenizer_hash="",
-            vocab_size=VOCAB_SIZE,
             max_context_len=self.max_context_len,
-            page_size=16,
-            dtype="float32",
-            device="cpu",
             features=spec if self.has_features else FeatureSpec(),
             kind="target",
             eos_token_ids=self.eos_token_ids,
-            load=self.load,
             feature_ring=self.ring.name if self.ring is not None else "",
             peer_socket=self.peer_socket,
             logits_hash=self.logits_hash,
@@ -101,11 +93,8 @@ class FakeTarget(FakeFeatures):
 
     @property
     def load(self) -> WorkerLoad:
-        return WorkerLoad(
-            num_running=len(self.requests),
-            num_free_pages=self.num_free_pages,
-            num_pages=NUM_PAGES,
-            num_steps=self.num_steps,
+        return replace(
+            super().load,
             num_rows=self._num_rows,
             num_request_steps=self._num_request_steps,
             num_moved_rounds=self._num_moved,
@@ -162,14 +151,7 @@ class FakeTarget(FakeFeatures):
             if tree.seq_len != request.seq_len:
                 raise InvalidArgumentError("another seq_len", field="seq_len")
         except CoppiceError as error:
-            self.outbox.append(
-                failure_of(
-                    error,
-                    request_id=tree.request_id,
-                    target_epoch=tree.target_epoch,
-                    round_idx=tree.round_idx,
-                )
-            )
+            self.outbox.append(failure_of(error, tree))
             return
         times = None
         if request.open.is_timed:
