@@ -145,22 +145,14 @@ class Outgoing:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 
-    def get_nowait(self) -> GenerateEvent | None:
-        """Return the next event by itself, at once; None is the end."""
-        return self._pop()
-
     def discard(self) -> None:
         """Drop what waits: nobody takes it any more."""
         while self._events:
             self._pop()
 
-    def qsize(self) -> int:
+    def __len__(self) -> int:
         """Return the events that wait, the end included."""
         return len(self._events)
-
-    def empty(self) -> bool:
-        """Return whether nothing waits, not even the end."""
-        return not self._events
 
     def _pop(self) -> GenerateEvent | None:
         event = self._events.popleft()

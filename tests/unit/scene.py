@@ -154,14 +154,6 @@ async def read(generation: Generation) -> list[GenerateEvent]:
     return events
 
 
-def drained(generation: Generation) -> list[GenerateEvent]:
-    events = []
-    while (event := generation.events.get_nowait()) is not None:
-        events.append(event)
-    assert generation.events.empty()
-    return events
-
-
 def tokens_of(events: list[GenerateEvent]) -> list[int]:
     return [t for event in events if isinstance(event, TokenDelta) for t in event.token_ids]
 

@@ -48,7 +48,7 @@ async def test_the_order_of_a_tree_leaves_before_the_tokens_do() -> None:
 
     def note(message: Any) -> list[tuple[float, Any]]:
         if isinstance(message, DraftRound):
-            orders.append((message.round_idx, generation.events.qsize()))
+            orders.append((message.round_idx, len(generation.events)))
         return pass_on(message)
 
     scene.add_draft(on_request=note)

@@ -200,7 +200,7 @@ async def test_rounds_of_a_request_that_its_client_reads_late_are_complete() -> 
     scene.add_target()
     generation = scene.generation(shape=None, max_new_tokens=200)
     await generation.run()
-    assert generation.events.qsize() == 203
+    assert len(generation.events) == 203
     check_stream(await read(generation), generate(PROMPT, 200))
 
 
@@ -286,4 +286,4 @@ async def test_unread_bytes_are_counted_until_they_are_taken_or_dropped(
         assert await first.take()
     first.discard()
     second.discard()
-    assert first.empty() and first.num_bytes == turns.num_unread_bytes == 0
+    assert not first and first.num_bytes == turns.num_unread_bytes == 0

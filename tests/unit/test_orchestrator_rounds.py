@@ -35,9 +35,9 @@ from tests.unit.scene import (
     Scene,
     check_stream,
     delayed,
-    drained,
     failed,
     finish_of,
+    read,
     scripted,
     spoiled,
     tokens_of,
@@ -98,7 +98,7 @@ async def test_without_a_successor_the_request_ends_as_unavailable() -> None:
     with pytest.raises(UnavailableError):
         await serving
     assert asyncio.get_running_loop().time() - started == pytest.approx(2.0, abs=0.5)
-    received = tokens_of(drained(generation))
+    received = tokens_of(await read(generation))
     assert received == generate(PROMPT, len(received)) and received
     await asyncio.sleep(1.0)
     assert draft.engine.requests == {}
