@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coppice.stack.config import split_list
 from shared.config import SECRET_VARIABLE, read_secret_of
-from shared.config.check import parse_shape
+from shared.config.check import flag_name, parse_shape
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("new_tokens", "repeat", "processes", "connections", "requests"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} is {value}, expected at least 1")
+            raise ConfigError(f"{flag_name(name)} is {value}, expected at least 1")
     if arguments.seconds is not None and not 0 < arguments.seconds < math.inf:
         raise ConfigError(f"--seconds is {arguments.seconds:g}, expected more than 0")
 
@@ -74,7 +74,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
     for name in ("output", "plot", "timeline"):
         path = getattr(arguments, name)
         if path and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"{_flag(name)} {path}: there is no such folder to write to")
+            raise ConfigError(f"{flag_name(name)} {path}: there is no such folder to write to")
 
 
 def compared_files(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def compared_files(arguments: argparse.Namespace) -> tuple[str, str]:
                 if name not in ours and value != arguments.parser.get_default(name)
             }
             if given:
-                raise ConfigError(f"{_flag(min(given))} means nothing with compare")
+                raise ConfigError(f"{flag_name(min(given))} means nothing with compare")
             return before, after
     raise ConfigError(
         f"{' '.join(arguments.compare)!r} is unexpected; expected options only, or "
@@ -264,11 +264,7 @@ def _shape(name: str) -> TreeShape:
 def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
     for name in names:
         if getattr(arguments, name):
-            raise ConfigError(f"{_flag(name)} means nothing {why}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag_name(name)} means nothing {why}")
 
 
 def _add_arrivals(parser: argparse.ArgumentParser) -> None:

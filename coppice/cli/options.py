@@ -14,6 +14,7 @@ from shared.config import (
     OrchestratorConfig,
     TargetConfig,
 )
+from shared.config.check import flag_name
 from shared.config.loader import ENV_PREFIX, load_config, read_config_file, variables_of
 from shared.errors import ConfigError, UnavailableError
 
@@ -129,7 +130,7 @@ def tls_of(arguments: argparse.Namespace) -> Tls | None:
     if not (arguments.tls or arguments.tls_ca_file):
         for name in ("cert_file", "key_file", "server_name"):
             if getattr(arguments, f"tls_{name}"):
-                flag = f"--tls-{name.replace('_', '-')}"
+                flag = flag_name(f"tls_{name}")
                 raise ConfigError(f"{flag} means something with --tls or --tls-ca-file only")
         return None
     return Tls(

@@ -8,7 +8,7 @@ from typing import Any
 
 from coppice.request import DEFAULT_MAX_NEW_TOKENS
 from coppice.structured_output import CONSTRAINTS
-from shared.config.check import check_tree_shape
+from shared.config.check import check_tree_shape, flag_name
 from shared.errors import ConfigError
 
 # Flag, type, help; the name is the keyword of Client.
@@ -122,7 +122,7 @@ def _constraints(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name in CONSTRAINTS if (value := getattr(arguments, name)) is not None}
     for name in ("json_schema", "ebnf", "structural_tag"):
         if name in given:
-            given[name] = _text_of("--" + name.replace("_", "-"), given[name])
+            given[name] = _text_of(flag_name(name), given[name])
     return given
 
 

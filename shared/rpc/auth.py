@@ -15,6 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health
 
 from shared.errors import UnauthenticatedError
+from shared.rpc.interceptors import handler_like
 
 _OPEN_PREFIX = f"/{health.SERVICE_NAME}/"
 _NAME: contextvars.ContextVar[str] = contextvars.ContextVar("caller_name", default="")
@@ -74,12 +75,7 @@ def _refusal(handler: Any, error: UnauthenticatedError) -> Any:
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> NoReturn:
         raise error
 
-    words = [
-        "stream" if is_streaming else "unary"
-        for is_streaming in (handler.request_streaming, handler.response_streaming)
-    ]
-    make_handler = getattr(grpc, f"{'_'.join(words)}_rpc_method_handler")
-    return make_handler(refuse, bytes, handler.response_serializer)
+    return handler_like(handler, refuse, bytes)
 
 
 def _authorization_of(details: grpc.HandlerCallDetails) -> str | None:

@@ -17,6 +17,7 @@ from shared.config import (
     WorkerConfig,
     read_secret,
 )
+from shared.config.check import flag_name
 from shared.config.exposure import check_exposure, is_loopback
 from shared.errors import ConfigError
 from shared.rpc.auth import IdentityCheck
@@ -126,8 +127,7 @@ def _server_tls(config: PortConfig) -> ServerTls | None:
     if not config.tls_cert_file:
         for name in ("tls_key_file", "tls_client_ca_file"):
             if getattr(config, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} means something with --tls-cert-file only")
+                raise ConfigError(f"{flag_name(name)} means something with --tls-cert-file only")
         return None
     if not config.tls_key_file:
         raise ConfigError("--tls-cert-file needs --tls-key-file")

@@ -54,16 +54,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        kind = f"{_word(handler.request_streaming)}_{_word(handler.response_streaming)}"
         check = _readable_stream if handler.request_streaming else _readable
-        handle = getattr(handler, kind)
+        handle = behavior_of(handler)
         wrap = _wrap_generator if inspect.isasyncgenfunction(handle) else _wrap
-        make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make_handler(
-            wrap(handle, check, handler_call_details.method, self._note_refusal),
-            request_deserializer=_tolerant(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
-        )
+        wrapped = wrap(handle, check, handler_call_details.method, self._note_refusal)
+        return handler_like(handler, wrapped, _tolerant(handler.request_deserializer))
 
     def _note_refusal(self, method: str, peer: str, error: CoppiceError) -> None:
         """Count a call that is turned away; whoever knocks again and again fills no log."""
@@ -80,8 +75,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._logged_at = now
 
 
-def _word(is_streaming: bool) -> str:  # noqa: FBT001 - a fact about the handler, not an option
-    return "stream" if is_streaming else "unary"
+def behavior_of(handler: Any) -> Callable[..., Any]:
+    """Return the function of a handler that serves its calls."""
+    behavior: Callable[..., Any] = getattr(handler, _kind_of(handler))
+    return behavior
+
+
+def handler_like(handler: Any, behavior: Callable[..., Any], deserialize: Any) -> Any:
+    """Return a handler of the same kind that another function serves."""
+    make_handler = getattr(grpc, f"{_kind_of(handler)}_rpc_method_handler")
+    return make_handler(behavior, deserialize, handler.response_serializer)
+
+
+def _kind_of(handler: Any) -> str:
+    """Return unary_unary, unary_stream, .."""
+    streaming = (handler.request_streaming, handler.response_streaming)
+    return "_".join("stream" if is_stream else "unary" for is_stream in streaming)
 
 
 def _wrap(

@@ -24,6 +24,7 @@ import grpc.aio
 from grpc_health.v1 import health
 
 from shared.errors import ResourceExhaustedError
+from shared.rpc.interceptors import behavior_of, handler_like
 
 _CHECK = f"/{health.SERVICE_NAME}/Check"
 _WATCH = f"/{health.SERVICE_NAME}/Watch"
@@ -84,17 +85,9 @@ class LimitInterceptor(grpc.aio.ServerInterceptor):
         kind = _kind_of(handler_call_details.method)
         if handler is None or not kind:
             return handler
-        words = [
-            "stream" if is_streaming else "unary"
-            for is_streaming in (handler.request_streaming, handler.response_streaming)
-        ]
-        handle = getattr(handler, "_".join(words))
+        handle = behavior_of(handler)
         wrap = self._counted_generator if inspect.isasyncgenfunction(handle) else self._counted
-        return getattr(grpc, f"{'_'.join(words)}_rpc_method_handler")(
-            wrap(handle, kind),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return handler_like(handler, wrap(handle, kind), handler.request_deserializer)
 
     def _counted(self, handle: Callable[..., Any], kind: str) -> Callable[..., Any]:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
