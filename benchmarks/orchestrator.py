@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.fake_workers import run_fake_workers
 from benchmarks.machine import describe_machine
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.config import OrchestratorConfig
@@ -169,7 +169,7 @@ def _spawn(stack: contextlib.ExitStack, function: Any, *arguments: Any) -> int:
 
 def _wait_ready(address: str) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
-    with health_probe(address) as probe:
+    with HealthProbe(address) as probe:
         while probe.status(ORCHESTRATOR_SERVICE) != "SERVING":
             if time.monotonic() > deadline:
                 raise TimeoutError("the orchestrator does not become ready")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
-from collections.abc import Iterator
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,7 +12,7 @@ from shared.rpc.channel import open_blocking_channel
 
 
 class HealthProbe:
-    """A channel to one address, kept for repeated questions."""
+    """A channel to one address, kept for repeated questions in a block."""
 
     def __init__(self, address: str, *, tls: Tls | None = None) -> None:
         self._channel = open_blocking_channel(address, tls=tls)
@@ -30,8 +28,10 @@ class HealthProbe:
             return "SERVICE_UNKNOWN" if is_unknown else "UNREACHABLE"
         return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
-    def close(self) -> None:
-        """Close the channel."""
+    def __enter__(self) -> HealthProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
 
 
@@ -49,13 +49,3 @@ def can_connect(address: str, *, timeout_s: float, tls: Tls | None = None) -> bo
             return found.get(timeout=timeout_s)
         except queue.Empty:  # no answer at all, as behind a firewall
             return False
-
-
-@contextlib.contextmanager
-def health_probe(address: str, *, tls: Tls | None = None) -> Iterator[HealthProbe]:
-    """Open a probe for the length of a block."""
-    probe = HealthProbe(address, tls=tls)
-    try:
-        yield probe
-    finally:
-        probe.close()

@@ -7,12 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from coppice.cli.options import (
-    ADMIN_TOKEN_VARIABLE,
-    add_admin_option,
-    credentials_of,
-    require_admin,
-)
+from coppice.cli.options import add_admin_option, open_admin
 from shared.logs import LEVELS
 
 Act = Callable[[Any, argparse.Namespace], None]
@@ -53,11 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Call the operators' port and print what it says."""
-    from coppice.admin import AdminClient
-
-    credentials = credentials_of(arguments, variable=ADMIN_TOKEN_VARIABLE)
-    require_admin(arguments.address, credentials)
-    with AdminClient(arguments.address, credentials=credentials) as client:
+    with open_admin(arguments) as client:
         arguments.act(client, arguments)
     return 0
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from coppice.cli.options import add_tls_options, tls_of
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; 0 if SERVING, else 1."""
-    with health_probe(arguments.address, tls=tls_of(arguments)) as probe:
+    with HealthProbe(arguments.address, tls=tls_of(arguments)) as probe:
         status = probe.status(arguments.service, timeout_s=arguments.timeout_s)
     sys.stdout.write(status + "\n")
     return 0 if status == "SERVING" else 1

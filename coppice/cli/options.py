@@ -19,6 +19,7 @@ from shared.config.loader import ENV_PREFIX, load_config, read_config_file, vari
 from shared.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
+    from coppice.admin import AdminClient
     from coppice.credentials import Credentials
     from shared.access.tls import Tls
 
@@ -84,18 +85,21 @@ def add_admin_option(parser: argparse.ArgumentParser) -> None:
     add_tls_options(parser)
 
 
-def require_admin(address: str, credentials: Credentials) -> None:
-    """Raise unless something listens where operators are served.
+def open_admin(arguments: argparse.Namespace) -> AdminClient:
+    """Return a client of the operators' port.
 
-    Raises: UnavailableError that says where that may be.
+    Raises: UnavailableError, if nothing listens there, that says where that may be.
     """
+    from coppice.admin import AdminClient
     from coppice.health import can_connect
 
-    if not can_connect(address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
+    credentials = credentials_of(arguments, variable=ADMIN_TOKEN_VARIABLE)
+    if not can_connect(arguments.address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
         raise UnavailableError(
-            f"nobody serves operators at {address}; name the --admin-port of an orchestrator of "
-            "this machine (1000 above its --port) with --address HOST:PORT"
+            f"nobody serves operators at {arguments.address}; name the --admin-port of an "
+            "orchestrator of this machine (1000 above its --port) with --address HOST:PORT"
         )
+    return AdminClient(arguments.address, credentials=credentials)
 
 
 def add_tls_options(parser: argparse.ArgumentParser) -> None:

@@ -6,12 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from coppice.cli.options import (
-    ADMIN_TOKEN_VARIABLE,
-    add_admin_option,
-    credentials_of,
-    require_admin,
-)
+from coppice.cli.options import add_admin_option, open_admin
 
 if TYPE_CHECKING:
     from coppice.admin import AdminClient
@@ -36,12 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Group
     from rich.live import Live
 
-    from coppice.admin import AdminClient
     from coppice.cli.admin_tables import frame, print_table
 
-    credentials = credentials_of(arguments, variable=ADMIN_TOKEN_VARIABLE)
-    require_admin(arguments.address, credentials)
-    with AdminClient(arguments.address, credentials=credentials) as client:
+    with open_admin(arguments) as client:
         before = sample(client)
         time.sleep(arguments.interval_s)
         now = sample(client)

@@ -7,7 +7,7 @@ import errno
 import socket
 from collections.abc import Iterator
 
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from shared.config.ports import LOOPBACK
 from shared.errors import ConfigError
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE
@@ -57,7 +57,7 @@ def _listen_once(host: str, port: int) -> None:
 
 
 def _occupant(host: str, port: int) -> str:
-    with health_probe(f"{dialled(host)}:{port}") as probe:
+    with HealthProbe(f"{dialled(host)}:{port}") as probe:
         status = probe.status(ORCHESTRATOR_SERVICE, timeout_s=1.0)
     if status in ("SERVING", "NOT_SERVING"):
         return "another Coppice server runs there"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from coppice.health import HealthProbe, health_probe
+from coppice.health import HealthProbe
 from shared.rpc.health_names import process_name
 
 LOG_TAIL_LINES = 40
@@ -192,7 +192,7 @@ class ServiceProcess:
                 target=self._read_log, args=(process.stdout,), name=f"log-{self.name}", daemon=True
             )
             reader.start()
-            with health_probe(self.health_address) as probe:
+            with HealthProbe(self.health_address) as probe:
                 ready_at = self._wait_ready(process, probe)
                 self._watch_health(process, probe)
             code = self.exit_code = process.wait()

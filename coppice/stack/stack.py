@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from coppice.stack.config import LOOPBACK, StackConfig
 from coppice.stack.mps import MultiProcessService, shared_gpus
 from coppice.stack.ports import dialled, free_ports, is_taken, require_free
@@ -267,7 +267,7 @@ class Stack:
         Raises: ServiceFailedError if none fits.
         """
         deadline = time.monotonic() + PAIRING_TIMEOUT_S
-        with health_probe(self.services["orchestrator"].health_address) as probe:
+        with HealthProbe(self.services["orchestrator"].health_address) as probe:
             while probe.status(SPECULATION_SERVICE, timeout_s=1.0) != "SERVING":
                 if time.monotonic() > deadline:
                     raise ServiceFailedError(

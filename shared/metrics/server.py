@@ -48,7 +48,7 @@ class MetricsServer:
         self._port = port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self._make_exposition = lambda: _exposition(role, source, engine_pid)
+        self._arguments = (role, source, engine_pid)
         self._exposition: Exposition | None = None
 
     @property
@@ -63,7 +63,9 @@ class MetricsServer:
         """
         if not self._port:
             return
-        self._exposition = self._make_exposition()
+        from shared.metrics.exposition import Exposition
+
+        self._exposition = Exposition(*self._arguments)
         try:
             self._server = await asyncio.start_server(
                 self._serve, self._host.strip("[]") or None, self._port, limit=_MAX_HEAD_BYTES
@@ -128,11 +130,3 @@ def _response(status: str, content_type: str, body: bytes, *, has_body: bool = T
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + (body if has_body else b"")
-
-
-def _exposition(
-    role: str, source: Callable[[], Samples], engine_pid: Callable[[], int | None]
-) -> Exposition:
-    from shared.metrics.exposition import Exposition
-
-    return Exposition(role, source, engine_pid)

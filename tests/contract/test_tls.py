@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice import AsyncClient, Client, Tls, UnavailableError
-from coppice.health import can_connect, health_probe
+from coppice.health import HealthProbe, can_connect
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.errors import ConfigError
 from shared.rpc.channel import open_channel
@@ -136,7 +136,7 @@ async def test_a_blocking_client_and_probes_talk_tls(model: Path, authority: Aut
     tls = Tls(ca_file=authority.file)
 
     def talk(address: str) -> tuple[int, str, bool, bool]:
-        with Client(address, tls=tls) as client, health_probe(address, tls=tls) as probe:
+        with Client(address, tls=tls) as client, HealthProbe(address, tls=tls) as probe:
             whole = client.generate(token_ids=[1, 2], max_new_tokens=3)
             return (
                 whole.usage.num_output_tokens,

@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from coppice.v1 import control_pb2, control_pb2_grpc, draft_pb2, target_pb2
 from shared.messages import AcceptedPath, TargetClose, WorkerInfo, from_proto
 from shared.peer.shared_files import RING_DIR, RINGS
@@ -279,7 +279,7 @@ async def test_a_worker_that_was_drained_stays_so_with_its_spare_engine() -> Non
             await control.SetDraining(order, metadata=METADATA)
         os.kill(engine, signal.SIGKILL)
         assert await worker.ready() == address
-        with health_probe(address) as probe:
+        with HealthProbe(address) as probe:
             status = await asyncio.to_thread(probe.status, TARGET_SERVICE, timeout_s=5.0)
         assert status == "NOT_SERVING"
 

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from coppice import Client, Completion
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from coppice.stack import ServiceState, Stack, StackConfig
 from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
@@ -98,7 +98,7 @@ class Server(Stack):
         names = [n for n, s in self.services.items() if s.state is not ServiceState.STOPPED]
         self.wait_ready(*names, timeout_s=READY_TIMEOUT_S)
         if self.config.num_drafts:
-            with health_probe(self.address) as probe:
+            with HealthProbe(self.address) as probe:
                 wait_for(lambda: probe.status(SPECULATION_SERVICE) == "SERVING", READY_TIMEOUT_S)
 
     def check_idle(self) -> None:

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from coppice import Client, FinishInfo, TokenDelta
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from tests.e2e.test_command_line import NEVER_LATE, NO_SPARES
 from tests.kubernetes_files import CONFIG_FILE, VARIANTS, Service, of_kind, render, services_of
 from tests.processes import command, wait_for
@@ -92,7 +92,7 @@ class Container:
     def passes(self, probe: str) -> bool:
         """Ask what kubelet asks for a probe of the manifest."""
         asked = self.service.container[probe]["grpc"]
-        with health_probe(f"{self.host}:{asked['port']}") as health:
+        with HealthProbe(f"{self.host}:{asked['port']}") as health:
             return health.status(asked["service"]) == "SERVING"
 
     def wait_ready(self) -> None:

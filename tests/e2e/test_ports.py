@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from coppice import Client, Tls, UnauthenticatedError, UnavailableError
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE, TARGET_SERVICE
 from tests.certificates import Authority
 from tests.e2e.serving import Server, running, stack_config
@@ -102,7 +102,7 @@ def test_a_server_that_makes_up_a_secret_takes_no_calls_at_its_workers(secured: 
     """Health checks but for: they say nothing that a port scan does not."""
     target = secured.server.target_addresses[0]
     method = f"/{TARGET_SERVICE}/GetInfo"
-    with grpc.insecure_channel(target) as channel, health_probe(target) as probe:
+    with grpc.insecure_channel(target) as channel, HealthProbe(target) as probe:
         assert probe.status(TARGET_SERVICE) == "SERVING"
         ask = channel.unary_unary(method)
         with pytest.raises(grpc.RpcError) as caught:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.health import health_probe
+from coppice.health import HealthProbe
 from coppice.stack import process as process_module
 from coppice.stack.ports import free_ports
 from coppice.stack.process import ServiceProcess, ServiceState
@@ -193,7 +193,7 @@ def test_it_can_be_stopped_before_it_is_ready_and_started_again(make_service: Ma
 def test_another_server_on_its_port_does_not_count_as_ready(make_service: MakeService) -> None:
     service = make_service("impostor")
     service.start()
-    with health_probe(service.address) as probe:
+    with HealthProbe(service.address) as probe:
         wait_for(lambda: probe.status("some.Service") == "SERVING")
     wait_for(lambda: "child" in service.log_tail())
     time.sleep(0.5)  # many looks
