@@ -78,7 +78,6 @@ class Stack:
         self.secret = _secret_of(self.config)
         self._on_log = on_log
         self._on_state = on_state
-        self._admin_port = -1
         self._mps = MultiProcessService(lambda line: on_log("mps", line))
         self.services: dict[str, ServiceProcess] = {}
         self._gpu_of: dict[str, str] = {}
@@ -96,12 +95,6 @@ class Stack:
             return ""
         scheme = "https" if self.config.gateway.tls_cert_file else "http"
         return f"{scheme}://{self.services['gateway'].address}"
-
-    @property
-    def admin_address(self) -> str:
-        """Return HOST:PORT where the orchestrator serves operators."""
-        assert self._admin_port > 0, "--admin-port is -1"
-        return f"{dialled(self.config.orchestrator.admin_host)}:{self._admin_port}"
 
     @property
     def target_addresses(self) -> list[str]:
@@ -168,13 +161,12 @@ class Stack:
             draft = replace(config.draft, host=LOOPBACK, port=next(ports), gpus=gpu)
             draft = self._with_metrics(f"draft-{index}", draft, metrics_ports)
             self._add(f"draft-{index}", "draft", draft, DRAFT_SERVICE)
-        self._admin_port = admin_port(front) or next(ports)
         orchestrator = replace(
             front,
             port=front.port or next(ports),
             # Who supervises need not have a certificate that the orchestrator takes.
             health_port=front.health_port or (next(ports) if front.tls_cert_file else 0),
-            admin_port=self._admin_port,
+            admin_port=admin_port(front) or next(ports),
             targets=",".join(self.target_addresses),
             drafts=",".join(self.draft_addresses),
         )

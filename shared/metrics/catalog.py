@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -19,8 +20,6 @@ WORKERS = (TARGET, DRAFT)
 SERVICES = (ORCHESTRATOR, TARGET, DRAFT)
 """Those that speak gRPC."""
 ALL = (*SERVICES, GATEWAY)
-
-PREFIX = "coppice_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +39,12 @@ class Metric:
     roles: tuple[str, ...] = (ORCHESTRATOR,)
 
 
-def _counter(name: str, meaning: str, *labels: str, roles: tuple[str, ...]) -> Metric:
-    return Metric(name=name, kind="counter", meaning=meaning, labels=labels, roles=roles)
+def _metric(kind: Kind, name: str, meaning: str, *labels: str, roles: tuple[str, ...]) -> Metric:
+    return Metric(name=name, kind=kind, meaning=meaning, labels=labels, roles=roles)
 
 
-def _gauge(name: str, meaning: str, *labels: str, roles: tuple[str, ...]) -> Metric:
-    return Metric(name=name, kind="gauge", meaning=meaning, labels=labels, roles=roles)
-
-
-def _histogram(name: str, meaning: str, *, roles: tuple[str, ...]) -> Metric:
-    return Metric(name=name, kind="histogram", meaning=meaning, roles=roles)
-
+_counter, _gauge = partial(_metric, "counter"), partial(_metric, "gauge")
+_histogram = partial(_metric, "histogram")
 
 _EVERYWHERE = (
     _gauge("coppice_build_info", "1; who this is", "version", "python", roles=ALL),

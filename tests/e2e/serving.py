@@ -66,6 +66,13 @@ class Server(Stack):
         self.wait_ready(name, timeout_s=self.config.start_timeout_s)
 
     @property
+    def admin_address(self) -> str:
+        """Return HOST:PORT where the orchestrator serves operators."""
+        command = self.services["orchestrator"].command
+        port = next(arg.partition("=")[2] for arg in command if arg.startswith("--admin-port="))
+        return f"127.0.0.1:{port}"
+
+    @property
     def caller(self) -> Caller:
         """Return what the workers are to be shown."""
         return Caller(secret=read_secret(self.config.orchestrator, self.environ))
