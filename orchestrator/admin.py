@@ -280,14 +280,13 @@ def _add(stats: pb.StatsResponse, other: pb.StatsResponse) -> None:
 def _identity_of(worker: WorkerSession) -> pb.WorkerStatus:
     """Return what a worker says of itself."""
     info, load = worker.info, worker.load
-    is_target = info.kind == "target"
     return pb.WorkerStatus(
         address=worker.address,
-        role="target" if is_target else "draft",
+        role=worker.role,
         incarnation=info.incarnation,
         model=info.model,
         kind=info.kind,
-        fingerprint=ModelIdentity.of(info).fingerprint if is_target else "",
+        fingerprint=ModelIdentity.of(info).fingerprint if worker.role == "target" else "",
         versions=info.versions,
         protocol_version=info.protocol_version,
         device=info.device,

@@ -141,14 +141,14 @@ class WorkerPool:
 
     def lose(self, worker: WorkerSession) -> None:
         """Forget a worker whose session has ended; one that was refused because of it may serve."""
-        self.num_lost[_role_of(worker), worker.lost_by or "ended"] += 1
+        self.num_lost[worker.role, worker.lost_by or "ended"] += 1
         self.fates.note_lost(worker)
         for group in (self._targets, self._drafts, self._refused):
             if worker in group:
                 group.remove(worker)
         for refused in list(self._refused):
             self._refused.remove(refused)
-            open_worker = self.open_target if refused.info.kind == "target" else self.open_draft
+            open_worker = self.open_target if refused.role == "target" else self.open_draft
             if not open_worker(refused):
                 logger.info("%s is in use from now on", refused)
         self._workers_changed()
@@ -169,11 +169,11 @@ class WorkerPool:
         states = Counter(dict.fromkeys(_WORKER_STATES, 0))
         for worker in (*self._targets, *self._drafts):
             state = "available" if worker.is_available else "draining"
-            if _role_of(worker) == "draft" and worker.address in self.pairs.unpaired:
+            if worker.role == "draft" and worker.address in self.pairs.unpaired:
                 state = "unpaired"
-            states[_role_of(worker), state] += 1
+            states[worker.role, state] += 1
         for worker in self._refused:
-            states[_role_of(worker), "refused"] += 1
+            states[worker.role, "refused"] += 1
         return states
 
     @property
@@ -362,10 +362,6 @@ class WorkerPool:
             if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return best
-
-
-def _role_of(worker: WorkerSession) -> str:
-    return "target" if worker.info.kind == "target" else "draft"
 
 
 def _may_open(worker: WorkerSession) -> bool:

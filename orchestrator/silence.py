@@ -53,7 +53,7 @@ def silence_of(
 
 def _stall_of(worker: WorkerSession, config: OrchestratorConfig) -> str:
     stalls = "its engine makes no progress while requests wait for it"
-    if worker.info.kind == "target":
+    if worker.role == "target":
         return f"{stalls}; they leave it after {config.step_timeout_s:g} s (--step-timeout-s)"
     return (
         f"{stalls}; their rounds have no trees, and they leave it after "

@@ -171,6 +171,11 @@ class WorkerSession:
         return f"{self.info.kind} {self.address}"
 
     @property
+    def role(self) -> str:
+        """Return "target" or "draft"; `info.kind` of a draft says which kind of draft."""
+        return "target" if self.info.kind == "target" else "draft"
+
+    @property
     def host(self) -> str:
         """Return the host of the address: a machine, a container, or a pod of several."""
         return self.address.rpartition(":")[0]

@@ -187,17 +187,22 @@ def takes_little(connection: Any) -> None:
     sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
 
+async def ask_and_read_nothing(front: Any, model: Path, target: Any, **options: Any) -> Any:
+    """Ask for a long answer; return what was written to, its connection, and all of them."""
+    asked = {"model": model.name, "prompt": [3, 1, 4], "ignore_eos": True, "logprobs": 20}
+    body = json.dumps({**asked, **options}).encode()
+    _, writer = await narrow(front.port)
+    writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+    connections = front.server._http.server_state.connections
+    await eventually(lambda: bool(target.engine.requests), what="a request")
+    held = next(iter(connections))
+    takes_little(held)
+    return writer, held, connections
+
+
 async def test_a_whole_answer_that_is_not_read_holds_no_connection(model: Path) -> None:
     async with one(model, step_s=0.001, read_timeout_s=0.5) as (front, _, target, draft):
-        asked: dict[str, Any] = {"model": model.name, "prompt": [3, 1, 4], "ignore_eos": True}
-        asked |= {"logprobs": 20, "max_tokens": 500}
-        body = json.dumps(asked).encode()
-        _, writer = await narrow(front.port)
-        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-        connections = front.server._http.server_state.connections  # type: ignore[union-attr]
-        await eventually(lambda: bool(target.engine.requests), what="a request")
-        held = next(iter(connections))
-        takes_little(held)
+        writer, held, connections = await ask_and_read_nothing(front, model, target, max_tokens=500)
         await freed(target, draft)
         await eventually(lambda: held not in connections, what="the end of its connection")
         writer.close()
@@ -214,15 +219,8 @@ async def test_requests_that_follow_closely_are_all_answered() -> None:
 
 async def test_who_reads_nothing_is_cut_whatever_it_sends(model: Path) -> None:
     async with one(model, read_timeout_s=0.3) as (front, _, target, draft):
-        asked: dict[str, Any] = {"model": model.name, "prompt": [3, 1, 4], "ignore_eos": True}
-        asked |= {"logprobs": 20, "max_tokens": 3500, "n": 4, "stream": True}
-        body = json.dumps(asked).encode()
-        _, writer = await narrow(front.port)
-        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-        connections = front.server._http.server_state.connections  # type: ignore[union-attr]
-        await eventually(lambda: bool(target.engine.requests), what="a request")
-        held = next(iter(connections))
-        takes_little(held)
+        options = {"max_tokens": 3500, "n": 4, "stream": True}
+        writer, held, connections = await ask_and_read_nothing(front, model, target, **options)
         await eventually(lambda: held.flow.write_paused, what="an answer that waits")
         writer.write(b"GET /health")
         await freed(target, draft)
