@@ -57,10 +57,12 @@ MODELS = {
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B",
-    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, GLM-4.5-Air",
+    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, GLM-4.5-Air",
     "GptOssForCausalLM": "gpt-oss-20b, gpt-oss-120b",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
-    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi K2",
+    "KimiK2ForCausalLM": "Kimi K2, where config.json calls it so",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
 }
 
 
@@ -114,6 +116,7 @@ class Draft:
 _ROWS = "unit/test_models_drafts.py::test_true_rows_match_the_reference"
 _HEADS = "unit/test_engine_heads.py::test_a_wide_head_of_experts_changes_no_token"
 _FAMILIES = "unit/test_engine_exactness.py::test_families_with_a_head_and_a_standalone_draft"
+_GLM = "unit/test_models_glm_mtp.py"
 DRAFTS = (
     Draft(
         model="MiMo-7B-RL",
@@ -130,11 +133,18 @@ DRAFTS = (
         exact=(f"{_FAMILIES}[deepseek-v3]",),
     ),
     Draft(
-        model="GLM-4.5, GLM-4.5-Air",
+        model="GLM-4.5, 4.6, 4.7, GLM-4.5-Air",
         draft="its layer of MTP",
         special="embedding first; experts; half of each head rotated",
-        equals=("unit/test_models_glm_mtp.py::test_the_layer_is_one_of_transformers",),
-        exact=("unit/test_models_glm_mtp.py::test_speculation_by_it_changes_no_token",),
+        equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4_moe]",),
+        exact=(f"{_GLM}::test_speculation_by_it_changes_no_token[glm4_moe]",),
+    ),
+    Draft(
+        model="GLM-4.7-Flash",
+        draft="its layer of MTP",
+        special="embedding first; latent attention, experts",
+        equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4_moe_lite]",),
+        exact=(f"{_GLM}::test_speculation_by_it_changes_no_token[glm4_moe_lite]",),
     ),
     Draft(
         model="DeepSeek-V3, GLM-4.5 or MiMo with several layers of MTP",

@@ -129,6 +129,14 @@ _LATENT = {
 DEEPSEEK_V2 = _LATENT | {"q_lora_rank": None, "topk_method": "greedy"}
 # As V3: ranks, groups, a bias.
 DEEPSEEK_V3 = _LATENT | {"q_lora_rank": 48, "num_mtp_layers": 0}
+# As GLM-4.7-Flash: V3 with a list of dense layers, here the second one; groups are V3's.
+GLM4_MOE_LITE = _LATENT | {"q_lora_rank": 48, "mlp_layer_types": ["sparse", "dense", "sparse"]}
+# As Kimi K2: V3 without groups, yarn that blends nothing.
+KIMI_K2 = DEEPSEEK_V3 | {
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
+}
 MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 24}
 # The second layer is dense; weights are not normalised; the first layer has a window.
 QWEN2_MOE = {
@@ -226,6 +234,13 @@ def write_internlm3(directory: Path, **fields: Any) -> Path:
     write(directory, "internlm3", **fields)
     published = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
     return edit_checkpoint(directory, config=lambda config: config.update(published))
+
+
+def write_kimi_k2(directory: Path) -> Path:
+    """Write a Kimi K2; to transformers it is a DeepSeek-V3, and its checkpoints say so."""
+    write(directory, "deepseek_v3", **KIMI_K2)
+    called = {"architectures": ["KimiK2ForCausalLM"], "model_type": "kimi_k2"}
+    return edit_checkpoint(directory, config=lambda config: config.update(called))
 
 
 def write_gemma3_with_vision(directory: Path) -> Path:

@@ -203,6 +203,15 @@ def _count(fields: Mapping[str, Any], names: tuple[str, ...], source: str) -> in
 
 def _dense_layers(fields: Mapping[str, Any], source: str, num_layers: int) -> frozenset[int]:
     """Return the layers without experts, by whichever fields there are."""
+    kinds = fields.get("mlp_layer_types")
+    if kinds is not None:
+        is_list = isinstance(kinds, list) and len(kinds) == num_layers
+        if not is_list or any(kind not in ("dense", "sparse") for kind in kinds):
+            raise CheckpointError(
+                f"{source}: mlp_layer_types must hold dense or sparse for each of {num_layers} "
+                f"layers, got {kinds!r}"
+            )
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     step = require_int(fields, "decoder_sparse_step", source, default=1)
     first = _natural(fields, "first_k_dense_replace", source)
     listed = fields.get("mlp_only_layers") or []

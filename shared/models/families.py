@@ -170,6 +170,23 @@ _GEMMA3 = Family(
 )
 _DEEPSEEK_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _DEEPSEEK_FIELDS = ("kv_lora_rank", *_DEEPSEEK_COUNTS)
+_DEEPSEEK_V3 = Family(
+    has_latent_attention=True,
+    is_interleaved=True,
+    implemented=_DEEPSEEK_FIELDS,
+    refused={"attention_bias": (False,), "rope_interleave": (True,)}
+    | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+    defaults={"norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
+    | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+    experts=ExpertsFamily(
+        count_fields=_DEEPSEEK_COUNTS,
+        scoring=Scoring.SIGMOID,
+        router_bias=_CORRECTION_BIAS,
+        has_shared=True,
+        has_groups=True,
+    ),
+    has_mtp=True,
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -411,22 +428,12 @@ FAMILIES: dict[str, Family] = {
             group_score=GroupScore.BEST,
         ),
     ),
-    "DeepseekV3ForCausalLM": Family(
-        has_latent_attention=True,
-        is_interleaved=True,
-        implemented=_DEEPSEEK_FIELDS,
-        refused={"attention_bias": (False,), "rope_interleave": (True,)}
-        | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
-        defaults={"norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
-        | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
-        experts=ExpertsFamily(
-            count_fields=_DEEPSEEK_COUNTS,
-            scoring=Scoring.SIGMOID,
-            router_bias=_CORRECTION_BIAS,
-            has_shared=True,
-            has_groups=True,
-        ),
-        has_mtp=True,
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "KimiK2ForCausalLM": _DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
+        defaults={"norm_topk_prob": True, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
+        | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
     ),
 }
 TARGET_ARCHITECTURES = tuple(FAMILIES)

@@ -211,6 +211,8 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
     "deepseek-v2": lambda d: families.write(d, "deepseek_v2", **families.DEEPSEEK_V2),
     "deepseek-v3": lambda d: deepseek.write_deepseek(d, num_layers=3, branch_scale=0.3),
+    "kimi-k2": families.write_kimi_k2,
+    "glm4-moe-lite": lambda d: families.write(d, "glm4_moe_lite", **families.GLM4_MOE_LITE),
 }
 IN_EVERY_RUN = ("phi3", "gemma2", "deepseek-v3")
 

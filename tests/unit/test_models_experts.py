@@ -48,7 +48,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+    "name",
+    ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"],
 )
 def test_routers_choose_whom_those_of_transformers_choose(
     tmp_path: Path, name: str, chosen: list[ChosenExperts]

@@ -1,10 +1,14 @@
-"""GLM-4.5's layer of multi-token prediction against a layer of transformers, and as a draft."""
+"""Layers of multi-token prediction of GLM-4.5 and GLM-4.7-Flash against those of transformers, and
+as drafts.
+"""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from shared.models.draft import load_draft
@@ -20,16 +24,20 @@ from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 CPU = torch.device("cpu")
 NUM_LAYERS, HIDDEN = 2, 64
 LAYER = f"model.layers.{NUM_LAYERS}"
+FIELDS: dict[str, dict[str, Any]] = {
+    "glm4_moe": families.GLM4_MOE,
+    "glm4_moe_lite": families.GLM4_MOE_LITE | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+}
 
 
-def write_whole(directory: Path) -> Path:
+def write_whole(directory: Path, model_type: str) -> Path:
     """Write a GLM whose last layer `write_glm` makes one of multi-token prediction."""
-    fields = families.GLM4_MOE | {"num_hidden_layers": NUM_LAYERS + 1}
-    return families.write(directory, "glm4_moe", **fields)
+    fields = FIELDS[model_type] | {"num_hidden_layers": NUM_LAYERS + 1}
+    return families.write(directory, model_type, **fields)
 
 
-def write_glm(directory: Path) -> Path:
-    """Write a GLM with a layer of multi-token prediction."""
+def write_glm(directory: Path, model_type: str) -> Path:
+    """Write a GLM with a layer of multi-token prediction, and config.json as published."""
     generator = torch.Generator().manual_seed(8)
 
     def add(tensors: Tensors) -> None:
@@ -43,15 +51,19 @@ def write_glm(directory: Path) -> Path:
         ):
             tensors[f"{LAYER}.{own}.weight"] = tensors[f"{copied}.weight"].clone()
 
-    write_whole(directory)
-    return edit_checkpoint(
-        directory, tensors=add, config=lambda c: c.update(num_hidden_layers=NUM_LAYERS)
-    )
+    def shorten(config: dict[str, Any]) -> None:
+        config.pop("mlp_layer_types", None)
+        config.update(num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1)
+        config.update(first_k_dense_replace=1)
+
+    write_whole(directory, model_type)
+    return edit_checkpoint(directory, tensors=add, config=shorten)
 
 
+@pytest.mark.parametrize("model_type", FIELDS)
 @torch.inference_mode()
-def test_the_layer_is_one_of_transformers(tmp_path: Path) -> None:
-    directory, ids = write_glm(tmp_path / "glm"), tokens_of(30)
+def test_the_layer_is_one_of_transformers(tmp_path: Path, model_type: str) -> None:
+    directory, ids = write_glm(tmp_path / "glm", model_type), tokens_of(30)
     num_rows = len(ids) - 1
     target = CausalLM.from_checkpoint(directory, CPU, torch.float32)
     features = Runner(target).extend(ids[:-1]).hidden
@@ -60,7 +72,7 @@ def test_the_layer_is_one_of_transformers(tmp_path: Path) -> None:
     positions = rows.position_ids
     got = draft.extend(rows, features, carried=torch.zeros(1, draft.hidden_size))
 
-    model = load_transformers(write_whole(tmp_path / "whole")).model
+    model = load_transformers(write_whole(tmp_path / "whole", model_type)).model
     weights = read_tensors(directory)
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -81,8 +93,9 @@ def test_the_layer_is_one_of_transformers(tmp_path: Path) -> None:
 
 
 @EXHAUSTIVE
-def test_speculation_by_it_changes_no_token(tmp_path: Path) -> None:
-    directory = write_glm(tmp_path)
+@pytest.mark.parametrize("model_type", FIELDS)
+def test_speculation_by_it_changes_no_token(tmp_path: Path, model_type: str) -> None:
+    directory = write_glm(tmp_path, model_type)
     requests = requests_of(1, (1, 9, 40))[4:8]
     pairing = Pairing(target=directory, draft=directory, algorithm="mtp")
     target = make_target(pairing, page_size=4)

@@ -81,6 +81,8 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
         d, "deepseek_v2", **families.DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"}
     ),
     "deepseek-v3": lambda d: families.write(d, "deepseek_v3", **families.DEEPSEEK_V3),
+    "kimi-k2": families.write_kimi_k2,
+    "glm4-moe-lite": lambda d: families.write(d, "glm4_moe_lite", **families.GLM4_MOE_LITE),
 }
 
 
@@ -90,7 +92,9 @@ def tokens_of(num_tokens: int, seed: int = 7) -> list[int]:
 
 
 def load_transformers(directory: Path) -> Any:
-    """Load a checkpoint with transformers; it knows MiMo's target as the Qwen2 that it is."""
+    """Load a checkpoint with transformers; it knows MiMo's target as the Qwen2 that it is, and Kimi
+    K2 as the DeepSeek-V3.
+    """
     fields = json.loads((directory / "config.json").read_text())
     if fields["model_type"] == "mimo":
         state = checkpoints.read_tensors(directory)
@@ -98,14 +102,15 @@ def load_transformers(directory: Path) -> Any:
         known = {k: v for k, v in fields.items() if k not in ("architectures", "model_type")}
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**known))
         model.load_state_dict(state)
-    elif "text_config" in fields:
-        model = getattr(transformers, fields["architectures"][0]).from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        )
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        )
+        model_class: Any = transformers.AutoModelForCausalLM
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        if "text_config" in fields:
+            model_class = getattr(transformers, fields["architectures"][0])
+        elif fields["model_type"] == "kimi_k2":
+            config = transformers.DeepseekV3Config(**fields | {"model_type": "deepseek_v3"})
+            options["config"] = config
+        model = model_class.from_pretrained(directory, **options)
     return model.eval()
 
 
