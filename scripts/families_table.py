@@ -58,6 +58,11 @@ MODELS = {
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, GLM-4.5-Air",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2, M2.1, M2.5",
+    "OlmoeForCausalLM": "OLMoE 7B-A1B",
+    "Dots1ForCausalLM": "dots.llm1",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5 0.3B",
+    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5 21B-A3B, 300B-A47B",
     "GptOssForCausalLM": "gpt-oss-20b, gpt-oss-120b",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi K2",
@@ -264,7 +269,7 @@ def _experts_of(experts: ExpertsFamily | None) -> list[str]:
     traits = {
         "shared ones": experts.has_shared or bool(experts.shared_width_field),
         "sigmoid router": experts.scoring is Scoring.SIGMOID,
-        "correction bias": experts.router_bias == "e_score_correction_bias",
+        "correction bias": experts.router_bias.endswith("e_score_correction_bias"),
         "groups": experts.has_groups,
         "biases, limited activation": experts.has_bias,
     }

@@ -158,6 +158,51 @@ QWEN3_MOE = {
     "attention_bias": True,
     "mlp_only_layers": [0],
 }
+# Six of the 24 values of a head are no pairs; the published files say so by `rotary_dim`.
+MINIMAX_M2 = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 40,
+    "head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 20000.0,
+        "partial_rotary_factor": 0.75,
+    },
+}
+# Weights are not normalised.
+OLMOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 40,
+    "attention_bias": True,
+}
+# The first layer is dense, the last one has a window.
+DOTS1 = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "sliding_window": 20,
+    "max_window_layers": 2,
+}
+ERNIE4_5 = {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True}
+# The first layer and the last one are dense.
+ERNIE4_5_MOE = {
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 40,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 2,
+    "num_hidden_layers": 4,
+}
 # A window that hides tokens in every other layer, and limits that many values are beyond.
 GPT_OSS = {
     "num_local_experts": 6,
@@ -293,6 +338,7 @@ def fill(model: Any, seed: int) -> None:
             sign = torch.randn(values.shape, generator=generator).sign()
             values = (values + 1) * sign - 1 if center == 0 else values * sign
         parameter.data.copy_(values)
-    for name, buffer in sorted(model.named_buffers()):
+    biases = [*model.named_buffers(), *model.named_parameters()]
+    for name, bias in sorted(biases, key=lambda pair: pair[0]):
         if "correction_bias" in name:
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            bias.data.copy_(0.3 * torch.randn(bias.shape, generator=generator))

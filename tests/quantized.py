@@ -33,8 +33,8 @@ def compressed_config(strategy: str) -> dict[str, Any]:
 
 
 def is_quantized(name: str) -> bool:
-    is_projection = name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
-    return is_projection and not name.endswith("eh_proj.weight")
+    ends = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    return name.endswith(ends) and not name.endswith("eh_proj.weight")
 
 
 def write_fp8(source: Path, directory: Path, form: str) -> Path:

@@ -36,7 +36,6 @@ class Experts:
         self._index = index
         names = config.tensors
         prefix = f"{prefix}.{names.block}"
-        router = f"{prefix}.{names.router}"
         self._rule = ChoiceRule(
             count=config.num_experts_per_tok,
             is_sigmoid=config.scoring is Scoring.SIGMOID,
@@ -48,11 +47,14 @@ class Experts:
             judges_by_two=config.group_score is GroupScore.BEST_TWO,
         )
         num_experts = config.num_experts
-        self._router = reader.load_weight(f"{router}.weight", (num_experts, hidden_size))
+        self._router = reader.load_weight(
+            f"{prefix}.{names.router}.weight", (num_experts, hidden_size)
+        )
         self._bias = None
         if config.router_bias:
-            name = f"{router}.{config.router_bias}"
-            self._bias = reader.load(name, (num_experts,), dtype=torch.float32)
+            size = (1, num_experts) if names.is_bias_matrix else (num_experts,)
+            name = f"{prefix}.{config.router_bias}"
+            self._bias = reader.load(name, size, dtype=torch.float32).flatten()
         self._experts = load_expert_weights(reader, prefix, config, hidden_size)
         self._shared = None
         if config.shared_width:

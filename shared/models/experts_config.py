@@ -41,6 +41,7 @@ class ExpertTensors:
         router: The module of the router.
         gate, up, down: The projections of one expert.
         shared: The module of what is applied to every token.
+        is_bias_matrix: The bias of the router is a matrix of one row.
         is_fused: All experts are in one tensor of each projection: `gate_up_proj`, in which gate
             and up alternate, and `down_proj`. They are transposed, or blocks and scales of MXFP4.
     """
@@ -51,6 +52,7 @@ class ExpertTensors:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    is_bias_matrix: bool = False
     is_fused: bool = False
 
 
@@ -62,8 +64,8 @@ class ExpertsConfig:
         num_experts_per_tok: Experts of one token.
         width: Width of an expert.
         scoring: Of the router.
-        router_bias: Name of a tensor of the router; "": there is none. Experts are chosen by score
-            + bias and weighted by score; a softmax of the chosen is over logits + bias.
+        router_bias: Name of a tensor of the block; "": there is none. Experts are chosen by score +
+            bias and weighted by score; a softmax of the chosen is over logits + bias.
         is_normalised: The weights of a token's experts are divided by their sum.
         scaling_factor: What the weights are then multiplied by.
         num_groups: Groups of neighbouring experts; 1: all are chosen from.
@@ -214,11 +216,14 @@ def _dense_layers(fields: Mapping[str, Any], source: str, num_layers: int) -> fr
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     step = require_int(fields, "decoder_sparse_step", source, default=1)
     first = _natural(fields, "first_k_dense_replace", source)
+    last = num_layers - 1
+    if fields.get("moe_layer_end_index") not in (None, -1):
+        last = _natural(fields, "moe_layer_end_index", source)
     listed = fields.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(i) is int for i in listed):
         raise CheckpointError(f"{source}: mlp_only_layers must list layers, got {listed!r}")
-    layers = range(num_layers)
-    return frozenset(i for i in layers if i < first or (i + 1) % step or i in listed)
+    with_experts = {i for i in range(first, last + 1) if (i + 1) % step == 0 and i not in listed}
+    return frozenset(range(num_layers)) - with_experts
 
 
 def _natural(

@@ -135,7 +135,9 @@ class Family:
     has_mtp: bool = False
 
 
-_CORRECTION_BIAS = "e_score_correction_bias"
+_CORRECTION_BIAS = "gate.e_score_correction_bias"
+_MIXTRAL = ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+_ERNIE = {"tie_word_embeddings": True, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -352,7 +354,7 @@ FAMILIES: dict[str, Family] = {
             count_fields=("num_local_experts", "num_experts"),
             width_field="intermediate_size",
             always_normalises=True,
-            tensors=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+            tensors=_MIXTRAL,
         ),
     ),
     "Qwen2MoeForCausalLM": Family(
@@ -390,6 +392,77 @@ FAMILIES: dict[str, Family] = {
         ),
         has_mtp=True,
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        has_wide_qk_norm=True,
+        rotary_share=1.0,
+        implemented=("num_local_experts", "num_experts", "partial_rotary_factor"),
+        refused={"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "sliding_window": ()}
+        | {"scoring_func": ("sigmoid",), "use_routing_bias": (True,)}
+        | {"shared_intermediate_size": (0,)},
+        defaults={"head_dim": 128, "rope_theta": 5_000_000.0},
+        experts=ExpertsFamily(
+            count_fields=("num_local_experts", "num_experts"),
+            width_field="intermediate_size",
+            scoring=Scoring.SIGMOID,
+            router_bias="e_score_correction_bias",
+            always_normalises=True,
+            tensors=_MIXTRAL,
+        ),
+    ),
+    "OlmoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_wide_qk_norm=True,
+        is_mha_by_default=True,
+        implemented=("num_experts", "num_local_experts"),
+        defaults={"rms_norm_eps": 1e-5},
+        experts=ExpertsFamily(width_field="intermediate_size"),
+    ),
+    # Its class reads no `use_sliding_window`.
+    "Dots1ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_qk_norm=True,
+        is_mha_by_default=True,
+        window=Window.IF_USED,
+        implemented=("n_routed_experts", "num_local_experts"),
+        refused={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
+        | {"moe_layer_freq": (1,)},
+        defaults={"sliding_window": 4096, "max_window_layers": 62, "use_sliding_window": True},
+        experts=ExpertsFamily(
+            count_fields=("n_routed_experts", "num_local_experts"),
+            scoring=Scoring.SIGMOID,
+            router_bias=_CORRECTION_BIAS,
+            has_shared=True,
+            has_groups=True,
+        ),
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        is_mha_by_default=True,
+        is_interleaved=True,
+        defaults={"head_dim": 128, **_ERNIE},
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        is_interleaved=True,
+        implemented=("num_experts",),
+        refused={"use_bias": (False,), "moe_norm_min": (1e-12,)},
+        defaults={"num_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2}
+        | {"moe_intermediate_size": 1536, "first_k_dense_replace": 1, **_ERNIE},
+        other_names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
+        | {"n_shared_experts": "moe_num_shared_experts"}
+        | {"first_k_dense_replace": "moe_layer_start_index"}
+        | {"decoder_sparse_step": "moe_layer_interval"},
+        experts=ExpertsFamily(
+            count_fields=("num_experts",),
+            router_bias="moe_statics.e_score_correction_bias",
+            always_normalises=True,
+            has_shared=True,
+            tensors=ExpertTensors(is_bias_matrix=True),
+        ),
+    ),
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -406,7 +479,7 @@ FAMILIES: dict[str, Family] = {
             count_fields=("num_local_experts", "num_experts"),
             width_field="intermediate_size",
             scoring=Scoring.SOFTMAX_OF_CHOSEN,
-            router_bias="bias",
+            router_bias="router.bias",
             has_bias=True,
             is_clamped=True,
             always_normalises=True,

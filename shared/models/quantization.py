@@ -56,7 +56,7 @@ def parse_quantization(
     if method == "compressed-tensors":
         _check_compressed(config, source)
     elif method == "fp8":
-        _require(config, source, "fmt", (None, "e4m3"))
+        _require(config, source, "fmt", (None, "e4m3", "float8_e4m3fn"))
         _check_block(config.get("weight_block_size"), f"{source}.weight_block_size")
     else:
         raise CheckpointError(f"{source}.quant_method = {method!r} is not supported: {_HINT}")

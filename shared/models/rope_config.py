@@ -112,7 +112,8 @@ def parse_rope(
         source: File to name in errors.
         head_dim: Values of a head.
         max_positions: max_position_embeddings, tokens.
-        default_share: What an absent `partial_rotary_factor` means; None: there is no such field.
+        default_share: What an absent `partial_rotary_factor` means, if there is no `rotary_dim`
+            either, of values; None: there are no such fields.
         is_interleaved: As in RopeConfig.
         aliases: Names that this architecture has for a kind.
     Raises: CheckpointError naming the field, for a kind or key that is not supported.
@@ -128,6 +129,8 @@ def parse_rope(
     share = 1.0
     if default_share is not None:
         share = values.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+        if share is None and fields.get("rotary_dim") is not None:
+            share = require_positive(fields["rotary_dim"], f"{source}: rotary_dim") / head_dim
         share = default_share if share is None else share
         values = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
         _check_share(share, head_dim, source)

@@ -101,7 +101,7 @@ def test_config(packed: Path) -> None:
         num_experts_per_tok=3,
         width=WIDTH,
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
-        router_bias="bias",
+        router_bias="router.bias",
         has_bias=True,
         swiglu_limit=0.7,
         swiglu_alpha=1.702,

@@ -25,6 +25,7 @@ from tests.local_pair import LocalPair, LocalRequest
 from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 
 CPU = torch.device("cpu")
+EVERY_LAYER = ("mixtral", "gpt_oss", "minimax_m2", "olmoe")
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
@@ -49,7 +50,10 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
 
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"],
+    [
+        *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+        *("glm4_moe_lite", "minimax_m2", "olmoe", "dots1", "ernie4_5_moe"),
+    ],
 )
 def test_routers_choose_whom_those_of_transformers_choose(
     tmp_path: Path, name: str, chosen: list[ChosenExperts]
@@ -66,7 +70,7 @@ def test_routers_choose_whom_those_of_transformers_choose(
     ids = tokens_of(64)
     oracle(torch.tensor([ids]))
     Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids)
-    assert len(chosen) == len(outputs) == (3 if name in ("mixtral", "gpt_oss") else 2)
+    assert len(chosen) == len(outputs) == (3 if name in EVERY_LAYER else 2)
     for ours, (_, weights, want) in zip(chosen, outputs, strict=True):
         order = want.argsort(dim=1)
         assert torch.equal(ours.ids.long(), want.gather(1, order))
@@ -129,7 +133,7 @@ def test_config_of_glm(tmp_path: Path) -> None:
         num_experts_per_tok=3,
         width=40,
         scoring=Scoring.SIGMOID,
-        router_bias="e_score_correction_bias",
+        router_bias="gate.e_score_correction_bias",
         is_normalised=True,
         scaling_factor=1.5,
         num_groups=4,

@@ -83,6 +83,11 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "deepseek-v3": lambda d: families.write(d, "deepseek_v3", **families.DEEPSEEK_V3),
     "kimi-k2": families.write_kimi_k2,
     "glm4-moe-lite": lambda d: families.write(d, "glm4_moe_lite", **families.GLM4_MOE_LITE),
+    "minimax-m2": lambda d: families.write(d, "minimax_m2", **families.MINIMAX_M2),
+    "olmoe": lambda d: families.write(d, "olmoe", **families.OLMOE),
+    "dots1": lambda d: families.write(d, "dots1", **families.DOTS1),
+    "ernie4-5": lambda d: families.write(d, "ernie4_5", **families.ERNIE4_5),
+    "ernie4-5-moe": lambda d: families.write(d, "ernie4_5_moe", **families.ERNIE4_5_MOE),
 }
 
 

@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shared.errors import CheckpointError
 from shared.models.experts_config import GroupScore, Scoring
+from shared.models.llama import CausalLM
 from shared.models.rope_config import RopeConfig, RopeKind
+from tests import families
+from tests.checkpoints import edit_checkpoint
 from tests.unit.test_models_config import published
+from tests.unit.test_models_llama import Runner, tokens_of
+
+CPU = torch.device("cpu")
 
 KIMI_K2 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -49,6 +56,37 @@ GLM_47_FLASH = {
     "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
     "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1,
     "topk_method": "noaux_tc", "v_head_dim": 256,
+}  # fmt: skip
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 8, "head_dim": 128,
+    "intermediate_size": 1536, "model_type": "minimax_m2", "mtp_transformer_layers": 1,
+    "num_attention_heads": 48, "num_experts_per_tok": 8, "num_key_value_heads": 8,
+    "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+DOTS1 = {
+    "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+    "head_dim": 128, "model_type": "dots1", "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 2, "norm_topk_prob": True,
+    "num_experts_per_tok": 6, "rope_scaling": None, "rope_theta": 10000000,
+    "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None,
+    "topk_group": 1,
+}  # fmt: skip
+ERNIE_21B = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 2560, "head_dim": None,
+    "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+    "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_interval": 1,
+    "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True, "num_attention_heads": 20, "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
 }  # fmt: skip
 
 
@@ -89,12 +127,65 @@ def test_glm_47_flash(tmp_path: Path) -> None:
     assert both.dense_layers == {1, 3, 5, 7}, "as the class in transformers, which reads the list"
 
 
+def test_minimax_m2(tmp_path: Path) -> None:
+    config = published(tmp_path, MINIMAX_M2)
+    assert (config.has_wide_qk_norm, config.has_qk_norm, config.num_mtp_layers) == (True, False, 0)
+    assert config.rope == RopeConfig(theta=5e6, rotary_share=0.5)
+    assert config.quantization == "fp8"
+    experts = config.experts
+    assert experts is not None
+    assert (experts.num_experts, experts.num_experts_per_tok, experts.width) == (256, 8, 1536)
+    assert (experts.scoring, experts.is_normalised) == (Scoring.SIGMOID, True)
+    assert (experts.shared_width, experts.dense_layers) == (0, frozenset())
+
+
+def test_dots1(tmp_path: Path) -> None:
+    config = published(tmp_path, DOTS1)
+    assert (config.sliding_window, config.layer_windows) == (0, ())
+    assert config.experts is not None
+    assert (config.experts.shared_width, config.experts.dense_layers) == (2816, {0})
+    windows = published(tmp_path, DOTS1 | {"sliding_window": 64, "max_window_layers": 6})
+    assert windows.layer_windows == (0, 0, 0, 0, 0, 0, 64, 64)
+
+
+def test_ernie_21b(tmp_path: Path) -> None:
+    config = published(tmp_path, ERNIE_21B)
+    assert (config.head_dim, config.is_tied, config.num_mtp_layers) == (128, True, 0)
+    assert config.rope == RopeConfig(theta=5e5, is_interleaved=True)
+    experts = config.experts
+    assert experts is not None
+    assert (experts.num_experts, experts.num_experts_per_tok) == (64, 6)
+    assert (experts.shared_width, experts.dense_layers) == (3072, {0})
+    every_other = {"moe_layer_start_index": 3, "moe_layer_end_index": 6, "moe_layer_interval": 2}
+    some = published(tmp_path, ERNIE_21B | every_other).experts
+    assert some is not None
+    assert some.dense_layers == {0, 1, 2, 4, 6, 7}
+    last = published(tmp_path, ERNIE_21B | {"moe_layer_end_index": -1}).experts
+    assert last == experts
+
+
+def test_the_layer_of_mtp_of_ernie_is_left_out(tmp_path: Path) -> None:
+    directory = families.write(tmp_path, "ernie4_5_moe", **families.ERNIE4_5_MOE)
+    ids = tokens_of(9)
+    before = Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids).hidden
+    extra = {f"model.{name}.0.weight": torch.ones(2) for name in ("mtp_block", "mtp_linear_proj")}
+    edit_checkpoint(directory, tensors=lambda tensors: tensors.update(extra))
+    after = Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids).hidden
+    assert torch.equal(after, before)
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
         (GLM_47_FLASH | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must hold"),
         (GLM_47_FLASH | {"mlp_layer_types": ["moe"] * 8}, "mlp_layer_types must hold"),
         (GLM_47_FLASH | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (MINIMAX_M2 | {"rotary_dim": "64"}, "rotary_dim must be"),
+        (MINIMAX_M2 | {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        (MINIMAX_M2 | {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
+        (ERNIE_21B | {"use_bias": True}, "use_bias = True"),
+        (ERNIE_21B | {"moe_norm_min": 0.5}, "moe_norm_min = 0.5"),
+        (ERNIE_21B | {"moe_layer_end_index": "7"}, "moe_layer_end_index must be"),
     ],
 )
 def test_what_a_family_cannot_mean_is_named(

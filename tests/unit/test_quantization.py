@@ -17,7 +17,7 @@ from shared.messages import SamplingParams, TokenTree
 from shared.models.checkpoint import weight_bytes
 from shared.models.llama import CausalLM
 from shared.models.quantization import quantization_while_loading
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
 from tests.deepseek import write_deepseek
 from tests.engines import (
@@ -95,9 +95,17 @@ def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
     assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_experts_in_fp8_are_those_of_the_dequantised_weights(tmp_path: Path, form: str) -> None:
-    source = write_deepseek(tmp_path / "deepseek")
+def write_minimax(directory: Path) -> Path:
+    return families.write(directory, "minimax_m2", **families.MINIMAX_M2)
+
+
+@pytest.mark.parametrize(
+    ("write", "form"), [*((write_deepseek, form) for form in FORMS), (write_minimax, "block")]
+)
+def test_experts_in_fp8_are_those_of_the_dequantised_weights(
+    tmp_path: Path, write: Callable[[Path], Path], form: str
+) -> None:
+    source = write(tmp_path / "source")
     quantized = write_fp8(source, tmp_path / "fp8", form)
     plain = write_dequantized(quantized, tmp_path / "plain")
     logits = logits_of(quantized)
