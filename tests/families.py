@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints import EOS_ID, LOGIT_SCALE, TINY, edit_checkpoint, write_tokenizer
+from tests.checkpoints import (
+    EOS_ID,
+    LOGIT_SCALE,
+    TINY,
+    Tensors,
+    edit_checkpoint,
+    write_tokenizer,
+)
 
 YARN = {
     "rope_type": "yarn",
@@ -148,6 +155,10 @@ QWEN2_MOE = {
     "use_sliding_window": True,
     "sliding_window": 20,
     "max_window_layers": 1,
+}
+QWEN3_VL = {"attention_bias": True, "tie_word_embeddings": True}
+QWEN3_VL_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40} | {
+    "mlp_only_layers": [0]
 }
 # The first layer is dense; weights are not normalised.
 QWEN3_MOE = {
@@ -318,6 +329,36 @@ def write_mistral3(directory: Path) -> Path:
     fill(model, seed=0)
     model.save_pretrained(directory)
     return write_tokenizer(directory)
+
+
+def write_qwen3_vl(directory: Path, **fields: Any) -> Path:
+    """Write a Qwen 3 VL; tokens of text have one position in all sections of the rotary embedding.
+
+    Args:
+        fields: Of the language model, beside the sizes; with experts, if they say how many.
+    """
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 20000.0, "mrope_interleaved": True}
+    text = {"head_dim": 24, "rope_parameters": rope | {"mrope_section": [4, 4, 4]}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": _SIZES["hidden_size"], "num_position_embeddings": 4}
+    vision |= {"deepstack_visual_indexes": [0]}
+    name = "Qwen3VLMoe" if "num_experts" in fields else "Qwen3VL"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_SIZES | text | fields,
+        vision_config=vision,
+        tie_word_embeddings=fields.get("tie_word_embeddings", False),
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+
+    def transpose(tensors: Tensors) -> None:  # as published
+        for tensor in [one for one in tensors if ".experts." in one]:
+            tensors[tensor] = tensors[tensor].transpose(1, 2).contiguous()
+
+    return write_tokenizer(edit_checkpoint(directory, tensors=transpose))
 
 
 def fill(model: Any, seed: int) -> None:

@@ -81,9 +81,11 @@ def _alike(
 def _load_fused(
     reader: CheckpointReader, module: str, config: ExpertsConfig, hidden_size: int
 ) -> LoadedExperts:
-    """Load experts that share a tensor of each projection, gate and up in alternating rows."""
+    """Load experts that share a tensor of each projection."""
     width = config.width
-    order = torch.cat([torch.arange(0, 2 * width, 2), torch.arange(1, 2 * width, 2)])
+    order = torch.arange(2 * width)
+    if not config.tensors.is_halved:
+        order = torch.cat([order[0::2], order[1::2]])
     shapes = {"gate_up": (2 * width, hidden_size), "down": (hidden_size, width)}
     held: dict[str, ExpertWeights] = {}
     biases: dict[str, torch.Tensor] = {}

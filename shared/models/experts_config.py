@@ -44,6 +44,7 @@ class ExpertTensors:
         is_bias_matrix: The bias of the router is a matrix of one row.
         is_fused: All experts are in one tensor of each projection: `gate_up_proj`, in which gate
             and up alternate, and `down_proj`. They are transposed, or blocks and scales of MXFP4.
+        is_halved: Gate is the first half of `gate_up_proj`, up the other.
     """
 
     block: str = "mlp"
@@ -54,6 +55,7 @@ class ExpertTensors:
     shared: str = "shared_experts"
     is_bias_matrix: bool = False
     is_fused: bool = False
+    is_halved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

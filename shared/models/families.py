@@ -87,6 +87,7 @@ class Family:
         rotary_share: What an absent `partial_rotary_factor` means; None: there is no such field.
         is_interleaved: The rotary embedding pairs neighbours.
         rope_aliases: Its own names of rope types.
+        rope_of_images: Keys of its rotary embedding that say where images are, not tokens of text.
         has_local_rope: Layers with a window have a rotary embedding of their own.
         rotates_windows_only: If there is a window, layers without it are not rotated.
         has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size).
@@ -120,6 +121,7 @@ class Family:
     rotary_share: float | None = None
     is_interleaved: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    rope_of_images: tuple[str, ...] = ()
     has_local_rope: bool = False
     rotates_windows_only: bool = False
     has_scaled_embedding: bool = False
@@ -170,6 +172,15 @@ _GEMMA3 = Family(
         "rope_local_base_freq": 10_000.0,
     },
 )
+_QWEN3_VL = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    has_qk_norm=True,
+    is_mha_by_default=True,
+    rope_of_images=("mrope_section", "mrope_interleaved"),
+    text_type="qwen3_vl_text",
+    defaults={"head_dim": 128, "rope_theta": 500_000.0},
+)
 _DEEPSEEK_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _DEEPSEEK_FIELDS = ("kv_lora_rank", *_DEEPSEEK_COUNTS)
 _DEEPSEEK_V3 = Family(
@@ -211,6 +222,7 @@ FAMILIES: dict[str, Family] = {
         window=Window.IF_USED,
         has_own_head_dim=True,
     ),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     MIMO: Family(qkv_bias=True, window=Window.IF_USED, has_mtp=True),
     "Phi3ForCausalLM": Family(
         window=Window.IF_SET,
@@ -375,6 +387,15 @@ FAMILIES: dict[str, Family] = {
         window=Window.IF_USED_BY_ALL,
         implemented=("num_experts", "num_local_experts"),
         experts=ExpertsFamily(),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN3_VL,
+        text_type="qwen3_vl_moe_text",
+        implemented=("num_experts", "num_local_experts"),
+        defaults={"rope_theta": 500_000.0},
+        experts=ExpertsFamily(
+            always_normalises=True, tensors=ExpertTensors(is_fused=True, is_halved=True)
+        ),
     ),
     "Glm4MoeForCausalLM": Family(
         qkv_bias="attention_bias",

@@ -65,6 +65,7 @@ def parse_ropes(
         default_share=family.rotary_share,
         is_interleaved=family.is_interleaved,
         aliases=family.rope_aliases,
+        ignored=family.rope_of_images,
     )
     if not family.has_local_rope:
         return parse(fields), None

@@ -30,7 +30,7 @@ _KNOWN_EXTRAS = (
 _VISION_EXTRAS = tuple(
     f"{prefix}{name}.*"
     for prefix in ("", "model.")
-    for name in ("vision_tower", "multi_modal_projector")
+    for name in ("vision_tower", "multi_modal_projector", "visual")
 )
 
 

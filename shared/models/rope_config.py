@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,6 +103,7 @@ def parse_rope(
     default_share: float | None = None,
     is_interleaved: bool = False,
     aliases: Mapping[str, str] | None = None,
+    ignored: Collection[str] = (),
 ) -> RopeConfig:
     """Read the rotary embedding of a config.json.
 
@@ -116,17 +117,19 @@ def parse_rope(
             either, of values; None: there are no such fields.
         is_interleaved: As in RopeConfig.
         aliases: Names that this architecture has for a kind.
+        ignored: Keys that change nothing.
     Raises: CheckpointError naming the field, for a kind or key that is not supported.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     values = fields.get(name) or {}
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{source}: {name} must be an object, got {values!r}")
+    values = {key: value for key, value in values.items() if key not in ignored}
     place = f"{source}: {name}"
     kind = _parse_kind(values, place, aliases or {})
     if kind is RopeKind.DEFAULT and _rope_type(values) == _DYNAMIC:
         _check_dynamic({_ORIGINAL: fields.get(_ORIGINAL), **values}, place, max_positions)
-    share = 1.0
+    share: Any = 1.0
     if default_share is not None:
         share = values.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
         if share is None and fields.get("rotary_dim") is not None:

@@ -218,6 +218,8 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "dots1": lambda d: families.write(d, "dots1", **families.DOTS1),
     "ernie4-5": lambda d: families.write(d, "ernie4_5", **families.ERNIE4_5),
     "ernie4-5-moe": lambda d: families.write(d, "ernie4_5_moe", **families.ERNIE4_5_MOE),
+    "qwen3-vl": lambda d: families.write_qwen3_vl(d, **families.QWEN3_VL),
+    "qwen3-vl-moe": lambda d: families.write_qwen3_vl(d, **families.QWEN3_VL_MOE),
 }
 IN_EVERY_RUN = ("phi3", "gemma2", "deepseek-v3")
 

@@ -52,7 +52,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
     "name",
     [
         *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
-        *("glm4_moe_lite", "minimax_m2", "olmoe", "dots1", "ernie4_5_moe"),
+        *("glm4_moe_lite", "minimax_m2", "olmoe", "dots1", "ernie4_5_moe", "qwen3_vl_moe"),
     ],
 )
 def test_routers_choose_whom_those_of_transformers_choose(
@@ -60,10 +60,13 @@ def test_routers_choose_whom_those_of_transformers_choose(
 ) -> None:
     """By value: the classes in transformers return their choice in no order."""
     fields = getattr(families, name.upper())
-    directory = families.write(tmp_path, name, **fields)
+    if name == "qwen3_vl_moe":
+        directory = families.write_qwen3_vl(tmp_path, **fields)
+    else:
+        directory = families.write(tmp_path, name, **fields)
     oracle = load_transformers(directory)
     outputs: list[Any] = []
-    for layer in oracle.model.layers:
+    for layer in getattr(oracle.model, "language_model", oracle.model).layers:
         router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
         if router is not None:
             router.register_forward_hook(lambda *call: outputs.append(call[2]))

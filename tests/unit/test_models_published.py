@@ -1,4 +1,4 @@
-"""config.json of models with experts as they are on the Hub, whose fields are not transformers'."""
+"""config.json of models of 2025 and 2026 as on the Hub, with fields that transformers renames."""
 
 from __future__ import annotations
 
@@ -88,6 +88,23 @@ ERNIE_21B = {
     "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
     "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
 }  # fmt: skip
+QWEN3_VL_2B = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text", "num_attention_heads": 16, "num_hidden_layers": 28,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 5000000,
+        "rope_scaling": {
+            "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default",
+        },
+        "tie_word_embeddings": True, "vocab_size": 151936,
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "model_type": "qwen3_vl"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "KimiK2ForCausalLM"])
@@ -162,6 +179,13 @@ def test_ernie_21b(tmp_path: Path) -> None:
     assert some.dense_layers == {0, 1, 2, 4, 6, 7}
     last = published(tmp_path, ERNIE_21B | {"moe_layer_end_index": -1}).experts
     assert last == experts
+
+
+def test_qwen3_vl(tmp_path: Path) -> None:
+    config = published(tmp_path, QWEN3_VL_2B)
+    assert config.rope == RopeConfig(theta=5e6)
+    assert (config.has_qk_norm, config.has_qkv_bias, config.is_tied) == (True, False, True)
+    assert (config.has_vision, config.head_dim, config.num_kv_heads) == (True, 128, 8)
 
 
 def test_the_layer_of_mtp_of_ernie_is_left_out(tmp_path: Path) -> None:
