@@ -30,6 +30,7 @@ from shared.models.families import (  # noqa: E402
     NormRule,
     Window,
 )
+from shared.models.refused_families import REFUSED  # noqa: E402
 
 Registry = Mapping[str, Callable[[Path], Path]]
 
@@ -396,7 +397,27 @@ def document() -> str:
         tests = ["<br>".join(f"`{test}`" for test in side) for side in (row.equals, row.exact)]
         cells = (row.model, row.draft, row.special, "yes", *tests, "no")
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *_unsupported_table()]
     return _HEAD + "\n".join(lines) + "\n"
+
+
+def _unsupported_table() -> list[str]:
+    """Return the lines about architectures that are refused, those with one reason in a row."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    return [
+        "## Refused",
+        "",
+        "Known architectures that have something which is not implemented: loading them fails, and "
+        "the error says this (`shared/models/refused_families.py`). States of layers that are no "
+        "attention (linear attention, Mamba-2, convolutions) would have to be kept for every node "
+        "of a tree, and go back to that of the last accepted one.",
+        "",
+        "| `architectures` in config.json | what they have |",
+        "|---|---|",
+        *(f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items()),
+    ]
 
 
 def _names(names: list[str] | None) -> str:

@@ -27,6 +27,7 @@ from shared.models.families import (
 from shared.models.family_fields import has_gelu, parse_ropes, parse_softcaps, query_multiplier
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.quantization import parse_quantization
+from shared.models.refused_families import REFUSED
 from shared.models.rope_config import RopeConfig
 from shared.models.window_config import parse_windows
 
@@ -166,6 +167,11 @@ class ModelConfig:
         fields = read_config_json(directory)
         source = f"{directory / 'config.json'}"
         architecture = architecture_of(fields, source)
+        if architecture in REFUSED:
+            raise CheckpointError(
+                f"{source}: architecture {architecture!r} is not supported: it has "
+                f"{REFUSED[architecture]}; docs/families.md lists what is"
+            )
         if architecture not in TARGET_ARCHITECTURES:
             raise CheckpointError(
                 f"{source}: architecture {architecture!r} is not supported as a language model; "

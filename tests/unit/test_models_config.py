@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,9 @@ from shared.models.config import (
     feature_spec,
     resolve_draft,
 )
+from shared.models.families import FAMILIES
 from shared.models.llama import CausalLM
+from shared.models.refused_families import REFUSED
 from shared.models.rope_config import RopeConfig, RopeKind
 from tests import checkpoints
 from tests.checkpoints import EOS_ID, LLAMA3_ROPE, Shape, edit_checkpoint
@@ -348,6 +351,20 @@ def test_what_is_not_supported_is_named(tmp_path: Path, fields: dict[str, Any], 
     edit_checkpoint(directory, config=lambda c: c.update(fields))
     with pytest.raises(CheckpointError, match=name):
         read(directory)
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_architectures_that_are_known_are_refused_with_what_they_have(
+    tmp_path: Path, architecture: str
+) -> None:
+    assert hasattr(transformers, architecture), "no class of that name"
+    assert architecture not in FAMILIES
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    needed = re.escape(REFUSED[architecture])
+    with pytest.raises(
+        CheckpointError, match=f"'{architecture}' is not supported: it has {needed}"
+    ):
+        read(tmp_path)
 
 
 def test_language_model_within_a_model_that_sees(tmp_path: Path) -> None:

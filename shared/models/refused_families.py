@@ -1,0 +1,42 @@
+"""Architectures that are refused, and what each has that nothing here computes. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_DELTA_RULE = "linear attention layers (gated delta rule)"
+_MAMBA = "Mamba-2 layers"
+_CONVOLUTIONS = "layers of short convolutions"
+_INDEXER = "sparse attention (an indexer chooses the tokens that are attended to)"
+_GEMMA_4 = "layers that share K and V, and wider heads in layers without a window"
+_GEMMA_3N = "layers that share K and V, and several residual streams"
+_CHUNKS = "attention within chunks"
+
+REFUSED: Mapping[str, str] = {
+    "Qwen3NextForCausalLM": _DELTA_RULE,
+    "Qwen3_5ForCausalLM": _DELTA_RULE,
+    "Qwen3_5ForConditionalGeneration": _DELTA_RULE,
+    "Qwen3_5MoeForCausalLM": _DELTA_RULE,
+    "Qwen3_5MoeForConditionalGeneration": _DELTA_RULE,
+    "KimiLinearForCausalLM": _DELTA_RULE,
+    "OlmoHybridForCausalLM": _DELTA_RULE,
+    "MiniMaxForCausalLM": "linear attention layers (lightning attention)",
+    "NemotronHForCausalLM": _MAMBA,
+    "FalconH1ForCausalLM": _MAMBA,
+    "GraniteMoeHybridForCausalLM": _MAMBA,
+    "Lfm2ForCausalLM": _CONVOLUTIONS,
+    "Lfm2MoeForCausalLM": _CONVOLUTIONS,
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "DeepseekV4ForCausalLM": _INDEXER,
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "MiMoV2FlashForCausalLM": "K/V heads of other numbers in layers with a window, and values "
+    "narrower than keys",
+    "Gemma4ForCausalLM": _GEMMA_4,
+    "Gemma4ForConditionalGeneration": _GEMMA_4,
+    "Gemma3nForCausalLM": _GEMMA_3N,
+    "Gemma3nForConditionalGeneration": _GEMMA_3N,
+    "LongcatFlashForCausalLM": "two attentions in a layer, and experts that return their input",
+    "Llama4ForCausalLM": _CHUNKS,
+    "Llama4ForConditionalGeneration": _CHUNKS,
+}
+"""Architecture -> what would have to be implemented."""
