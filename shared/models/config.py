@@ -109,7 +109,7 @@ def feature_spec(
         if not 1 <= draft.num_mtp_layers <= MAX_NUM_STEPS:
             raise CheckpointError(
                 f"{draft_dir / 'config.json'}: num_nextn_predict_layers = {draft.num_mtp_layers}; "
-                f"mtp needs a checkpoint with 1 to {MAX_NUM_STEPS} (MiMo, DeepSeek-V3, GLM-4.5)"
+                f"mtp needs a checkpoint with 1 to {MAX_NUM_STEPS} (MiMo, DeepSeek-V3, GLM)"
             )
         _require_equal("hidden_size", draft_dir, draft.hidden_size, target.hidden_size)
         _require_equal("vocab_size", draft_dir, draft.vocab_size, target.vocab_size)

@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction in the checkpoint of a target: MiMo, DeepSeek-V3 or GLM-4.5.
+"""Layers of multi-token prediction in the checkpoint of a target: MiMo, DeepSeek-V3 or GLM.
 
 Row p of the first layer reads token p + 1 and f: the target's final hidden state (after its last
 norm) at p, or the recurrent hidden state of the parent row. A projection of [norm(f);
