@@ -64,6 +64,7 @@ MODELS = {
     "MiniMaxM2ForCausalLM": "MiniMax-M2, M2.1, M2.5",
     "OlmoeForCausalLM": "OLMoE 7B-A1B",
     "Dots1ForCausalLM": "dots.llm1",
+    "HunYuanDenseV1ForCausalLM": "Hunyuan 0.5B, 1.8B, 4B, 7B, Hunyuan-MT",
     "Ernie4_5ForCausalLM": "ERNIE 4.5 0.3B",
     "Ernie4_5_MoeForCausalLM": "ERNIE 4.5 21B-A3B, 300B-A47B",
     "GptOssForCausalLM": "gpt-oss-20b, gpt-oss-120b",
@@ -206,6 +207,7 @@ def _attention_of(family: Family) -> list[str]:
         "attention sinks": family.has_sinks,
         "norms of q and k": bool(family.has_qk_norm),
         "norms of q and k over all heads": family.has_wide_qk_norm,
+        "norms of q and k after rope": family.has_late_qk_norm,
         "biases of q, k, v": family.qkv_bias is True or family.defaults.get("attention_bias", False)
         or family.defaults.get("qkv_bias", False),
         "soft cap of scores": "attn_logit_softcapping" in family.implemented,

@@ -203,6 +203,23 @@ DOTS1 = {
     "sliding_window": 20,
     "max_window_layers": 2,
 }
+# As published: "dynamic" is a base that alpha stretches; the other keys mean nothing.
+HUNYUAN = {
+    "head_dim": 24,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 500.0,
+        "alpha": 30.0,
+        "factor": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+# The norms undo the factor of yarn.
+HUNYUAN_YARN = HUNYUAN | {"rope_parameters": YARN | {"mscale_all_dim": 0.0}}
 ERNIE4_5 = {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True}
 # The first layer and the last one are dense.
 ERNIE4_5_MOE = {

@@ -176,6 +176,14 @@ class Attention:
         if config.has_wide_qk_norm:
             widths = (q_width, kv_width)
             self._wide_norms = self._load_norms(reader, prefix, config.norm_rule, order, widths)
+        self._late_norm = None
+        if config.has_late_qk_norm:
+            # A rotation keeps lengths, so q and k are divided by them before it. The weights of
+            # both stay with q, which leaves scores as they are.
+            widths, names = (config.head_dim,) * 2, ("query_layernorm", "key_layernorm")
+            norms = self._load_norms(reader, prefix, config.norm_rule, order, widths, names)
+            self._norms = (torch.ones_like(norms[0]), torch.ones_like(norms[1]))
+            self._late_norm = norms[0].float() * norms[1].float()
 
     @staticmethod
     def _load_norms(
@@ -184,11 +192,12 @@ class Attention:
         rule: NormRule,
         order: torch.Tensor | None,
         widths: tuple[int, int],
+        names: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Load the weights of the norms of q and k."""
         q_norm, k_norm = (
-            load_norm(reader, f"{prefix}.{name}_norm.weight", width, rule)
-            for name, width in zip("qk", widths, strict=True)
+            load_norm(reader, f"{prefix}.{name}.weight", width, rule)
+            for name, width in zip(names, widths, strict=True)
         )
         return pair_rows(q_norm, order, widths[0]), pair_rows(k_norm, order, widths[1])
 
@@ -218,6 +227,8 @@ class Attention:
             dtype=x.dtype,
             scales=self._params.kv_scales,
         )
+        if self._late_norm is not None:
+            q = (q * self._late_norm).to(x.dtype)
         out = tree_attention(
             q, k_cache, v_cache, rows.attention, self._params, products=self._products
         )

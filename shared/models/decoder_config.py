@@ -69,6 +69,7 @@ class ModelConfig:
         has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
         has_sinks: Each query head has a score without a V, which all tokens see.
         has_wide_qk_norm: They are, over the values of all heads at once.
+        has_late_qk_norm: They are, per head, after the rotary embedding.
         layer_norms: Where the norms of a layer are, and what they are called.
         norm_rule: How all norms scale.
         fused_projections: Projections that are one tensor in the checkpoint: "qkv", "gate_up".
@@ -114,6 +115,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
+    has_late_qk_norm: bool = False
     has_sinks: bool = False
     layer_norms: LayerNorms = LayerNorms()
     norm_rule: NormRule = NormRule.ROUNDED
@@ -278,6 +280,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_gelu=has_gelu(fields, source, family),
         has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
+        has_late_qk_norm=family.has_late_qk_norm,
         has_sinks=family.has_sinks,
         layer_norms=family.layer_norms,
         norm_rule=family.norm_rule,

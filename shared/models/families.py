@@ -76,6 +76,7 @@ class Family:
             config.json that says so.
         has_qk_norm: q and k are RMS-normalised per head, or the field that says so.
         has_wide_qk_norm: They are, all heads at once.
+        has_late_qk_norm: They are, per head, after the rotary embedding.
         has_sinks: Attention has sinks: of each head a learned score without a V.
         layer_norms: Where the norms of a layer are.
         norm_rule: How all norms scale.
@@ -87,6 +88,7 @@ class Family:
         rotary_share: What an absent `partial_rotary_factor` means; None: there is no such field.
         is_interleaved: The rotary embedding pairs neighbours.
         rope_aliases: Its own names of rope types.
+        has_rope_alpha: Rope type "dynamic" with an `alpha` is a fixed stretch of the base.
         rope_of_images: Keys of its rotary embedding that say where images are, not tokens of text.
         has_local_rope: Layers with a window have a rotary embedding of their own.
         rotates_windows_only: If there is a window, layers without it are not rotated.
@@ -110,6 +112,7 @@ class Family:
     mlp_bias: bool | str = False
     has_qk_norm: bool | str = False
     has_wide_qk_norm: bool = False
+    has_late_qk_norm: bool = False
     has_sinks: bool = False
     layer_norms: LayerNorms = LayerNorms()
     norm_rule: NormRule = NormRule.ROUNDED
@@ -121,6 +124,7 @@ class Family:
     rotary_share: float | None = None
     is_interleaved: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    has_rope_alpha: bool = False
     rope_of_images: tuple[str, ...] = ()
     has_local_rope: bool = False
     rotates_windows_only: bool = False
@@ -457,6 +461,15 @@ FAMILIES: dict[str, Family] = {
             has_shared=True,
             has_groups=True,
         ),
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_late_qk_norm=True,
+        has_rope_alpha=True,
+        is_mha_by_default=True,
+        refused={"use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)},
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "Ernie4_5ForCausalLM": Family(
         qkv_bias="use_bias",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +68,10 @@ def parse_ropes(
         aliases=family.rope_aliases,
         ignored=family.rope_of_images,
     )
+    if family.has_rope_alpha:
+        fields = _stretched_by_alpha(fields, source, head_dim)
+    if family.has_late_qk_norm:  # which undo a factor of all cosines and sines
+        return replace(parse(fields), attention_factor=1.0), None
     if not family.has_local_rope:
         return parse(fields), None
     ropes = fields.get("rope_parameters")
@@ -77,6 +82,23 @@ def parse_ropes(
         )
     main, local = parse(main_rope_fields(fields)), parse(local_rope_fields(fields))
     return main, local if local != main else None
+
+
+def _stretched_by_alpha(fields: Mapping[str, Any], source: str, head_dim: int) -> Mapping[str, Any]:
+    """Return the fields of a rotary embedding with its base stretched, if there is an `alpha`.
+
+    Source: arXiv:2309.00071, section 3.1; transformers' modeling_hunyuan_v1_dense.py.
+    """
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    values = fields.get(name)
+    if not isinstance(values, Mapping) or values.get("alpha") is None:
+        return fields
+    if values.get("rope_type", values.get("type")) != "dynamic":
+        return fields
+    theta = values.get("rope_theta", fields.get("rope_theta", 10000.0))
+    alpha = require_positive(values["alpha"], f"{source}: {name}.alpha")
+    theta = require_positive(theta, f"{source}: rope_theta") * alpha ** (head_dim / (head_dim - 2))
+    return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 def query_multiplier(fields: Mapping[str, Any], source: str) -> float:

@@ -216,6 +216,7 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "minimax-m2": lambda d: families.write(d, "minimax_m2", **families.MINIMAX_M2),
     "olmoe": lambda d: families.write(d, "olmoe", **families.OLMOE),
     "dots1": lambda d: families.write(d, "dots1", **families.DOTS1),
+    "hunyuan": lambda d: families.write(d, "hunyuan_v1_dense", **families.HUNYUAN),
     "ernie4-5": lambda d: families.write(d, "ernie4_5", **families.ERNIE4_5),
     "ernie4-5-moe": lambda d: families.write(d, "ernie4_5_moe", **families.ERNIE4_5_MOE),
     "qwen3-vl": lambda d: families.write_qwen3_vl(d, **families.QWEN3_VL),

@@ -88,6 +88,16 @@ ERNIE_21B = {
     "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
     "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
 }  # fmt: skip
+HUNYUAN_7B = {
+    "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False, "head_dim": 128,
+    "cla_share_factor": 2, "mlp_bias": False, "model_type": "hunyuan_v1_dense",
+    "norm_type": "rms", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "use_cla": False,
+    "use_qk_norm": True, "use_rotary_pos_emb": True,
+    "rope_scaling": {
+        "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "type": "dynamic",
+    },
+}  # fmt: skip
 QWEN3_VL_2B = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "image_token_id": 151655,
@@ -181,6 +191,14 @@ def test_ernie_21b(tmp_path: Path) -> None:
     assert last == experts
 
 
+def test_hunyuan(tmp_path: Path) -> None:
+    config = published(tmp_path, HUNYUAN_7B)
+    assert (config.has_late_qk_norm, config.has_qk_norm, config.has_o_bias) == (True, False, False)
+    assert config.rope == RopeConfig(theta=1e4 * 1000.0 ** (128 / 126))
+    plain = published(tmp_path, HUNYUAN_7B | {"rope_scaling": None})
+    assert plain.rope == RopeConfig(theta=1e4)
+
+
 def test_qwen3_vl(tmp_path: Path) -> None:
     config = published(tmp_path, QWEN3_VL_2B)
     assert config.rope == RopeConfig(theta=5e6)
@@ -207,6 +225,9 @@ def test_the_layer_of_mtp_of_ernie_is_left_out(tmp_path: Path) -> None:
         (MINIMAX_M2 | {"rotary_dim": "64"}, "rotary_dim must be"),
         (MINIMAX_M2 | {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
         (MINIMAX_M2 | {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
+        (HUNYUAN_7B | {"use_cla": True}, "use_cla = True"),
+        (HUNYUAN_7B | {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "alpha must be"),
+        (HUNYUAN_7B | {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 2.0}}, "alpha"),
         (ERNIE_21B | {"use_bias": True}, "use_bias = True"),
         (ERNIE_21B | {"moe_norm_min": 0.5}, "moe_norm_min = 0.5"),
         (ERNIE_21B | {"moe_layer_end_index": "7"}, "moe_layer_end_index must be"),
