@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -32,6 +33,7 @@ from shared.config import OrchestratorConfig
 from shared.config.values import shown_values
 from shared.errors import AbortedError, InvalidArgumentError, NotFoundError
 from shared.logs import LEVELS, set_level
+from shared.messages.codec import to_proto
 from shared.rpc.auth import caller_name
 from shared.rpc.channel import channel_options
 
@@ -211,12 +213,16 @@ class AdminService(pb_grpc.AdminServiceServicer):
             state = pb.WORKER_STATE_DRAINING
         elif silence is not None:
             state = pb.WORKER_STATE_SILENT
-        status = _identity_of(worker)
-        status.state = state
-        status.problem = worker.problem or misfit or (silence.problem if silence else "")
-        if silence is not None and state == pb.WORKER_STATE_SILENT:
-            status.state_s = silence.for_s
-        return status
+        is_target = worker.role == "target"
+        return pb.WorkerStatus(
+            address=worker.address,
+            role=worker.role,
+            state=state,
+            problem=worker.problem or misfit or (silence.problem if silence else ""),
+            state_s=silence.for_s if silence and state == pb.WORKER_STATE_SILENT else 0.0,
+            fingerprint=ModelIdentity.of(worker.info).fingerprint if is_target else "",
+            info=to_proto(replace(worker.info, load=worker.load)),
+        )
 
     @property
     def _sessions(self) -> tuple[WorkerSession, ...]:
@@ -275,26 +281,3 @@ def _add(stats: pb.StatsResponse, other: pb.StatsResponse) -> None:
             setattr(stats, spec.name, mine + theirs)
         else:
             mine.update(Counter(mine) + Counter(theirs))
-
-
-def _identity_of(worker: WorkerSession) -> pb.WorkerStatus:
-    """Return what a worker says of itself."""
-    info, load = worker.info, worker.load
-    return pb.WorkerStatus(
-        address=worker.address,
-        role=worker.role,
-        incarnation=info.incarnation,
-        model=info.model,
-        kind=info.kind,
-        fingerprint=ModelIdentity.of(info).fingerprint if worker.role == "target" else "",
-        versions=info.versions,
-        protocol_version=info.protocol_version,
-        device=info.device,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_free_pages=load.num_free_pages,
-        num_pages=load.num_pages,
-        num_steps=load.num_steps,
-        num_rows=load.num_rows,
-        num_request_steps=load.num_request_steps,
-    )

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import grpc
+from coppice.admin import AdminClient
 
-from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
-from shared.access.caller import NOBODY, Caller
-from shared.errors import CoppiceError, UnavailableError
-from shared.rpc.channel import open_blocking_channel
-from shared.rpc.health_names import DRAFT_SERVICE, TARGET_SERVICE
-from shared.rpc.status import from_rpc_error
-
-_TIMEOUT_S = 5.0
 _ABOUT = (
-    "kind", "model", "dtype", "quantization", "kv_cache_dtype", "device", "device_model",
-    "versions", "incarnation"
-)  # fmt: skip
+    *("kind", "model", "dtype", "quantization", "kv_cache_dtype", "device", "device_model"),
+    *("versions", "incarnation"),
+)
 
 
-def read_workers(addresses: Sequence[str], caller: Caller = NOBODY) -> dict[str, dict[str, Any]]:
-    """Return who each worker is and what it has counted.
+def read_workers(client: AdminClient) -> dict[str, dict[str, Any]]:
+    """Return who each worker of a deployment is and what it has counted.
 
-    Args:
-        addresses: HOST:PORT of targets and drafts.
-        caller: What they are shown.
-    Returns: address -> fields of WorkerInfo, and "load": name -> number, kernels one by one.
-    Raises: UnavailableError that names the option and the address that does not answer,
-        UnauthenticatedError.
+    Returns: address -> fields of WorkerInfo, and "load": name -> number. Workers that have not
+        answered yet are left out.
     """
-    return {address: _read(address, caller) for address in addresses}
+    workers = client.call("ListWorkers").workers
+    return {worker.address: _read(worker.info) for worker in workers if worker.HasField("info")}
 
 
 def differences(
     before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, int] | None]:
-    """Return what every worker's counters have grown by; None for one that was started anew."""
+    """Return what every worker's counters have grown by; None for one that was started anew, or
+    is gone.
+    """
     return {
         address: _difference(old, after[address])
-        if old["incarnation"] == after[address]["incarnation"]
+        if address in after and old["incarnation"] == after[address]["incarnation"]
         else None
         for address, old in before.items()
     }
@@ -49,7 +40,7 @@ def differences(
 def describe(address: str, grown: Mapping[str, int] | None) -> str:
     """Return a worker's differences in one line."""
     if grown is None:
-        return f"{address}: it was started anew, so its counters say nothing"
+        return f"{address}: it was started anew or is gone, so its counters say nothing"
     changed = [f"{name} {value:+}" for name, value in grown.items() if value]
     same = [name for name, value in grown.items() if not value]
     parts = [", ".join(changed), f"unchanged: {', '.join(same)}" if same else ""]
@@ -58,50 +49,10 @@ def describe(address: str, grown: Mapping[str, int] | None) -> str:
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
     old, new = before["load"], after["load"]
-    return {name: value - old.get(name, 0) for name, value in new.items()}
+    return {name: value - old[name] for name, value in new.items()}
 
 
-def _read(address: str, caller: Caller) -> dict[str, Any]:
-    with open_blocking_channel(address, tls=caller.tls) as channel:
-        info = _get_info(address, channel, caller)
-    about = {name: getattr(info, name) for name in _ABOUT}
-    load: dict[str, int] = {}
-    for field in info.load.DESCRIPTOR.fields:
-        value = getattr(info.load, field.name)
-        if isinstance(value, int):
-            load[field.name] = value
-        elif isinstance(value, Mapping):  # of each kernel
-            load |= {f"{field.name}.{name}": each for name, each in sorted(value.items())}
-    return {**about, "load": load}
-
-
-def _get_info(address: str, channel: grpc.Channel, caller: Caller) -> tree_pb2.WorkerInfo:
-    """Ask as a target is asked, then as a draft."""
-    try:
-        target = target_pb2_grpc.TargetServiceStub(channel)
-        return target.GetInfo(
-            target_pb2.TargetServiceGetInfoRequest(),
-            timeout=_TIMEOUT_S,
-            metadata=caller.metadata(f"/{TARGET_SERVICE}/GetInfo"),
-        ).info
-    except grpc.RpcError as error:
-        if error.code() != grpc.StatusCode.UNIMPLEMENTED:
-            raise _unavailable(address, error) from None
-    try:
-        draft = draft_pb2_grpc.DraftServiceStub(channel)
-        return draft.GetInfo(
-            draft_pb2.DraftServiceGetInfoRequest(),
-            timeout=_TIMEOUT_S,
-            metadata=caller.metadata(f"/{DRAFT_SERVICE}/GetInfo"),
-        ).info
-    except grpc.RpcError as error:
-        raise _unavailable(address, error) from None
-
-
-def _unavailable(address: str, error: Any) -> CoppiceError:
-    if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-        return from_rpc_error(error)
-    return UnavailableError(
-        f"--workers: {address} does not say what it counted ({error.code().name}); expected "
-        "HOST:PORT of a target or a draft, as its `ready` line says it"
-    )
+def _read(info: Any) -> dict[str, Any]:
+    values = {field.name: getattr(info.load, field.name) for field in info.load.DESCRIPTOR.fields}
+    load = {name: value for name, value in values.items() if isinstance(value, int)}
+    return {**{name: getattr(info, name) for name in _ABOUT}, "load": load}

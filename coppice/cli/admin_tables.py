@@ -67,19 +67,20 @@ def workers_table(
     table = _table([*columns, *activity, *what], num_left=3)
     for worker in workers:
         state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+        load = worker.info.load
         table.add_row(
             worker.address,
             worker.role,
             Text(_for_how_long(state.lower(), worker.state_s), style=_STYLES[state]),
-            str(worker.num_running),
-            str(worker.num_waiting),
-            _share(worker.num_pages - worker.num_free_pages, worker.num_pages),
+            str(load.num_running),
+            str(load.num_waiting),
+            _share(load.num_pages - load.num_free_pages, load.num_pages),
             *(
-                [str(worker.num_steps)]
+                [str(load.num_steps)]
                 if before is None
                 else _activity(worker, before.get(worker.address), elapsed_s)
             ),
-            *(getattr(worker, name) for name in what),
+            *(getattr(worker.info, name) for name in what),
         )
         if worker.problem:
             table.add_row("", "", Text(worker.problem, style="red"))
@@ -147,13 +148,14 @@ def _for_how_long(state: str, seconds: float) -> str:
 def _activity(
     worker: pb.WorkerStatus, before: pb.WorkerStatus | None, elapsed_s: float
 ) -> list[str]:
-    if before is None or before.incarnation != worker.incarnation:
+    if before is None or before.info.incarnation != worker.info.incarnation:
         return ["-"] * 3
-    num_steps = worker.num_steps - before.num_steps
+    old, new = before.info.load, worker.info.load
+    num_steps = new.num_steps - old.num_steps
     return [
         f"{num_steps / elapsed_s:,.1f}",
-        _ratio(worker.num_rows - before.num_rows, num_steps, "{:.1f}"),
-        _ratio(worker.num_request_steps - before.num_request_steps, num_steps, "{:.1f}"),
+        _ratio(new.num_rows - old.num_rows, num_steps, "{:.1f}"),
+        _ratio(new.num_request_steps - old.num_request_steps, num_steps, "{:.1f}"),
     ]
 
 

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from coppice import __version__
 from coppice.cli import bench_options as options
-from coppice.cli.options import add_server_option, credentials_of, require_server
-from coppice.stack.config import split_list
+from coppice.cli.options import add_server_option, credentials_of, open_admin, require_server
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from coppice.bench.measure import Bench
     from coppice.bench.outputs import OutputLog
-    from shared.access.caller import Caller
 
 SETTLE_S = 0.2
 """Until idle workers have said what they counted: they report every 50 ms."""
@@ -88,7 +86,6 @@ def _run_measurements(arguments: argparse.Namespace) -> int:
     from coppice.bench.measure import Bench
     from coppice.bench.outputs import OutputLog
     from coppice.bench.plot import plot_runs
-    from coppice.bench.workers import read_workers
     from coppice.cli.bench_tables import print_envelope, print_runs
 
     measurements = list(options.measurements_of(arguments))
@@ -98,8 +95,7 @@ def _run_measurements(arguments: argparse.Namespace) -> int:
     num_connections = arguments.connections or 1
     credentials = credentials_of(arguments)
     require_server(arguments.server, credentials)
-    caller = options.caller_of(arguments)
-    before = read_workers(split_list(arguments.workers), caller)
+    before = _read_workers(arguments)
     with ClientProcesses(
         arguments.server,
         num_processes,
@@ -118,7 +114,7 @@ def _run_measurements(arguments: argparse.Namespace) -> int:
     print_envelope(runs)
     _say_overhead(runs, num_processes)
     _warn_without_counterparts(arguments.compare_outputs, runs)
-    counted = _count(before, caller)
+    counted = _count(before, arguments)
     if arguments.output:
         settings = {
             "processes": num_processes,
@@ -173,14 +169,27 @@ def _warn_without_counterparts(path: str | None, runs: Sequence[Mapping[str, Any
         sys.stderr.write(f"warning: --compare-outputs {path} holds none of these requests\n")
 
 
-def _count(before: Mapping[str, Mapping[str, Any]], caller: Caller) -> dict[str, Any]:
+def _read_workers(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the workers and their counters; none without --admin."""
+    from coppice.bench.workers import read_workers
+
+    if not arguments.admin:
+        return {}
+    shown = {"address": arguments.admin, "token_file": arguments.admin_token_file}
+    with open_admin(argparse.Namespace(**{**vars(arguments), **shown})) as client:
+        return read_workers(client)
+
+
+def _count(
+    before: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Show by how much the workers' counters have grown; return it for the JSON."""
-    from coppice.bench.workers import describe, differences, read_workers
+    from coppice.bench.workers import describe, differences
 
     if not before:
         return {}
     time.sleep(SETTLE_S)
-    grown = differences(before, read_workers(list(before), caller))
+    grown = differences(before, _read_workers(arguments))
     for address, counters in grown.items():
         sys.stdout.write(describe(address, counters) + "\n")
     return {"workers": before, "counters": grown}

@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coppice.cli.options import ADMIN_TOKEN_VARIABLE
 from coppice.stack.config import split_list
-from shared.config import SECRET_VARIABLE, read_secret_of
 from shared.config.check import flag_name, parse_shape
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from coppice.bench.measure import Bench, Mode
     from coppice.bench.schedule import Arrival, Prompt
-    from shared.access.caller import Caller
     from shared.messages import TreeShape
 
 DEFAULT_CONCURRENCY = "1,4"
@@ -30,7 +28,7 @@ DEFAULT_REPEAT = 3
 """Of a batch, whose time is short."""
 
 _NOT_TIMELINE = (
-    *("rate", "schedule", "repeat", "goodput", "processes", "connections", "workers"),
+    *("rate", "schedule", "repeat", "goodput", "processes", "connections", "admin"),
     "compare_outputs",
 )
 
@@ -97,16 +95,6 @@ def compared_files(arguments: argparse.Namespace) -> tuple[str, str]:
         f"{' '.join(arguments.compare)!r} is unexpected; expected options only, or "
         "compare A.json B.json"
     )
-
-
-def caller_of(arguments: argparse.Namespace) -> Caller:
-    """Return what --workers are shown.
-
-    Raises: ConfigError.
-    """
-    from shared.access.caller import Caller
-
-    return Caller(secret=read_secret_of(arguments.secret_file, os.environ))
 
 
 def is_open(arguments: argparse.Namespace) -> bool:
@@ -339,16 +327,17 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
         "--connections", type=int, metavar="N", help="of each of these processes (default: 1)"
     )
     measuring.add_argument(
-        "--workers",
+        "--admin",
         default="",
-        metavar="HOST:PORT,...",
-        help="targets and drafts whose counters to show before and after",
+        metavar="HOST:PORT",
+        help="--admin-host and --admin-port of the orchestrator: show by how much the counters of "
+        "its workers have grown",
     )
     measuring.add_argument(
-        "--secret-file",
+        "--admin-token-file",
         default="",
         metavar="FILE",
-        help=f"secret of the deployment, which --workers ask for; also {SECRET_VARIABLE}",
+        help=f"file with the token of an operator; or {ADMIN_TOKEN_VARIABLE}",
     )
     measuring.add_argument(
         "--compare-outputs", metavar="FILE", help="what --output wrote: are the outputs the same?"

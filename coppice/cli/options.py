@@ -97,7 +97,7 @@ def open_admin(arguments: argparse.Namespace) -> AdminClient:
     if not can_connect(arguments.address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
         raise UnavailableError(
             f"nobody serves operators at {arguments.address}; name the --admin-port of an "
-            "orchestrator of this machine (1000 above its --port) with --address HOST:PORT"
+            "orchestrator of this machine, which is 1000 above its --port"
         )
     return AdminClient(arguments.address, credentials=credentials)
 

@@ -1,3 +1,4 @@
+from coppice.v1 import tree_pb2 as _tree_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -25,46 +26,22 @@ WORKER_STATE_UNPAIRED: WorkerState
 WORKER_STATE_SILENT: WorkerState
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("address", "role", "state", "incarnation", "model", "kind", "fingerprint", "versions", "protocol_version", "device", "problem", "num_running", "num_waiting", "num_free_pages", "num_pages", "num_steps", "num_rows", "num_request_steps", "state_s")
+    __slots__ = ("address", "role", "state", "fingerprint", "problem", "state_s", "info")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
-    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
-    NUM_FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
-    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
-    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
-    NUM_REQUEST_STEPS_FIELD_NUMBER: _ClassVar[int]
     STATE_S_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
     address: str
     role: str
     state: WorkerState
-    incarnation: str
-    model: str
-    kind: str
     fingerprint: str
-    versions: str
-    protocol_version: int
-    device: str
     problem: str
-    num_running: int
-    num_waiting: int
-    num_free_pages: int
-    num_pages: int
-    num_steps: int
-    num_rows: int
-    num_request_steps: int
     state_s: float
-    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., fingerprint: _Optional[str] = ..., versions: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., problem: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_request_steps: _Optional[int] = ..., state_s: _Optional[float] = ...) -> None: ...
+    info: _tree_pb2.WorkerInfo
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ..., state_s: _Optional[float] = ..., info: _Optional[_Union[_tree_pb2.WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

@@ -21,11 +21,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from coppice import AsyncClient, ResourceExhaustedError, UnauthenticatedError
 from coppice.admin import AdminClient
-from coppice.bench.workers import read_workers
 from coppice.credentials import Credentials
 from coppice.v1 import admin_pb2, control_pb2, draft_pb2, generation_pb2, target_pb2
 from shared.access import proofs
-from shared.access.caller import Caller
 from shared.access.proofs import VALID_S, prove
 from shared.access.tokens import bearer
 from shared.config import CALLS, Secret
@@ -305,16 +303,6 @@ async def test_a_secret_is_replaced_while_services_run(
     ):
         whole = await client.generate(token_ids=[1, 2, 3], max_new_tokens=4)
     assert whole.usage.num_output_tokens == 4
-
-
-async def test_counters_of_workers_need_the_secret(secret_file: str) -> None:
-    async with fake_target(secret_file=secret_file) as target:
-        read = asyncio.to_thread(read_workers, [target.address], Caller(secret=Secret(b"x" * 16)))
-        with pytest.raises(UnauthenticatedError):
-            await read
-        caller = Caller(secret=Secret(SECRET.encode()))
-        found = await asyncio.to_thread(read_workers, [target.address], caller)
-    assert found[target.address]["kind"] == "target"
 
 
 async def test_tokens_come_and_go_while_the_server_runs(model: Path, token_file: str) -> None:

@@ -198,18 +198,20 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
         for index in range(6)
     ]
     schedule.write_text(json.dumps(rows))
-    workers = ",".join(re.findall(r" ready address=(\S+)", log.read_text()))
+    admin = log.read_text().partition("operators are served on ")[2].split()[0]
     result = coppice(
         *("bench", "--server", server, "--schedule", str(schedule), "--speculation=off,3/1/4"),
-        *("--processes=2", f"--workers={workers}", f"--output={output}"),
-        COPPICE_SECRET=SECRET,
+        *("--processes=2", f"--admin={admin}", f"--output={output}"),
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(output.read_text())
     off, tree = document["runs"]
     assert off["tokens"] == tree["tokens"] == sum(row["max_new_tokens"] for row in rows)
     assert tree["identical"] == 1.0 and off["failed"] == tree["failed"] == 0
-    assert sum(counters["num_steps"] > 0 for counters in document["counters"].values()) >= 2
+    counters = document["counters"].values()
+    assert len(counters) == len(document["workers"]) == 3
+    assert sum(each["num_steps"] > 0 for each in counters) >= 2
+    assert {worker["kind"] for worker in document["workers"].values()} == {"target", "eagle3"}
     assert "num_steps +" in result.stdout
 
 
