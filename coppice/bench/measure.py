@@ -1,5 +1,8 @@
 """A run: warm-up, arrivals, figures.
 
+Runs that differ in how they speculate take turns, repeat by repeat: what a machine does meanwhile
+meets all of them.
+
 In a *closed loop* a batch of requests arrives at once. Its speed is
 batch * (N - 1) / (T(N tokens) - T(1 token)), each time until the last request has ended: the tail
 of the batch counts, its prompts do not. In an *open loop* requests arrive when a schedule says,
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +52,7 @@ class Mode:
 
 
 class Bench:
-    """Runs, one after the other, on the same client processes.
+    """Runs, one at a time, on the same client processes.
 
     Args:
         keywords: Of `RequestOptions`, for every request.
@@ -73,20 +76,29 @@ class Bench:
         self._goodput = goodput
         self._outputs = outputs
 
-    def closed(self, mode: Mode, arrivals: Sequence[Arrival]) -> dict[str, Any]:
+    def closed(self, modes: Sequence[Mode], arrivals: Sequence[Arrival]) -> list[dict[str, Any]]:
         """Measure a batch of requests that arrive at once.
 
-        Returns: figures; `decode_tokens_per_second` is of the medians of the repeats.
+        Returns: figures by mode; `decode_tokens_per_second` is of the medians of the repeats.
         Raises: CoppiceError of the first request that failed.
         """
         first_only = _limited(arrivals, 1)
-        self._play(mode, _limited(arrivals, WARM_UP_TOKENS))
-        self._play(mode, first_only)
-        firsts_s: list[float] = []
-        runs: list[Played] = []
-        for _ in range(self._repeat):
-            firsts_s.append(self._play(mode, first_only).elapsed_s)
-            runs.append(self._play(mode, arrivals))
+        for mode in modes:
+            self._play(mode, _limited(arrivals, WARM_UP_TOKENS))
+            self._play(mode, first_only)
+        firsts_s: dict[str, list[float]] = {mode.name: [] for mode in modes}
+        runs: dict[str, list[Played]] = {mode.name: [] for mode in modes}
+        for mode in self._turns(modes):
+            firsts_s[mode.name].append(self._play(mode, first_only).elapsed_s)
+            runs[mode.name].append(self._play(mode, arrivals))
+        return [
+            self._closed_figures(mode, arrivals, firsts_s[mode.name], runs[mode.name])
+            for mode in modes
+        ]
+
+    def _closed_figures(
+        self, mode: Mode, arrivals: Sequence[Arrival], firsts_s: list[float], runs: list[Played]
+    ) -> dict[str, Any]:
         figures = self._figures(arrivals, runs)
         first_s = statistics.median(firsts_s)
         whole_s = statistics.median(run.elapsed_s for run in runs)
@@ -102,18 +114,30 @@ class Bench:
         }
 
     def open(
-        self, mode: Mode, label: Mapping[str, Any], arrivals: Sequence[Arrival]
-    ) -> dict[str, Any]:
+        self, modes: Sequence[Mode], label: Mapping[str, Any], arrivals: Sequence[Arrival]
+    ) -> list[dict[str, Any]]:
         """Measure requests that arrive when they are due; those that fail are counted.
 
         Args:
             label: Names the run: "schedule", or "rate".
+        Returns: figures by mode.
         Raises: CoppiceError of the first request of the warm-up that failed.
         """
         warm_up = [dataclasses.replace(each, at_s=0.0) for each in arrivals[:WARM_UP_ARRIVALS]]
-        self._play(mode, _limited(warm_up, WARM_UP_TOKENS))
-        runs = [self._play(mode, arrivals, may_fail=True) for _ in range(self._repeat)]
-        return {**label, "speculation": mode.name, **self._figures(arrivals, runs)}
+        for mode in modes:
+            self._play(mode, _limited(warm_up, WARM_UP_TOKENS))
+        runs: dict[str, list[Played]] = {mode.name: [] for mode in modes}
+        for mode in self._turns(modes):
+            runs[mode.name].append(self._play(mode, arrivals, may_fail=True))
+        return [
+            {**label, "speculation": name, **self._figures(arrivals, played)}
+            for name, played in runs.items()
+        ]
+
+    def _turns(self, modes: Sequence[Mode]) -> Iterator[Mode]:
+        """Yield each mode as often as it is repeated, every other time in the opposite order."""
+        for i in range(self._repeat):
+            yield from reversed(modes) if i % 2 else modes
 
     def _figures(self, arrivals: Sequence[Arrival], runs: Sequence[Played]) -> dict[str, Any]:
         repeats = [figures_of(run.outcomes, run.elapsed_s, self._goodput) for run in runs]

@@ -109,7 +109,7 @@ def _run_measurements(arguments: argparse.Namespace) -> int:
             goodput=goodput,
             outputs=outputs,
         )
-        runs = [_measure(measurement, bench) for measurement in measurements]
+        runs = [run for measurement in measurements for run in _measure(measurement, bench)]
     print_runs(runs)
     print_envelope(runs)
     _say_overhead(runs, num_processes)
@@ -128,18 +128,19 @@ def _run_measurements(arguments: argparse.Namespace) -> int:
     return 1 if any(each["failures"] for each in runs) else 0
 
 
-def _measure(measurement: options.Measurement, bench: Bench) -> dict[str, Any]:
-    """Measure once, and say what came of it while the others go on."""
+def _measure(measurement: options.Measurement, bench: Bench) -> list[dict[str, Any]]:
+    """Measure some runs, and say what came of them while others go on."""
     from coppice.bench.figures import warning_of
     from coppice.cli.bench_tables import brief
 
-    figures = measurement(bench)
-    sys.stderr.write(brief(figures) + "\n")
-    for reason, count in figures["failures"].items():
-        sys.stderr.write(f"warning: {count} requests failed: {reason}\n")
-    if warning := warning_of(figures["clients"], is_batch="batch" in figures):
-        sys.stderr.write(f"warning: {warning}\n")
-    return figures
+    runs = measurement(bench)
+    for figures in runs:
+        sys.stderr.write(brief(figures) + "\n")
+        for reason, count in figures["failures"].items():
+            sys.stderr.write(f"warning: {count} requests failed: {reason}\n")
+        if warning := warning_of(figures["clients"], is_batch="batch" in figures):
+            sys.stderr.write(f"warning: {warning}\n")
+    return runs
 
 
 def _say_overhead(runs: Sequence[Mapping[str, Any]], num_processes: int) -> None:

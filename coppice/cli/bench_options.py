@@ -32,7 +32,7 @@ _NOT_TIMELINE = (
     "compare_outputs",
 )
 
-Measurement = Callable[["Bench"], dict[str, Any]]
+Measurement = Callable[["Bench"], list[dict[str, Any]]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +173,7 @@ def modes_of(arguments: argparse.Namespace) -> list[Mode]:
 
 
 def measurements_of(arguments: argparse.Namespace) -> Iterator[Measurement]:
-    """Yield what to measure, in order: of all arrivals every way to speculate.
+    """Yield what to measure, in order: all arrivals, with every way to speculate.
 
     Raises: ConfigError.
     """
@@ -195,16 +195,14 @@ def _closed(arguments: argparse.Namespace, modes: list[Mode]) -> Iterator[Measur
     prompts = prompts_of(arguments)
     for count in concurrencies(arguments):
         arrivals = at_once(prompts, count, max_new_tokens=length, seed=arguments.seed)
-        for mode in modes:
-            yield partial(Bench.closed, mode=mode, arrivals=arrivals)
+        yield partial(Bench.closed, modes=modes, arrivals=arrivals)
 
 
 def _open(arguments: argparse.Namespace, modes: list[Mode]) -> Iterator[Measurement]:
     from coppice.bench.measure import Bench
 
     for label, arrivals in _runs(arguments):
-        for mode in modes:
-            yield partial(Bench.open, mode=mode, label=label, arrivals=arrivals)
+        yield partial(Bench.open, modes=modes, label=label, arrivals=arrivals)
 
 
 def _runs(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Arrival]]]:

@@ -71,8 +71,8 @@ def test_processes_send_everything_when_it_is_due(address: str, server: FakeGene
 def test_a_batch_is_warmed_up_and_repeated(address: str, server: FakeGeneration) -> None:
     with ClientProcesses(address, 2) as clients:
         bench = bench_of(clients, repeat=2)
-        run = bench.closed(
-            Mode(name="off", keywords={"speculation": False}),
+        (run,) = bench.closed(
+            [Mode(name="off", keywords={"speculation": False})],
             at_once([(1,), (2,)], 3, max_new_tokens=9, seed=0),
         )
     lengths = [request.stopping.max_new_tokens for _, request in server.requests]
@@ -111,31 +111,41 @@ def test_a_batch_is_counted_until_its_last_token_and_without_its_prompts() -> No
     """Medians: 0.5 s for one token, 2.5 s for 21: 4 requests times 20 tokens in 2 s."""
     warm_up = (9.0, 8.0)
     clients: Any = Scripted(*warm_up, 0.5, 2.5, 0.4, 2.1, 0.7, 3.0)
-    run = bench_of(clients, repeat=3).closed(
-        Mode(name="off"), at_once(["a"], 4, max_new_tokens=21, seed=0)
+    (run,) = bench_of(clients, repeat=3).closed(
+        [Mode(name="off")], at_once(["a"], 4, max_new_tokens=21, seed=0)
     )
     assert (run["decode_tokens_per_second"], run["first_s"]) == (40.0, 0.5)
     assert run["spread"]["decode_tokens_per_second"] == [32.0, 50.0]
     assert run["tokens_per_second"] == pytest.approx(4 * 21 / 2.5)
 
 
+def test_ways_to_speculate_take_turns() -> None:
+    """The machine slows down by and by: each has as much of it."""
+    clients: Any = Scripted(*([9.0] * 4), 0, 2, 0, 3, 0, 4, 0, 5)
+    modes = [Mode(name="off"), Mode(name="auto")]
+    runs = bench_of(clients, repeat=2).closed(modes, at_once(["a"], 4, max_new_tokens=21, seed=0))
+    assert [run["speculation"] for run in runs] == ["off", "auto"]
+    assert runs[0]["decode_tokens_per_second"] == runs[1]["decode_tokens_per_second"] == 22.9
+
+
 def test_a_batch_that_takes_no_longer_for_more_tokens_has_no_speed() -> None:
     clients: Any = Scripted(1.0, 1.0, 1.0, 1.0)
-    run = bench_of(clients).closed(Mode(name="off"), at_once(["a"], 4, max_new_tokens=2, seed=0))
+    arrivals = at_once(["a"], 4, max_new_tokens=2, seed=0)
+    (run,) = bench_of(clients).closed([Mode(name="off")], arrivals)
     assert run["decode_tokens_per_second"] is None
 
 
 def test_a_batch_with_a_request_that_fails_has_no_figures(address: str) -> None:
     with ClientProcesses(address, 1) as clients, pytest.raises(ResourceExhaustedError):
         arrivals = at_once([(1,), (REFUSED,)], 2, max_new_tokens=2, seed=0)
-        bench_of(clients).closed(Mode(name="auto"), arrivals)
+        bench_of(clients).closed([Mode(name="auto")], arrivals)
 
 
 def test_arrivals_that_fail_are_counted(address: str, server: FakeGeneration) -> None:
     arrivals = at_once([(1,)], 26, max_new_tokens=2, seed=0)
     arrivals.append(Arrival(at_s=0.2, prompt=(REFUSED,), max_new_tokens=2, seed=0))
     with ClientProcesses(address, 1) as clients:
-        run = bench_of(clients).open(Mode(name="auto"), {"schedule": "x.json"}, arrivals)
+        (run,) = bench_of(clients).open([Mode(name="auto")], {"schedule": "x.json"}, arrivals)
     lengths = [request.stopping.max_new_tokens for _, request in server.requests]
     assert lengths == [32] * 24 + [2] * 27  # a warm-up of the first 24
     assert (run["schedule"], run["requests"], run["failed"]) == ("x.json", 27, 1)
