@@ -8,7 +8,8 @@ they make both hosts do) from those with trees. An entry is the median of the la
 kind: one that had to wait for something else says nothing. Rungs and numbers of trees that were
 never tried take as much more than was expected of their growth as the nearest ones do, in seconds
 or as a factor, whichever is less, but no less than smaller trees do. So what was never tried looks
-rather too cheap than too dear, is tried, and is known then.
+rather too cheap than too dear, is tried, and is known then. On a CPU, where trees for all of many
+requests would be a dear try, it is the factor.
 """
 
 from __future__ import annotations
@@ -104,8 +105,6 @@ class RoundCosts:
         self._growth = seconds[0] * np.array([np.zeros(len(_BATCHES)), *growths])
         # A CPU computes row by row, a GPU's host request by request and some.
         self._host_unit = _HOST_REQUESTS + _BATCHES if is_padded else _BATCHES
-        tree_unit = _HOST_TREES + _BATCHES if is_padded else self.rows[:, None] * _BATCHES
-        self._tree_unit = np.broadcast_to(tree_unit, self._growth.shape)
         roots_s = self.forwards_s(_BATCHES.astype(float))
         self._samples = RoundSamples(self._growth.shape, roots_s, is_gpu=is_padded)
         # What rounds without trees take beside the forward, by the bucket of requests; and what
@@ -244,11 +243,10 @@ class RoundCosts:
         if np.isnan(known).all():
             self._draft = self._growth.copy()
             return
-        unit = self._tree_unit[1:]
-        factor = _filled(known / growth)
-        extra = _filled((known - growth) / unit) * unit
-        guess = growth * factor
+        guess = growth * _filled(known / growth)
         if self.is_padded:
+            unit = _HOST_TREES + _BATCHES
+            extra = _filled((known - growth) / unit) * unit
             guess = np.where(extra > 0, np.minimum(guess, growth + extra), guess)
         is_known = ~np.isnan(known)
         draft = np.where(is_known, known, guess)
