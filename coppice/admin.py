@@ -45,8 +45,8 @@ class AdminClient:
         """Wait until a worker holds no request, as far as it has said so, or is gone."""
         while True:
             workers = self.call("ListWorkers").workers
-            loads = [w.info.load for w in workers if w.address == worker]
-            if not any(load.num_running + load.num_waiting for load in loads):
+            busy = [w for w in workers if w.address == worker and w.num_running + w.num_waiting]
+            if not busy:
                 return
             time.sleep(_POLL_INTERVAL_S)
 

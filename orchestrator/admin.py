@@ -33,6 +33,7 @@ from shared.config import OrchestratorConfig
 from shared.config.values import shown_values
 from shared.errors import AbortedError, InvalidArgumentError, NotFoundError
 from shared.logs import LEVELS, set_level
+from shared.messages import WorkerInfo
 from shared.messages.codec import to_proto
 from shared.rpc.auth import caller_name
 from shared.rpc.channel import channel_options
@@ -221,7 +222,9 @@ class AdminService(pb_grpc.AdminServiceServicer):
             problem=worker.problem or misfit or (silence.problem if silence else ""),
             state_s=silence.for_s if silence and state == pb.WORKER_STATE_SILENT else 0.0,
             fingerprint=ModelIdentity.of(worker.info).fingerprint if is_target else "",
-            info=to_proto(replace(worker.info, load=worker.load)),
+            num_running=worker.load.num_running,
+            num_waiting=worker.load.num_waiting,
+            info=to_proto(shown_info(worker)),
         )
 
     @property
@@ -281,3 +284,8 @@ def _add(stats: pb.StatsResponse, other: pb.StatsResponse) -> None:
             setattr(stats, spec.name, mine + theirs)
         else:
             mine.update(Counter(mine) + Counter(theirs))
+
+
+def shown_info(worker: WorkerSession) -> WorkerInfo:
+    """Return what operators see of a worker: not by which names drafts reach a target."""
+    return replace(worker.info, load=worker.load, peer_address="", peer_socket="", feature_ring="")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from coppice import __version__
 from coppice.cli import bench_options as options
 from coppice.cli.options import add_server_option, credentials_of, open_admin, require_server
-from shared.errors import ConfigError
+from shared.errors import ConfigError, CoppiceError
 
 if TYPE_CHECKING:
     from coppice.bench.measure import Bench
@@ -190,7 +190,11 @@ def _count(
     if not before:
         return {}
     time.sleep(SETTLE_S)
-    grown = differences(before, _read_workers(arguments))
+    try:
+        grown = differences(before, _read_workers(arguments))
+    except CoppiceError as error:  # what was measured is not lost
+        sys.stderr.write(f"warning: no counters of workers: {error}\n")
+        return {}
     for address, counters in grown.items():
         sys.stdout.write(describe(address, counters) + "\n")
     return {"workers": before, "counters": grown}

@@ -129,7 +129,11 @@ class UpConfig:
         help="port that the HTTP gateway listens on, with OpenAI's API; 0 = no gateway; where it "
         "is not given, any free one if --port is 0 or 8000 is taken",
     )
-    served_model_name: str = option_of(OrchestratorConfig, "served_model_name")
+    served_model_name: str = option_of(
+        OrchestratorConfig,
+        "served_model_name",
+        help="name that clients call the model by; empty = the last part of its path",
+    )
     chat_template: str = option_of(OrchestratorConfig, "chat_template")
     token_file: str = option_of(OrchestratorConfig, "token_file")
     tls_cert_file: str = option_of(OrchestratorConfig, "tls_cert_file")

@@ -26,12 +26,14 @@ WORKER_STATE_UNPAIRED: WorkerState
 WORKER_STATE_SILENT: WorkerState
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("address", "role", "state", "fingerprint", "problem", "state_s", "info")
+    __slots__ = ("address", "role", "state", "fingerprint", "problem", "num_running", "num_waiting", "state_s", "info")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     STATE_S_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     address: str
@@ -39,9 +41,11 @@ class WorkerStatus(_message.Message):
     state: WorkerState
     fingerprint: str
     problem: str
+    num_running: int
+    num_waiting: int
     state_s: float
     info: _tree_pb2.WorkerInfo
-    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ..., state_s: _Optional[float] = ..., info: _Optional[_Union[_tree_pb2.WorkerInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., fingerprint: _Optional[str] = ..., problem: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., state_s: _Optional[float] = ..., info: _Optional[_Union[_tree_pb2.WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

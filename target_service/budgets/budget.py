@@ -131,8 +131,8 @@ class TreeBudget:
             return False
         count, era = bucket_size(num_requests), self._num_decisions // _FORECAST_DECISIONS
         if self._forecast[:2] != (era, count):
-            classes = np.full(count, self.acceptance.mean_class)
-            caps = np.full(count, len(self.costs.rows) - 1)
+            classes = np.full(num_requests, self.acceptance.mean_class)
+            caps = np.full(num_requests, len(self.costs.rows) - 1)
             deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=self._favour)
             self._forecast = (era, count, not deal.limit)
         return self._forecast[2]
@@ -149,6 +149,7 @@ class TreeBudget:
         fixed: FixedRounds = NOTHING_FIXED,
         *,
         num_dropped: Ints | None = None,
+        num_coming: int = 0,
     ) -> None:
         """Decide for requests.
 
@@ -158,13 +159,18 @@ class TreeBudget:
             fixed: Other requests of the same steps.
             num_dropped: [B], rows to compute again for the draft of one that rests no more; None:
                 there are none.
+            num_coming: Requests whose prompts are being read. If all would rest together with them,
+                none begins to have trees, which would only make these wait.
         Mutates: `rungs`.
         """
         self._decided_round = self._round
         if not len(slots):
             return
         self._renew_gains()
-        caps = np.where(self._rests_until[slots] > self._round, 0, caps)
+        rests_on = self._rests_until[slots] > self._round
+        if num_coming and self.would_rest(len(slots) + fixed.num_requests + num_coming):
+            rests_on |= self.rungs[slots] == 0
+        caps = np.where(rests_on, 0, caps)
         deal = self._deal(slots, caps, fixed)
         if num_dropped is not None and num_dropped.any():
             lower_caps = np.where(num_dropped > 0, 0, caps)

@@ -69,7 +69,7 @@ class BudgetedShapes(TreeShapes):
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
             self._owners[request.req_idx] = None
-        return self._budget.would_rest(len(self._requests))
+        return self._budget.would_rest(min(len(self._requests), len(self._owners)))
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         if not credit.adapts:
@@ -149,8 +149,6 @@ class BudgetedShapes(TreeShapes):
                 dropped.append(self._num_dropped(request))
             else:
                 fixed.append(credit.shape)
-        if num_coming and self._budget.would_rest(len(slots) + num_others + num_coming):
-            caps = [0] * len(slots)  # trees of the first ones would only make the others wait
         places = np.array(slots, dtype=np.int64)
         fixed_rounds = _fixed_rounds(num_others, fixed)
         self._budget.decide(
@@ -158,6 +156,7 @@ class BudgetedShapes(TreeShapes):
             np.array(caps, dtype=np.int64),
             fixed_rounds,
             num_dropped=np.array(dropped, dtype=np.int64),
+            num_coming=num_coming,
         )
         for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):
             self._wanted[slot] = rung

@@ -9,6 +9,8 @@ import io
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,8 +21,9 @@ from coppice import AsyncClient, TokenDelta
 from coppice.cli.admin_tables import Sample, frame, workers_table
 from coppice.v1 import admin_pb2 as pb
 from coppice.v1 import admin_pb2_grpc as pb_grpc
+from orchestrator.admin import shown_info
 from shared.errors import AbortedError, UnavailableError
-from shared.messages import TargetOpen
+from shared.messages import TargetOpen, WorkerLoad
 from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import Serving, freed, serving, write_model
@@ -69,6 +72,15 @@ async def stream(client: AsyncClient, request_id: str = "") -> list[int]:
             assert event.token_offset == len(token_ids)
             token_ids += event.token_ids
     return token_ids
+
+
+async def test_operators_see_no_names_by_which_drafts_reach_a_target() -> None:
+    names = {"peer_address": "10.0.0.5:7000/token", "peer_socket": "socket", "feature_ring": "ring"}
+    info = dataclasses.replace(FakeTarget().info, **names)
+    worker: Any = SimpleNamespace(info=info, load=WorkerLoad(num_steps=3))
+    shown = shown_info(worker)
+    assert all(getattr(shown, name) == "" for name in names)
+    assert (shown.load.num_steps, shown.incarnation) == (3, info.incarnation)
 
 
 async def test_a_drained_target_is_empty_soon_and_can_be_used_again(model: Path) -> None:

@@ -239,6 +239,17 @@ def test_what_is_expected_of_newcomers_is_what_is_decided(count: int) -> None:
     assert budget.would_rest(count) == (not budget.rungs[slots].any()) == (count > 1)
 
 
+@pytest.mark.parametrize("has_tree", [False, True])
+def test_beside_prompts_that_would_end_trees_nobody_begins_to_have_one(*, has_tree: bool) -> None:
+    """Who has trees keeps them, as far as they pay."""
+    costs = RoundCosts(CPU_FORWARD, LADDER, is_padded=False, most_rows=512)
+    budget = TreeBudget(costs, LADDER, 32, clock=lambda: 0.0)
+    first, caps = np.array([0]), np.full(1, len(LADDER))
+    for num_coming in (0, 15) if has_tree else (15, 15):
+        budget.decide(first, caps, num_coming=num_coming)
+    assert bool(budget.rungs[0]) == has_tree
+
+
 def test_a_decision_takes_little_time() -> None:
     """0.2 ms on a server's core for 256 requests; here other tests may run beside it."""
     costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
