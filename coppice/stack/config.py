@@ -136,9 +136,17 @@ class UpConfig:
     )
     chat_template: str = option_of(OrchestratorConfig, "chat_template")
     token_file: str = option_of(OrchestratorConfig, "token_file")
-    tls_cert_file: str = option_of(OrchestratorConfig, "tls_cert_file")
+    tls_cert_file: str = option_of(
+        OrchestratorConfig,
+        "tls_cert_file",
+        help="certificate chain (PEM) shown to clients; set = TLS; read again when it changes",
+    )
     tls_key_file: str = option_of(OrchestratorConfig, "tls_key_file")
-    tls_client_ca_file: str = option_of(OrchestratorConfig, "tls_client_ca_file")
+    tls_client_ca_file: str = option_of(
+        OrchestratorConfig,
+        "tls_client_ca_file",
+        help="authorities (PEM) that certificates of clients must come from; set = mutual TLS",
+    )
     insecure: bool = option_of(OrchestratorConfig, "insecure")
     reflection: bool = option_of(OrchestratorConfig, "reflection")
     secret_file: str = option(
