@@ -66,8 +66,10 @@ def coppice(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def test_a_client_with_a_token_generates_and_others_are_refused(secured: Secured) -> None:
     address, tls = secured.server.address, Tls(ca_file=secured.authority)
     with Client(address, tls=tls, token=TOKEN) as client:
-        whole = client.generate("def main():", max_new_tokens=16, speculation=True)
-    assert whole.usage.num_output_tokens == 16 and whole.speculation.num_draft_tokens > 0
+        whole = client.generate(
+            "def main():", max_new_tokens=200, ignore_eos=True, speculation=True
+        )
+    assert whole.usage.num_output_tokens == 200 and whole.speculation.num_draft_tokens > 0
     secured.server.wait_logged(f"[{whole.request_id} of alice round", service="orchestrator")
     with Client(address, tls=tls) as client, pytest.raises(UnauthenticatedError):
         client.generate("def main():")
