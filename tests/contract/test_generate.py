@@ -57,7 +57,7 @@ async def test_a_completion_has_everything(model: Path) -> None:
     usage, stats, timings = done.usage, done.speculation, done.timings
     assert (usage.num_prompt_tokens, usage.num_output_tokens) == (5, 50)
     # How soon a draft has caught up is up to the machine.
-    assert stats.num_root_only_rounds < stats.num_rounds and stats.accept_length > 1.2
+    assert stats.num_root_only_rounds < stats.num_rounds and stats.accept_length > 1
     assert stats.num_moved_rounds > 0
     assert 0 < timings.queue_ms <= timings.time_to_first_token_ms < timings.total_ms
     assert timings.mean_verify_ms > 0 and timings.mean_draft_wait_ms > 0
