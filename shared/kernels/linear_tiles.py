@@ -102,7 +102,8 @@ def choose_fp8_tiles(
         return Tiles(64, block_t, 256, 4, 4) if is_long else Tiles(64, block_t, 128, 4, 6)
     if num_rows <= 64:
         return Tiles(64, 64, 128, 4, 4)
-    if num_rows <= 128 or by_block:
+    if num_rows <= 128 or by_block or (splits > 1 and num_rows > MAX_SPLIT_ROWS):
+        # The sums of a split and of all would not fit into registers. Spilled, they came out wrong.
         return SQUARE_FP8_TILES
     return _WIDE
 

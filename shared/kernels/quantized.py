@@ -108,7 +108,9 @@ def quantize(weight: torch.Tensor) -> QuantizedWeight:
         weight: [N, K], finite.
     """
     rows = weight.float()
-    scales = rows.abs().amax(dim=1) / E4M3_MAX
+    # By a tensor: by a number, a GPU would multiply by what is nearly its inverse.
+    largest = rows.abs().amax(dim=1)
+    scales = largest / torch.full_like(largest, E4M3_MAX)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     values = (rows / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return QuantizedWeight(values=values, scales=scales[None], dtype=weight.dtype)

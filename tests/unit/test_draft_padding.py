@@ -146,10 +146,13 @@ def extended(engine: DraftEngine) -> list[DraftRequest]:
 
 
 def grown(engine: DraftEngine, growing: list[DraftRequest]) -> list[TokenTree]:
+    """Grow the ordered trees. The orders stay pending: they can be grown again."""
     engine.pipeline.launch_growth(growing, UNTIMED)
     rows = range(len(growing))
     output = engine.runner.read(UNTIMED)
     trees = settle_orders(growing, rows, output, UNTIMED)
+    for request, order in zip(growing, trees.orders, strict=True):
+        request.pending = order
     return [token_tree(trees, row) for row in rows]
 
 
