@@ -5,6 +5,9 @@ cost of the large shape (see benchmarks/inflation.py).
 
     python -m benchmarks.inflate --out /dev/shm/8b
     coppice up --target-model /dev/shm/8b/target --draft-model /dev/shm/8b/eagle3
+
+`--shape 30b-a3b` has the sizes of Qwen3-30B-A3B, 128 experts in each of 48 layers, as a Mixtral:
+norms of q and k, which Qwen3 has, would change what the bundled target computes.
 """
 
 from __future__ import annotations
@@ -40,8 +43,12 @@ def main() -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)  # in each of those that write shards
     for role, checkpoint in inflate_bundled(args.shape).items():
+        begun = time.perf_counter()
         num_bytes = write_checkpoint(checkpoint, args.out / role)
-        sys.stdout.write(f"{args.out / role}: {num_bytes / 1e9:.2f} GB\n")
+        seconds = time.perf_counter() - begun
+        sys.stdout.write(
+            f"{args.out / role}: {num_bytes / 1e9:.2f} GB, {num_bytes / 1e9 / seconds:.2f} GB/s\n"
+        )
     sys.stdout.write(f"{time.perf_counter() - started:.0f} s\n")
 
 
@@ -92,7 +99,10 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path, *, has_data: bool 
 
 
 def _write_shard(path: Path, recipes: dict[str, Recipe], *, has_data: bool) -> None:
-    """Write one safetensors file, tensor by tensor: a shard need not fit into memory."""
+    """Write one safetensors file, tensor by tensor: a shard need not fit into memory.
+
+    Tensors that are alike are made once for each shard.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, recipe in recipes.items():
@@ -104,8 +114,13 @@ def _write_shard(path: Path, recipes: dict[str, Recipe], *, has_data: bool) -> N
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         if has_data:
+            alike: dict[str, torch.Tensor] = {}
             for name, recipe in recipes.items():
-                tensor = recipe.make(name, torch.device("cpu"))
+                tensor = alike.get(recipe.filler)
+                if tensor is None:
+                    tensor = recipe.make(name, torch.device("cpu"))
+                if recipe.filler:
+                    alike[recipe.filler] = tensor
                 file.write(tensor.view(torch.uint8).numpy().data)
         else:
             file.truncate(file.tell() + end)

@@ -6,12 +6,17 @@ the others. So:
     writes to the residual     (embedding, o_proj, down_proj, fc): zero outside of the small block
     reads of the residual      (q, k, v, gate, up, lm_head): filler outside, multiplied by zeros
     RMSNorm                    sum / D is d / D of the small model's mean: eps times d / D, weight
-                               divided by sqrt(D / d); exact in any float type if D / d = 4^n
+                               divided by sqrt(D / d); exact in any float type if D / d = 4^n.
+                               If it is 2 * 4^n, the stream holds the small one twice, and norms
+                               multiply the second by zero: it counts in the mean alone
     extra heads, FFN columns   filler, into zero columns of o_proj and down_proj
     extra layers               filler, with o_proj and down_proj zero
+    experts                    each is the small model's FFN; their weights sum to 1;
+                               the router is filler, so that it spreads tokens over all of them
     extra vocabulary rows      embeddings repeat a token; output rows give logits near UNUSED_LOGIT
 
-Query heads keep their KV head, head_dim and the rotary embedding stay the small model's.
+Query heads keep their KV head, head_dim and the rotary embedding stay the small model's. Norms of q
+and k cannot be had: the small model's are as long as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +44,23 @@ UNUSED_LOGIT = -40.0
 # A prime: rows of a matrix never start at the same filler value.
 _NUM_FILLER = (1 << 24) - 3
 
+# What Mixtral calls the projections of an expert.
+MIXTRAL_PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
 Recipes = Mapping[str, "Recipe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """Experts of every layer of the target, a Mixtral then.
+
+    Args:
+        width: Width of an expert.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +68,7 @@ class Shape:
     """Sizes of the large pair.
 
     Args:
+        intermediate_size: Width of the feed-forwards; with experts, of the head's alone.
         num_layers: Of the target; a head has one.
         draft_vocab_size: Rows of the head's output layer.
         max_position_embeddings: The target's; the head keeps its own, its window.
@@ -60,6 +82,7 @@ class Shape:
     vocab_size: int
     draft_vocab_size: int
     max_position_embeddings: int
+    experts: ExpertsShape | None = None
 
 
 SHAPES = {
@@ -73,6 +96,17 @@ SHAPES = {
         draft_vocab_size=32000,
         max_position_embeddings=131072,
     ),
+    "30b-a3b": Shape(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        vocab_size=151936,
+        draft_vocab_size=32000,
+        max_position_embeddings=40960,
+        experts=ExpertsShape(num_experts=128, num_experts_per_tok=8, width=768),
+    ),
     "small": Shape(
         hidden_size=1024,
         intermediate_size=1280,
@@ -82,6 +116,17 @@ SHAPES = {
         vocab_size=4608,
         draft_vocab_size=3328,
         max_position_embeddings=4096,
+    ),
+    "small-experts": Shape(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=16,
+        num_heads=8,
+        num_kv_heads=1,
+        vocab_size=4608,
+        draft_vocab_size=3328,
+        max_position_embeddings=4096,
+        experts=ExpertsShape(num_experts=8, num_experts_per_tok=2, width=768),
     ),
 }
 
@@ -93,6 +138,8 @@ class Recipe:
     Args:
         std: Standard deviation of the filler; 0 = none, `constant` everywhere.
         blocks: What replaces parts of it: index and value, broadcast.
+        filler: What its filler starts by instead of the tensor's name; tensors of one recipe with
+            it are alike.
     """
 
     shape: tuple[int, ...]
@@ -100,6 +147,7 @@ class Recipe:
     std: float = 0.0
     constant: float = 0.0
     blocks: tuple[tuple[tuple[slice, ...], torch.Tensor], ...] = ()
+    filler: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -110,9 +158,10 @@ class Recipe:
         """Return the tensor, the same on every device.
 
         Args:
-            name: Where in the filler it starts.
+            name: Where in the filler it starts, unless `filler` says so.
         """
         if self.std:
+            name = self.filler or name
             out = _filler_at(zlib.crc32(name.encode()), math.prod(self.shape), device)
             out = out.view(self.shape).mul_(self.std)
         else:
@@ -220,18 +269,17 @@ class _Inflation:
     """
 
     def __init__(self, shape: Shape, config: ModelConfig, directory: Path) -> None:
-        ratio = shape.hidden_size / config.hidden_size
-        if ratio < 1 or not math.log(ratio, 4).is_integer():
-            raise ValueError(
-                f"hidden size {shape.hidden_size} is not 4^n times {config.hidden_size}"
-            )
+        copies, ratio = _fit(config.hidden_size, shape.hidden_size)
         group = config.num_heads // config.num_kv_heads
-        if shape.num_heads != group * shape.num_kv_heads:
+        large_group = shape.num_heads // shape.num_kv_heads
+        # One group of the small model is the beginning of a larger one.
+        if large_group < group or (large_group > group and config.num_kv_heads > 1):
             raise ValueError(f"{group} query heads share a KV head in the small model")
         if config.is_tied or config.has_qkv_bias or config.has_o_bias or config.has_mlp_bias:
             raise ValueError("tied embeddings and biases are not inflated")
         self._shape = shape
         self._small = config
+        self._copies = copies
         self._scale = math.sqrt(ratio)  # a power of two
         self._infos = read_tensor_infos(directory)
         self._reader = CheckpointReader(directory, device=torch.device("cpu"), dtype=torch.bfloat16)
@@ -247,9 +295,20 @@ class _Inflation:
 
     def target_fields(self) -> dict[str, Any]:
         """Return config.json of the target."""
-        return self._fields | {
+        fields = self._fields | {
             "num_hidden_layers": self._shape.num_layers,
             "max_position_embeddings": self._shape.max_position_embeddings,
+        }
+        experts = self._shape.experts
+        if experts is None:
+            return fields
+        return fields | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": experts.num_experts,
+            "num_experts_per_tok": experts.num_experts_per_tok,
+            "intermediate_size": experts.width,
+            "sliding_window": None,
         }
 
     def head_fields(self) -> dict[str, Any]:
@@ -273,9 +332,13 @@ class _Inflation:
         recipes = {
             "model.embed_tokens.weight": Recipe(
                 shape=(rows, wide),
-                blocks=(
-                    ((slice(used), slice(narrow)), embedding),
-                    ((slice(used, None), slice(narrow)), embedding[-1]),
+                blocks=tuple(
+                    ((ids, columns), value)
+                    for columns in self._written(narrow)
+                    for ids, value in (
+                        (slice(used), embedding),
+                        (slice(used, None), embedding[-1]),
+                    )
                 ),
             ),
             "model.norm.weight": self._norm("model.norm.weight"),
@@ -284,7 +347,9 @@ class _Inflation:
         places = place_layers(self._small.num_layers, self._shape.num_layers)
         for layer in range(self._shape.num_layers):
             source = f"model.layers.{places.index(layer)}" if layer in places else None
-            recipes |= self._layer(f"model.layers.{layer}", source, num_inputs=1)
+            recipes |= self._layer(
+                f"model.layers.{layer}", source, num_inputs=1, experts=self._shape.experts
+            )
         return recipes
 
     def head(self, hidden_rows: torch.Tensor, num_used: int) -> Recipes:
@@ -311,7 +376,8 @@ class _Inflation:
             "fc.weight": Recipe(
                 shape=(wide, fc.shape[1] // narrow * wide),
                 blocks=tuple(
-                    ((slice(narrow), slice(i * wide, i * wide + narrow)), part)
+                    ((written, slice(i * wide, i * wide + narrow)), part)
+                    for written in self._written(narrow)
                     for i, part in enumerate(fc.split(narrow, dim=1))
                 ),
             ),
@@ -331,37 +397,79 @@ class _Inflation:
             ),
         }
 
-    def _layer(self, name: str, source: str | None, num_inputs: int) -> Recipes:
+    def _layer(
+        self,
+        name: str,
+        source: str | None,
+        num_inputs: int,
+        experts: ExpertsShape | None = None,
+    ) -> Recipes:
         """Return a decoder layer.
 
         Args:
             source: The small model's layer; None: an identity.
             num_inputs: Vectors side by side that its attention reads.
+            experts: What it has instead of one feed-forward.
         """
         shape, head_dim = self._shape, self._small.head_dim
         q_width, kv_width = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
         attention = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        mlp = {"gate_proj": shape.intermediate_size, "up_proj": shape.intermediate_size}
         recipes = {}
         for norm in ("input_layernorm", "post_attention_layernorm"):
             recipes[f"{norm}.weight"] = self._norm(source and f"{source}.{norm}.weight")
         for part, rows in attention.items():
             part = f"self_attn.{part}.weight"
             recipes[part] = self._read(rows, num_inputs, source and f"{source}.{part}")
-        for part, rows in mlp.items():
-            part = f"mlp.{part}.weight"
-            recipes[part] = self._read(rows, 1, source and f"{source}.{part}")
-        writes = {"self_attn.o_proj": q_width, "mlp.down_proj": shape.intermediate_size}
-        for part, columns in writes.items():
-            part = f"{part}.weight"
-            recipes[part] = self._write(columns, source and f"{source}.{part}")
+        part = "self_attn.o_proj.weight"
+        recipes[part] = self._write(q_width, source and f"{source}.{part}")
+        if experts is None:
+            for part, recipe in self._feed_forward(shape.intermediate_size, source).items():
+                recipes[f"mlp.{part}.weight"] = recipe
+        else:
+            recipes |= self._experts(name, source, experts)
         return {f"{name}.{part}": recipe for part, recipe in recipes.items()}
+
+    def _feed_forward(self, width: int, source: str | None) -> Recipes:
+        """Return its projections."""
+        if width < self._small.intermediate_size and source:
+            raise ValueError(f"a feed-forward of {width} cannot hold the small model's")
+        recipes = {
+            part: self._read(width, 1, source and f"{source}.mlp.{part}.weight")
+            for part in ("gate_proj", "up_proj")
+        }
+        down = source and f"{source}.mlp.down_proj.weight"
+        return recipes | {"down_proj": self._write(width, down)}
+
+    def _experts(self, name: str, source: str | None, experts: ExpertsShape) -> dict[str, Recipe]:
+        """Return a router and experts that are all the same, with the names of Mixtral.
+
+        Args:
+            name: The layer: its filler is its own.
+        """
+        block = "block_sparse_moe"
+        recipes = {f"{block}.gate.weight": self._read(experts.num_experts, 1, None)}
+        parts = {
+            MIXTRAL_PARTS[part]: dataclasses.replace(recipe, filler=f"{name}.{part}")
+            for part, recipe in self._feed_forward(experts.width, source).items()
+        }
+        for i in range(experts.num_experts):
+            for part, recipe in parts.items():
+                recipes[f"{block}.experts.{i}.{part}.weight"] = recipe
+        return recipes
+
+    def _written(self, narrow: int) -> list[slice]:
+        """Return where the small residual stream is in the large one."""
+        return [slice(i * narrow, (i + 1) * narrow) for i in range(self._copies)]
 
     def _norm(self, source: str | None) -> Recipe:
         blocks: tuple[Any, ...] = ()
         if source:
             weight = self._load(source)
-            blocks = (((slice(len(weight)),), weight / self._scale),)
+            first, *others = self._written(len(weight))
+            blocks = (
+                ((first,), weight / self._scale),
+                *(((other,), torch.zeros_like(weight)) for other in others),
+            )
         return Recipe(shape=(self._shape.hidden_size,), constant=1 / self._scale, blocks=blocks)
 
     def _read(self, rows: int, num_inputs: int, source: str | None) -> Recipe:
@@ -381,7 +489,10 @@ class _Inflation:
         blocks: tuple[Any, ...] = ()
         if source:
             weight = self._load(source)
-            blocks = (((slice(weight.shape[0]), slice(weight.shape[1])), weight),)
+            columns_used = slice(weight.shape[1])
+            blocks = tuple(
+                ((written, columns_used), weight) for written in self._written(len(weight))
+            )
         return Recipe(shape=(self._shape.hidden_size, columns), blocks=blocks)
 
     def _output(self, source: str, rows: int, hidden_rows: torch.Tensor) -> Recipe:
@@ -397,6 +508,18 @@ class _Inflation:
 
     def _load_int64(self, name: str) -> torch.Tensor:
         return self._reader.load_int64(name, self._infos[name].shape)
+
+
+def _fit(narrow: int, wide: int) -> tuple[int, int]:
+    """Return how often a residual stream holds the small one, and 4^n: how many times these fit.
+
+    Raises: ValueError if they do not.
+    """
+    for copies in (1, 2):
+        ratio = wide // (copies * narrow)
+        if ratio * copies * narrow == wide and ratio and math.log(ratio, 4).is_integer():
+            return copies, ratio
+    raise ValueError(f"hidden size {wide} is not a power of two times {narrow}")
 
 
 def unused_row(hidden_rows: torch.Tensor) -> torch.Tensor:

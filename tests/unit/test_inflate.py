@@ -2,12 +2,16 @@
 
 Its sums are longer by zeros. That zeros change no bit is a property of elementwise products, so
 these are what both pairs multiply by here; how a library adds up longer rows is the library's.
+
+With experts it computes the same but for rounding: their weights sum to 1 in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +31,9 @@ from benchmarks.inflation import (
 )
 from benchmarks.models import open_pair
 from shared.kernels import products_cpu
+from shared.kernels.expert_choice import ChosenExperts, choose_experts
 from shared.messages import SamplingParams, TreeShape
+from shared.models import experts
 from shared.models.checkpoint import CheckpointReader, resolve_model
 from shared.models.config import ModelConfig, feature_spec
 from shared.models.digest import model_hash
@@ -48,7 +54,15 @@ def checkpoints() -> dict[str, Checkpoint]:
 
 @pytest.fixture(scope="module")
 def large(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Pairing:
-    directory = tmp_path_factory.mktemp("inflated")
+    return write_pair(checkpoints, tmp_path_factory.mktemp("inflated"))
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Pairing:
+    return write_pair(inflate_bundled("small-experts"), tmp_path_factory.mktemp("experts"))
+
+
+def write_pair(checkpoints: dict[str, Checkpoint], directory: Path) -> Pairing:
     for role, checkpoint in checkpoints.items():
         write_checkpoint(checkpoint, directory / role)
     return Pairing(target=directory / "target", draft=directory / "eagle3", algorithm="eagle3")
@@ -152,12 +166,51 @@ def test_outputs_trees_and_acceptance_are_the_small_pairs(
 
 
 @pytest.mark.slow
+def test_with_experts_outputs_trees_and_acceptance_are_the_small_pairs(
+    small: Pairing, with_experts: Pairing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[torch.Tensor] = []
+
+    def choose(*args: Any) -> ChosenExperts:
+        choice = choose_experts(*args)
+        chosen.append(choice.ids)
+        return choice
+
+    monkeypatch.setattr(experts, "choose_experts", choose)
+    prompt = read_prompts(small.target, 1)[0][:12]
+    runs = []
+    for pairing in (small, with_experts):
+        # Greedy by a tree and plain: speculation changes no token.
+        requests = [
+            LocalRequest(prompt=prompt, max_new_tokens=16, shape=shape) for shape in (TREE, None)
+        ]
+        target = make_target(pairing, dtype="float32", num_pages=64, max_context_len=48)
+        draft = make_draft(pairing, dtype="float32", num_pages=512)
+        LocalPair(target, draft).run(requests)
+        runs.append(requests)
+    (before, _), (after, plain) = runs
+    assert after.output == plain.output == before.output
+    assert after.accept_length == before.accept_length > 1
+    for tree, large_tree in zip(before.trees, after.trees, strict=True):
+        assert large_tree.token_ids == tree.token_ids
+        assert large_tree.parent_index == tree.parent_index
+    sizes = SHAPES["small-experts"]
+    assert sizes.experts is not None
+    num_experts = sizes.experts.num_experts
+    for layer in range(sizes.num_layers):
+        ids = torch.cat([each.flatten() for each in chosen[layer :: sizes.num_layers]])
+        shares = ids[ids < num_experts].long().bincount(minlength=num_experts) / len(ids)
+        assert shares.min() > 0 and shares.max() < 4 / num_experts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["large", "with_experts"])
 def test_transformers_generates_the_small_models_text(
-    inference: None, small: Pairing, large: Pairing
+    inference: None, small: Pairing, kind: str, request: pytest.FixtureRequest
 ) -> None:
     ids = torch.tensor([read_prompts(small.target, 1)[0]])
     texts = []
-    for pairing in (small, large):
+    for pairing in (small, request.getfixturevalue(kind)):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             pairing.target, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -220,6 +273,19 @@ def test_the_8b_is_an_8b() -> None:
     assert head.recipes["t2d"].make("t2d", torch.device("cpu")).sum() == shape.draft_vocab_size
 
 
+def test_the_30b_has_the_sizes_of_qwen3_30b_a3b_without_norms_of_q_and_k() -> None:
+    target = inflate_bundled("30b-a3b")["target"]
+    num_bytes = sum(recipe.num_bytes for recipe in target.recipes.values())
+    assert num_bytes == 2 * (30_532_122_624 - 48 * 2 * 128)
+    assert target.fields["architectures"] == ["MixtralForCausalLM"]
+    # 2048 is 2 * 4 * 256: the residual stream holds the small one twice.
+    assert target.fields["rms_norm_eps"] == 1e-5 / 4
+    alike = [
+        target.recipes[f"model.layers.7.block_sparse_moe.experts.{i}.w1.weight"] for i in (0, 127)
+    ]
+    assert alike[0] is alike[1] and alike[0].filler
+
+
 @pytest.mark.parametrize(("num_large", "last_ids"), [(32, (14, 27)), (16, (6, 11)), (80, (38, 75))])
 def test_layers_keep_their_order_around_the_captured_ones(
     num_large: int, last_ids: tuple[int, int]
@@ -236,6 +302,15 @@ def test_layers_keep_their_order_around_the_captured_ones(
 def test_shapes_that_cannot_hold_the_small_model_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         place_layers(12, 12)
+    dirs = resolve_model("demo", "target"), resolve_model("demo", "eagle3")
+    shape = SHAPES["small-experts"]
+    for sizes, message in (
+        ({"hidden_size": 768}, "hidden size"),
+        ({"num_kv_heads": 4}, "share a KV head"),
+        ({"intermediate_size": 512, "experts": None}, "feed-forward of 512"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inflate_pair(dataclasses.replace(shape, **sizes), *dirs)
 
 
 def test_an_unused_row_loses_everywhere() -> None:
