@@ -4,7 +4,8 @@ All heads of a row read one latent of 576 values per token, so that the limit of
 memory and that of many the tensor cores: both are measured here, by a copy and by a product of
 torch. Times are of CUDA-graph replays over copies of the cache that no cache of the GPU can hold.
 A line counts only with its check: close to float64, and the bits of a row those that it has alone.
-Steps of a whole model: `python -m benchmarks.experts --shapes "" --models deepseek-v2-lite`.
+Steps of a whole model: `python -m benchmarks.experts --shapes "" --models deepseek-v2-lite`, or
+`--models deepseek-v3 --layers 8 --context 4096`.
 
     python -m benchmarks.latents --output benchmarks/results/latents.json
 """
@@ -25,6 +26,7 @@ from benchmarks.timing import (
     blocks,
     copy_bandwidth,
     integers,
+    product_rate,
     progress,
     report,
     time_ms,
@@ -83,7 +85,7 @@ def main() -> None:
     contexts = args.contexts or ([4096, 32768] if is_gpu else [70])
     lines = []
     with torch.inference_mode():
-        bandwidth, flop_rate = copy_bandwidth(device), _flop_rate(device, dtype)
+        bandwidth, flop_rate = copy_bandwidth(device), product_rate(device, dtype)
         for num_heads in heads:
             for context in contexts:
                 for shape in trees:
@@ -96,13 +98,6 @@ def main() -> None:
     report(lines, args, extra=extra)
     if not all(line.is_right for line in lines):
         sys.exit("latent attention is wrong, or a row depends on the others")
-
-
-def _flop_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations per second of a large product by torch."""
-    size = 8192 if device.type == "cuda" else 256
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / time_ms([lambda: a @ b], device) * 1e3
 
 
 def _measure(

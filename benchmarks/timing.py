@@ -90,6 +90,13 @@ def copy_bandwidth(device: torch.device) -> float:
     return num_bytes / copy_ms * 1e3
 
 
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of a large product by torch."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / time_ms([lambda: a @ b], device) * 1e3
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for a GPU; nothing to do for a CPU."""
     if device.type == "cuda":

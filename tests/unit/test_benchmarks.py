@@ -58,6 +58,7 @@ KERNELS = [
         ),
         (experts, "--rows 1,3 --context 20", 3 * 2),
         (experts, "--rows 2 --context 20 --shapes= --models small-latent", 1),
+        (experts, "--rows 2 --trees 1x5 --context 20 --weights fp8 --layers 1", 2 + 2),
         (latents, "--trees 1x1,2x3 --contexts 70", 2),
         (draft, "--requests 1,2 --shapes 3/2/5,1/2/3 --context 20", 4),
         pytest.param(
