@@ -334,6 +334,7 @@ def test_nothing_is_registered_on_a_cpu(folder: Path, runtime: FakeRuntime) -> N
 def test_what_cuda_refuses_is_an_error_that_leaves_nothing(
     folder: Path, runtime: FakeRuntime
 ) -> None:
+    gc.collect()  # what other tests left
     before = os.listdir("/proc/self/fd")
     runtime.result = CudaError.refused
     with pytest.raises(OSError, match=r"it was refused \(712\)"):
