@@ -1,8 +1,9 @@
 """Read the tensors of a checkpoint's files to a device, and say how many bytes have been read.
 
-On a CPU the bytes of a large tensor are copied by several threads at once, straight into the memory
-where it stays; one that becomes another dtype is converted piece by piece on its way. Files are not
-mapped: one that is replaced or cut off meanwhile is an error, not the end of the process.
+The bytes of a large tensor are copied by several threads at once: on a CPU straight into the memory
+where it stays, one that becomes another dtype being converted piece by piece on its way; for a GPU
+into memory that it reads by itself, while threads fill the next. Files are not mapped: one that is
+replaced or cut off meanwhile is an error, not the end of the process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shared.models.tensor_files import TensorInfo
 
 REPORT_INTERVAL_S = 1.0
 _MAX_THREADS = 8
+_NUM_STAGES = 2
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -89,8 +91,10 @@ class TensorReads:
     """Reads tensors to one device.
 
     Args:
-        num_threads: That copy on a CPU; None: as many as there are cores, 8 at most.
+        num_threads: That copy; None: as many as there are cores, 8 at most.
         min_share_bytes: What one thread copies at least: less is sooner done than handed over.
+        stage_bytes: Of each of the two parts of memory that a GPU reads; 0: the bytes go straight
+            to where they stay.
         piece_values: Read at once of what becomes another dtype: they stay in a core's cache, and
             calls are few.
     """
@@ -101,10 +105,15 @@ class TensorReads:
         *,
         num_threads: int | None = None,
         min_share_bytes: int = 4 << 20,
+        stage_bytes: int | None = None,
         piece_values: int = 1 << 17,
     ) -> None:
         self._device = device
         self._min_share_bytes = min_share_bytes
+        if stage_bytes is None:
+            stage_bytes = 0 if device.type == "cpu" else 32 << 20
+        self._stage_bytes = stage_bytes
+        self._stages: _Stages | None = None
         self._piece_values = piece_values
         self._num_threads = num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._files: dict[Path, Any] = {}
@@ -120,6 +129,7 @@ class TensorReads:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+        self._stages = None
         self._files.clear()
         self._descriptors.clear()
 
@@ -131,8 +141,14 @@ class TensorReads:
         Raises: CheckpointError naming a tensor that cannot be read.
         """
         try:
-            is_copied = self._device.type == "cpu" and not info.is_pickled
-            tensor = self._copied(info, dtype) if is_copied else self._opened(info, dtype)
+            if info.is_pickled:
+                tensor = self._opened(info, dtype)
+            else:
+                stored = _stored_dtype(info)
+                if info.file not in self._descriptors:
+                    self._descriptors[info.file] = os.open(info.file, os.O_RDONLY)
+                read = self._staged if self._stage_bytes else self._copied
+                tensor = read(info, stored, dtype)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
         on_read = _on_read.get()
@@ -150,21 +166,34 @@ class TensorReads:
         is_view = self._device.type == "cpu"
         return tensor.to(device=self._device, dtype=dtype or tensor.dtype, copy=is_view)
 
-    def _copied(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
+    def _staged(
+        self, info: TensorInfo, stored: torch.dtype, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """Return a tensor whose bytes a GPU reads from where threads have put them."""
+        if self._stages is None:
+            self._stages = _Stages(self._device, self._stage_bytes)
+        tensor = torch.empty(info.shape, dtype=stored, device=self._device)
+        values = tensor.view(-1).view(torch.uint8)
+        for first in range(0, len(values), self._stage_bytes):
+            part = values[first : first + self._stage_bytes]
+            stage = self._stages.take()[: len(part)]
+
+            def fill(begin: int, end: int, stage: torch.Tensor = stage, first: int = first) -> None:
+                self._fill(stage[begin:end], info, info.start + first + begin)
+
+            self._share_out(fill, len(part), 1)
+            self._stages.send(stage, part)
+        return tensor.to(dtype or stored)
+
+    def _copied(
+        self, info: TensorInfo, stored: torch.dtype, dtype: torch.dtype | None
+    ) -> torch.Tensor:
         """Return a tensor whose bytes are copied."""
-        stored = _DTYPES.get(info.dtype)
-        if stored is None:
-            raise CheckpointError(f"{info.file}: {info.name!r} is {info.dtype}, which none reads")
-        if info.file not in self._descriptors:
-            self._descriptors[info.file] = os.open(info.file, os.O_RDONLY)
         tensor = torch.empty(info.shape, dtype=dtype or stored)
         values, size = tensor.view(-1), stored.itemsize
-        count = min(self._num_threads, max(1, len(values) * size // self._min_share_bytes))
-        bounds = [len(values) * i // count for i in range(count + 1)]
         most = self._piece_values
 
-        def copy(share: int) -> None:
-            begin, end = bounds[share], bounds[share + 1]
+        def copy(begin: int, end: int) -> None:
             if tensor.dtype is stored:
                 self._fill(values[begin:end], info, info.start + begin * size)
                 return
@@ -175,14 +204,20 @@ class TensorReads:
                     self._fill(piece[: len(part)], info, info.start + first * size)
                     part.copy_(piece[: len(part)])
 
+        self._share_out(copy, len(values), size)
+        return tensor
+
+    def _share_out(self, copy: Callable[[int, int], None], num_values: int, size: int) -> None:
+        """Let threads copy values of so many bytes, each its share from one place to another."""
+        count = min(self._num_threads, max(1, num_values * size // self._min_share_bytes))
         if count == 1:
-            copy(0)
-            return tensor
+            copy(0, num_values)
+            return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="read-weights")
-        for _ in self._pool.map(copy, range(count)):
+        bounds = [num_values * i // count for i in range(count + 1)]
+        for _ in self._pool.map(copy, bounds[:-1], bounds[1:]):
             pass
-        return tensor
 
     def _fill(self, values: torch.Tensor, info: TensorInfo, offset: int) -> None:
         """Copy bytes of a file from an offset on. Mutates: `values`, all of them."""
@@ -193,3 +228,43 @@ class TensorReads:
             if not num_read:
                 raise CheckpointError(f"{info.file} ended within {info.name!r}, while it was read")
             part, offset = part[num_read:], offset + num_read
+
+
+class _Stages:
+    """Memory that a GPU reads by itself, in parts that are filled in turns.
+
+    Args:
+        device: That reads it; a CPU copies at once.
+        num_bytes: Of a part.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        is_gpu = device.type == "cuda"
+        self._memory = [
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(_NUM_STAGES)
+        ]
+        self._has_been_read = [torch.cuda.Event() if is_gpu else None for _ in range(_NUM_STAGES)]
+        self._turn = 0
+
+    def take(self) -> torch.Tensor:
+        """Return the next part, once it has been read. [num_bytes] u8."""
+        self._turn = (self._turn + 1) % _NUM_STAGES
+        event = self._has_been_read[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._memory[self._turn]
+
+    def send(self, values: torch.Tensor, to: torch.Tensor) -> None:
+        """Let the device read values of the part that was taken last. Mutates: `to`."""
+        to.copy_(values, non_blocking=True)
+        event = self._has_been_read[self._turn]
+        if event is not None:
+            event.record()
+
+
+def _stored_dtype(info: TensorInfo) -> torch.dtype:
+    """Return the dtype of a tensor in its file."""
+    stored = _DTYPES.get(info.dtype)
+    if stored is None:
+        raise CheckpointError(f"{info.file}: {info.name!r} is {info.dtype}, which none reads")
+    return stored

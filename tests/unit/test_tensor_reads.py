@@ -25,9 +25,15 @@ SHAPES = ((), (0, 4), (1,), (SHARE - 1,), (SHARE,), (2 * SHARE + 1,), (7, 3 * SH
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64)
 
 
-def reads_of(num_threads: int) -> TensorReads:
+def reads_of(num_threads: int, *, stage_bytes: int = 0) -> TensorReads:
     """Return what reads in small shares and pieces."""
-    return TensorReads(CPU, num_threads=num_threads, min_share_bytes=SHARE, piece_values=300)
+    return TensorReads(
+        CPU,
+        num_threads=num_threads,
+        min_share_bytes=SHARE,
+        stage_bytes=stage_bytes,
+        piece_values=300,
+    )
 
 
 @pytest.fixture
@@ -48,25 +54,39 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.parametrize("stage_bytes", [0, 5 * SHARE + 8])
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_tensors_are_those_of_the_file(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], num_threads: int, *, is_inference: bool
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    num_threads: int,
+    stage_bytes: int,
+    *,
+    is_inference: bool,
 ) -> None:
     with torch.inference_mode(is_inference):
-        check_tensors(tmp_path, tensors, num_threads)
+        check_tensors(tmp_path, tensors, reads_of(num_threads, stage_bytes=stage_bytes))
 
 
-def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], num_threads: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_a_gpu_reads_tensors_in_turns(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    gpu = torch.device("cuda")
+    check_tensors(tmp_path, tensors, TensorReads(gpu, min_share_bytes=SHARE, stage_bytes=5 * SHARE))
+    check_tensors(tmp_path, tensors, TensorReads(gpu))
+
+
+def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], reads: TensorReads) -> None:
     """Read every tensor as it is and as other dtypes, and look for threads that are left."""
-    reads = reads_of(num_threads)
-    for name, info in read_tensor_infos(directory).items():
-        want = tensors[name]
-        got = reads.read(info, None)
+    infos = read_tensor_infos(directory)
+    was_read = {name: reads.read(info, None) for name, info in infos.items()}
+    for name, info in infos.items():
+        want, got = tensors[name], was_read[name]
         assert got.dtype is want.dtype and got.shape == want.shape
-        assert torch.equal(bits_of(got), bits_of(want))
+        assert torch.equal(bits_of(got).cpu(), bits_of(want))
         for dtype in (torch.float32, torch.bfloat16):
-            assert torch.equal(bits_of(reads.read(info, dtype)), bits_of(want.to(dtype)))
+            assert torch.equal(bits_of(reads.read(info, dtype)).cpu(), bits_of(want.to(dtype)))
     reads.close()
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("read-weights") for name in names)
