@@ -180,8 +180,8 @@ class TreeBudget:
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if not deal.limit:
             rungs = self._probed(slots, caps, fixed)
-        elif not fixed.num_trees and self.costs.plain_is_worth_a_try(
-            len(slots) + fixed.num_requests, deal.tokens_per_s
+        elif not (fixed.num_trees or num_coming) and self.costs.plain_is_worth_a_try(
+            len(slots) + fixed.num_requests, deal.tokens_per_s, self._clock()
         ):
             rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
         else:

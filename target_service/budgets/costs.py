@@ -170,17 +170,20 @@ class RoundCosts:
             )
         return seconds
 
-    def plain_is_worth_a_try(self, num_requests: int, tokens_per_s: float) -> bool:
+    def plain_is_worth_a_try(self, num_requests: int, tokens_per_s: float, now_s: float) -> bool:
         """Return whether rounds without trees, of which there was none for long, might bring more.
 
         What is known of them may be of a moment when others used the machine.
 
         Args:
             tokens_per_s: That rounds with trees bring.
+            now_s: By a monotonic clock.
         Mutates: what is known of them, which is forgotten.
         """
         might_bring = num_requests / self.forward_s(num_requests)
-        return might_bring > tokens_per_s and self._samples.forget_plain(_bucket(num_requests))
+        return might_bring > tokens_per_s and self._samples.forget_plain(
+            _bucket(num_requests), now_s
+        )
 
     def note_round(self, kind: RoundKind, took_s: float, now_s: float) -> None:
         """Learn from a round.

@@ -96,12 +96,14 @@ class RoundSamples:
         """Forget what was learned long ago of rounds with trees; return whether there was any."""
         return bool(self._forget(self._noted_at_s < now_s - _STALE_S, slice(None)).any())
 
-    def forget_plain(self, batch: int) -> bool:
+    def forget_plain(self, batch: int, now_s: float) -> bool:
         """Forget what rounds of so many requests take without trees, if there was none for many
-        others; return whether it is forgotten now.
+        others, on a GPU nor any without trees for long; return whether it is forgotten now.
         """
         place = (0, batch)
         is_old = self._noted_round[place] < self._round - self._patience[place]
+        if self._is_gpu:
+            is_old &= bool(self._noted_at_s[0].max() < now_s - _STALE_S)
         if not self._num_rounds[place] or not is_old:
             return False
         self._patience[place] = min(2 * self._patience[place], _LAST_PATIENCE)
