@@ -33,7 +33,7 @@ _UNFAVOURED_DECISION = 16
 # A round that takes so many times what was expected is reason enough to decide anew.
 _BAD_SURPRISE = 1.3
 # Of a round in the means of how many have rows of prompts, and of their tokens.
-_MIXED_WEIGHT = 0.05
+_MIXED_WEIGHT = 0.15
 # Fewer are none: some dozens of rounds ago there were prompts.
 _LEAST_MIXED = 0.01
 # Rows that a draft has missed and that are gone are computed again if that pays within the time in
@@ -210,7 +210,7 @@ class TreeBudget:
         keeps_up = (deal.rungs == 0) & (without.rungs > 0)
         if not keeps_up.any():
             return deal
-        rungs = np.where(keeps_up, 1, deal.rungs)
+        rungs = np.where(keeps_up, without.rungs, deal.rungs)
         return Deal(rungs, deal.limit, self._dealer.tokens_per_s(classes, rungs, mixed))
 
     def _pays_back(self, deal: Deal, staying: Deal, num_dropped: Ints) -> bool:
