@@ -112,6 +112,8 @@ class Acceptance:
         self._evidence[slots] *= _EVIDENCE_KEPT_AT_REST
         if returns:
             self._ease[slots] *= _EVIDENCE_KEPT_AT_REST
+        else:  # so that few trees say something of all texts when some are tried
+            self._mean_evidence *= _EVIDENCE_KEPT_AT_REST
 
     def recentre(self, slots: Ints) -> None:
         """Let the mean be that of the requests that run, so that others begin there."""

@@ -6,10 +6,9 @@ Forwards were measured at start-up. The rest is learned from rounds: the host's 
 reading of KV, transport) from those without trees; what trees take beside it (the draft, and what
 they make both hosts do) from those with trees. An entry is the median of the last few rounds of its
 kind: one that had to wait for something else says nothing. Rungs and numbers of trees that were
-never tried take as much more than was expected of their growth as the nearest ones do, in seconds
-or as a factor, whichever is less, but no less than smaller trees do. So what was never tried looks
-rather too cheap than too dear, is tried, and is known then. On a CPU, where trees for all of many
-requests would be a dear try, it is the factor.
+never tried take as many times what was expected of their growth as the nearest ones do, but no less
+than smaller trees do. What is expected is rather too cheap than too dear, so that it is tried, and
+known then.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ Place = tuple[int, int]
 # steps is a forward of its own, and twice as long where it has so many rows; on a CPU it is
 # processes that wait for each other, and rows, for which the target takes more than in a forward
 # without KV. As the bundled models do, but less, so that trees of a few requests are tried.
-_FIRST_GROWTH = 0.06
-_FIRST_GROWTH_PER_STEP = 0.05
-_DOUBLING_ROWS = 512
+_FIRST_GROWTH = 0.1
+_FIRST_GROWTH_PER_STEP = 0.037
+_DOUBLING_ROWS = 48
 _FIRST_TREES_CPU, _FIRST_ROW_CPU = 0.76, 0.04
 
 # Of the same, what a GPU takes beside the forward for a request, until that was measured.
 _FIRST_HOST = 0.005
-# What a host does for a step takes it about as long as for so many requests, or trees.
-_HOST_REQUESTS, _HOST_TREES = 16, 64
+# What a host does for a step takes it about as long as for so many requests.
+_HOST_REQUESTS = 16
 # Of what a draft is expected to take, or of what a round with trees took beside its forward,
 # whichever is less: what the trees took at least.
 _LEAST_GROWTH = 0.5
@@ -109,7 +108,7 @@ class RoundCosts:
         self._samples = RoundSamples(self._growth.shape, roots_s, is_gpu=is_padded)
         # What rounds without trees take beside the forward, by the bucket of requests; and what
         # trees take beside that, by rung and the bucket of trees.
-        self._first_host = _FIRST_HOST * seconds[0] * is_padded * _BATCHES
+        self._first_host = _FIRST_HOST * seconds[0] * is_padded * self._host_unit
         self._host = self._first_host.copy()
         self._most_host = np.full(len(_BATCHES), np.inf)
         self._draft = self._growth.copy()
@@ -249,10 +248,6 @@ class RoundCosts:
             self._draft = self._growth.copy()
             return
         guess = growth * _filled(known / growth)
-        if self.is_padded:
-            unit = _HOST_TREES + _BATCHES
-            extra = _filled((known - growth) / unit) * unit
-            guess = np.where(extra > 0, np.minimum(guess, growth + extra), guess)
         is_known = ~np.isnan(known)
         draft = np.where(is_known, known, guess)
         for smaller, larger, is_measured in zip(draft, draft[1:], is_known[1:], strict=False):

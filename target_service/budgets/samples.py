@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Rounds of which one of the faster ones counts, of a few the fastest, and fewer say nothing: after
-# many requests have begun a few rounds are slow, whatever trees they have.
+# Rounds of which one of the faster ones counts, and fewer say nothing: after many requests have
+# begun a few rounds are slow, whatever trees they have.
 _NUM_SAMPLES = 9
 _LEAST_SAMPLES = 3
-_FEW_SAMPLES = 6
 # Which part of them is faster; more on a CPU, whose rounds scatter because others use it as well.
 _FASTER, _FASTER_CPU = 4, 2
 # What was learned so long ago is no better than a guess from what was learned since.
@@ -43,7 +42,7 @@ class RoundSamples:
     def __init__(self, shape: tuple[int, int], forwards_s: Floats, *, is_gpu: bool) -> None:
         # By the number of rounds, which of them counts, the fastest one first.
         part = _FASTER if is_gpu else _FASTER_CPU
-        counted = [(n - 1) // part if n >= _FEW_SAMPLES else 0 for n in range(1 + _NUM_SAMPLES)]
+        counted = [max(n - 1, 0) // part for n in range(1 + _NUM_SAMPLES)]
         self._counted = np.array(counted)
         self._first_patience = np.full(shape, _FIRST_PATIENCE if is_gpu else _FIRST_PATIENCE_CPU)
         self._first_patience[0] = _PLAIN_PATIENCE if is_gpu else _PLAIN_PATIENCE_CPU
