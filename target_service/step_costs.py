@@ -20,9 +20,8 @@ class StepCosts:
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         assert rows and len(rows) == len(seconds)
         self._rows = tuple(rows)
-        self._seconds = tuple(seconds)
-        # Measurements scatter: more rows never take less time.
-        self._at_least = tuple(itertools.accumulate(seconds, max))
+        # What took longer than more rows did had to wait for something else.
+        self._seconds = tuple(itertools.accumulate(reversed(seconds), min))[::-1]
         self.of: Callable[[int], float] = functools.cache(self._of)
         """Return what so many rows cost, in seconds; in proportion past the last one measured."""
 
@@ -34,7 +33,7 @@ class StepCosts:
     @property
     def sizes(self) -> Iterator[tuple[int, float]]:
         """Yield the row counts that were measured, ascending, and what each costs in seconds."""
-        return zip(self._rows, self._at_least, strict=True)
+        return zip(self._rows, self._seconds, strict=True)
 
     def __str__(self) -> str:
         pairs = zip(self._rows, self._seconds, strict=True)

@@ -22,6 +22,13 @@ FORWARD = StepCosts(
         *[36.81e-3, 40.09e-3],
     ],
 )
+TIMED_BADLY = StepCosts(
+    [1, 8, 16, 24, 32, 48, 64, 128, 256, 384, 640, 1024, 1536, 2048],
+    [
+        *[3.93e-3, 3.95e-3, 7.77e-3, 7.66e-3, 5.68e-3, 5.68e-3, 4.28e-3, 5.18e-3, 7.73e-3],
+        *[10.7e-3, 15.6e-3, 23.5e-3, 32.7e-3, 40.4e-3],
+    ],
+)
 CPU_FORWARD = StepCosts([1, 8, 16, 32, 64, 128], [14e-3, 20e-3, 33e-3, 60e-3, 115e-3, 230e-3])
 EASY, HARD = 0.9, 0.3
 BATCHES = [1, 4, 16, 64, 256, *exhaustive([2, 8, 32, 128])]
@@ -185,6 +192,18 @@ def test_a_budget_is_near_the_best_shape_or_better(kind: str, count: int) -> Non
     """One request of a mixed batch is an easy one."""
     world = World(texts(kind, count))
     assert adaptive_rate(world) >= 0.97 * best_fixed(world)
+
+
+@pytest.mark.parametrize("ease", [0.85, 0.6])
+@pytest.mark.parametrize("count", [1, 8, 16, 32, 64])
+def test_forwards_that_were_timed_in_a_bad_moment_make_no_trees(count: int, ease: float) -> None:
+    """As they once were, while a draft compiled: those of 16 to 48 rows took longer than of 64."""
+    rng = np.random.default_rng(1)
+    world = World(np.clip(ease + 0.14 * rng.standard_normal(count), 0.05, 0.97))
+    costs = RoundCosts(TIMED_BADLY, LADDER, is_padded=True, most_rows=1536)
+    budget = TreeBudget(costs, LADDER, count, clock=lambda: world.now_s)
+    rate = adaptive_rate(world, num_rounds=150, budget=budget)
+    assert rate >= 0.97 * best_fixed(world)
 
 
 @pytest.mark.parametrize("count", [1, 8, 64, 256])
