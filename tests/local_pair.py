@@ -135,8 +135,8 @@ class LocalPair:
         for _ in range(max_steps):
             if not self.step():
                 break
-        assert all(r.finish_reason for r in self.requests.values()), "a request is stuck"
         assert not self.failures, self.failures
+        assert all(r.finish_reason for r in self.requests.values()), "a request is stuck"
         self.check_idle()
 
     def open(self, request: LocalRequest) -> None:
