@@ -15,7 +15,7 @@ from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.step.buckets import buckets_up_to
 from shared.step.graphs import GraphCache
-from shared.step.read_back import PendingRead, ReadBack
+from shared.step.read_back import PendingRead, ReadBack, ReadClock
 from shared.step.staging import Staging
 from target_service.batch import StepBatch, build_batch
 from target_service.nodes import SampledTrees
@@ -77,6 +77,8 @@ class TargetRunner:
         num_roots = pool.max_num_requests + 1
         self._roots = torch.zeros(num_roots, dtype=torch.int64, device=pool.device)
         self.newest_slot = torch.zeros_like(self._roots)
+        self.step_clock = ReadClock()
+        """When the last step ended that was read."""
         self.graphs = GraphCache(pool.device)
         self.pads_rows = self.graphs.is_capturing  # then steps are padded up to buckets
         self.padded, self._captured = self._place_rows()
@@ -282,6 +284,7 @@ class TargetRunner:
     def finish_read(self, batch: StepBatch, pending: PendingRead) -> StepOutputs:
         """Wait for what `start_read` started."""
         arrays = pending.wait()
+        self.step_clock.note(pending)
         chain_features = [
             arrays.pop(name).view(np.uint8) if name in arrays else None
             for name in (f"chain {i}" for i in range(len(batch.chains)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,33 +76,60 @@ class ReadBack:
         # PyTorch keeps pinned memory for the next step, and never hands it out while it is in use.
         host = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
         host.copy_(buffer, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event(enable_timing=True)
         copied.record()
         return PendingRead(self._fields, host, copied)
 
 
 class PendingRead:
-    """A read under way. Where everything will lie is known; the values are not."""
+    """A read under way. Where everything will lie is known; the values are not.
+
+    Attributes:
+        copied: Of a GPU's stream, when everything has been copied; None: a CPU has.
+    """
 
     def __init__(
         self, fields: dict[str, _Field], host: torch.Tensor, copied: torch.cuda.Event | None
     ) -> None:
         self._arrays = {name: _as_array(field.within(host)) for name, field in fields.items()}
-        self._copied = copied
+        self.copied = copied
 
     @property
     def is_done(self) -> bool:
         """Return whether a device has said that `wait` would not wait; a CPU never says so."""
-        return self._copied is not None and self._copied.query()
+        return self.copied is not None and self.copied.query()
 
     def wait(self) -> dict[str, NDArray[Any]]:
         """Return every tensor by name; bfloat16, which numpy lacks, as bytes.
 
         They are views of the step's buffer: copy what outlives the step.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
         return self._arrays
+
+
+class ReadClock:
+    """When what was read last had been copied, monotonic: on a GPU by its own clock.
+
+    The host may hear of it much later, when it has other work.
+    """
+
+    def __init__(self) -> None:
+        self._ended_s = 0.0
+        self._last: torch.cuda.Event | None = None
+
+    def note(self, read: PendingRead) -> None:
+        """Take note of a read that was waited for, in the order of the stream."""
+        last, self._last = self._last, read.copied
+        if last is None or read.copied is None:
+            self._ended_s = time.monotonic()
+        else:
+            self._ended_s += last.elapsed_time(read.copied) / 1e3
+
+    def ended_s(self) -> float:
+        """Return when it had been, seconds."""
+        return self._ended_s
 
 
 def _as_array(tensor: torch.Tensor) -> NDArray[Any]:

@@ -80,7 +80,7 @@ class TreeBudget:
 
     Args:
         num_slots: Requests that there can be at once; each has a slot, its row of the page table.
-        clock: Monotonic, seconds.
+        clock: When the last step ended, monotonic, seconds.
     """
 
     def __init__(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from shared.step.read_back import ReadBack
+from shared.step import read_back
+from shared.step.read_back import PendingRead, ReadBack, ReadClock
 
 
 @pytest.fixture
@@ -68,3 +71,50 @@ def test_a_name_is_read_once(device: torch.device) -> None:
     read.add("a", torch.zeros(1, device=device))
     with pytest.raises(AssertionError, match="a is read twice"):
         read.add("a", torch.zeros(1, device=device))
+
+
+class FakeEvent:
+    """An event of a stream, at so many milliseconds of its clock."""
+
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_reads_end_by_the_clock_of_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the host hears of it, but for the first one."""
+    host_s = iter([100.0])
+    monkeypatch.setattr(read_back.time, "monotonic", lambda: next(host_s))
+    clock = ReadClock()
+    ends_s = []
+    for at_ms in (5.0, 12.0, 40.5):
+        read: Any = FakeEvent(at_ms)
+        clock.note(PendingRead({}, torch.empty(0), read))
+        ends_s.append(clock.ended_s())
+    assert ends_s == pytest.approx([100.0, 100.007, 100.0355])
+
+
+def test_reads_of_a_cpu_end_when_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_s = iter([1.0, 1.5])
+    monkeypatch.setattr(read_back.time, "monotonic", lambda: next(host_s))
+    clock = ReadClock()
+    for end_s in (1.0, 1.5):
+        clock.note(ReadBack(torch.device("cpu")).start())
+        assert clock.ended_s() == end_s
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_reads_of_a_gpu_end_in_time() -> None:
+    clock, ends_s = ReadClock(), []
+    for _ in range(3):
+        read = ReadBack(torch.device("cuda"))
+        read.add("values", torch.ones(5, device="cuda"))
+        torch.cuda._sleep(1_000_000)
+        pending = read.start()
+        pending.wait()
+        clock.note(pending)
+        ends_s.append(clock.ended_s())
+    assert 0 < ends_s[1] - ends_s[0] < 1 and 0 < ends_s[2] - ends_s[1] < 1
