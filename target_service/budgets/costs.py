@@ -197,8 +197,6 @@ class RoundCosts:
             trees = np.array(kind.num_trees)
             share = float(self._share(kind.rung, trees, kind.num_requests, float(kind.num_rows)))
         forward_s = self.forward_s(kind.num_rows)
-        if self.is_padded and took_s < forward_s:
-            return  # it did not: the end of the round before was noted late
         self._samples.note(place, took_s, forward_s, batch=batch, share=share, now_s=now_s)
         # Other rungs of as many trees, or of more, are known no better if they were not tried for
         # long.

@@ -17,10 +17,6 @@ from tests.unit.test_budgets_simulated import EASY, FORWARD, World, host_s
 NUM_SLOTS = 256
 _CATCH_UP_ROUNDS = 2
 _DRAFT_S_PER_PROMPT_ROW = 1e-6
-# What the target's host takes to commit a step, and more for each prompt that ends in it ..
-_COMMIT_S, _COMMIT_PROMPT_S = 0.5e-3, 2.5e-3
-# .. and when other work comes between.
-_LATE_S = 8e-3
 _NUM_PROMPT = 290
 
 
@@ -54,27 +50,20 @@ class Server:
     Args:
         spread: By how much the ease of texts differs from that, at most.
         rung: Of all trees where there is no budget.
-        late_share: Part of the steps whose end is noted 8 ms late.
-
-    Attributes:
-        noted_s: When the host took note of the end of the last step: later than that, after a step
-            in which many prompts have ended.
     """
 
     ease: float = EASY
     spread: float = 0.0
     rung: int = 0
     is_adaptive: bool = False
-    late_share: float = 0.0
     now_s: float = 1.0
-    noted_s: float = 1.0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
 
     def __post_init__(self) -> None:
         ease = self.ease + self.spread * np.linspace(-1, 1, NUM_SLOTS)
         self.world = World(np.random.default_rng(3).permutation(ease), draft_factor=1.15)
         self.costs = self.world.costs()
-        self.budget = TreeBudget(self.costs, LADDER, NUM_SLOTS, clock=lambda: self.noted_s)
+        self.budget = TreeBudget(self.costs, LADDER, NUM_SLOTS, clock=lambda: self.now_s)
         self.prompts = PromptBudget(FORWARD, clock=lambda: self.now_s)
         self.rows = self.world.rows
         self.free = list(range(NUM_SLOTS))
@@ -103,10 +92,6 @@ class Server:
         if largest:
             took_s += self.world.draft_s(largest, int(np.count_nonzero(rungs)))
         self.now_s += took_s
-        num_ended = sum(not one.num_prompt for _, one in reading)
-        busy_s = _COMMIT_S + _COMMIT_PROMPT_S * num_ended
-        busy_s += _LATE_S * (self.rng.random() < self.late_share)
-        self.noted_s = max(self.now_s, self.noted_s) + busy_s
         self.prompts.note_step(num_rows + num_prompt_rows, num_chain_rows=num_prompt_rows)
         accepted = self.world.accepted(rungs, slots)
         if len(slots):
@@ -210,12 +195,9 @@ def decode_rate(server: Server, count: int) -> float:
     return count * 255 / (server.now_s - began_s - reading_s)
 
 
-@pytest.mark.parametrize("late_share", [0.0, 0.15])
 @pytest.mark.parametrize("ease", [0.85, 0.6])
 @pytest.mark.parametrize("count", [32, 64, 128, *exhaustive([256])])
-def test_a_batch_of_texts_that_differ_is_near_the_best_shape(
-    count: int, ease: float, late_share: float
-) -> None:
+def test_a_batch_of_texts_that_differ_is_near_the_best_shape(count: int, ease: float) -> None:
     """It lives for some eighty rounds, and is read together with its prompts first."""
 
     def server(rung: int) -> Server:
@@ -228,7 +210,6 @@ def test_a_batch_of_texts_that_differ_is_near_the_best_shape(
             ease=ease,
             spread=0.14,
             is_adaptive=True,
-            late_share=late_share,
             rng=np.random.default_rng(seed),
         )
         for smaller in (8, count // 2):

@@ -459,17 +459,6 @@ def test_rows_that_are_gone_are_computed_again_only_if_that_pays(num_rows: int) 
     assert bool(budget.rungs[slots].any()) == (num_rows < 500)
 
 
-@pytest.mark.parametrize("took_s", [8e-3, 11e-3])
-def test_rounds_shorter_than_their_forward_say_nothing(took_s: float) -> None:
-    """The end of the round before was noted late, because prompts had ended in it."""
-    costs = World(texts("easy", 128)).costs()
-    before = costs.host_s(128), costs.draft_s(3, np.array(128), 128, 512.0)
-    for round_idx in range(5):
-        kind = RoundKind(num_requests=128, num_rows=512, rung=3, num_trees=128)
-        costs.note_round(kind, took_s, 1.0 + round_idx * took_s)
-    assert (costs.host_s(128), costs.draft_s(3, np.array(128), 128, 512.0)) == before
-
-
 @pytest.mark.parametrize("count", [64, 128, 256])
 def test_deep_trees_of_many_requests_are_not_expected_to_be_cheap(count: int) -> None:
     """They took three times as long as those of 3/1/4 where they were tried for few of many."""
