@@ -20,6 +20,7 @@ from shared.messages import (
     TokenTree,
     VerifyRound,
 )
+from shared.rpc.engine import will_have_work
 from target_service.engine import TargetEngine
 
 _SAMPLINGS = (
@@ -61,7 +62,7 @@ def warm_up(engine: TargetEngine) -> None:
                 wants_routed_experts=i == 0 and engine.info.num_experts > 0,
             )
         )
-    while engine.has_work or engine.has_work_in_s is not None:
+    while will_have_work(engine):
         paths = [output for output in engine.step() if isinstance(output, AcceptedPath)]
         for path in paths:
             if path.finish_reason is FinishReason.NONE:

@@ -18,6 +18,7 @@ from draft_service.path_source import ConfirmedTrees
 from shared.messages import PeerAttach, SamplingParams, TargetClose, TreeBatch, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import Mailbox
+from shared.rpc.engine import will_have_work
 from target_service.device_rounds.rounds import DeviceRounds as TargetDeviceRounds
 from target_service.engine import TargetEngine
 from target_service.phases import MailboxTrees
@@ -179,8 +180,7 @@ class DevicePair(PeerPair):
         self.pump()
         self.step_draft()
         self.pump()
-        has_work = self.target.has_work or self.target.has_work_in_s is not None or self.late
-        return bool(has_work) or self.draft_has_work
+        return bool(self.late) or will_have_work(self.target) or self.draft_has_work
 
     @property
     def has_device_trees(self) -> bool:

@@ -39,6 +39,7 @@ from shared.messages import (
     VerifyRound,
 )
 from shared.peer.ring import read_nonce
+from shared.rpc.engine import will_have_work
 from target_service.engine import TargetEngine
 
 
@@ -187,8 +188,8 @@ class LocalPair:
     @property
     def has_work(self) -> bool:
         """Return whether anything is left to do, now or soon."""
-        draft_has_work = self.draft is not None and self.draft.has_work
-        return draft_has_work or self.target.has_work or self.target.has_work_in_s is not None
+        draft_has_work = self.draft is not None and will_have_work(self.draft)
+        return draft_has_work or will_have_work(self.target)
 
     def wait_for_target(self) -> None:
         """Wait until the target has work, if that is all that is left to do."""

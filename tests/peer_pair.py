@@ -22,6 +22,7 @@ from shared.messages import (
     TreeBatch,
 )
 from shared.peer.channel import PeerChannel
+from shared.rpc.engine import will_have_work
 from target_service.engine import TargetEngine
 from tests.engines import PoisonedPair
 from tests.local_pair import LocalPair, LocalRequest
@@ -73,14 +74,12 @@ class PeerPair(LocalPair):
         self.pump()
         super().step()
         self.pump()
-        has_work = self.target.has_work or self.target.has_work_in_s is not None
-        return has_work or self.draft_has_work
+        return will_have_work(self.target) or self.draft_has_work
 
     @property
     def draft_has_work(self) -> bool:
         """Return whether there is a draft with work, now or later."""
-        draft = self.draft
-        return draft is not None and (draft.has_work or draft.has_work_in_s is not None)
+        return self.draft is not None and will_have_work(self.draft)
 
     def pump(self) -> None:
         """Carry what is on the channels until both ends are silent."""

@@ -65,6 +65,14 @@ class Engine(Protocol):
 EngineFactory = Callable[[Any, ProgressCallback], Engine]
 
 
+def will_have_work(engine: Engine) -> bool:
+    """Return whether an engine has work, now or without a message soon.
+
+    In this order: work that begins between the two looks is seen by the second one.
+    """
+    return engine.has_work_in_s is not None or engine.has_work
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileWritten:
     """A recording has ended.

@@ -32,6 +32,7 @@ from shared.rpc.engine import (
     ProfileWritten,
     RecordProfile,
     SetEngineLogLevel,
+    will_have_work,
 )
 from shared.rpc.pipe import BlockingPipe
 
@@ -193,7 +194,7 @@ class _EngineLoop:
         self._report_profile(ProfileWritten(path=profile.path, problem=profile.write()))
 
     def _report_profile(self, written: ProfileWritten) -> None:
-        has_work = self._engine.has_work or self._engine.has_work_in_s is not None
+        has_work = will_have_work(self._engine)
         self._report(self._engine.load, [], has_work=has_work, profile=written)
 
     def step(self) -> None:
@@ -205,8 +206,7 @@ class _EngineLoop:
             self._end_profile()
         # A step that was only launched, or answered over a channel, is no news for a while.
         if outputs or time.monotonic() >= self._next_report:
-            has_work = engine.has_work or engine.has_work_in_s is not None
-            self._report(engine.load, outputs, has_work=has_work)
+            self._report(engine.load, outputs, has_work=will_have_work(engine))
 
     def note_progress(self, is_slow: bool) -> None:  # noqa: FBT001
         """Report in the middle of a long step, or before something that takes even longer."""

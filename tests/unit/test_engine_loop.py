@@ -265,7 +265,7 @@ def test_a_spin_ends_with_the_first_message_or_in_time() -> None:
 
 
 class Patient(Scripted):
-    """Holds its steps back for a while; every look at it takes time."""
+    """Holds each step back for a while; every look at it takes time."""
 
     def __init__(self, clock: Clock, steps: list[list[Any]], *, wait_s: float) -> None:
         super().__init__(clock, steps)
@@ -283,6 +283,10 @@ class Patient(Scripted):
     def submit(self, message: Any) -> None:
         super().submit(message)
         self._begins_at = self._clock.now + self._wait_s
+
+    def step(self) -> list[Any]:
+        self._begins_at = self._clock.now + self._wait_s
+        return super().step()
 
     def _left_s(self) -> float:
         self._clock.now += 0.001
@@ -305,10 +309,11 @@ def test_work_that_begins_in_a_while_is_not_slept_through(
     clock = Clock()
     monkeypatch.setattr(engine_main.time, "monotonic", clock.monotonic)
     pipe = QuietPipe(clock, [["go"]], [], poll_s=0.0)
-    engine = Patient(clock, [["a"]], wait_s=wait_ms / 1e3 + 0.0005)
+    engine = Patient(clock, [["a"], ["b"]], wait_s=wait_ms / 1e3 + 0.0005)
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
-    assert ["a"] in [report.outputs for report in pipe.reports]
+    answers = [(report.outputs, report.has_work) for report in pipe.reports if report.outputs]
+    assert answers == [(["a"], True), (["b"], False)]
 
 
 class Rare(ScriptedPipe):

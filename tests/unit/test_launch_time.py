@@ -6,6 +6,9 @@ import pytest
 
 from target_service.launch_time import LaunchTime
 from target_service.step_costs import StepCosts
+from target_service.warm_up import warm_up
+from tests.engines import Models, make_target, run_plain
+from tests.local_pair import LocalRequest
 
 COSTS = StepCosts([1, 8], [4e-3, 8e-3])
 LAUNCH_S = 1e-3
@@ -77,3 +80,27 @@ def test_a_launch_that_takes_longer_than_a_step_is_not_put_off() -> None:
     device.now += 5e-3
     device.times.launched(1, began)
     assert device.times.delay_s == 0.0
+
+
+class OneLook(LaunchTime):
+    """Delays that are over at the second look."""
+
+    _looks = 0
+
+    def launched(self, num_rows: int, began_s: float) -> None:
+        super().launched(num_rows, began_s)
+        self._looks = 0
+
+    @property
+    def delay_s(self) -> float:
+        self._looks += 1
+        return 1e-6 if self._looks == 1 else 0.0
+
+
+def test_a_delay_that_ends_between_two_looks_leaves_no_step_unread(models: Models) -> None:
+    target = make_target(models.pairing("standalone"))
+    target.scheduler.overlaps_steps = True
+    target.pipeline.launch_time = OneLook(COSTS)
+    warm_up(target)
+    (request,) = run_plain(target, [LocalRequest(prompt=[1, 2, 3], max_new_tokens=9)])
+    assert len(request.output) == 9
