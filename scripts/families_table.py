@@ -124,7 +124,7 @@ class Draft:
 
 _ROWS = "unit/test_models_drafts.py::test_true_rows_match_the_reference"
 _HEADS = "unit/test_engine_heads.py::test_a_wide_head_of_experts_changes_no_token"
-_FAMILIES = "unit/test_engine_exactness.py::test_families_with_a_head_and_a_standalone_draft"
+_FAMILIES = "unit/test_engine_families.py::test_speculation_changes_no_token"
 _GLM = "unit/test_models_glm_mtp.py"
 DRAFTS = (
     Draft(
@@ -139,21 +139,21 @@ DRAFTS = (
         draft="its layer of MTP",
         special="embedding first; latent attention, experts",
         equals=(f"{_ROWS}[mtp-deepseek]",),
-        exact=(f"{_FAMILIES}[deepseek-v3]",),
+        exact=(f"{_FAMILIES}[deepseek-v3-mtp-cpu]",),
     ),
     Draft(
         model="GLM-4.5, 4.6, 4.7, GLM-4.5-Air",
         draft="its layer of MTP",
         special="embedding first; experts; half of each head rotated",
         equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4_moe]",),
-        exact=(f"{_GLM}::test_speculation_by_it_changes_no_token[glm4_moe]",),
+        exact=(f"{_FAMILIES}[glm4-moe-mtp-mtp-cpu]",),
     ),
     Draft(
         model="GLM-4.7-Flash",
         draft="its layer of MTP",
         special="embedding first; latent attention, experts",
         equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4_moe_lite]",),
-        exact=(f"{_GLM}::test_speculation_by_it_changes_no_token[glm4_moe_lite]",),
+        exact=(f"{_FAMILIES}[glm4-moe-lite-mtp-mtp-cpu]",),
     ),
     Draft(
         model="DeepSeek-V3, GLM-4.5 or MiMo with several layers of MTP",
@@ -291,15 +291,16 @@ def evidence() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     from tests import checkpoints
     from tests.gpt_oss import write_gpt_oss
     from tests.unit import test_engine_exactness as exactness
+    from tests.unit import test_engine_families as engines
     from tests.unit import test_models_llama as logits
 
     logging.disable_progress_bar()
     compared = _architectures(logits.FAMILIES | logits.BY_TRANSFORMERS)
     served: Registry = {
         **exactness.FAMILIES,
-        **exactness.BY_TRANSFORMERS,
         "mimo": checkpoints.write_mimo,  # the kind mtp of every test of engines
         "gpt-oss": write_gpt_oss,  # unit/test_gpt_oss.py
+        **engines.TARGETS,
     }
     return compared, _architectures(served)
 
@@ -309,7 +310,7 @@ def _architectures(registry: Registry) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, write in registry.items():
         with tempfile.TemporaryDirectory() as directory:
-            config = json.loads((write(Path(directory)) / "config.json").read_text())
+            config = json.loads((write(Path(directory) / name) / "config.json").read_text())
         found.setdefault(config["architectures"][0], []).append(name)
     return found
 
@@ -349,7 +350,7 @@ Written by `scripts/families_table.py` from the registries of the code, the test
 
 - *Loads*: every tensor of a checkpoint is accounted for, fields of config.json that are not implemented are refused by name.
 - *Logits equal transformers*: a small random checkpoint of the class, float32 on a CPU, to 1e-4, prompts and decoded rows (`tests/unit/test_models_llama.py`).
-- *Speculation exact*: speculative output equals plain output token for token, batched, on pages that are NaN elsewhere (`tests/unit/test_engine_exactness.py`; gpt-oss: `tests/unit/test_gpt_oss.py`).
+- *Speculation exact*: speculative output equals plain output token for token, batched, on pages that are NaN elsewhere (`tests/unit/test_engine_families.py`, `tests/unit/test_engine_exactness.py`; gpt-oss: `tests/unit/test_gpt_oss.py`).
 - *Measured on a GPU*: the file, or "no": then its speed is not known. No weights of these models themselves were at hand: shapes are theirs, weights are random or inflated.
 
 Rope is default, linear, llama3, yarn, longrope or dynamic by config.json in every family, in half-split pairs unless the table says otherwise.

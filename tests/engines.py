@@ -125,6 +125,7 @@ def make_target(pairing: Pairing, *, has_mailbox: bool = False, **options: Any) 
         has_mailbox: Device rounds, on a CPU.
     """
     options = {
+        "device": "cpu",
         "self_test": False,
         "feature_ring_mb": 0,
         "num_pages": -(-8192 // options.get("page_size", 16)),
@@ -134,7 +135,6 @@ def make_target(pairing: Pairing, *, has_mailbox: bool = False, **options: Any) 
         model=str(pairing.target),
         draft_model=str(pairing.draft),
         algorithm=pairing.algorithm,
-        device="cpu",
         **options,
     )
     return create_target_engine(
@@ -149,12 +149,12 @@ def make_draft(
     **options: Any,
 ) -> DraftEngine:
     """Build a draft engine."""
-    options = {"num_pages": -(-16384 // options.get("page_size", 16))} | options
+    num_pages = -(-16384 // options.get("page_size", 16))
+    options = {"device": "cpu", "num_pages": num_pages} | options
     config = DraftConfig(
         model=str(pairing.draft),
         target_model=str(pairing.target),
         algorithm=pairing.algorithm,
-        device="cpu",
         **options,
     )
     return create_draft_engine(config, lambda *_: None, make_source=make_source)
@@ -200,7 +200,7 @@ def plain_of(
 def _plain_key(target: TargetEngine, request: LocalRequest, *, alone: bool) -> tuple[Any, ...]:
     info = target.info
     return (
-        alone, info.model_hash, info.dtype, info.quantization, info.kv_cache_dtype,
+        alone, info.model_hash, info.device, info.dtype, info.quantization, info.kv_cache_dtype,
         info.max_context_len,
         tuple(request.prompt), request.max_new_tokens, request.sampling, request.min_new_tokens,
         request.stop_token_ids, request.logprobs, request.top_logprobs, request.compiled_grammar,
@@ -318,7 +318,10 @@ def poison_scratch(engine: TargetEngine | DraftEngine, value: float = float("nan
 
 
 class PoisonedPair(LocalPair):
-    """A pair whose KV is NaN wherever nothing is committed, between any two steps."""
+    """A pair whose KV is NaN wherever nothing is committed, between any two steps.
+
+    What a step in flight writes is left alone: of that, it is not known yet what is committed.
+    """
 
     def __init__(
         self, target: TargetEngine, draft: DraftEngine | None = None, **options: Any
@@ -331,9 +334,10 @@ class PoisonedPair(LocalPair):
     def step(self) -> bool:
         """Step both engines once, then poison their scratch."""
         is_busy = super().step()
-        for engine in (self.target, self.draft):
-            if engine is not None:
-                poison_scratch(engine)
+        if self.target.pipeline.in_flight is None:
+            poison_scratch(self.target)
+        if self.draft is not None:
+            poison_scratch(self.draft)
         return is_busy
 
 

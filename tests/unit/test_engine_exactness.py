@@ -7,14 +7,13 @@ nothing is committed, and target and draft have different page sizes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from shared.messages import FinishReason, SamplingParams, TokenTree
-from tests import checkpoints, deepseek, families
+from tests import checkpoints, families
 from tests.engines import (
     KINDS,
     SHAPES,
@@ -29,7 +28,6 @@ from tests.engines import (
     random_tokens,
 )
 from tests.local_pair import LocalRequest
-from tests.marks import EXHAUSTIVE
 
 PAGE_SIZES = {1: 16, 2: 64, 4: 1, 16: 2, 64: 4}  # the target's: the draft's
 # Shorter than a page and around its edges, whatever its size: 128 is two of the largest.
@@ -184,74 +182,6 @@ def test_any_tree_at_all_changes_nothing(models: Models, family: str, dtype: str
         assert got.logprob_rows == want.logprob_rows
     assert target.load.num_moved_rounds > 0
     assert max(path.num_accepted_drafts for r in speculative for path in r.paths) >= 3
-
-
-BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
-    "qwen2": checkpoints.write_qwen2,
-    "phi3": lambda d: families.write(d, "phi3", **families.PHI3),
-    "glm": lambda d: families.write(d, "glm", head_dim=16),
-    "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
-    "smollm3-windows": lambda d: families.write(d, "smollm3", **families.SMOLLM3_WINDOWS),
-    "qwen3-windows": lambda d: families.write(d, "qwen3", **families.QWEN3_WINDOWS),
-    "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
-    "internlm3": lambda d: families.write_internlm3(d, **families.INTERNLM3_BIASES),
-    "mistral3": families.write_mistral3,
-    "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
-    "gemma2": lambda d: families.write(d, "gemma2", **families.GEMMA2),
-    "gemma3": lambda d: families.write(d, "gemma3_text", **families.GEMMA3),
-    "gemma3-with-vision": families.write_gemma3_with_vision,
-    "olmo3": lambda d: families.write(d, "olmo3", **families.OLMO3),
-    "exaone4": lambda d: families.write(d, "exaone4", **families.EXAONE4),
-    "ministral": lambda d: families.write(d, "ministral", **families.MINISTRAL),
-    "glm4": lambda d: families.write(d, "glm4", **families.GLM4),
-    "qwen2-moe": lambda d: families.write(d, "qwen2_moe", **families.QWEN2_MOE),
-    "granite": lambda d: families.write(d, "granite", **families.GRANITE),
-    "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
-    "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
-    "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
-    "deepseek-v2": lambda d: families.write(d, "deepseek_v2", **families.DEEPSEEK_V2),
-    "deepseek-v3": lambda d: deepseek.write_deepseek(d, num_layers=3, branch_scale=0.3),
-    "kimi-k2": families.write_kimi_k2,
-    "glm4-moe-lite": lambda d: families.write(d, "glm4_moe_lite", **families.GLM4_MOE_LITE),
-    "minimax-m2": lambda d: families.write(d, "minimax_m2", **families.MINIMAX_M2),
-    "olmoe": lambda d: families.write(d, "olmoe", **families.OLMOE),
-    "dots1": lambda d: families.write(d, "dots1", **families.DOTS1),
-    "hunyuan": lambda d: families.write(d, "hunyuan_v1_dense", **families.HUNYUAN),
-    "ernie4-5": lambda d: families.write(d, "ernie4_5", **families.ERNIE4_5),
-    "ernie4-5-moe": lambda d: families.write(d, "ernie4_5_moe", **families.ERNIE4_5_MOE),
-    "qwen3-vl": lambda d: families.write_qwen3_vl(d, **families.QWEN3_VL),
-    "qwen3-vl-moe": lambda d: families.write_qwen3_vl(d, **families.QWEN3_VL_MOE),
-}
-IN_EVERY_RUN = ("phi3", "gemma2", "deepseek-v3")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in IN_EVERY_RUN else EXHAUSTIVE)
-        for name in BY_TRANSFORMERS
-    ],
-)
-def test_families_with_a_head_and_a_standalone_draft(models: Models, family: str) -> None:
-    """Their switches hold in every row: chunks, trees, root-only rounds, and in the draft."""
-    path = models.get(family, BY_TRANSFORMERS[family])
-    head = models.get(f"{family}-eagle3", lambda d: checkpoints.write_eagle3(d, path))
-    requests = requests_of(1, (1, 9, 40))[4:8]
-    plain = []
-    drafts = {"eagle3": head, "standalone": path}
-    if family == "deepseek-v3":
-        drafts["mtp"] = path
-    for algorithm, draft in drafts.items():
-        pairing = Pairing(target=path, draft=draft, algorithm=algorithm)
-        target = make_target(pairing, page_size=4, self_test=not plain)
-        plain = plain or plain_of(target, requests, alone=True)
-        speculative = [fresh(request) for request in requests]
-        PoisonedPair(target, make_draft(pairing, page_size=16)).run(speculative)
-        for got, want in zip(speculative, plain, strict=True):
-            assert got.output == want.output
-            assert got.logprob_rows == want.logprob_rows
-        accepted = sum(path.num_accepted_drafts for r in speculative for path in r.paths)
-        assert accepted or algorithm != "standalone", "the target does not agree with itself"
 
 
 @pytest.mark.slow

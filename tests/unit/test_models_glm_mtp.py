@@ -1,6 +1,4 @@
-"""Layers of multi-token prediction of GLM-4.5 and GLM-4.7-Flash against those of transformers, and
-as drafts.
-"""
+"""Layers of multi-token prediction of GLM-4.5 and GLM-4.7-Flash against those of transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +13,7 @@ from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
 from tests import families
 from tests.checkpoints import Tensors, edit_checkpoint, read_tensors
-from tests.engines import Pairing, PoisonedPair, fresh, make_draft, make_target, plain_of
-from tests.marks import EXHAUSTIVE
 from tests.paged import PagedKV
-from tests.unit.test_engine_exactness import requests_of
 from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 
 CPU = torch.device("cpu")
@@ -90,17 +85,3 @@ def test_the_layer_is_one_of_transformers(tmp_path: Path, model_type: str) -> No
     torch.testing.assert_close(
         draft.logits(got), want @ weights["lm_head.weight"].T, atol=1e-4, rtol=0
     )
-
-
-@EXHAUSTIVE
-@pytest.mark.parametrize("model_type", FIELDS)
-def test_speculation_by_it_changes_no_token(tmp_path: Path, model_type: str) -> None:
-    directory = write_glm(tmp_path, model_type)
-    requests = requests_of(1, (1, 9, 40))[4:8]
-    pairing = Pairing(target=directory, draft=directory, algorithm="mtp")
-    target = make_target(pairing, page_size=4)
-    plain = plain_of(target, requests, alone=True)
-    speculative = [fresh(request) for request in requests]
-    PoisonedPair(target, make_draft(pairing, page_size=16)).run(speculative)
-    assert [request.output for request in speculative] == [request.output for request in plain]
-    assert any(len(tree.token_ids) > 1 for request in speculative for tree in request.trees)
