@@ -105,6 +105,9 @@ MEASURED = {
 }
 
 
+EXACT_ON_GPU = "h200_families.json"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A model with the draft that comes with it, or was made for it.
@@ -113,6 +116,7 @@ class Draft:
         equals: Tests that compare the draft's rows with another implementation, as pytest names
             them, from tests/ on.
         exact: Tests that speculation by it changes no token.
+        on_gpu: Rows of EXACT_ON_GPU in which it drafted.
     """
 
     model: str
@@ -120,6 +124,7 @@ class Draft:
     special: str
     equals: tuple[str, ...]
     exact: tuple[str, ...]
+    on_gpu: tuple[str, ...] = ()
 
 
 _ROWS = "unit/test_models_drafts.py::test_true_rows_match_the_reference"
@@ -140,6 +145,7 @@ DRAFTS = (
         special="embedding first; latent attention, experts",
         equals=(f"{_ROWS}[mtp-deepseek]",),
         exact=(f"{_FAMILIES}[deepseek-v3-mtp-cpu]",),
+        on_gpu=("deepseek-v3",),
     ),
     Draft(
         model="GLM-4.5, 4.6, 4.7, GLM-4.5-Air",
@@ -147,6 +153,7 @@ DRAFTS = (
         special="embedding first; experts; half of each head rotated",
         equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4_moe]",),
         exact=(f"{_FAMILIES}[glm4-moe-mtp-mtp-cpu]",),
+        on_gpu=("glm4-moe-mtp",),
     ),
     Draft(
         model="GLM-4.7-Flash",
@@ -154,6 +161,7 @@ DRAFTS = (
         special="embedding first; latent attention, experts",
         equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4_moe_lite]",),
         exact=(f"{_FAMILIES}[glm4-moe-lite-mtp-mtp-cpu]",),
+        on_gpu=("glm4-moe-lite-mtp",),
     ),
     Draft(
         model="DeepSeek-V3, GLM-4.5 or MiMo with several layers of MTP",
@@ -167,6 +175,7 @@ DRAFTS = (
             "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[mimo]",
             "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[deepseek]",
         ),
+        on_gpu=("deepseek-v3-three-mtp", "deepseek-v3-fp8", "mimo-three-mtp"),
     ),
     Draft(
         model="any target",
@@ -174,6 +183,7 @@ DRAFTS = (
         special="the first layer alone reads the embedding",
         equals=(f"{_ROWS}[eagle3-three-layers-speculators]", f"{_ROWS}[eagle3-two-layers]"),
         exact=(f"{_HEADS}[layers-False]",),
+        on_gpu=("llama-two-layer-head", "qwen3-moe-three-layer-head"),
     ),
     Draft(
         model="Qwen3-235B-A22B",
@@ -344,6 +354,17 @@ def measured(measurement: Measurement | None) -> str:
     return f"{link} ({measurement.what})" if measurement.what else link
 
 
+def exact_on_gpu(file: str) -> frozenset[str]:
+    """Return the checkpoints whose speculative output was seen to be the plain one on a GPU.
+
+    Raises: ValueError if the file is not of a GPU, or says of any that it was not.
+    """
+    found = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    if not found["gpus"] or not all(row.get("is_exact") for row in found["rows"]):
+        raise ValueError(f"{file} does not say that all it names was exact on a GPU")
+    return frozenset(row["family"] for row in found["rows"])
+
+
 _HEAD = """# Families
 
 Written by `scripts/families_table.py` from the registries of the code, the tests and the files of measurements; a test fails when it is stale.
@@ -351,6 +372,7 @@ Written by `scripts/families_table.py` from the registries of the code, the test
 - *Loads*: every tensor of a checkpoint is accounted for, fields of config.json that are not implemented are refused by name.
 - *Logits equal transformers*: a small random checkpoint of the class, float32 on a CPU, to 1e-4, prompts and decoded rows (`tests/unit/test_models_llama.py`).
 - *Speculation exact*: speculative output equals plain output token for token, batched, on pages that are NaN elsewhere (`tests/unit/test_engine_families.py`, `tests/unit/test_engine_exactness.py`; gpt-oss: `tests/unit/test_gpt_oss.py`).
+- *Exact on a GPU*: so it was seen to be by engines on an H200 in bfloat16, with one of its drafts ([h200_families.json](../benchmarks/results/h200_families.json)); "no": that file does not say it. `tests/unit/test_engine_families.py` looks at all where there is a GPU.
 - *Measured on a GPU*: the file, or "no": then its speed is not known. No weights of these models themselves were at hand: shapes are theirs, weights are random or inflated.
 
 Rope is default, linear, llama3, yarn, longrope or dynamic by config.json in every family, in half-split pairs unless the table says otherwise.
@@ -369,12 +391,17 @@ def document() -> str:
     if set(FAMILIES) != set(compared):
         names = sorted(set(FAMILIES) ^ set(compared))
         raise ValueError(f"these are not both supported and compared with transformers: {names}")
+    seen = exact_on_gpu(EXACT_ON_GPU)
+    known = {name for names in served.values() for name in names}
+    if not seen <= known or not seen.issuperset(name for row in DRAFTS for name in row.on_gpu):
+        raise ValueError(f"{EXACT_ON_GPU}, DRAFTS and the tests' registries do not fit each other")
     lines = [
         "## Targets and standalone drafts",
         "",
         "| `architectures` in config.json | models | what is special | loads | logits equal "
-        "transformers (tested) | speculation exact (tested) | speed measured on a GPU |",
-        "|---|---|---|---|---|---|---|",
+        "transformers (tested) | speculation exact (tested) | exact on a GPU (seen) | "
+        "speed measured on a GPU |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, models in MODELS.items():
         cells = (
@@ -384,6 +411,7 @@ def document() -> str:
             "yes",
             _names(compared[name]),
             _names(served.get(name)),
+            _names([one for one in served.get(name, ()) if one in seen]),
             measured(MEASURED.get(name)),
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -392,13 +420,14 @@ def document() -> str:
         "## With the draft that was made for them",
         "",
         "| model | draft | what is special | loads | rows equal another implementation (tested) | "
-        "speculation exact (tested) | speed measured on a GPU |",
-        "|---|---|---|---|---|---|---|",
+        "speculation exact (tested) | exact on a GPU (seen) | speed measured on a GPU |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     check_tests([test for row in DRAFTS for test in (*row.equals, *row.exact)])
     for row in DRAFTS:
         tests = ["<br>".join(f"`{test}`" for test in side) for side in (row.equals, row.exact)]
-        cells = (row.model, row.draft, row.special, "yes", *tests, "no")
+        on_gpu = _names(row.on_gpu)
+        cells = (row.model, row.draft, row.special, "yes", *tests, on_gpu, "no")
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *_unsupported_table()]
     return _HEAD + "\n".join(lines) + "\n"
@@ -423,7 +452,7 @@ def _unsupported_table() -> list[str]:
     ]
 
 
-def _names(names: list[str] | None) -> str:
+def _names(names: Sequence[str] | None) -> str:
     return f"yes ({', '.join(names)})" if names else "no"
 
 

@@ -28,6 +28,13 @@ def test_what_was_not_measured_on_a_gpu_is_not_said_to_be(file: str, contains: s
         families_table.measured(Measurement(file=file, contains=contains))
 
 
+def test_what_was_not_seen_on_a_gpu_is_not_said_to_be_exact_there() -> None:
+    assert "gemma3" in families_table.exact_on_gpu(families_table.EXACT_ON_GPU)
+    for file in ("cpu_float32.json", "h200_kernels.json"):
+        with pytest.raises(ValueError, match=file):
+            families_table.exact_on_gpu(file)
+
+
 def test_a_new_architecture_needs_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(families_table.MODELS, "LlamaForCausalLM")
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
