@@ -99,24 +99,27 @@ def _time_forward(runner: TargetRunner, num_rows: int) -> float:
 
 
 def _tokens(runner: TargetRunner, num_rows: int) -> RowBlocks:
-    """Return rows that count as tokens of requests, and whose KV goes to the sink."""
+    """Return rows that count as tokens of requests, and whose KV goes to the sink.
+
+    Each follows others, for experts like all first tokens alike.
+    """
     pool = runner.pool
-    count = padded_blocks(num_rows, pool)
-    each = min(-(-num_rows // count), pool.page_table.shape[1] * pool.page_size)
-    starts = range(0, num_rows, each)[:count]
-    lens = [min(each, num_rows - start) for start in starts]
+    most = pool.page_table.shape[1] * pool.page_size
+    lens = [min(most, num_rows - start) for start in range(0, num_rows, most)]
+    lens = lens[: padded_blocks(num_rows, pool)]
     zeros = [0] * len(lens)
     return RowBlocks(req_idx=zeros, prefix_len=zeros, num_rows=lens, writes_kv=[False] * len(lens))
 
 
 def _padding(runner: TargetRunner, bucket: int, blocks: RowBlocks = NO_BLOCKS) -> ExtendInput:
-    """Return rows that belong to no request, those of `blocks` with tokens that differ."""
+    """Return rows that belong to no request, those of `blocks` with tokens of all kinds."""
     staging = runner.extend_staging
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket)
     host["root_idx"].fill(TOKEN_IS_KNOWN)
     num_rows = sum(blocks.num_rows)
-    host["token_ids"][:num_rows] = np.arange(num_rows) % runner.model.config.vocab_size
+    vocabulary = np.arange(num_rows) * runner.model.config.vocab_size
+    host["token_ids"][:num_rows] = vocabulary // max(num_rows, 1)
     rows = pack_rows(blocks, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
     staging.flush()
     return ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=False)
