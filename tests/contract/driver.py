@@ -113,17 +113,17 @@ class Peer:
 
     def target_session(self) -> Stream:
         """Open a session with a target."""
-        call = self.target.Session()
+        call = self.target.Session(wait_for_ready=True)
         return Stream(call, batches.pack_target_request, batches.unpack_target_response)
 
     def draft_session(self) -> Stream:
         """Open a session with a draft."""
-        call = self.draft.Session()
+        call = self.draft.Session(wait_for_ready=True)
         return Stream(call, batches.pack_draft_request, batches.unpack_draft_response)
 
     def feature_stream(self) -> Stream:
         """Open a feature stream; each `send` takes one command."""
-        call = self.target.StreamFeatures()
+        call = self.target.StreamFeatures(wait_for_ready=True)
         return Stream(call, _pack_one, batches.unpack_feature_response)
 
 

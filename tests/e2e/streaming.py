@@ -60,13 +60,30 @@ class Stream:
         return self.finish
 
     def accept_length(self, *, last: int) -> float:
-        """Return the mean tokens per round over the last tokens."""
-        lengths: list[int] = []
+        """Return the mean tokens of a round in which drafts were accepted, of the last tokens; 1 if
+        there is none.
+
+        How many rounds get their trees in time depends on what else the machine does.
+        """
+        left, lengths = last, []
         for delta in reversed(self.deltas):
-            if sum(lengths) >= last:
+            if left <= 0:
                 break
-            lengths.append(len(delta.token_ids))
-        return sum(lengths) / len(lengths)
+            left -= len(delta.token_ids)
+            if len(delta.token_ids) > 1:
+                lengths.append(len(delta.token_ids))
+        return sum(lengths) / len(lengths) if lengths else 1.0
+
+    def is_drafted_again(self) -> None:
+        """Wait until drafts have been accepted of a round that is not over yet."""
+        num_known = len(self.deltas)
+        wait_for(
+            lambda: (
+                any(len(delta.token_ids) > 1 for delta in list(self.deltas)[num_known:])
+                or not self._thread.is_alive()
+            ),
+            TOKENS_TIMEOUT_S,
+        )
 
     def _run(self) -> None:
         try:

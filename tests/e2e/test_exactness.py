@@ -42,6 +42,8 @@ ACCEPT_LENGTHS = {
 }
 """num_steps, topk, num_draft_tokens -> about what the bundled drafts reach here."""
 ACCEPT_TOLERANCE = 0.3
+LEAST_USE = 0.4
+"""Of the drafts that are usually accepted, in the few rounds of a shape that had a tree in time."""
 SHAPES = {
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
     for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
@@ -276,7 +278,7 @@ def check_usefulness(stats: list[SpeculationStats]) -> None:
         of_shape = [s for r, s in zip(requests, stats, strict=True) if shape_of(r) == shape]
         num_rounds = sum(s.num_rounds - s.num_root_only_rounds for s in of_shape)
         accept_length = 1 + sum(s.num_accepted_drafts for s in of_shape) / num_rounds
-        assert abs(accept_length / usual - 1) < ACCEPT_TOLERANCE, (shape, accept_length)
+        assert accept_length > 1 + LEAST_USE * (usual - 1), (shape, accept_length)
         # With one draft node there is nothing to move.
         is_bushy = shape.topk > 1 and shape.num_draft_tokens > 2
         assert (sum(s.num_moved_rounds for s in of_shape) > 0) == is_bushy, shape

@@ -73,7 +73,7 @@ def check_recovered(running: list[Stream], undisturbed: list[float]) -> None:
     """Check that the draft was of use again in the end."""
     for stream, usual in zip(running, undisturbed, strict=True):
         assert usual > 1.5
-        assert stream.accept_length(last=TAIL) > 0.6 * usual
+        assert stream.accept_length(last=TAIL) > 0.5 * usual
 
 
 def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
@@ -94,6 +94,8 @@ def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
         with pair.slowed("target-0"):  # so that the outputs do not end before the draft is back
             wait_for(lambda: pair.services["draft-0"].num_restarts > 0)
             pair.wait_paired()
+            for stream in running:
+                stream.is_drafted_again()
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
     assert ring and pair.info("target-0").feature_ring == ring
@@ -114,6 +116,9 @@ def test_a_hung_draft_costs_one_wait_and_catches_up(
         for stream in running:
             stream.goes_on(12)  # few: after 5 s without an answer its connection is lost
         pair.kill("draft-0", signal.SIGCONT)
+        with pair.slowed("target-0"):
+            for stream in running:
+                stream.is_drafted_again()
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
     for finish in finishes:
@@ -132,6 +137,8 @@ def test_a_draft_that_comes_late_catches_up(
         with pair.slowed("target-0"):
             pair.start_service("draft-0")
             pair.wait_paired()
+            for stream in running:
+                stream.is_drafted_again()
         finishes = check_outputs(running, plain)
         check_recovered(running, undisturbed)
     for finish in finishes:
