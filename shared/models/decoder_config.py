@@ -229,7 +229,8 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     Raises: CheckpointError naming the field.
     """
     family = FAMILIES[architecture]
-    refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in family.implemented}
+    computed = family.computed_fields
+    refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in computed}
     if family.text_type:
         fields = _language_fields(fields, source, family)
     refuse_fields(fields, source, {**refused, **family.refused})

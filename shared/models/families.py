@@ -100,7 +100,8 @@ class Family:
             whose fields are in `text_config`; the tower is left out. "": there is none.
         refused: Fields that this family alone reads, and that are not implemented -> the values,
             besides None, that ask for nothing.
-        implemented: Fields that are refused for other families, and computed for this one.
+        implemented: Fields that are refused for other families and computed for this one, beside
+            those that `computed_fields` adds.
         defaults: What absent fields mean, where it is not what they mean for all.
         other_names: Field -> the name by which it is also written.
         experts: How config.json describes experts; None: there are none.
@@ -139,6 +140,18 @@ class Family:
     other_names: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertsFamily | None = None
     has_mtp: bool = False
+
+    @property
+    def computed_fields(self) -> frozenset[str]:
+        """Return all fields that are refused for other families and computed for this one."""
+        fields = [*self.implemented]
+        if self.has_latent_attention:
+            fields.append("kv_lora_rank")
+        if self.rotary_share is not None:
+            fields.append("partial_rotary_factor")
+        if self.experts is not None:
+            fields += self.experts.count_fields
+        return frozenset(fields)
 
 
 _CORRECTION_BIAS = "gate.e_score_correction_bias"
@@ -186,11 +199,9 @@ _QWEN3_VL = Family(
     defaults={"head_dim": 128, "rope_theta": 500_000.0},
 )
 _DEEPSEEK_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
-_DEEPSEEK_FIELDS = ("kv_lora_rank", *_DEEPSEEK_COUNTS)
 _DEEPSEEK_V3 = Family(
     has_latent_attention=True,
     is_interleaved=True,
-    implemented=_DEEPSEEK_FIELDS,
     refused={"attention_bias": (False,), "rope_interleave": (True,)}
     | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
     defaults={"norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
@@ -233,7 +244,6 @@ FAMILIES: dict[str, Family] = {
         is_mha_by_default=True,
         fused=("qkv", "gate_up"),
         rotary_share=1.0,
-        implemented=("partial_rotary_factor",),
         rope_aliases={"su": "longrope", "yarn": "longrope"},
     ),
     "GlmForCausalLM": Family(
@@ -242,7 +252,6 @@ FAMILIES: dict[str, Family] = {
         fused=("gate_up",),
         rotary_share=0.5,
         is_interleaved=True,
-        implemented=("partial_rotary_factor",),
         defaults={"attention_bias": True},
     ),
     "Glm4ForCausalLM": Family(
@@ -256,7 +265,6 @@ FAMILIES: dict[str, Family] = {
         fused=("gate_up",),
         rotary_share=0.5,
         is_interleaved=True,
-        implemented=("partial_rotary_factor",),
         defaults={"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
     ),
     "Gemma2ForCausalLM": Family(
@@ -364,7 +372,6 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         window=Window.IF_SET,
         is_mha_by_default=True,
-        implemented=("num_local_experts", "num_experts"),
         defaults={"rms_norm_eps": 1e-5},
         experts=ExpertsFamily(
             count_fields=("num_local_experts", "num_experts"),
@@ -376,7 +383,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         qkv_bias="qkv_bias",
         window=Window.IF_USED_EVEN,
-        implemented=("num_experts", "num_local_experts"),
         defaults={"qkv_bias": True},
         experts=ExpertsFamily(
             shared_width_field="shared_expert_intermediate_size",
@@ -389,13 +395,11 @@ FAMILIES: dict[str, Family] = {
         o_bias="attention_bias",
         has_qk_norm=True,
         window=Window.IF_USED_BY_ALL,
-        implemented=("num_experts", "num_local_experts"),
         experts=ExpertsFamily(),
     ),
     "Qwen3VLMoeForConditionalGeneration": replace(
         _QWEN3_VL,
         text_type="qwen3_vl_moe_text",
-        implemented=("num_experts", "num_local_experts"),
         defaults={"rope_theta": 500_000.0},
         experts=ExpertsFamily(
             always_normalises=True, tensors=ExpertTensors(is_fused=True, is_halved=True)
@@ -405,7 +409,6 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         has_qk_norm="use_qk_norm",
         rotary_share=0.5,
-        implemented=("n_routed_experts", "num_local_experts", "partial_rotary_factor"),
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
         experts=ExpertsFamily(
@@ -420,7 +423,6 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         has_wide_qk_norm=True,
         rotary_share=1.0,
-        implemented=("num_local_experts", "num_experts", "partial_rotary_factor"),
         refused={"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "sliding_window": ()}
         | {"scoring_func": ("sigmoid",), "use_routing_bias": (True,)}
         | {"shared_intermediate_size": (0,)},
@@ -439,7 +441,6 @@ FAMILIES: dict[str, Family] = {
         o_bias="attention_bias",
         has_wide_qk_norm=True,
         is_mha_by_default=True,
-        implemented=("num_experts", "num_local_experts"),
         defaults={"rms_norm_eps": 1e-5},
         experts=ExpertsFamily(width_field="intermediate_size"),
     ),
@@ -450,7 +451,6 @@ FAMILIES: dict[str, Family] = {
         has_qk_norm=True,
         is_mha_by_default=True,
         window=Window.IF_USED,
-        implemented=("n_routed_experts", "num_local_experts"),
         refused={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
         | {"moe_layer_freq": (1,)},
         defaults={"sliding_window": 4096, "max_window_layers": 62, "use_sliding_window": True},
@@ -481,7 +481,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         is_interleaved=True,
-        implemented=("num_experts",),
         refused={"use_bias": (False,), "moe_norm_min": (1e-12,)},
         defaults={"num_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2}
         | {"moe_intermediate_size": 1536, "first_k_dense_replace": 1, **_ERNIE},
@@ -505,7 +504,6 @@ FAMILIES: dict[str, Family] = {
         window=Window.PATTERN,
         window_period=2,
         has_own_head_dim=True,
-        implemented=("num_local_experts", "num_experts"),
         defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128}
         | {"rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "rope_scaling": _GPT_OSS_ROPE}
         | {"torch_dtype": "bfloat16"},  # of published tensors beside MXFP4, whose files omit it
@@ -523,7 +521,6 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         has_latent_attention=True,
         is_interleaved=True,
-        implemented=_DEEPSEEK_FIELDS,
         # It never divides weights by their sum.
         refused={"attention_bias": (False,), "mlp_bias": (False,), "norm_topk_prob": (False,)}
         | {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)}
