@@ -154,8 +154,19 @@ class Family:
         return frozenset(fields)
 
 
-_CORRECTION_BIAS = "gate.e_score_correction_bias"
-_MIXTRAL = ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+_MIXTRAL_EXPERTS = ExpertsFamily(
+    count_fields=("num_local_experts", "num_experts"),
+    width_field="intermediate_size",
+    always_normalises=True,
+    tensors=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+)
+_SIGMOID_EXPERTS = ExpertsFamily(
+    count_fields=("n_routed_experts", "num_local_experts"),
+    scoring=Scoring.SIGMOID,
+    router_bias="gate.e_score_correction_bias",
+    has_shared=True,
+    has_groups=True,
+)
 _ERNIE = {"tie_word_embeddings": True, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -165,29 +176,62 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_GEMMA3 = Family(
-    window=Window.PATTERN,
-    window_period=6,
+_LLAMA = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    is_mha_by_default=True,
+)
+_MISTRAL = Family(window=Window.IF_SET, defaults={"sliding_window": 4096})
+_GLM = Family(
+    qkv_bias="attention_bias",
     has_own_head_dim=True,
-    has_qk_norm=True,
+    fused=("gate_up",),
+    rotary_share=0.5,
+    is_interleaved=True,
+    defaults={"attention_bias": True},
+)
+_OLMO2 = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    has_wide_qk_norm=True,
+    layer_norms=NORMS_BEHIND,
+    norm_rule=NormRule.WIDE,
+    is_mha_by_default=True,
+    defaults={"rms_norm_eps": 1e-5},
+)
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+}
+_GEMMA2 = Family(
+    window=Window.PATTERN,
+    window_period=2,
+    has_own_head_dim=True,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     layer_norms=NORMS_AROUND,
     norm_rule=NormRule.OFFSET,
-    has_local_rope=True,
     has_scaled_embedding=True,
     has_query_scalar=True,
     activation_field="hidden_activation",
-    implemented=("final_logit_softcapping",),
+    implemented=("attn_logit_softcapping", "final_logit_softcapping"),
     refused={"use_bidirectional_attention": (False,)},
     defaults={
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
+        **_GEMMA_DEFAULTS,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     },
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    window_period=6,
+    has_qk_norm=True,
+    has_local_rope=True,
+    implemented=("final_logit_softcapping",),
+    defaults={**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
 )
 _QWEN3_VL = Family(
     qkv_bias="attention_bias",
@@ -206,29 +250,14 @@ _DEEPSEEK_V3 = Family(
     | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
     defaults={"norm_topk_prob": True, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
-    experts=ExpertsFamily(
-        count_fields=_DEEPSEEK_COUNTS,
-        scoring=Scoring.SIGMOID,
-        router_bias=_CORRECTION_BIAS,
-        has_shared=True,
-        has_groups=True,
-    ),
+    experts=replace(_SIGMOID_EXPERTS, count_fields=_DEEPSEEK_COUNTS),
     has_mtp=True,
 )
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        is_mha_by_default=True,
-    ),
-    "MistralForCausalLM": Family(window=Window.IF_SET, defaults={"sliding_window": 4096}),
-    "MinistralForCausalLM": Family(window=Window.IF_SET, defaults={"sliding_window": 4096}),
-    "Mistral3ForConditionalGeneration": Family(
-        window=Window.IF_SET,
-        text_type="mistral",
-        defaults={"sliding_window": 4096},
-    ),
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
+    "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_type="mistral"),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window=Window.IF_USED),
     "Qwen3ForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -246,49 +275,17 @@ FAMILIES: dict[str, Family] = {
         rotary_share=1.0,
         rope_aliases={"su": "longrope", "yarn": "longrope"},
     ),
-    "GlmForCausalLM": Family(
-        qkv_bias="attention_bias",
-        has_own_head_dim=True,
-        fused=("gate_up",),
-        rotary_share=0.5,
-        is_interleaved=True,
-        defaults={"attention_bias": True},
-    ),
-    "Glm4ForCausalLM": Family(
-        qkv_bias="attention_bias",
-        has_own_head_dim=True,
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(
+        _GLM,
         layer_norms=LayerNorms(
             after_attention="post_self_attn_layernorm",
             before_mlp="post_attention_layernorm",
             after_mlp="post_mlp_layernorm",
         ),
-        fused=("gate_up",),
-        rotary_share=0.5,
-        is_interleaved=True,
-        defaults={"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+        defaults={**_GLM.defaults, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
     ),
-    "Gemma2ForCausalLM": Family(
-        window=Window.PATTERN,
-        window_period=2,
-        has_own_head_dim=True,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        layer_norms=NORMS_AROUND,
-        norm_rule=NormRule.OFFSET,
-        has_scaled_embedding=True,
-        has_query_scalar=True,
-        activation_field="hidden_activation",
-        implemented=("attn_logit_softcapping", "final_logit_softcapping"),
-        refused={"use_bidirectional_attention": (False,)},
-        defaults={
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,
@@ -303,13 +300,8 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131_072,
         },
     ),
-    "GraniteForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        is_mha_by_default=True,
-        implemented=MULTIPLIERS,
-        defaults={"attention_multiplier": 1.0},
+    "GraniteForCausalLM": replace(
+        _LLAMA, implemented=MULTIPLIERS, defaults={"attention_multiplier": 1.0}
     ),
     "SmolLM3ForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -323,26 +315,13 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
-    "Olmo2ForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        has_wide_qk_norm=True,
-        layer_norms=NORMS_BEHIND,
-        norm_rule=NormRule.WIDE,
-        is_mha_by_default=True,
-        defaults={"rms_norm_eps": 1e-5},
-    ),
-    "Olmo3ForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        has_wide_qk_norm=True,
-        layer_norms=NORMS_BEHIND,
-        norm_rule=NormRule.WIDE,
-        is_mha_by_default=True,
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
         window=Window.PATTERN,
         window_period=4,
         has_local_rope=True,
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0},
+        defaults={**_OLMO2.defaults, "sliding_window": 4096, "rope_theta": 500_000.0},
     ),
     "Exaone4ForCausalLM": Family(
         has_qk_norm=True,
@@ -373,12 +352,7 @@ FAMILIES: dict[str, Family] = {
         window=Window.IF_SET,
         is_mha_by_default=True,
         defaults={"rms_norm_eps": 1e-5},
-        experts=ExpertsFamily(
-            count_fields=("num_local_experts", "num_experts"),
-            width_field="intermediate_size",
-            always_normalises=True,
-            tensors=_MIXTRAL,
-        ),
+        experts=_MIXTRAL_EXPERTS,
     ),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias="qkv_bias",
@@ -411,13 +385,7 @@ FAMILIES: dict[str, Family] = {
         rotary_share=0.5,
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
-        experts=ExpertsFamily(
-            count_fields=("n_routed_experts", "num_local_experts"),
-            scoring=Scoring.SIGMOID,
-            router_bias=_CORRECTION_BIAS,
-            has_shared=True,
-            has_groups=True,
-        ),
+        experts=_SIGMOID_EXPERTS,
         has_mtp=True,
     ),
     "MiniMaxM2ForCausalLM": Family(
@@ -427,13 +395,10 @@ FAMILIES: dict[str, Family] = {
         | {"scoring_func": ("sigmoid",), "use_routing_bias": (True,)}
         | {"shared_intermediate_size": (0,)},
         defaults={"head_dim": 128, "rope_theta": 5_000_000.0},
-        experts=ExpertsFamily(
-            count_fields=("num_local_experts", "num_experts"),
-            width_field="intermediate_size",
+        experts=replace(
+            _MIXTRAL_EXPERTS,
             scoring=Scoring.SIGMOID,
             router_bias="e_score_correction_bias",
-            always_normalises=True,
-            tensors=_MIXTRAL,
         ),
     ),
     "OlmoeForCausalLM": Family(
@@ -454,13 +419,7 @@ FAMILIES: dict[str, Family] = {
         refused={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
         | {"moe_layer_freq": (1,)},
         defaults={"sliding_window": 4096, "max_window_layers": 62, "use_sliding_window": True},
-        experts=ExpertsFamily(
-            count_fields=("n_routed_experts", "num_local_experts"),
-            scoring=Scoring.SIGMOID,
-            router_bias=_CORRECTION_BIAS,
-            has_shared=True,
-            has_groups=True,
-        ),
+        experts=_SIGMOID_EXPERTS,
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         qkv_bias="attention_bias",
