@@ -18,13 +18,12 @@ from shared.models.config_fields import refuse_fields, require_int, require_posi
 from shared.models.experts_config import ExpertsConfig, parse_experts
 from shared.models.families import (
     FAMILIES,
-    MULTIPLIERS,
     TARGET_ARCHITECTURES,
     Family,
     LayerNorms,
     NormRule,
 )
-from shared.models.family_fields import has_gelu, parse_ropes, parse_softcaps, query_multiplier
+from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.quantization import parse_quantization
 from shared.models.refused_families import REFUSED
@@ -229,39 +228,24 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     Raises: CheckpointError naming the field.
     """
     family = FAMILIES[architecture]
-    computed = family.computed_fields
-    refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in computed}
-    if family.text_type:
-        fields = _language_fields(fields, source, family)
-    refuse_fields(fields, source, {**refused, **family.refused})
-    renamed = {name: fields[other] for name, other in family.other_names.items() if other in fields}
-    fields = {**family.defaults, **renamed, **fields}
+    fields = _fields_of(fields, source, family)
     latent = parse_latent(fields, source) if family.has_latent_attention else None
     num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family, latent)
     num_layers = require_int(fields, "num_hidden_layers", source)
-    num_mtp_layers = fields.get("num_nextn_predict_layers") if family.has_mtp else 0
     max_positions = _parse_positions(fields, source)
     unrotated = _parse_unrotated(fields, source, family, num_layers)
     windows = parse_windows(fields, source, family, num_layers, unrotated)
     if family.rotates_windows_only and fields.get("sliding_window") is not None:
         unrotated = tuple(layer for layer, window in enumerate(windows) if not window)
-    ropes = parse_ropes(
+    rope, local_rope = parse_ropes(
         fields,
         source,
         family,
         head_dim=head_dim if latent is None else latent.qk_rope_head_dim,
         max_positions=max_positions,
+        windows=windows,
     )
-    if all(windows) and ropes[1] is not None:
-        ropes = (ropes[1], None)
-    multipliers: dict[str, Any] = {
-        name: require_positive(fields[name], f"{source}: {name}")
-        for name in MULTIPLIERS
-        if name in family.implemented and fields.get(name) is not None
-    }
-    multipliers |= parse_softcaps(fields, source, family)
-    if family.has_query_scalar:
-        multipliers["attention_multiplier"] = query_multiplier(fields, source)
+    multipliers: dict[str, Any] = parse_multipliers(fields, source, family)
     return ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
@@ -272,8 +256,8 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         head_dim=head_dim,
         rms_norm_eps=_parse_epsilon(fields, source),
         max_position_embeddings=max_positions,
-        rope=ropes[0],
-        local_rope=ropes[1] if any(windows) else None,
+        rope=rope,
+        local_rope=local_rope,
         has_qkv_bias=_is_set(fields, family.qkv_bias),
         has_o_bias=_is_set(fields, family.o_bias),
         has_mlp_bias=_is_set(fields, family.mlp_bias),
@@ -292,7 +276,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         dtype=_parse_dtype(fields, source),
         unrotated_layers=unrotated,
         has_vision=bool(family.text_type),
-        num_mtp_layers=int(num_mtp_layers or 0),
+        num_mtp_layers=int(fields.get("num_nextn_predict_layers") or 0) if family.has_mtp else 0,
         latent=latent,
         experts=parse_experts(fields, source, family.experts, num_layers)
         if family.experts
@@ -304,6 +288,21 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         ),
         **multipliers,
     )
+
+
+def _fields_of(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, Any]:
+    """Return the fields of a family's language model by the names that all families have, absent
+    ones by their defaults.
+
+    Raises: CheckpointError naming a field that asks for what is not implemented.
+    """
+    if family.text_type:
+        fields = _language_fields(fields, source, family)
+    computed = family.computed_fields
+    refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in computed}
+    refuse_fields(fields, source, {**refused, **family.refused})
+    renamed = {name: fields[other] for name, other in family.other_names.items() if other in fields}
+    return {**family.defaults, **renamed, **fields}
 
 
 def _language_fields(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, Any]:

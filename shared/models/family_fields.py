@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.config_fields import require_positive
-from shared.models.families import Family
+from shared.models.families import MULTIPLIERS, Family
 from shared.models.rope_config import (
     RopeConfig,
     local_rope_fields,
@@ -18,7 +18,8 @@ from shared.models.rope_config import (
 )
 
 _GELU = "gelu_pytorch_tanh"
-_SOFTCAPS = {
+_MULTIPLIERS = {
+    **{name: name for name in MULTIPLIERS},
     "attn_logit_softcapping": "attention_softcap",
     "final_logit_softcapping": "logits_softcap",
 }
@@ -39,23 +40,36 @@ def has_gelu(fields: Mapping[str, Any], source: str, family: Family) -> bool:
     return name == _GELU
 
 
-def parse_softcaps(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, float]:
-    """Return the soft limits that a family knows, by their fields of ModelConfig.
+def parse_multipliers(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, float]:
+    """Return the multipliers and soft limits that a family knows, by their names in ModelConfig.
 
     Raises: CheckpointError naming the field.
     """
-    return {
+    found = {
         name: require_positive(fields[field], f"{source}: {field}")
-        for field, name in _SOFTCAPS.items()
+        for field, name in _MULTIPLIERS.items()
         if field in family.implemented and fields.get(field) is not None
     }
+    if family.has_query_scalar:
+        scalar = fields.get("query_pre_attn_scalar", 256)
+        scalar = require_positive(scalar, f"{source}: query_pre_attn_scalar")
+        found["attention_multiplier"] = scalar**-0.5
+    return found
 
 
 def parse_ropes(
-    fields: Mapping[str, Any], source: str, family: Family, *, head_dim: int, max_positions: int
+    fields: Mapping[str, Any],
+    source: str,
+    family: Family,
+    *,
+    head_dim: int,
+    max_positions: int,
+    windows: Sequence[int],
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the rotary embedding, and that of layers with a window, if it is another one.
 
+    Args:
+        windows: How many tokens each layer sees; 0 = all.
     Raises: CheckpointError naming the field.
     """
     parse = partial(
@@ -81,7 +95,9 @@ def parse_ropes(
             "full_attention and sliding_attention into rope_parameters, each with its own"
         )
     main, local = parse(main_rope_fields(fields)), parse(local_rope_fields(fields))
-    return main, local if local != main else None
+    if all(windows):
+        return local, None
+    return main, local if any(windows) and local != main else None
 
 
 def _stretched_by_alpha(fields: Mapping[str, Any], source: str, head_dim: int) -> Mapping[str, Any]:
@@ -99,12 +115,3 @@ def _stretched_by_alpha(fields: Mapping[str, Any], source: str, head_dim: int) -
     alpha = require_positive(values["alpha"], f"{source}: {name}.alpha")
     theta = require_positive(theta, f"{source}: rope_theta") * alpha ** (head_dim / (head_dim - 2))
     return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-
-
-def query_multiplier(fields: Mapping[str, Any], source: str) -> float:
-    """Return what scores are multiplied by where `query_pre_attn_scalar` says it.
-
-    Raises: CheckpointError naming the field.
-    """
-    scalar = fields.get("query_pre_attn_scalar", 256)
-    return require_positive(scalar, f"{source}: query_pre_attn_scalar") ** -0.5
