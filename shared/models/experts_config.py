@@ -156,28 +156,9 @@ def parse_experts(
     dense_layers = _dense_layers(fields, source, num_layers)
     if num_experts == 0 or len(dense_layers) == num_layers:
         return None
-    num_groups, num_chosen = 1, 1
-    if family.has_groups and fields.get("topk_method") != "greedy":
-        num_groups = require_int(fields, "n_group", source, default=1)
-        num_chosen = require_int(fields, "topk_group", source, default=1)
-    per_token = require_int(fields, "num_experts_per_tok", source)
-    if num_experts % num_groups or num_chosen > num_groups:
-        raise CheckpointError(
-            f"{source}: n_group = {num_groups} must divide the {num_experts} experts, and "
-            f"topk_group = {num_chosen} must not exceed it"
-        )
-    if per_token > num_experts // num_groups * num_chosen:
-        raise CheckpointError(
-            f"{source}: num_experts_per_tok = {per_token} is more than the "
-            f"{num_experts // num_groups * num_chosen} experts that are chosen from"
-        )
-    if num_groups > 1 and family.group_score is GroupScore.BEST_TWO and num_experts == num_groups:
-        raise CheckpointError(f"{source}: n_group = {num_groups} leaves one expert to a group")
+    per_token, num_groups, num_chosen = _parse_choice(fields, source, family, num_experts)
     width = require_int(fields, family.width_field, source)
-    num_shared = _natural(fields, "n_shared_experts", source) if family.has_shared else 0
-    shared_width = num_shared * width
-    if family.shared_width_field:
-        shared_width = require_int(fields, family.shared_width_field, source)
+    shared_width = _parse_shared_width(fields, source, family, width)
     return ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,
@@ -203,6 +184,39 @@ def _count(fields: Mapping[str, Any], names: tuple[str, ...], source: str) -> in
     """Return the number of experts, by the first of its names that is there."""
     name = next((name for name in names if fields.get(name) is not None), names[0])
     return _natural(fields, name, source, is_required=True)
+
+
+def _parse_choice(
+    fields: Mapping[str, Any], source: str, family: ExpertsFamily, num_experts: int
+) -> tuple[int, int, int]:
+    """Return how many experts a token has, how many groups there are, and how many are chosen."""
+    num_groups, num_chosen = 1, 1
+    if family.has_groups and fields.get("topk_method") != "greedy":
+        num_groups = require_int(fields, "n_group", source, default=1)
+        num_chosen = require_int(fields, "topk_group", source, default=1)
+    per_token = require_int(fields, "num_experts_per_tok", source)
+    if num_experts % num_groups or num_chosen > num_groups:
+        raise CheckpointError(
+            f"{source}: n_group = {num_groups} must divide the {num_experts} experts, and "
+            f"topk_group = {num_chosen} must not exceed it"
+        )
+    if per_token > num_experts // num_groups * num_chosen:
+        raise CheckpointError(
+            f"{source}: num_experts_per_tok = {per_token} is more than the "
+            f"{num_experts // num_groups * num_chosen} experts that are chosen from"
+        )
+    if num_groups > 1 and family.group_score is GroupScore.BEST_TWO and num_experts == num_groups:
+        raise CheckpointError(f"{source}: n_group = {num_groups} leaves one expert to a group")
+    return per_token, num_groups, num_chosen
+
+
+def _parse_shared_width(
+    fields: Mapping[str, Any], source: str, family: ExpertsFamily, width: int
+) -> int:
+    """Return the width of what every token passes besides; 0: there is none."""
+    if family.shared_width_field:
+        return require_int(fields, family.shared_width_field, source)
+    return _natural(fields, "n_shared_experts", source) * width if family.has_shared else 0
 
 
 def _dense_layers(fields: Mapping[str, Any], source: str, num_layers: int) -> frozenset[int]:

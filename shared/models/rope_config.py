@@ -129,14 +129,10 @@ def parse_rope(
     kind = _parse_kind(values, place, aliases or {})
     if kind is RopeKind.DEFAULT and _rope_type(values) == _DYNAMIC:
         _check_dynamic({_ORIGINAL: fields.get(_ORIGINAL), **values}, place, max_positions)
-    share: Any = 1.0
+    share = 1.0
     if default_share is not None:
-        share = values.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-        if share is None and fields.get("rotary_dim") is not None:
-            share = require_positive(fields["rotary_dim"], f"{source}: rotary_dim") / head_dim
-        share = default_share if share is None else share
+        share = _parse_share(values, fields, source, head_dim, default_share)
         values = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
-        _check_share(share, head_dim, source)
     if kind is not RopeKind.DEFAULT and fields.get(_ORIGINAL) is not None:
         values = {**values, _ORIGINAL: fields[_ORIGINAL]}  # it goes first in transformers, too
     _check_keys(values, kind, place)
@@ -145,7 +141,7 @@ def parse_rope(
     return RopeConfig(
         theta=require_positive(10000.0 if theta is None else theta, f"{source}: rope_theta"),
         kind=kind,
-        rotary_share=float(share),
+        rotary_share=share,
         is_interleaved=is_interleaved,
         **_parse_scaling(kind, values, place, max_positions=max_positions, num_pairs=num_pairs),
     )
@@ -245,13 +241,25 @@ def _numbers(values: Mapping[str, Any], place: str, name: str, num_pairs: int) -
     return tuple(require_positive(one, f"{place}.{name}") for one in value)
 
 
-def _check_share(share: Any, head_dim: int, source: str) -> None:
+def _parse_share(
+    values: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    source: str,
+    head_dim: int,
+    default: float,
+) -> float:
+    """Return the share of a head's values that is rotated."""
+    share = values.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    if share is None and fields.get("rotary_dim") is not None:
+        share = require_positive(fields["rotary_dim"], f"{source}: rotary_dim") / head_dim
+    share = default if share is None else share
     share = require_positive(share, f"{source}: partial_rotary_factor")
     if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
         raise CheckpointError(
             f"{source}: partial_rotary_factor = {share} rotates {int(head_dim * share)} of "
             f"{head_dim} values of a head; it must be an even number of them, at least 2"
         )
+    return share
 
 
 def _rope_type(values: Mapping[str, Any]) -> Any:
