@@ -56,7 +56,7 @@ class DraftPeer:
         progress: Whether its trees are worth waiting for.
         num_tokens_sent: Tokens of the request that the draft has.
         ordered_round: Last round whose tree the target ordered, at `ordered_ns`.
-        is_rest_told: The orchestrator thinks that it rests.
+        is_reported_resting: What the orchestrator was told last.
     """
 
     channel: PeerChannel
@@ -67,7 +67,7 @@ class DraftPeer:
     num_tokens_sent: int = 0
     ordered_round: int = 0
     ordered_ns: int = 0
-    is_rest_told: bool = False
+    is_reported_resting: bool = False
 
     @property
     def is_waited_for(self) -> bool:

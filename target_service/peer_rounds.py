@@ -39,7 +39,7 @@ from target_service.feature_log import FeatureRows
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.path_rows import place_rows
 from target_service.request import ROOT_ONLY, Phase, QueuedRound, TargetRequest
-from target_service.resting import begin_rest, tell_rest
+from target_service.resting import begin_rest, report_rest
 from target_service.tree_source import TreeSource
 
 _NextShapes = tuple[TreeShape, TreeShape | None]  # of the tree that is ordered, of the one after
@@ -104,7 +104,7 @@ class PeerRounds(TreeSource):
                 peer.ordered_round, peer.progress = begun, Progress.BEHIND
             if peer.progress is Progress.RESTING:
                 peer.progress = Progress.BEHIND
-            tell_rest(self._state, request, peer, is_resting=False)
+            report_rest(self._state, request, peer, is_resting=False)
             peer.credit = None
             if request.phase is not Phase.WAITING:  # else it has ended, or makes room
                 self._state.features.wake(request, at_once=True)
@@ -137,7 +137,7 @@ class PeerRounds(TreeSource):
                 self._put_order(request, peer, shape)  # no other tree waits for this one
                 peer.progress = Progress.ASKED
             case Progress.ASKED if round_idx >= peer.ordered_round + ASK_ROUNDS and shape:
-                tell_rest(self._state, request, peer, is_resting=False)
+                report_rest(self._state, request, peer, is_resting=False)
                 self._put_order(request, peer, shape)
 
     def _put_order(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> None:
@@ -247,7 +247,7 @@ class PeerRounds(TreeSource):
                 continue  # no tree is wanted any more
             was_behind = peer.progress is not Progress.CAUGHT_UP
             peer.progress = Progress.CAUGHT_UP  # whatever round it is for
-            tell_rest(self._state, request, peer, is_resting=False)
+            report_rest(self._state, request, peer, is_resting=False)
             if peer.credit is None:
                 continue  # given up
             try:

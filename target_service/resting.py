@@ -2,8 +2,8 @@
 
 Their rounds go on with the root alone, and nothing is sent to their drafts: neither tokens nor
 feature rows. When trees are wanted again, drafts get all of it at once, a few requests with each
-step, and rounds go on with the root alone until a tree comes. The orchestrator is told, which would
-take a draft without trees for one that is behind.
+step, and rounds go on with the root alone until a tree comes. The orchestrator is told: otherwise
+it would take a draft without trees for one that is behind.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def begin_rest(state: EngineState, request: TargetRequest, peer: DraftPeer) -> N
     """Let a request rest."""
     peer.progress = Progress.RESTING
     state.features.hold_back(request)
-    tell_rest(state, request, peer, is_resting=True)
+    report_rest(state, request, peer, is_resting=True)
 
 
-def tell_rest(
+def report_rest(
     state: EngineState, request: TargetRequest, peer: DraftPeer, *, is_resting: bool
 ) -> None:
-    """Tell the orchestrator, unless it knows, whether a draft without trees is well."""
-    if peer.is_rest_told is not is_resting:
-        peer.is_rest_told = is_resting
+    """Tell the orchestrator, unless it knows, whether a draft rests."""
+    if peer.is_reported_resting is not is_resting:
+        peer.is_reported_resting = is_resting
         state.outbox.append(
             DraftRest(
                 request_id=request.request_id,
