@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,30 +56,22 @@ def build_verify(
         buckets: Row counts to pad to, if the forward is padded as well.
         taken: What the device took from the mailbox: the first trees; None: all of them are here.
     """
-    nodes = SampledNodes(trees)
-    num_trees, count = len(trees.requests), len(trees.token_ids)
+    nodes, requests = SampledNodes(trees), trees.requests
+    num_trees, count = len(requests), len(trees.token_ids)
     bucket = None if batch.extend.bucket is None else bucket_of(count, buckets)
     sizes = _Sizes(num_trees=num_trees, num_nodes=int(nodes.num_nodes.max()), num_rows=count)
     if bucket is not None:
         sizes = _Sizes.of_bucket(bucket, pool)
     host, device = _place(sizes, pool, staging)
-    host["req_idx"][:num_trees] = nodes.req_idx
-    host["seq_len"][:num_trees] = nodes.seq_len
-    at = (nodes.tree, np.arange(count) - nodes.first_node[nodes.tree])
-    host["node_rows"][at] = np.arange(count)
-    host["token_ids"][at] = nodes.token_ids
-    host["parent_index"][at] = nodes.parent_index
-    np.add(nodes.seq_len[nodes.tree] + 1, nodes.depth, out=host["position"][:count])
-    rows = np.arange(count) if batch.logit_rows is None else batch.logit_rows
-    host["logit_rows"][:count] = rows
+    _fill(host, nodes, batch.logit_rows)
     # What depends on the sizes alone comes first: it always lies in the same place.
-    mailbox_paths = source.place_paths(trees.requests, staging, sizes.num_trees)
+    mailbox_paths = source.place_paths(requests, staging, sizes.num_trees)
     sampling = sampler.prepare(nodes, staging, sizes.num_rows)
     if sampling.masks is not None and sampling.masks.shut:
         shut = np.array(sampling.masks.shut)
         tree = nodes.tree[shut]
         host["token_ids"][tree, shut - nodes.first_node[tree]] = _NO_TOKEN
-    wants_logprobs = [request.open.logprobs for request in trees.requests]
+    wants_logprobs = [request.open.logprobs for request in requests]
     logprob_rows = None
     if any(wants_logprobs):
         logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[nodes.tree]))
@@ -92,10 +85,10 @@ def build_verify(
         may_move_kv=bucket is not None or not all(layout.is_chain for layout in trees.layouts),
         logprob_rows=logprob_rows,
         num_top_logprobs=max(
-            (r.open.top_logprobs for r in trees.requests if r.open.logprobs), default=0
+            (request.open.top_logprobs for request in requests if request.open.logprobs), default=0
         ),
-        wants_features=any(request.features is not None for request in trees.requests),
-        wants_experts=any([r.open.wants_routed_experts for r in trees.requests]),
+        wants_features=any([request.features is not None for request in requests]),
+        wants_experts=any([request.open.wants_routed_experts for request in requests]),
         num_device_trees=trees.num_on_device,
         mailbox_paths=mailbox_paths,
     )
@@ -135,6 +128,24 @@ def _place(sizes: _Sizes, pool: KVPool, staging: Staging) -> tuple[Arrays, dict[
     host["req_idx"].fill(pool.max_num_requests)
     host["parent_index"].fill(_NO_NODE)
     return host, device
+
+
+def _fill(host: Arrays, nodes: SampledNodes, logit_rows: Sequence[int] | None) -> None:
+    """Replace the first trees, and the first rows, by those of the step.
+
+    Args:
+        logit_rows: As in StepBatch.
+    """
+    num_trees, count = len(nodes.req_idx), len(nodes.token_ids)
+    rows = np.arange(count)
+    host["req_idx"][:num_trees] = nodes.req_idx
+    host["seq_len"][:num_trees] = nodes.seq_len
+    at = (nodes.tree, rows - nodes.first_node[nodes.tree])
+    host["node_rows"][at] = rows
+    host["token_ids"][at] = nodes.token_ids
+    host["parent_index"][at] = nodes.parent_index
+    np.add(nodes.seq_len[nodes.tree] + 1, nodes.depth, out=host["position"][:count])
+    host["logit_rows"][:count] = rows if logit_rows is None else logit_rows
 
 
 def _put_first(taken: TakenTrees, inputs: VerifyInput) -> None:
