@@ -88,12 +88,9 @@ def build_rows(
     staging = Staging(pool.device, 1 << 20)
     packed = pack_rows(blocks, pool, staging=staging)
     staging.flush()
-    return ForwardInput(
-        token_ids=to_device(token_ids.reshape(-1), pool.device),
-        position_ids=to_device(np.tile(prefix_len + step, num_reqs), pool.device),
-        slot_mapping=packed.slot_mapping,
-        attention=packed.attention,
-        kv=pool,
+    position_ids = np.tile(prefix_len + step, num_reqs)
+    return packed.forward_input(
+        to_device(token_ids.reshape(-1), pool.device), to_device(position_ids, pool.device), pool
     )
 
 

@@ -19,7 +19,6 @@ from draft_service.request import DraftRequest
 from shared.kernels.mailbox_words import MAX_PATH
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, TreeShape
-from shared.models.attention import ForwardInput
 from shared.models.draft import DraftModel
 from shared.step.buckets import BATCH_BUCKETS, bucket_of, buckets_up_to
 from shared.step.graphs import GraphCache
@@ -187,13 +186,7 @@ class DraftRunner:
         recurrent = None
         if inputs.features is not None:
             recurrent = self.model.project_features(inputs.features)
-        rows = ForwardInput(
-            token_ids=inputs.token_ids,
-            position_ids=inputs.position_ids,
-            slot_mapping=inputs.rows.slot_mapping,
-            attention=inputs.rows.attention,
-            kv=self.pool,
-        )
+        rows = inputs.rows.forward_input(inputs.token_ids, inputs.position_ids, self.pool)
         hidden = self.model.extend(rows, recurrent, carried=self.last_hidden)
         last = hidden.index_select(0, inputs.last_rows)
         self.last_hidden.index_copy_(0, inputs.hidden_idx, last)

@@ -10,7 +10,6 @@ import torch
 from shared.kernels.mailbox_trees import TakenTrees
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, FeatureSpec
-from shared.models.attention import ForwardInput
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.step.buckets import buckets_up_to
@@ -209,13 +208,7 @@ class TargetRunner:
 
     @torch.inference_mode()
     def _forward(self, inputs: ExtendInput, expert_ids: torch.Tensor | None) -> ExtendOutput:
-        rows = ForwardInput(
-            token_ids=inputs.token_ids,
-            position_ids=inputs.position_ids,
-            slot_mapping=inputs.rows.slot_mapping,
-            attention=inputs.rows.attention,
-            kv=self.pool,
-        )
+        rows = inputs.rows.forward_input(inputs.token_ids, inputs.position_ids, self.pool)
         output = self.model.forward(
             rows,
             capture_layers=self.features.layer_ids,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
+from shared.models.attention import ForwardInput
 from shared.step.staging import Fields, Staging
 from shared.tree import TreeLayout, paths_of
 
@@ -62,6 +63,18 @@ class PackedRows:
     attention: TreeAttentionMetadata
     row_indptr: Sequence[int]
     path_len: NDArray[np.int32]
+
+    def forward_input(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, pool: KVPool
+    ) -> ForwardInput:
+        """Return what a model computes the rows from."""
+        return ForwardInput(
+            token_ids=token_ids,
+            position_ids=position_ids,
+            slot_mapping=self.slot_mapping,
+            attention=self.attention,
+            kv=pool,
+        )
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
