@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_INTERVAL_S = 3.0
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Lookup = Callable[[str], set[str]]
 
@@ -131,9 +130,6 @@ class AllowedTargets:
                 if found:  # a name service that fails takes no target away
                     self._found[name] = found
             await asyncio.sleep(LOOKUP_INTERVAL_S)
-
-
-ANY_TARGET = AllowedTargets("")
 
 
 def _not_allowed(address: str, field: str) -> InvalidArgumentError:

@@ -15,7 +15,7 @@ from draft_service.peer_rounds import PeerRounds
 from draft_service.pipeline import DraftPipeline
 from draft_service.request_table import RequestTable
 from draft_service.runner import DraftRunner
-from shared.config import NO_SECRET, PEERS, Secret
+from shared.config import PEERS, Secret
 from shared.errors import CoppiceError
 from shared.grammar.grammars import Grammars
 from shared.kernels.dispatch import launch_counts
@@ -57,7 +57,7 @@ class DraftEngine:
         max_context_len: int,
         source: PathSource,
         grammars: Grammars,
-        secret: Secret = NO_SECRET,
+        secret: Secret,
     ) -> None:
         self.info = info
         dialer = TcpDialer(secret.keys(PEERS), self._note_dialled)

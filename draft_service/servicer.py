@@ -9,9 +9,9 @@ from typing import Any
 import grpc.aio
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc
-from draft_service.allowed_targets import ANY_TARGET, AllowedTargets
+from draft_service.allowed_targets import AllowedTargets
 from draft_service.feature_client import FeatureClient
-from shared.access.caller import NOBODY, Caller
+from shared.access.caller import Caller
 from shared.messages import (
     DraftClose,
     DraftOpen,
@@ -52,8 +52,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         identity: WorkerIdentity,
         send: Callable[[Sequence[Any]], None],
         *,
-        caller: Caller = NOBODY,
-        targets: AllowedTargets = ANY_TARGET,
+        caller: Caller,
+        targets: AllowedTargets,
     ) -> None:
         self._targets = targets
         self.sessions = SessionHub(replace(PROTOCOL, unpack=self._unpack), send)

@@ -32,7 +32,7 @@ class DraftEpochs:
         *,
         request_id: str,
         sampling: SamplingParams,
-        grammar: OutputGrammar | None = None,
+        grammar: OutputGrammar | None,
         is_timed: bool,
     ) -> None:
         self.draft_epoch = 0

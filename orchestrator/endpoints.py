@@ -23,7 +23,7 @@ from orchestrator.workers import (
     run_session,
     shake_hands,
 )
-from shared.access.caller import NOBODY, Caller
+from shared.access.caller import Caller
 from shared.errors import ConfigError, CoppiceError, UnauthenticatedError
 from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
@@ -113,8 +113,8 @@ class WorkerEndpoints:
         on_open: Callable[[WorkerSession], str],
         on_lost: Callable[[WorkerSession], None],
         on_loading: Callable[[str], None],
-        lookup: Lookup = lookup,
-        caller: Caller = NOBODY,
+        lookup: Lookup,
+        caller: Caller,
     ) -> None:
         self._role = role
         self._endpoints = endpoints

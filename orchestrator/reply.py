@@ -45,8 +45,8 @@ class Reply:
         self,
         request: GenerationRequest,
         tokenizer: Tokenizer | None,
-        turns: WriteTurns | None = None,
-        inter_token: Tally | None = None,
+        turns: WriteTurns | None,
+        inter_token: Tally | None,
     ) -> None:
         self.events = Outgoing(turns)
         self.meter = Meter(inter_token)

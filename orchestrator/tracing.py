@@ -73,7 +73,7 @@ class Untraced:
 
     is_sampled = False
 
-    def __init__(self, trace_id: str = "") -> None:
+    def __init__(self, trace_id: str) -> None:
         self.trace_id = trace_id
 
     def watch(self, request_id: str, reply: Reply) -> None:

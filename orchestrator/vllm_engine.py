@@ -36,7 +36,6 @@ from shared.messages import FinishInfo, FinishReason, PromptInfo, TokenDelta, To
 from shared.messages.batches import unpack_events
 from shared.rpc.auth import caller_name
 
-SERVICE = "vllm.grpc.engine.VllmEngine"
 _CHUNK_BYTES = 1 << 20
 _MAX_OUTPUTS = 128
 _TOKENIZER_FILES = (

@@ -68,9 +68,9 @@ class TargetEngine:
         *,
         max_batch_rows: int,
         prefill_chunk_len: int,
-        overlaps_steps: bool = False,
-        costs: StepCosts | None = None,
-        prompt_budget: PromptBudget | None = None,
+        overlaps_steps: bool,
+        costs: StepCosts | None,
+        prompt_budget: PromptBudget | None,
     ) -> None:
         self.channels = channels
         self.source = source

@@ -57,7 +57,7 @@ class TargetRunner:
         features: FeatureSpec,
         *,
         max_batch_rows: int,
-        projection: FeatureProjection | None = None,
+        projection: FeatureProjection | None,
     ) -> None:
         self.model = model
         self.pool = pool

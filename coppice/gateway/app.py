@@ -61,7 +61,7 @@ class Gateway:
     """
 
     def __init__(
-        self, config: GatewayConfig, upstreams: Upstreams, check: TokenCheck | None = None
+        self, config: GatewayConfig, upstreams: Upstreams, check: TokenCheck | None
     ) -> None:
         self._config = config
         self._upstreams = upstreams

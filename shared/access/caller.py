@@ -55,7 +55,7 @@ def caller_of(config: OrchestratorConfig | DraftConfig, environ: Mapping[str, st
     )
 
 
-def dialled_tls(config: DialConfig, *, cert_file: str = "", key_file: str = "") -> Tls | None:
+def dialled_tls(config: DialConfig, *, cert_file: str, key_file: str) -> Tls | None:
     """Return how to encrypt to those who are dialled; None: not at all.
 
     Args:

@@ -85,7 +85,7 @@ class TokenCheck:
         return token.name
 
 
-def read_tokens(path: str, *, option: str = "--token-file") -> tuple[Token, ...]:
+def read_tokens(path: str, *, option: str) -> tuple[Token, ...]:
     """Return the tokens of a server's file.
 
     Raises: ConfigError that names the line, and never says a token.

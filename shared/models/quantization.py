@@ -31,9 +31,7 @@ _HINT = (
 _require = partial(require_one_of, hint=_HINT)
 
 
-def parse_quantization(
-    fields: Mapping[str, Any], source: str, *, has_fused_experts: bool = False
-) -> str:
+def parse_quantization(fields: Mapping[str, Any], source: str, *, has_fused_experts: bool) -> str:
     """Return how the weights of a config.json are quantised: "fp8" or "int4" (projections),
     "mxfp4" (experts), or "".
 

@@ -19,7 +19,7 @@ def parse_windows(
     source: str,
     family: Family,
     num_layers: int,
-    unrotated_layers: Sequence[int] = (),
+    unrotated_layers: Sequence[int],
 ) -> tuple[int, ...]:
     """Return how many tokens each layer sees, its own included; 0 = all.
 
