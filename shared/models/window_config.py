@@ -43,15 +43,12 @@ def _windowed_layers(
     num_layers: int,
     unrotated_layers: Sequence[int],
 ) -> list[bool]:
-    when = family.window
-    if when is Window.NEVER:
-        return [False] * num_layers
-    if fields.get("layer_types") is not None and when is not Window.IF_USED_BY_ALL:
-        return _parse_layer_types(fields["layer_types"], source, num_layers)
+    when, layers, layer_types = family.window, range(num_layers), fields.get("layer_types")
+    if layer_types is not None and when not in (Window.NEVER, Window.IF_USED_BY_ALL):
+        return _parse_layer_types(layer_types, source, num_layers)
     is_used = when in (Window.IF_SET, Window.PATTERN) or bool(fields.get("use_sliding_window"))
-    if fields.get("sliding_window") is None or not is_used:
+    if when is Window.NEVER or fields.get("sliding_window") is None or not is_used:
         return [False] * num_layers
-    layers = range(num_layers)
     first = fields.get("max_window_layers", _MAX_WINDOW_LAYERS)
     match when:
         case Window.IF_USED:
