@@ -2,6 +2,7 @@
 
 `grpc.keepalive_timeout_ms` does nothing in C-core; `grpc.http2.ping_timeout_ms` is what notices a
 peer that stopped answering. gRPC's own retries are off: a broken stream must surface at once.
+`grpc.min_reconnect_backoff_ms` is no backoff, but how long an attempt to connect may take.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def channel_options() -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),

@@ -49,6 +49,7 @@ def test_processes_send_everything_when_it_is_due(address: str, server: FakeGene
     sends = [Send(at_s=each.at_s, request=each.request({})) for each in arrivals]
     with ClientProcesses(address, 2, num_connections=2) as clients:
         played = clients.play(sends)
+    assert all(isinstance(outcome, RequestResult) for outcome in played.outcomes), played.outcomes
     outputs = [outcome.token_ids for outcome in played.outcomes]
     assert outputs == [(n, n + 1, n + 2) for n in range(5)]  # in the order of what was sent
     assert len(played.cpu_shares) == 2 and all(share > 0 for share in played.cpu_shares)

@@ -12,6 +12,7 @@ from orchestrator.endpoints import Endpoint, WorkerEndpoints, parse_endpoints
 from orchestrator.pairing import ModelIdentity, pair_problem
 from orchestrator.pool import Need, WorkerPool
 from orchestrator.workers import TARGET, WorkerLost, WorkerSession
+from shared.access.caller import NOBODY
 from shared.errors import ConfigError, UnavailableError
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
 from tests.fakes.in_memory import virtual
@@ -405,6 +406,7 @@ async def test_a_name_is_followed_and_its_failures_end_nothing() -> None:
         on_lost=lambda worker: None,
         on_loading=lambda address: None,
         lookup=lookup,
+        caller=NOBODY,
     )
 
     running = asyncio.create_task(endpoints.run())
