@@ -91,13 +91,18 @@ class Measurement:
 
 MEASURED = {
     "LlamaForCausalLM": Measurement(file="h200_decode.json", contains="llama-3.1-8b"),
+    "MixtralForCausalLM": Measurement(
+        file="h200_30b_a3b.json", contains="Mixtral", what="a pair of another size"
+    ),
     "Qwen3MoeForCausalLM": Measurement(
         file="h200_experts.json",
         contains="step qwen3-30b-a3b",
         what="a step, random weights, no draft",
     ),
     "DeepseekV3ForCausalLM": Measurement(
-        file="h200_experts.json", contains="products deepseek-v3", what="a layer's experts"
+        file="h200_experts_fp8.json",
+        contains="step deepseek-v3, 8 layers",
+        what="a step of 8 layers, random weights, no draft",
     ),
     "DeepseekV2ForCausalLM": Measurement(
         file="h200_latents.json", contains='"heads": 16', what="a layer's attention"

@@ -101,7 +101,8 @@ def _time_forward(runner: TargetRunner, num_rows: int) -> float:
 def _tokens(runner: TargetRunner, num_rows: int) -> RowBlocks:
     """Return rows that count as tokens of requests, and whose KV goes to the sink.
 
-    Each follows others, for experts like all first tokens alike.
+    They have all positions, for first tokens look alike to a router; what they attend to is what
+    the sink holds.
     """
     pool = runner.pool
     most = pool.page_table.shape[1] * pool.page_size

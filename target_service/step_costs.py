@@ -20,7 +20,8 @@ class StepCosts:
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         assert rows and len(rows) == len(seconds)
         self._rows = tuple(rows)
-        # What took longer than more rows did had to wait for something else.
+        # As a rule, what took longer than more rows did had to wait for something else.
+        self._measured = tuple(seconds)
         self._seconds = tuple(itertools.accumulate(reversed(seconds), min))[::-1]
         self.of: Callable[[int], float] = functools.cache(self._of)
         """Return what so many rows cost, in seconds; in proportion past the last one measured."""
@@ -36,5 +37,5 @@ class StepCosts:
         return zip(self._rows, self._seconds, strict=True)
 
     def __str__(self) -> str:
-        pairs = zip(self._rows, self._seconds, strict=True)
+        pairs = zip(self._rows, self._measured, strict=True)
         return ", ".join(f"{rows} {seconds * 1e3:.2f}" for rows, seconds in pairs)

@@ -103,7 +103,8 @@ def choose_fp8_tiles(
     if num_rows <= 64:
         return Tiles(64, 64, 128, 4, 4)
     if num_rows <= 128 or by_block or (splits > 1 and num_rows > MAX_SPLIT_ROWS):
-        # The sums of a split and of all would not fit into registers. Spilled, they came out wrong.
+        # The sums of a split and of all would not fit into registers. Spilled, beside weights that
+        # are widened there, they came out wrong; weights in 16 bits are read from shared memory.
         return SQUARE_FP8_TILES
     return _WIDE
 

@@ -122,13 +122,13 @@ class TensorReads:
 
     def close(self) -> None:
         """Close all files, and end the threads."""
+        if self._pool is not None:  # after an error some of them may still read
+            self._pool.shutdown()
+            self._pool = None
         for file in self._files.values():
             file.__exit__(None, None, None)
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
         self._stages = None
         self._files.clear()
         self._descriptors.clear()
@@ -259,7 +259,7 @@ class _Stages:
         to.copy_(values, non_blocking=True)
         event = self._has_been_read[self._turn]
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(to.device))
 
 
 def _stored_dtype(info: TensorInfo) -> torch.dtype:

@@ -211,7 +211,9 @@ class TreeBudget:
         if not keeps_up.any():
             return deal
         rungs = np.where(keeps_up, without.rungs, deal.rungs)
-        return Deal(rungs, deal.limit, self._dealer.tokens_per_s(classes, rungs, mixed))
+        if self.costs.rows[rungs].sum() + fixed.num_rows > self.costs.most_rows:
+            return without
+        return Deal(rungs, int(rungs.max()), self._dealer.tokens_per_s(classes, rungs, mixed))
 
     def _pays_back(self, deal: Deal, staying: Deal, num_dropped: Ints) -> bool:
         """Return whether a deal brings so much more than one in which nobody's rows are computed

@@ -4,11 +4,11 @@
 
 Forwards were measured at start-up. The rest is learned from rounds: the host's part (sampling, the
 reading of KV, transport) from those without trees; what trees take beside it (the draft, and what
-they make both hosts do) from those with trees. An entry is the median of the last few rounds of its
-kind: one that had to wait for something else says nothing. Rungs and numbers of trees that were
-never tried take as many times what was expected of their growth as the nearest ones do, but no less
-than smaller trees do. What is expected is rather too cheap than too dear, so that it is tried, and
-known then.
+they make both hosts do) from those with trees. An entry is one of the faster ones of the last few
+rounds of its kind: one that had to wait for something else says nothing. Rungs and numbers of trees
+that were never tried take as many times what was expected of their growth as the nearest ones do,
+but no less than smaller trees do. What is expected is rather too cheap than too dear, so that it is
+tried, and known then.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RoundCosts:
         self._seconds: tuple[float, ...] = seconds
         self._size_rows, self._size_seconds = np.array(sizes, float), np.array(seconds)
         self._marginal_s = min(s / size for size, s in zip(sizes, seconds, strict=True))
-        self.is_padded = is_padded
+        self.is_padded, self.most_rows = is_padded, most_rows
         limits = [*(size for size in sizes if size < most_rows), most_rows]
         self._limits: Floats = np.array(limits, dtype=np.float64)
         self._limits_s: Floats = np.array([self.forward_s(limit) for limit in limits])

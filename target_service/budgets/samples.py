@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Rounds of which one of the faster ones counts, and fewer say nothing: after many requests have
-# begun a few rounds are slow, whatever trees they have.
+# Of the last rounds one of the faster ones counts. Few rounds say nothing: after many requests have
+# begun some are slow, whatever trees they have.
 _NUM_SAMPLES = 9
 _LEAST_SAMPLES = 3
 # Which part of them is faster; more on a CPU, whose rounds scatter because others use it as well.
@@ -97,7 +97,9 @@ class RoundSamples:
 
     def forget_plain(self, batch: int, now_s: float) -> bool:
         """Forget what rounds of so many requests take without trees, if there was none for many
-        others, on a GPU nor any without trees for long; return whether it is forgotten now.
+        others, and on a GPU none of any number of requests for long.
+
+        Returns: Whether it is forgotten now.
         """
         place = (0, batch)
         is_old = self._noted_round[place] < self._round - self._patience[place]

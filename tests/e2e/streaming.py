@@ -60,22 +60,28 @@ class Stream:
         return self.finish
 
     def accept_length(self, *, last: int) -> float:
-        """Return the mean tokens of a round in which drafts were accepted, of the last tokens; 1 if
-        there is none.
+        """Return the mean tokens per round over the last tokens."""
+        lengths = self._lengths(last)
+        return sum(lengths) / len(lengths)
+
+    def drafted_length(self, *, last: int) -> float:
+        """Return the same of rounds in which drafts were accepted; 1 if there is none.
 
         How many rounds get their trees in time depends on what else the machine does.
         """
-        left, lengths = last, []
-        for delta in reversed(self.deltas):
-            if left <= 0:
-                break
-            left -= len(delta.token_ids)
-            if len(delta.token_ids) > 1:
-                lengths.append(len(delta.token_ids))
+        lengths = [length for length in self._lengths(last) if length > 1]
         return sum(lengths) / len(lengths) if lengths else 1.0
 
-    def is_drafted_again(self) -> None:
-        """Wait until drafts have been accepted of a round that is not over yet."""
+    def _lengths(self, last: int) -> list[int]:
+        lengths: list[int] = []
+        for delta in reversed(self.deltas):
+            if sum(lengths) >= last:
+                break
+            lengths.append(len(delta.token_ids))
+        return lengths
+
+    def awaits_drafts(self) -> None:
+        """Wait until drafts are accepted in a round that has not been heard of yet."""
         num_known = len(self.deltas)
         wait_for(
             lambda: (
@@ -83,7 +89,10 @@ class Stream:
                 or not self._thread.is_alive()
             ),
             TOKENS_TIMEOUT_S,
+            lambda: f"no draft was accepted after {num_known} rounds",
         )
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         try:

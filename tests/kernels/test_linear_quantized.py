@@ -7,6 +7,7 @@ import torch
 
 from shared.kernels.linear import linear, linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.linear_tiles import MAX_SPLIT_ROWS, choose_fp8_tiles, num_splits
 from shared.kernels.quantized import (
     SCALE_BLOCK,
     QuantizedWeight,
@@ -165,3 +166,13 @@ def test_scales_of_checkpoints_are_spread_over_rows(shape: tuple[int, ...]) -> N
             want = scales.flatten()[n if scales.numel() > 1 else 0]
         assert got[n, k] == want
     assert spread_scales(torch.ones(3, 2), torch.Size((width_n, width_k))) is None
+
+
+@pytest.mark.parametrize("width_k", [4096, 1024])
+@pytest.mark.parametrize("num_rows", [129, 256, 257, 2048])
+def test_two_sums_of_a_tile_fit_into_registers(num_rows: int, width_k: int) -> None:
+    """A program that walks several splits has a sum of a split, and one of all."""
+    shape = (1024, width_k)
+    tiles = choose_fp8_tiles(num_rows, 2, shape, by_block=False)
+    num_sums = 2 if num_rows > MAX_SPLIT_ROWS and num_splits(*shape) > 1 else 1
+    assert num_sums * tiles.block_n * tiles.block_t <= 32 * tiles.num_warps * 128

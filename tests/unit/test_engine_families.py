@@ -1,6 +1,7 @@
 """Engines of every family, on a CPU and on a GPU: trees of every draft it has change no token.
 
-A CPU computes in float32, a GPU in bfloat16; KV is NaN wherever nothing is committed.
+A CPU computes in float32, a GPU in bfloat16; KV is NaN wherever nothing is committed, on a GPU
+only between steps that do not overlap.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ def test_tensors_are_those_of_the_file(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_gpu_reads_tensors_in_turns(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     gpu = torch.device("cuda")
+    torch.cuda._sleep(1_000_000_000)  # so that no copy is over when its memory is wanted again
     check_tensors(tmp_path, tensors, TensorReads(gpu, min_share_bytes=SHARE, stage_bytes=5 * SHARE))
     check_tensors(tmp_path, tensors, TensorReads(gpu))
 
@@ -107,15 +108,16 @@ def test_what_was_read_does_not_change_with_the_file(
         assert torch.equal(tensor.float(), tensors[name].float())
 
 
+@pytest.mark.parametrize("stage_bytes", [0, 5 * SHARE + 8])
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_a_file_that_is_cut_off_meanwhile_is_an_error(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], num_threads: int
+    tmp_path: Path, tensors: dict[str, torch.Tensor], num_threads: int, stage_bytes: int
 ) -> None:
     """Not the end of the process, as with a mapped file."""
     infos = read_tensor_infos(tmp_path)
     info = max(infos.values(), key=lambda one: one.end)
     os.truncate(info.file, info.end - 1)
-    reads = reads_of(num_threads)
+    reads = reads_of(num_threads, stage_bytes=stage_bytes)
     with pytest.raises(CheckpointError, match=r"ended within .*, while it was read"):
         reads.read(info, None)
     reads.close()
