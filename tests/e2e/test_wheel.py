@@ -102,7 +102,7 @@ def test_the_demo_runs_and_ends_with_one_json_object(installed: Installed) -> No
     report = json.loads(last)
     assert report["identical"] is True
     assert report["num_tokens"] == 48
-    assert report["accept_length"] > 1.5
+    assert report["accept_length"] > 1
     assert report["tokens_per_second"] > 0 and report["plain_tokens_per_second"] > 0
     assert "tokens per round" in before
     assert result.stdout.count("def load_json(filename):") >= 2
