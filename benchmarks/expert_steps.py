@@ -8,7 +8,7 @@ Operations are those of all products, of latent attention in the form that reads
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -32,7 +32,7 @@ from shared.models.llama import CausalLM
 _FP8_BYTES = 1 + 4 / SCALE_BLOCK**2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Line:
     """One line of the table.
 
@@ -51,11 +51,14 @@ class Line:
     rows: str
     num_experts: float
     us: float
-    torch_us: float | None
+    torch_us: float | None = None
     bytes_us: float
     flop_us: float
-    share: float
+    share: float = field(init=False)
     is_right: bool
+
+    def __post_init__(self) -> None:
+        self.share = max(self.bytes_us, self.flop_us) / self.us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,18 +117,14 @@ def measure_steps(
         num_bytes = _dense_bytes(config, weights, dtype.itemsize)
         num_bytes += count * context * config.kv_layout.bytes_per_token(dtype.itemsize)
         num_bytes += num_experts * _num_sparse(config) * _expert_bytes(config, weights, dtype)
-        bytes_us = num_bytes / rates.copied_bytes * 1e6
-        flop_us = count * num_nodes * _row_flop(config, context) / rates.product_flop * 1e6
         yield Line(
             op=op,
             weights=weights,
             rows=f"{count} x {num_nodes}",
             num_experts=num_experts,
             us=us,
-            torch_us=None,
-            bytes_us=bytes_us,
-            flop_us=flop_us,
-            share=max(bytes_us, flop_us) / us,
+            bytes_us=num_bytes / rates.copied_bytes * 1e6,
+            flop_us=count * num_nodes * _row_flop(config, context) / rates.product_flop * 1e6,
             is_right=is_right,
         )
 

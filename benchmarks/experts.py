@@ -192,19 +192,15 @@ class _Layer:
             weights: str,
             is_right: bool,
         ) -> Line:
-            us = time_ms(ours, self._device) * 1e3
-            bytes_us = num_bytes / rates.copied_bytes * 1e6
-            flop_us = 2 * num_rows * num_values / rates.product_flop * 1e6
             return Line(
                 op=f"{op} {name}",
                 weights=weights,
                 rows=f"{num_rows} x 1",
                 num_experts=num_experts,
-                us=us,
+                us=time_ms(ours, self._device) * 1e3,
                 torch_us=theirs_us,
-                bytes_us=bytes_us,
-                flop_us=flop_us,
-                share=max(bytes_us, flop_us) / us,
+                bytes_us=num_bytes / rates.copied_bytes * 1e6,
+                flop_us=2 * num_rows * num_values / rates.product_flop * 1e6,
                 is_right=is_right,
             )
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +401,38 @@ def fill(model: Any, seed: int) -> None:
     for name, bias in sorted(biases, key=lambda pair: pair[0]):
         if "correction_bias" in name:
             bias.data.copy_(0.3 * torch.randn(bias.shape, generator=generator))
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "glm": lambda d: write(d, "glm", head_dim=16),
+    "smollm3": lambda d: write(d, "smollm3", **SMOLLM3),
+    "smollm3-windows": lambda d: write(d, "smollm3", **SMOLLM3_WINDOWS),
+    "qwen3-windows": lambda d: write(d, "qwen3", **QWEN3_WINDOWS),
+    "seed-oss": lambda d: write(d, "seed_oss", **SEED_OSS),
+    "mistral3": write_mistral3,
+    "olmo2": lambda d: write(d, "olmo2", attention_bias=True),
+    "gemma2": lambda d: write(d, "gemma2", **GEMMA2),
+    "gemma3": lambda d: write(d, "gemma3_text", **GEMMA3),
+    "gemma3-with-vision": write_gemma3_with_vision,
+    "olmo3": lambda d: write(d, "olmo3", **OLMO3),
+    "exaone4": lambda d: write(d, "exaone4", **EXAONE4),
+    "ministral": lambda d: write(d, "ministral", **MINISTRAL),
+    "glm4": lambda d: write(d, "glm4", **GLM4),
+    "qwen2-moe": lambda d: write(d, "qwen2_moe", **QWEN2_MOE),
+    "granite": lambda d: write(d, "granite", **GRANITE),
+    "mixtral": lambda d: write(d, "mixtral", **MIXTRAL),
+    "qwen3-moe": lambda d: write(d, "qwen3_moe", **QWEN3_MOE),
+    "glm4-moe": lambda d: write(d, "glm4_moe", **GLM4_MOE),
+    "deepseek-v2": lambda d: write(d, "deepseek_v2", **DEEPSEEK_V2),
+    "kimi-k2": write_kimi_k2,
+    "glm4-moe-lite": lambda d: write(d, "glm4_moe_lite", **GLM4_MOE_LITE),
+    "minimax-m2": lambda d: write(d, "minimax_m2", **MINIMAX_M2),
+    "olmoe": lambda d: write(d, "olmoe", **OLMOE),
+    "dots1": lambda d: write(d, "dots1", **DOTS1),
+    "hunyuan": lambda d: write(d, "hunyuan_v1_dense", **HUNYUAN),
+    "ernie4-5": lambda d: write(d, "ernie4_5", **ERNIE4_5),
+    "ernie4-5-moe": lambda d: write(d, "ernie4_5_moe", **ERNIE4_5_MOE),
+    "qwen3-vl": lambda d: write_qwen3_vl(d, **QWEN3_VL),
+    "qwen3-vl-moe": lambda d: write_qwen3_vl(d, **QWEN3_VL_MOE),
+}
+"""Of checkpoints that are compared with transformers and served by engines."""

@@ -46,52 +46,23 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 }
 # The plain reference of other tests does not know these.
 BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
+    **families.WRITERS,
     "llama-yarn": lambda d: families.write(d, "llama", rope_parameters=YARN),
     "phi3": lambda d: families.write(d, "phi3", **PHI3),
     "phi4-mini": lambda d: families.write(
         d, "phi3", **PHI3 | {"sliding_window": None, "rope_parameters": PARTIAL_LONGROPE}
     ),
-    "glm": lambda d: families.write(d, "glm", head_dim=16),
-    "smollm3": lambda d: families.write(d, "smollm3", **families.SMOLLM3),
-    "smollm3-windows": lambda d: families.write(d, "smollm3", **families.SMOLLM3_WINDOWS),
-    "qwen3-windows": lambda d: families.write(d, "qwen3", **families.QWEN3_WINDOWS),
-    "seed-oss": lambda d: families.write(d, "seed_oss", **families.SEED_OSS),
     "internlm3": lambda d: families.write_internlm3(d, **families.INTERNLM3),
     "internlm3-biases": lambda d: families.write_internlm3(d, **families.INTERNLM3_BIASES),
-    "mistral3": families.write_mistral3,
-    "olmo2": lambda d: families.write(d, "olmo2", attention_bias=True),
-    "gemma2": lambda d: families.write(d, "gemma2", **families.GEMMA2),
-    "gemma3": lambda d: families.write(d, "gemma3_text", **families.GEMMA3),
-    "gemma3-with-vision": families.write_gemma3_with_vision,
-    "olmo3": lambda d: families.write(d, "olmo3", **families.OLMO3),
-    "exaone4": lambda d: families.write(d, "exaone4", **families.EXAONE4),
-    "ministral": lambda d: families.write(d, "ministral", **families.MINISTRAL),
-    "glm4": lambda d: families.write(d, "glm4", **families.GLM4),
-    "qwen2-moe": lambda d: families.write(d, "qwen2_moe", **families.QWEN2_MOE),
-    "granite": lambda d: families.write(d, "granite", **families.GRANITE),
     "granite-tied": lambda d: families.write(
         d, "granite", **families.GRANITE | {"tie_word_embeddings": True}
     ),
-    "mixtral": lambda d: families.write(d, "mixtral", **families.MIXTRAL),
-    "qwen3-moe": lambda d: families.write(d, "qwen3_moe", **families.QWEN3_MOE),
-    "glm4-moe": lambda d: families.write(d, "glm4_moe", **families.GLM4_MOE),
     "gpt-oss": lambda d: families.write(d, "gpt_oss", **families.GPT_OSS),
-    "deepseek-v2": lambda d: families.write(d, "deepseek_v2", **families.DEEPSEEK_V2),
     "deepseek-v2-groups": lambda d: families.write(
         d, "deepseek_v2", **families.DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"}
     ),
     "deepseek-v3": lambda d: families.write(d, "deepseek_v3", **families.DEEPSEEK_V3),
-    "kimi-k2": families.write_kimi_k2,
-    "glm4-moe-lite": lambda d: families.write(d, "glm4_moe_lite", **families.GLM4_MOE_LITE),
-    "minimax-m2": lambda d: families.write(d, "minimax_m2", **families.MINIMAX_M2),
-    "olmoe": lambda d: families.write(d, "olmoe", **families.OLMOE),
-    "dots1": lambda d: families.write(d, "dots1", **families.DOTS1),
-    "hunyuan": lambda d: families.write(d, "hunyuan_v1_dense", **families.HUNYUAN),
     "hunyuan-yarn": lambda d: families.write(d, "hunyuan_v1_dense", **families.HUNYUAN_YARN),
-    "ernie4-5": lambda d: families.write(d, "ernie4_5", **families.ERNIE4_5),
-    "ernie4-5-moe": lambda d: families.write(d, "ernie4_5_moe", **families.ERNIE4_5_MOE),
-    "qwen3-vl": lambda d: families.write_qwen3_vl(d, **families.QWEN3_VL),
-    "qwen3-vl-moe": lambda d: families.write_qwen3_vl(d, **families.QWEN3_VL_MOE),
 }
 
 
