@@ -152,8 +152,12 @@ def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
         target={"page_size": 4, "num_pages": 190},
         draft={"page_size": 2, "num_pages": 290},
     ) as server:
-        requests = make_requests(count=8, prompt_len=24, max_new_tokens=120, seed=3)
-        completions = check(server, requests)
+        completions: list[Completion] = []
+        for seed in range(3, 6):  # how many requests a draft holds at once depends on the machine
+            requests = make_requests(count=8, prompt_len=24, max_new_tokens=120, seed=seed)
+            completions += check(server, requests)
+            if server.logged("its worker needed the room", service="orchestrator"):
+                break
         server.wait_logged("the worker needed the room", service="orchestrator")
         server.wait_logged("its worker needed the room", service="orchestrator")
         assert sum(completion.retries for completion in completions) > 1
