@@ -24,7 +24,7 @@ from shared.errors import (
     StaleStateError,
     UnavailableError,
 )
-from shared.messages import WorkerLoad
+from shared.messages import RequestFailure, WorkerLoad
 from shared.messages.batches import Batch
 from shared.rpc.outbox import Outbox, write
 from shared.rpc.status import abort, failure_of
@@ -49,7 +49,7 @@ class SessionProtocol:
         epoch_of: Epoch of any message, as the role counts it.
         unpack: Stream request -> Batch.
         pack: (messages, load) -> stream response.
-        is_final: Whether the engine holds nothing of the request after this answer.
+        is_final: Whether the request has ended with this answer.
     """
 
     open_type: type[Any]
@@ -141,6 +141,7 @@ class SessionHub:
         """Give the engine's answers to the streams that own their requests."""
         self._load = load
         by_session: dict[_Session, list[Any]] = {}
+        closes = []
         for output in outputs:
             session = self._routes.get(output.request_id)
             if session is None:
@@ -150,6 +151,12 @@ class SessionHub:
             epoch = session.epochs[output.request_id]
             if self._protocol.is_final(output) and self._protocol.epoch_of(output) == epoch:
                 self._forget(output.request_id)
+                if isinstance(output, RequestFailure):
+                    # What failed may be one message: a refused open leaves the older request as
+                    # it was, and nobody else would close it now.
+                    closes.append(self._protocol.make_close(output.request_id, epoch))
+        if closes:
+            self._send(closes)
         for session, messages in by_session.items():
             session.outbox.put(messages)
         self.beat()

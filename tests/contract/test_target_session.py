@@ -189,6 +189,22 @@ async def test_newer_epoch_rebuilds_the_request() -> None:
         assert path.token_ids[0] == generate(PROMPT, 2)[1]
 
 
+async def test_a_newer_epoch_that_the_engine_refuses_leaves_nothing_of_the_older_one() -> None:
+    """Nobody would close it: its stream gave it away."""
+    async with (
+        fake_target() as target,
+        Peer(target.address) as first,
+        Peer(target.address) as second,
+    ):
+        old, new = first.target_session(), second.target_session()
+        await old.send(target_open(target_epoch=1))
+        await old.next(AcceptedPath)
+        await new.send(target_open(prompt=(512,), target_epoch=2))  # no token of this model
+        assert (await failure(new)).field == "token_ids"
+        await eventually(lambda: target.engine.requests == {})
+        assert target.worker.servicer.sessions.num_requests == 0
+
+
 async def test_close_frees_the_request_and_only_that() -> None:
     async with fake_target() as target, Peer(target.address) as peer:
         session = peer.target_session()

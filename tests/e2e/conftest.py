@@ -14,10 +14,15 @@ from tests.processes import children, wait_for
 
 @pytest.fixture(autouse=True)
 def _nothing_held() -> Iterator[None]:
-    """After each test every worker of every running stack is alive and holds nothing."""
+    """After each test every worker of every running stack is alive and holds nothing.
+
+    A stack that holds something is said once: later tests would wait for it in vain.
+    """
     yield
-    for server in serving.STARTED:
+    for server in list(serving.STARTED):
+        serving.STARTED.remove(server)
         server.check_idle()
+        serving.STARTED.append(server)
 
 
 @pytest.fixture(scope="package", autouse=True)

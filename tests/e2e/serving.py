@@ -33,7 +33,7 @@ READY_TIMEOUT_S = 300.0
 FREE_TIMEOUT_S = 60.0
 LOG_TIMEOUT_S = 60.0
 STARTED: list[Server] = []
-"""Every server that runs now; the fixtures check them after each test."""
+"""Servers that run now; the fixtures check them after each test, until one is found wanting."""
 
 
 class Server(Stack):
@@ -193,7 +193,8 @@ def running(config: StackConfig) -> Iterator[Server]:
             yield server
             files = server.shared_files()
         finally:
-            STARTED.remove(server)
+            with contextlib.suppress(ValueError):  # it was found to hold something
+                STARTED.remove(server)
             processes = server.processes()
     wait_for(lambda: not any(is_alive(pid) for pid in processes))
     assert not any(file.exists() for file in files), files

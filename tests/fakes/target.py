@@ -272,15 +272,15 @@ class FakeTarget(FakeFeatures):
 
     def _open(self, message: TargetOpen) -> None:
         known = self.requests.get(message.request_id)
-        if known is not None:
-            if known.open.target_epoch >= message.target_epoch:
-                raise StaleStateError("not a newer epoch", field="target_epoch")
-            self._drop(known)
+        if known is not None and known.open.target_epoch >= message.target_epoch:
+            raise StaleStateError("not a newer epoch", field="target_epoch")
         _check_ids(message.token_ids)
         if len(message.token_ids) >= self.max_context_len:
             raise InvalidArgumentError(
                 "the prompt fills the context", reason="PROMPT_TOO_LONG", field="token_ids"
             )
+        if known is not None:
+            self._drop(known)
         request = HeldRequest(open=message, tokens=list(message.token_ids))
         self.requests[message.request_id] = request
         if message.credit is not None:
