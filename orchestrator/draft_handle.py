@@ -208,7 +208,7 @@ class DraftHandle:
         self._orders.note_peer_round(self._watch.next_round())
 
     def pause(self) -> None:
-        """Watch no peer rounds until `resume`: the target has no credit, the client must read."""
+        """Watch no peer rounds until `note_credit`: the target has none, the client must read."""
         self._watch.stop()
 
     def _note_change(self, *, had_tree: bool) -> None:

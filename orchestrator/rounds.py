@@ -206,7 +206,7 @@ class Generation:
         """
         self._reply.meter.verify.lap()
         root_only_reason = self._draft.root_only_reason
-        self._draft.note_path(had_tree=path.num_draft_tokens > 1)
+        self._draft.note_path(had_tree=path.num_draft_tokens > 1 and not path.is_forced)
         self._commit(path)
         self._prepare_next_round(path)
         self._send(path, None, root_only_reason)

@@ -118,7 +118,8 @@ class TargetRequest:
         peer_trees: Trees that these rounds may have once their draft has caught up; None: none.
         num_in_flight: Rounds launched and not committed yet.
         num_unsure: Tokens that the newest of them may commit beside its root.
-        num_grown: Nodes that a draft has grown for it; 0: all that it has, as far as is known.
+        num_grown: Nodes that a draft has grown for it, the root counts; 0: all that it has, as far
+            as is known.
         draft: The attached draft; None: there is none.
         newest_draft_epoch: Of the drafts that attached or subscribed; older ones are over.
         last_credited_round: Last round that had begun without an order when a credit was ended.

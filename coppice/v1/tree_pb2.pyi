@@ -58,7 +58,7 @@ class AnswerTimes(_message.Message):
     def __init__(self, clock_id: _Optional[int] = ..., begin_ns: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[_generation_pb2.StageTime, _Mapping]]] = ...) -> None: ...
 
 class AcceptedPath(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "accept_index", "token_ids", "num_accepted_drafts", "num_draft_tokens", "logprobs", "finish_reason", "matched_stop_token_id", "times", "tree", "routed_experts")
+    __slots__ = ("request_id", "target_epoch", "round_idx", "seq_len", "accept_index", "token_ids", "num_accepted_drafts", "num_draft_tokens", "logprobs", "finish_reason", "matched_stop_token_id", "times", "tree", "routed_experts", "is_forced")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_IDX_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class AcceptedPath(_message.Message):
     TIMES_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    IS_FORCED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     round_idx: int
@@ -87,7 +88,8 @@ class AcceptedPath(_message.Message):
     times: AnswerTimes
     tree: _generation_pb2.RoundTree
     routed_experts: _generation_pb2.RoutedExperts
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ..., tree: _Optional[_Union[_generation_pb2.RoundTree, _Mapping]] = ..., routed_experts: _Optional[_Union[_generation_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
+    is_forced: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., round_idx: _Optional[int] = ..., seq_len: _Optional[int] = ..., accept_index: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., matched_stop_token_id: _Optional[int] = ..., times: _Optional[_Union[AnswerTimes, _Mapping]] = ..., tree: _Optional[_Union[_generation_pb2.RoundTree, _Mapping]] = ..., routed_experts: _Optional[_Union[_generation_pb2.RoutedExperts, _Mapping]] = ..., is_forced: _Optional[bool] = ...) -> None: ...
 
 class FeatureHandle(_message.Message):
     __slots__ = ("shape", "dtype", "inline_data", "ring_span")

@@ -276,7 +276,7 @@ class OrchestratorConfig(ServiceConfig, DialConfig):
     )
     num_steps: int = option(
         0,
-        "tree depth without the root, at most; 0 = auto (4 on a CPU target, 6 on a GPU)",
+        "tree depth without the root, at most; 0 = auto (6)",
         minimum=0,
         maximum=MAX_NUM_STEPS,
         aliases=("speculative_num_steps",),

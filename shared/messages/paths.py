@@ -48,6 +48,7 @@ def is_plain(path: AcceptedPath) -> bool:
         and path.routed_experts is None
         and not path.logprobs
         and path.matched_stop_token_id is None
+        and not path.is_forced
     )
 
 

@@ -243,6 +243,7 @@ class AcceptedPath:
     times: AnswerTimes | None = None
     tree: RoundTree | None = None
     routed_experts: RoutedExperts | None = None
+    is_forced: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a tuple between processes: a step has one of these per request."""
@@ -276,7 +277,7 @@ def plain_paths(columns: Sequence[Sequence[Any]]) -> list[AcceptedPath]:
         columns: Of the fields without a default, in their order; at least one path.
     """
     paths = [*map(_new, repeat(AcceptedPath, len(columns[0])))]
-    defaults = map(repeat, ((), None, None, None, None, FinishReason.NONE))
+    defaults = map(repeat, ((), None, None, None, None, False, FinishReason.NONE))
     for put, column in zip(_SETTERS, (*columns, *defaults), strict=True):
         any(map(put, paths, column))
     return paths

@@ -148,6 +148,7 @@ def accepted_paths(draw: st.DrawFn) -> types.AcceptedPath:
         times=draw(st.none() | answer_times),
         tree=draw(st.none() | round_trees()),
         routed_experts=draw(st.none() | routed_experts(length)),
+        is_forced=draw(st.booleans()),
     )
 
 

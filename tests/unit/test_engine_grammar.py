@@ -128,6 +128,8 @@ def test_peer_rounds_give_the_same(models: Models, kind: str) -> None:
     pair.run(requests)
     check(requests, plain)
     assert pair.trees, "no tree came over the channel"
+    trees = [path for request in requests for path in request.paths if path.num_draft_tokens > 1]
+    assert 0 < sum(path.is_forced for path in trees) < len(trees) / 2, "whose the trees are"
     close_channels(target, draft)
 
 
@@ -156,6 +158,7 @@ def test_what_is_certain_needs_no_draft(models: Models) -> None:
     for request in requests[: 2 * len(CASES)]:
         num_tokens, rounds = len(request.output) - 1, num_rounds([request])
         assert rounds <= num_tokens if request.grows_forced else rounds == num_tokens
+        assert all(path.is_forced == (path.num_draft_tokens > 1) for path in request.paths)
     forced = [request for request in requests if request.grows_forced]
     assert num_rounds(forced) < sum(len(request.output) - 1 for request in forced) / 1.5
 

@@ -284,6 +284,27 @@ async def test_a_silent_draft_is_replaced() -> None:
 
 
 @virtual
+async def test_trees_that_a_grammar_forces_are_no_answer_of_a_draft() -> None:
+    """It is silent, and replaced, also if every other round of its request has such a tree."""
+    scene = Scene(has_peer=True, round_s=0.05)
+
+    def force(message: Any) -> list[tuple[float, Any]]:
+        if isinstance(message, AcceptedPath) and message.round_idx % 2:
+            message = dataclasses.replace(message, num_draft_tokens=3, is_forced=True)
+        return [(0.0, message)]
+
+    scene.add_target(on_reply=force)
+    silent = scene.add_draft(on_reply=lambda message: [], on_channel=lambda message: [])
+    serving = asyncio.create_task(scene.serve(max_new_tokens=400))
+    await asyncio.sleep(0.1)
+    good = scene.add_draft()
+    check_stream(await serving, generate(PROMPT, 400))
+    assert silent.engine.requests == {}
+    assert good.engine.received
+    await scene.check_free()
+
+
+@virtual
 async def test_a_draft_is_not_silent_while_nothing_is_ordered() -> None:
     """A prompt that takes the target long to read says nothing about the draft."""
     scene = Scene()
