@@ -34,6 +34,8 @@ FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 FP8_DTYPE = "F8_E4M3"
 BYTES_DTYPE = "U8"
 
+# Ends of the names of scales of int4 weights.
+_INT4_SCALES = (".scales", ".weight_scale")
 # Ends of the names of scales: DeepSeek's, though values are multiplied by them, and all others'.
 _SCALE_ENDS = ("_scale_inv", "_scale")
 
@@ -98,22 +100,36 @@ def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
     int4 = read_int4_config(directory)
 
     def loaded(name: str, info: TensorInfo) -> int:
-        size, is_stored_fp8 = math.prod(info.shape), info.dtype == FP8_DTYPE
-        if int4 is not None and name.endswith((QWEIGHT, PACKED)):
-            is_kept = is_projection(name) and not int4.is_reordered
-            return 4 * size if is_kept else 8 * size * itemsize
-        if int4 is not None and name.endswith((".scales", ".weight_scale")):
-            return 4 * size  # with their zeros
-        if info.dtype == BYTES_DTYPE:  # MXFP4, whose last blocks are made whole
-            return size + size // 32
-        if info.dtype not in FLOAT_DTYPES and not is_stored_fp8:
-            return 0
-        becomes_fp8 = quantization == FP8 and is_projection(name)
-        if becomes_fp8 or (is_stored_fp8 and stays_fp8(name)):
-            return size + size // 32  # scales, at most one of four bytes for 128 values
-        return size * itemsize
+        if int4 is not None and name.endswith((QWEIGHT, PACKED, *_INT4_SCALES)):
+            return _int4_bytes(name, info, int4, itemsize)
+        return _dense_bytes(name, info, itemsize, becomes_fp8=quantization == FP8)
 
     return sum(loaded(name, info) for name, info in read_tensor_infos(directory).items())
+
+
+def _int4_bytes(name: str, info: TensorInfo, int4: Int4Config, itemsize: int) -> int:
+    """Return the memory of a tensor of an int4 weight: its values or its scales."""
+    size = math.prod(info.shape)
+    if name.endswith(_INT4_SCALES):
+        return 4 * size  # with their zeros
+    is_kept = is_projection(name) and not int4.is_reordered
+    return 4 * size if is_kept else 8 * size * itemsize
+
+
+def _dense_bytes(name: str, info: TensorInfo, itemsize: int, *, becomes_fp8: bool) -> int:
+    """Return the memory of a tensor that is not int4.
+
+    Args:
+        becomes_fp8: If it is a projection.
+    """
+    size, is_fp8 = math.prod(info.shape), info.dtype == FP8_DTYPE
+    if info.dtype == BYTES_DTYPE:  # MXFP4, whose last blocks are made whole
+        return size + size // 32
+    if info.dtype not in FLOAT_DTYPES and not is_fp8:
+        return 0
+    if (becomes_fp8 and is_projection(name)) or (is_fp8 and stays_fp8(name)):
+        return size + size // 32  # scales, at most one of four bytes for 128 values
+    return size * itemsize
 
 
 class CheckpointReader:

@@ -81,6 +81,10 @@ def detect_kind(draft_dir: Path, algorithm: str) -> DraftKind:
             return kind
     if architecture in FAMILIES and FAMILIES[architecture].has_mtp:
         return DraftKind.MTP
+    return _kind_by_tensors(draft_dir)
+
+
+def _kind_by_tensors(draft_dir: Path) -> DraftKind:
     names = {name.removeprefix("model.") for name in read_tensor_infos(draft_dir)}
     if "fc.weight" not in names:
         return DraftKind.STANDALONE

@@ -29,6 +29,22 @@ def require_positive(value: Any, name: str, *, hint: str = "") -> float:
     return float(value)
 
 
+def require_kinds(
+    fields: Mapping[str, Any], name: str, source: str, kinds: tuple[str, ...], num_layers: int
+) -> list[str] | None:
+    """Return a field that must name one of `kinds` for each layer; None: there is none."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    is_list = isinstance(value, list) and len(value) == num_layers
+    if not is_list or any(kind not in kinds for kind in value):
+        raise CheckpointError(
+            f"{source}: {name} must hold {' or '.join(kinds)} for each of {num_layers} layers, "
+            f"got {value!r}"
+        )
+    return value
+
+
 def refuse_fields(
     fields: Mapping[str, Any], source: str, unsupported: Mapping[str, tuple[Any, ...]]
 ) -> None:

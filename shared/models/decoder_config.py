@@ -233,10 +233,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family, latent)
     num_layers = require_int(fields, "num_hidden_layers", source)
     max_positions = _parse_positions(fields, source)
-    unrotated = _parse_unrotated(fields, source, family, num_layers)
-    windows = parse_windows(fields, source, family, num_layers, unrotated)
-    if family.rotates_windows_only and fields.get("sliding_window") is not None:
-        unrotated = tuple(layer for layer, window in enumerate(windows) if not window)
+    windows, unrotated = _parse_layers(fields, source, family, num_layers)
     rope, local_rope = parse_ropes(
         fields,
         source,
@@ -317,6 +314,19 @@ def _language_fields(fields: Mapping[str, Any], source: str, family: Family) -> 
     said = {name: value for name, value in text.items() if value is not None or name not in fields}
     tying = {} if is_tied is None else {"tie_word_embeddings": is_tied}
     return {**fields, **said, **tying}
+
+
+def _parse_layers(
+    fields: Mapping[str, Any], source: str, family: Family, num_layers: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the window of each layer, as `parse_windows` does, and the layers without a rotary
+    embedding.
+    """
+    unrotated = _parse_unrotated(fields, source, family, num_layers)
+    windows = parse_windows(fields, source, family, num_layers, unrotated)
+    if family.rotates_windows_only and fields.get("sliding_window") is not None:
+        unrotated = tuple(layer for layer, window in enumerate(windows) if not window)
+    return windows, unrotated
 
 
 def _parse_unrotated(

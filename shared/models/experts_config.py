@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import CheckpointError
-from shared.models.config_fields import require_int, require_positive
+from shared.models.config_fields import require_int, require_kinds, require_positive
 
 
 class Scoring(enum.StrEnum):
@@ -221,14 +221,8 @@ def _parse_shared_width(
 
 def _dense_layers(fields: Mapping[str, Any], source: str, num_layers: int) -> frozenset[int]:
     """Return the layers without experts, by whichever fields there are."""
-    kinds = fields.get("mlp_layer_types")
+    kinds = require_kinds(fields, "mlp_layer_types", source, ("dense", "sparse"), num_layers)
     if kinds is not None:
-        is_list = isinstance(kinds, list) and len(kinds) == num_layers
-        if not is_list or any(kind not in ("dense", "sparse") for kind in kinds):
-            raise CheckpointError(
-                f"{source}: mlp_layer_types must hold dense or sparse for each of {num_layers} "
-                f"layers, got {kinds!r}"
-            )
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     step = require_int(fields, "decoder_sparse_step", source, default=1)
     first = _natural(fields, "first_k_dense_replace", source)

@@ -121,11 +121,8 @@ def parse_rope(
     Raises: CheckpointError naming the field, for a kind or key that is not supported.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    values = fields.get(name) or {}
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"{source}: {name} must be an object, got {values!r}")
-    values = {key: value for key, value in values.items() if key not in ignored}
     place = f"{source}: {name}"
+    values = _values_of(fields.get(name) or {}, place, ignored)
     kind = _parse_kind(values, place, aliases or {})
     if kind is RopeKind.DEFAULT and _rope_type(values) == _DYNAMIC:
         _check_dynamic({_ORIGINAL: fields.get(_ORIGINAL), **values}, place, max_positions)
@@ -145,6 +142,12 @@ def parse_rope(
         is_interleaved=is_interleaved,
         **_parse_scaling(kind, values, place, max_positions=max_positions, num_pairs=num_pairs),
     )
+
+
+def _values_of(values: Any, place: str, ignored: Collection[str]) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{place} must be an object, got {values!r}")
+    return {key: value for key, value in values.items() if key not in ignored}
 
 
 def main_rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.errors import CheckpointError
-from shared.models.config_fields import require_int
+from shared.models.config_fields import require_int, require_kinds
 from shared.models.families import Family, Window
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -43,14 +42,27 @@ def _windowed_layers(
     num_layers: int,
     unrotated_layers: Sequence[int],
 ) -> list[bool]:
-    when, layers, layer_types = family.window, range(num_layers), fields.get("layer_types")
-    if layer_types is not None and when not in (Window.NEVER, Window.IF_USED_BY_ALL):
-        return _parse_layer_types(layer_types, source, num_layers)
+    when = family.window
+    if when not in (Window.NEVER, Window.IF_USED_BY_ALL):
+        kinds = require_kinds(fields, "layer_types", source, _LAYER_TYPES, num_layers)
+        if kinds is not None:
+            return [kind == "sliding_attention" for kind in kinds]
     is_used = when in (Window.IF_SET, Window.PATTERN) or bool(fields.get("use_sliding_window"))
     if when is Window.NEVER or fields.get("sliding_window") is None or not is_used:
         return [False] * num_layers
-    first = fields.get("max_window_layers", _MAX_WINDOW_LAYERS)
-    match when:
+    return _layers_by_rule(fields, source, family, num_layers, unrotated_layers)
+
+
+def _layers_by_rule(
+    fields: Mapping[str, Any],
+    source: str,
+    family: Family,
+    num_layers: int,
+    unrotated_layers: Sequence[int],
+) -> list[bool]:
+    """Return which layers have a sliding window that is used, where no list says so."""
+    layers, first = range(num_layers), fields.get("max_window_layers", _MAX_WINDOW_LAYERS)
+    match family.window:
         case Window.IF_USED:
             return [first is not None and layer >= first for layer in layers]
         case Window.IF_USED_EVEN:
@@ -61,17 +73,6 @@ def _windowed_layers(
             period = _parse_period(fields, source, family)
             return [(layer + 1) % period != 0 for layer in layers]
     return [True] * num_layers
-
-
-def _parse_layer_types(layer_types: Any, source: str, num_layers: int) -> list[bool]:
-    """Return which layers have a sliding window."""
-    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
-    if not is_list or any(kind not in _LAYER_TYPES for kind in layer_types):
-        raise CheckpointError(
-            f"{source}: layer_types must hold full_attention or sliding_attention for each of "
-            f"{num_layers} layers, got {layer_types!r}"
-        )
-    return [kind == "sliding_attention" for kind in layer_types]
 
 
 def _parse_period(fields: Mapping[str, Any], source: str, family: Family) -> int:
