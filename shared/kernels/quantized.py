@@ -143,14 +143,17 @@ def stack_rows(parts: Sequence[GpuWeight]) -> GpuWeight | None:
     if len(int4) == len(parts):
         return stack_int4(int4)
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(quantized) < len(parts) or len({len(part.scales) for part in quantized}) > 1:
+    return _stack_fp8(quantized) if len(quantized) == len(parts) else None
+
+
+def _stack_fp8(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    if len({len(part.scales) for part in parts}) > 1:
         return None
+    values = torch.cat([part.values.view(torch.uint8) for part in parts])
     return QuantizedWeight(
-        values=torch.cat([part.values.view(torch.uint8) for part in quantized]).view(
-            torch.float8_e4m3fn
-        ),
-        scales=torch.cat([part.scales for part in quantized], dim=1),
-        dtype=quantized[0].dtype,
+        values=values.view(torch.float8_e4m3fn),
+        scales=torch.cat([part.scales for part in parts], dim=1),
+        dtype=parts[0].dtype,
     )
 
 

@@ -155,15 +155,11 @@ def rope_store(
             dtype=dtype,
             scales=scales,
         )
+    dtype = dtype or k_cache.dtype
+    _check(addends, cos, sin, k_cache, v_cache, slot_mapping, dtype)
     _, num_kv_heads, head_dim = k_cache.shape
     num_rows, width = addends.shape[1:]
     num_heads = width // head_dim - 2 * num_kv_heads
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
-    assert addends.is_contiguous() and addends.dtype == torch.float32
-    assert cos.stride() == sin.stride() and cos.stride(1) == 1
-    assert slot_mapping.dtype == torch.int32 and slot_mapping.shape == (num_rows,)
-    dtype = dtype or k_cache.dtype
-    assert k_cache.dtype == v_cache.dtype and (is_fp8(k_cache) or k_cache.dtype == dtype)
     q = torch.empty((num_rows, num_heads, head_dim), dtype=dtype, device=addends.device)
     if num_rows == 0:
         return q
@@ -200,6 +196,23 @@ def rope_store(
         **dependent_launch(addends),
     )
     return q
+
+
+def _check(
+    addends: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Check what the kernel takes for granted."""
+    assert addends.is_contiguous() and addends.dtype == torch.float32
+    assert cos.stride() == sin.stride() and cos.stride(1) == 1
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
+    assert k_cache.dtype == v_cache.dtype and (is_fp8(k_cache) or k_cache.dtype == dtype)
+    assert slot_mapping.dtype == torch.int32 and slot_mapping.shape == (addends.shape[1],)
 
 
 def rope_store_ref(

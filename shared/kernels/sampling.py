@@ -23,6 +23,7 @@ from shared.kernels.gumbel import gumbel_block, gumbel_bound_block, gumbel_noise
 from shared.kernels.order_key import key_index, key_value, order_key
 from shared.kernels.sampling_filters import (
     LANES,
+    Shortlist,
     is_filtered,
     largest_of,
     least_mass_of,
@@ -394,17 +395,20 @@ def sample(
         num_warps=4,
         **dependent_launch(logits),
     )
-    listed = shortlist(logits, columns[:4], value, block=block) if has_filters else None
+    # Read only if there are filters.
+    listed = Shortlist(keys=best_id, num_listed=best_id, level=value, total_mass=best_id)
+    if has_filters:
+        listed = shortlist(logits, columns[:4], value, block=block)
     _best_of_row_kernel[(num_rows,)](
         logits,
         *columns,
         value,
         best_id,
         second,
-        listed.keys if listed else best_id,
-        listed.num_listed if listed else best_id,
-        listed.level if listed else value,
-        listed.total_mass if listed else best_id,
+        listed.keys,
+        listed.num_listed,
+        listed.level,
+        listed.total_mass,
         is_broken,
         out,
         is_finite,
@@ -413,7 +417,7 @@ def sample(
         NUM_CHUNKS=num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK=block,
-        CAPACITY=listed.keys.shape[1] if listed else 0,
+        CAPACITY=listed.keys.shape[1] if has_filters else 0,
         STEP=STEP,
         LANES=LANES,
         num_warps=STEP // 32 if has_filters else 4,
