@@ -38,6 +38,14 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
     "null": frozenset(),
 }
 FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+# Of an object; (name, other).
+_NOT_BESIDE = (
+    ("patternProperties", "properties"),
+    ("patternProperties", "additionalProperties"),
+    ("propertyNames", "properties"),
+    ("propertyNames", "additionalProperties"),
+    ("propertyNames", "patternProperties"),
+)
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _ALL = frozenset({"type", *FORMS, *_DEFINITIONS}).union(*KEYWORDS.values())
 
@@ -71,11 +79,7 @@ class _Schemas:
         if depth > _MAX_DEPTH:
             raise self._error(at, f"lies deeper than {_MAX_DEPTH} levels; make it flatter")
         self._seen[id(schema)] = schema
-        for name in [name for name in schema if name in ANNOTATIONS or name.startswith("x-")]:
-            del schema[name]
-        for name in schema:
-            if name not in _ALL:
-                raise self._error(f"{at}/{name}", "is not followed; leave it out")
+        self._check_keywords(schema, at)
         for name in _DEFINITIONS & schema.keys():
             self._follow_all(schema[name], f"{at}/{name}", depth)
         form = next((name for name in FORMS if name in schema), None)
@@ -83,6 +87,14 @@ class _Schemas:
             self._follow_form(form, schema, at, depth)
         else:
             self._follow_typed(schema, at, depth)
+
+    def _check_keywords(self, schema: dict[str, Any], at: str) -> None:
+        """Take annotations out; refuse what is no keyword."""
+        for name in [name for name in schema if name in ANNOTATIONS or name.startswith("x-")]:
+            del schema[name]
+        for name in schema:
+            if name not in _ALL:
+                raise self._error(f"{at}/{name}", "is not followed; leave it out")
 
     def _follow_form(self, form: str, schema: dict[str, Any], at: str, depth: int) -> None:
         """Follow a schema whose meaning one keyword has, beside which xgrammar applies no other."""
@@ -257,10 +269,9 @@ class _Schemas:
             raise self._error(
                 f"{at}/minProperties", "is followed for named properties only: names may repeat"
             )
-        for name in ("patternProperties", "propertyNames"):
-            for other in ("properties", "additionalProperties", "patternProperties"):
-                if name in schema and other != name and schema.get(other):
-                    raise self._error(f"{at}/{name}", f"is not followed beside {other}")
+        for name, other in _NOT_BESIDE:
+            if name in schema and schema.get(other):
+                raise self._error(f"{at}/{name}", f"is not followed beside {other}")
         if "propertyNames" in schema and schema.get("additionalProperties") is False:
             raise self._error(f"{at}/propertyNames", "is about names that may not be there")
         if len(patterns) > 1:

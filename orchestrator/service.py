@@ -232,21 +232,23 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 reason="NO_EXPERTS",
                 field="output.routed_experts",
             )
-        if request.requires_draft and not self._config.drafts:
-            raise UnavailableError(
-                "speculation.mode is ON, but this server has no draft worker; use AUTO",
-                reason="NO_DRAFT",
-                field="speculation.mode",
-            )
-        if request.requires_draft and self._pool.pairs.problems and not self._pool.can_speculate:
-            problem = next(iter(self._pool.pairs.problems.values()))
-            raise UnavailableError(
-                f"speculation.mode is ON, but no draft fits: {problem}",
-                reason="NO_DRAFT",
-                field="speculation.mode",
-            )
+        if request.requires_draft:
+            self._require_draft()
         if self._tokenizer is None and (request.text is not None or request.stop_strings):
             raise _no_tokenizer("text" if request.text is not None else "stopping.stop_strings")
+
+    def _require_draft(self) -> None:
+        """Raise UnavailableError if there is no draft, or none that fits."""
+        problems = self._pool.pairs.problems
+        if not self._config.drafts:
+            problem = "this server has no draft worker; use AUTO"
+        elif problems and not self._pool.can_speculate:
+            problem = f"no draft fits: {next(iter(problems.values()))}"
+        else:
+            return
+        raise UnavailableError(
+            f"speculation.mode is ON, but {problem}", reason="NO_DRAFT", field="speculation.mode"
+        )
 
     async def _tokenize(self, request: GenerationRequest, limits: ModelLimits) -> tuple[int, ...]:
         if request.text is None:

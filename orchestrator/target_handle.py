@@ -25,6 +25,7 @@ from shared.messages import (
     TargetOpen,
     VerifyRound,
 )
+from shared.messages.batches import TargetReply
 from shared.rpc.status import error_of
 from shared.times import seen_from
 
@@ -174,25 +175,31 @@ class TargetHandle:
     def receive(self, message: Any) -> None:
         """Take a reply, or the news that none will come."""
         match message:
-            case AcceptedPath() if message.target_epoch == self.target_epoch:
-                self._take_path(message if message.times is None else self._timed(message))
-            case TargetAdmitted() if message.target_epoch == self.target_epoch:
-                self._admit(message)
-            case DraftDetached() if message.target_epoch == self.target_epoch:
-                self._on_detached(message.draft_epoch)
-            case DraftRest() if message.target_epoch == self.target_epoch:
-                self._on_rest(message)
-            case RequestRetracted() if message.target_epoch == self.target_epoch:
-                self._fail(TargetGone(Loss.RETRACTED))
-            case RequestFailure() if message.target_epoch == self.target_epoch:
-                self._fail(self._error_of(message))
             case Garbled():
                 self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
             case WorkerLost():
                 self._take_loss(is_clean=message.is_clean)
-            case WorkerDrains() if self._gone is None and self._may_move():
-                self._fail(TargetGone(Loss.MOVED))
-                self.close()
+            case WorkerDrains():
+                if self._gone is None and self._may_move():
+                    self._fail(TargetGone(Loss.MOVED))
+                    self.close()
+            case _ if message.target_epoch == self.target_epoch:
+                self._take_reply(message)
+
+    def _take_reply(self, message: TargetReply) -> None:
+        match message:
+            case AcceptedPath():
+                self._take_path(message if message.times is None else self._timed(message))
+            case TargetAdmitted():
+                self._admit(message)
+            case DraftDetached():
+                self._on_detached(message.draft_epoch)
+            case DraftRest():
+                self._on_rest(message)
+            case RequestRetracted():
+                self._fail(TargetGone(Loss.RETRACTED))
+            case RequestFailure():
+                self._fail(self._error_of(message))
 
     def _take_path(self, path: AcceptedPath) -> None:
         if path.round_idx == self._asked_round:

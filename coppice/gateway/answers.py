@@ -214,6 +214,16 @@ class ChatAnswer(Answer):
 
     def choice_of(self, part: Part) -> Json | None:
         """Return the choice of a chunk."""
+        delta = self._delta_of(part)
+        has_more = part.finish_reason or part.logprobs or part.routed_experts
+        if not (delta or has_more or self._returns_ids or self._returns_speculation):
+            return None
+        content = self._content(part.logprobs)
+        logprobs = {"content": content, "refusal": None} if content else None
+        return {"delta": delta, "logprobs": logprobs}
+
+    def _delta_of(self, part: Part) -> Json:
+        """Return what a chunk adds to the message, after `note`."""
         delta: Json = {}
         if part.info is not None:
             delta = {"role": "assistant", "content": "", "refusal": None}
@@ -226,12 +236,7 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = [
                 {"index": before + i, **_call(call)} for i, call in enumerate(part.calls)
             ]
-        has_more = part.finish_reason or part.logprobs or part.routed_experts
-        if not (delta or has_more or self._returns_ids or self._returns_speculation):
-            return None
-        content = self._content(part.logprobs)
-        logprobs = {"content": content, "refusal": None} if content else None
-        return {"delta": delta, "logprobs": logprobs}
+        return delta
 
     def whole_choice(self, index: int) -> Json:
         """Return a choice of the whole answer."""

@@ -233,7 +233,7 @@ class Upstreams:
         those = [upstream for upstream in self._all if name in upstream.models]
         if not those:
             raise model_not_found(name)
-        ready = [upstream for upstream in those if upstream.is_ready] or those
+        ready = _ready_of(those)
         if session_id:
             chosen = ready[zlib.crc32(session_id.encode()) % len(ready)]
         else:
@@ -253,7 +253,7 @@ class Upstreams:
 
         Raises: CoppiceError if none of them says anything.
         """
-        asked = [upstream for upstream in self._all if upstream.is_ready] or self._all
+        asked = _ready_of(self._all)
         answers = await asyncio.gather(
             *(upstream.learn_models(metadata) for upstream in asked), return_exceptions=True
         )
@@ -264,6 +264,11 @@ class Upstreams:
         if len(errors) == len(asked):
             others = [error for error in errors if not isinstance(error, UnavailableError)]
             raise (others or errors)[0]
+
+
+def _ready_of(upstreams: list[Upstream]) -> list[Upstream]:
+    """Return those that are ready, or all if none is."""
+    return [upstream for upstream in upstreams if upstream.is_ready] or upstreams
 
 
 def _caller_key(metadata: Metadata) -> bytes:

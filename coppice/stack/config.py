@@ -223,10 +223,6 @@ def stack_config(
     if num_drafts == 0:
         target = replace(target, draft_model="none", algorithm="none")
         given = {k: v for k, v in given.items() if k not in ("draft_model", "algorithm")}
-    draft = replace(draft or DraftConfig(), **_picked(given, _OF_DRAFT))
-    if up.num_steps and up.topk and up.num_draft_tokens:
-        own = f"{up.num_steps}/{up.topk}/{up.num_draft_tokens}"
-        draft = replace(draft, warm_up_trees=f"{own},{draft.warm_up_trees}")
     orchestrator = orchestrator or OrchestratorConfig()
     orchestrator = replace(
         orchestrator,
@@ -240,7 +236,7 @@ def stack_config(
         gateway=_gateway(up, given, orchestrator, gateway or GatewayConfig()),
         any_http_port="http_port" not in given,
         target=target,
-        draft=draft,
+        draft=_draft(up, given, draft or DraftConfig()),
         num_targets=up.num_targets,
         num_drafts=num_drafts,
         target_gpus=split_list(up.target_gpus),
@@ -249,6 +245,15 @@ def stack_config(
         start_timeout_s=up.start_timeout_s,
         metrics_port=up.metrics_port,
     )
+
+
+def _draft(up: UpConfig, given: Mapping[str, Any], draft: DraftConfig) -> DraftConfig:
+    """Return the drafts' configuration: they are warmed up for the trees that they will grow."""
+    draft = replace(draft, **_picked(given, _OF_DRAFT))
+    if up.num_steps and up.topk and up.num_draft_tokens:
+        own = f"{up.num_steps}/{up.topk}/{up.num_draft_tokens}"
+        draft = replace(draft, warm_up_trees=f"{own},{draft.warm_up_trees}")
+    return draft
 
 
 def _gateway(

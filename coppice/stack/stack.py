@@ -176,18 +176,23 @@ class Stack:
             self._with_metrics(f"orchestrator.{index}", orchestrator, ports_of_processes)
         self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
         if config.gateway is not None:
-            host, http_port = config.gateway.host, config.gateway.port
-            if config.any_http_port and is_taken(host, http_port):
-                http_port = 0
-            gateway = replace(
-                config.gateway,
-                port=http_port or next(ports),
-                health_port=config.gateway.health_port or next(ports),
-                orchestrators=self.address,
-            )
-            gateway = self._with_metrics("gateway", gateway, metrics_ports)
-            self._add("gateway", "gateway", gateway, GATEWAY_SERVICE)
-            self.services["gateway"].environ.pop(SECRET_VARIABLE)
+            self._add_gateway(config.gateway, ports, metrics_ports)
+
+    def _add_gateway(
+        self, config: GatewayConfig, ports: Iterator[int], metrics_ports: Iterator[int]
+    ) -> None:
+        http_port = config.port
+        if self.config.any_http_port and is_taken(config.host, http_port):
+            http_port = 0
+        config = replace(
+            config,
+            port=http_port or next(ports),
+            health_port=config.health_port or next(ports),
+            orchestrators=self.address,
+        )
+        config = self._with_metrics("gateway", config, metrics_ports)
+        self._add("gateway", "gateway", config, GATEWAY_SERVICE)
+        self.services["gateway"].environ.pop(SECRET_VARIABLE)
 
     def _with_metrics(self, name: str, config: Config, ports: Iterator[int]) -> Config:
         """Return a configuration with the next of these ports for metrics, if there are any."""
