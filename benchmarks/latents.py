@@ -13,6 +13,7 @@ Steps of a whole model: `python -m benchmarks.experts --shapes "" --models deeps
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -86,14 +87,11 @@ def main() -> None:
     lines = []
     with torch.inference_mode():
         bandwidth, flop_rate = copy_bandwidth(device), product_rate(device, dtype)
-        for num_heads in heads:
-            for context in contexts:
-                for shape in trees:
-                    line = _measure(
-                        num_heads, shape, context, widths, (bandwidth, flop_rate), device, dtype
-                    )
-                    progress(str(line))
-                    lines.append(line)
+        rates = (bandwidth, flop_rate)
+        for num_heads, context, shape in itertools.product(heads, contexts, trees):
+            line = _measure(num_heads, shape, context, widths, rates, device, dtype)
+            progress(str(line))
+            lines.append(line)
     extra = {"dtype": str(dtype), "copy_bytes_per_s": bandwidth, "product_flop_per_s": flop_rate}
     report(lines, args, extra=extra)
     if not all(line.is_right for line in lines):

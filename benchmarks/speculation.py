@@ -270,7 +270,7 @@ def _row(
     seconds: float,
     num_same: int,
 ) -> Row:
-    requests = [request for wave in waves for request in wave]
+    requests = list(itertools.chain(*waves))
     stats = [request.finish.speculation for request in requests]
     timings = [request.finish.timings for request in requests]
     is_plain = cell.shape == "plain"

@@ -390,6 +390,12 @@ def document() -> str:
 
     Raises: ValueError if a registry, a test or a measurement is not as this module says.
     """
+    lines = [*_target_table(), "", *_draft_table(), "", *_unsupported_table()]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _target_table() -> list[str]:
+    """Return the lines about models."""
     if set(MODELS) != set(FAMILIES):
         raise ValueError(f"MODELS and FAMILIES differ in {sorted(set(MODELS) ^ set(FAMILIES))}")
     compared, served = evidence()
@@ -420,22 +426,25 @@ def document() -> str:
             measured(MEASURED.get(name)),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
+    return lines
+
+
+def _draft_table() -> list[str]:
+    """Return the lines about the drafts that were made for a model."""
+    check_tests([test for row in DRAFTS for test in (*row.equals, *row.exact)])
+    lines = [
         "## With the draft that was made for them",
         "",
         "| model | draft | what is special | loads | rows equal another implementation (tested) | "
         "speculation exact (tested) | exact on a GPU (seen) | speed measured on a GPU |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    check_tests([test for row in DRAFTS for test in (*row.equals, *row.exact)])
     for row in DRAFTS:
         tests = ["<br>".join(f"`{test}`" for test in side) for side in (row.equals, row.exact)]
         on_gpu = _names(row.on_gpu)
         cells = (row.model, row.draft, row.special, "yes", *tests, on_gpu, "no")
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *_unsupported_table()]
-    return _HEAD + "\n".join(lines) + "\n"
+    return lines
 
 
 def _unsupported_table() -> list[str]:
