@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,13 +54,16 @@ class StepBatch:
 
 @dataclass(slots=True, kw_only=True)
 class _Columns:
-    """The blocks of a step, tree by tree and chain by chain; `token_ids` row by row."""
+    """The blocks of a step, tree by tree and chain by chain; `token_ids` row by row, and
+    `device_roots` as in SampledTrees.
+    """
 
     req_idx: list[int] = field(default_factory=list)
     prefix_len: list[int] = field(default_factory=list)
     num_rows: list[int] = field(default_factory=list)
     layouts: list[TreeLayout] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    device_roots: Mapping[int, int] = field(default_factory=dict)
 
     def add_trees(self, trees: SampledTrees, count: int) -> None:
         """Add the first `count` trees."""
@@ -69,6 +72,7 @@ class _Columns:
         self.num_rows = trees.num_nodes[:count]
         self.layouts = trees.layouts[:count]
         self.token_ids = trees.token_ids[: sum(self.num_rows)]
+        self.device_roots = trees.device_roots
 
     def add_chain(self, work: PrefillWork | ReplayWork) -> ChainRows:
         chain = ChainRows(work=work, first_row=len(self.token_ids))
@@ -112,6 +116,7 @@ def build_batch(
     # The rows of trees come first, and the nodes of the step are these rows. After them come the
     # last tokens of prompts, each of them a tree of one node.
     trees = gather_trees(plan)
+    sampled = trees.requests if trees is not None else ()
     columns = _Columns()
     if trees is not None:
         columns.add_trees(trees, len(plan.verifies))
@@ -125,16 +130,14 @@ def build_batch(
     host, device = staging.place_zeros(extend_fields, bucket or count)
     host["token_ids"][:count] = columns.token_ids
     host["root_idx"].fill(TOKEN_IS_KNOWN)
-    if trees is not None and trees.device_roots:
-        host["root_idx"][list(trees.device_roots)] = list(trees.device_roots.values())
+    if columns.device_roots:
+        host["root_idx"][list(columns.device_roots)] = list(columns.device_roots.values())
     blocks = columns.blocks(num_replays=len(plan.replays))
     rows = pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket)
     # The first row of a path, a root or the first token of a chunk, is at the prefix's end.
     before_path = np.array(columns.prefix_len) - 1
     np.add(before_path.repeat(columns.num_rows), rows.path_len, out=host["position_ids"][:count])
-    wants_experts = trees is not None and any(
-        [request.open.wants_routed_experts for request in trees.requests]
-    )
+    wants_experts = any([request.open.wants_routed_experts for request in sampled])
     extend = ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=wants_experts)
     mailbox_trees = None
     if trees is not None and trees.num_on_device:
@@ -148,8 +151,7 @@ def build_batch(
         num_rows=count,
         logit_rows=_logit_rows(num_tree_rows, chains) if chains else None,
         wants_features=any(
-            [r.features is not None for r in (trees.requests if trees is not None else ())]
-            + [work.request.features is not None for work in works]
+            [r.features is not None for r in (*sampled, *[work.request for work in works])]
         ),
     )
 

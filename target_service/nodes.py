@@ -107,20 +107,14 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
     layouts: list[TreeLayout] = []
     num_on_device = 0
     for request in plan.verifies:
-        queued, parents, layout = request.queued, _ROOT_ONLY, _ROOT_LAYOUT
-        if isinstance(queued, HostTree):
-            token_ids += queued.token_ids
-            parents = queued.parent_index
-            layout = lay_out_tree(parents)
-        else:
-            if request.num_in_flight:  # the root is still being computed
-                device_roots[len(token_ids)] = request.req_idx
-            token_ids.append(0 if request.num_in_flight else request.tokens[-1])
+        queued = request.queued
         if isinstance(queued, DeviceTree):
             assert len(layouts) == num_on_device, "trees from the mailbox come first"
             num_on_device += 1
-            unknown_ids, parents, layout = _place_holder(queued.shape)
-            token_ids += unknown_ids
+        if request.num_in_flight and not isinstance(queued, HostTree):
+            device_roots[len(token_ids)] = request.req_idx  # the root is still being computed
+        tree_ids, parents, layout = _tree_of(request)
+        token_ids += tree_ids
         parent_index += parents
         layouts.append(layout)
     seq_len = [request.launched_len for request in plan.verifies]
@@ -143,6 +137,20 @@ def gather_trees(plan: StepPlan) -> SampledTrees | None:
         parent_index=parent_index,
         num_on_device=num_on_device,
     )
+
+
+def _tree_of(request: TargetRequest) -> tuple[Sequence[int], tuple[int, ...], TreeLayout]:
+    """Return the tokens of a tree to verify, 0 where only the device knows them; its parents and
+    its layout.
+    """
+    queued = request.queued
+    if isinstance(queued, HostTree):
+        return queued.token_ids, queued.parent_index, lay_out_tree(queued.parent_index)
+    root_id = 0 if request.num_in_flight else request.tokens[-1]
+    if isinstance(queued, DeviceTree):
+        unknown_ids, parents, layout = _place_holder(queued.shape)
+        return (root_id, *unknown_ids), parents, layout
+    return (root_id,), _ROOT_ONLY, _ROOT_LAYOUT
 
 
 class _PlaceHolder(NamedTuple):

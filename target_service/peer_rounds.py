@@ -124,6 +124,17 @@ class PeerRounds(TreeSource):
                 begin_rest(self._state, request, peer)
             return
         shape = wanted.within(self._max_context_len - request.committed_len)
+        self._order_if_ready(request, peer, shape)
+
+    def _order_if_ready(
+        self, request: TargetRequest, peer: DraftPeer, shape: TreeShape | None
+    ) -> None:
+        """Order the next tree if the draft's progress allows it.
+
+        Args:
+            shape: None: the context has no room for a tree.
+        """
+        round_idx = request.round_idx + 1
         match peer.progress:
             case Progress.CAUGHT_UP if request.is_between_rounds:
                 if shape is None:
@@ -161,6 +172,24 @@ class PeerRounds(TreeSource):
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
+        for (channel, shapes, has_features), rows in self._rows_to_order(trees, nodes).items():
+            requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
+            if not has_features:
+                self._put_paths(channel, shapes, requests, paths, None)
+                continue
+            assert features is not None
+            parts = [
+                features[row, : len(path.token_ids)] for row, path in zip(rows, paths, strict=True)
+            ]
+            for span, place, prepare in place_rows(self._state.features, channel, requests, parts):
+                self._put_paths(channel, shapes, requests[span], paths[span], place, prepare)
+
+    def _rows_to_order(
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes]
+    ) -> dict[tuple[PeerChannel, _NextShapes, bool], list[int]]:
+        """Return the rows of requests whose next trees can be ordered before the commit, by what a
+        PathBatch has in common: channel, shapes, whether it has features.
+        """
         rows_of: dict[tuple[PeerChannel, _NextShapes, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             peer = request.draft
@@ -173,17 +202,7 @@ class PeerRounds(TreeSource):
                 continue  # it rests once the path is committed
             key = (peer.channel, (shape, following), request.features is not None)
             rows_of.setdefault(key, []).append(row)
-        for (channel, shapes, has_features), rows in rows_of.items():
-            requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
-            if not has_features:
-                self._put_paths(channel, shapes, requests, paths, None)
-                continue
-            assert features is not None
-            parts = [
-                features[row, : len(path.token_ids)] for row, path in zip(rows, paths, strict=True)
-            ]
-            for span, place, prepare in place_rows(self._state.features, channel, requests, parts):
-                self._put_paths(channel, shapes, requests[span], paths[span], place, prepare)
+        return rows_of
 
     def _put_paths(
         self,

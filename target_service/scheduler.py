@@ -65,6 +65,12 @@ class StepPlan:
         """Return whether there is nothing to compute."""
         return not (self.verifies or self.prefills or self.replays)
 
+    def leave_out_retracted(self) -> None:
+        """Compute nothing of requests that hold no pages any more."""
+        self.verifies[:] = [r for r in self.verifies if r.phase is not Phase.WAITING]
+        self.prefills[:] = [w for w in self.prefills if w.request.phase is not Phase.WAITING]
+        self.admitted[:] = [r for r in self.admitted if r.phase is not Phase.WAITING]
+
 
 class Scheduler:
     """Admission by KV pages, retraction as the last resort, a row budget per step.
@@ -174,9 +180,7 @@ class Scheduler:
         budget = self._plan_prefills(plan, chained, budget)
         self._plan_replays(plan, chained, budget)
         if plan.retracted:  # for others of this plan
-            plan.verifies[:] = [r for r in plan.verifies if r.phase is not Phase.WAITING]
-            plan.prefills[:] = [w for w in plan.prefills if w.request.phase is not Phase.WAITING]
-            plan.admitted[:] = [r for r in plan.admitted if r.phase is not Phase.WAITING]
+            plan.leave_out_retracted()
         plan.verifies.sort(key=_is_tree_here)
         return plan
 

@@ -71,10 +71,6 @@ def build_verify(
         shut = np.array(sampling.masks.shut)
         tree = nodes.tree[shut]
         host["token_ids"][tree, shut - nodes.first_node[tree]] = _NO_TOKEN
-    wants_logprobs = [request.open.logprobs for request in requests]
-    logprob_rows = None
-    if any(wants_logprobs):
-        logprob_rows = staging.add(np.flatnonzero(np.array(wants_logprobs)[nodes.tree]))
     inputs = VerifyInput(
         bucket=bucket,
         num_trees=num_trees,
@@ -83,10 +79,7 @@ def build_verify(
         **device,
         max_depth=nodes.max_depth if bucket is None else MAX_TREE_NODES - 1,
         may_move_kv=bucket is not None or not all(layout.is_chain for layout in trees.layouts),
-        logprob_rows=logprob_rows,
-        num_top_logprobs=max(
-            (request.open.top_logprobs for request in requests if request.open.logprobs), default=0
-        ),
+        **_logprob_fields(nodes, staging),
         wants_features=any([request.features is not None for request in requests]),
         wants_experts=any([request.open.wants_routed_experts for request in requests]),
         num_device_trees=trees.num_on_device,
@@ -96,6 +89,16 @@ def build_verify(
     if taken is not None:
         _put_first(taken, inputs)
     return inputs
+
+
+def _logprob_fields(nodes: SampledNodes, staging: Staging) -> dict[str, Any]:
+    """Return the fields of a VerifyInput that say whose log-probabilities are wanted."""
+    wants_logprobs = [request.open.logprobs for request in nodes.requests]
+    if not any(wants_logprobs):
+        return {}
+    rows = np.flatnonzero(np.array(wants_logprobs)[nodes.tree])
+    most = max([request.open.top_logprobs for request in nodes.requests if request.open.logprobs])
+    return {"logprob_rows": staging.add(rows), "num_top_logprobs": most}
 
 
 def build_padding(
