@@ -192,19 +192,23 @@ class DeviceRounds(PathSource):
         self.overlap.restore(
             [request for row, request in enumerate(launched.requests) if row not in rows]
         )
-        taken_from = [r for r, path in zip(launched.requests, paths, strict=True) if path]
-        if taken_from and self._round_began_s is not None:
-            self._took_s.append(time.monotonic() - self._round_began_s)
-        if taken_from or not any([request.is_held for request in launched.requests]):
-            self._round_began_s = None
+        self._note_paths(launched, has_paths=any(paths))
+        answered = zip(launched.requests, paths, strict=True)
         return ConfirmedTrees(
             requests=[launched.requests[row] for row in rows],
             rows=rows,
             output=output,
             timer=launched.timer,
             num_tokens=[len(paths[row]) for row in rows],
-            passed=[request for request in taken_from if request.pending is None],
+            passed=[request for request, path in answered if path and request.pending is None],
         )
+
+    def _note_paths(self, launched: _Launched, *, has_paths: bool) -> None:
+        """Learn how long paths take; a round goes on until some are here, or nobody waits."""
+        if has_paths and self._round_began_s is not None:
+            self._took_s.append(time.monotonic() - self._round_began_s)
+        if has_paths or not any([request.is_held for request in launched.requests]):
+            self._round_began_s = None
 
     def compile(self, dtype: torch.dtype) -> None:
         self.overlap.compile(dtype)
