@@ -46,7 +46,7 @@ from shared.models.config import (
     resolve_draft,
 )
 from shared.models.digest import start_model_hash
-from shared.models.draft import load_draft
+from shared.models.draft import DraftModel, load_draft
 from shared.models.hub import last_part
 from shared.models.quantization import quantization_while_loading, read_quantization
 from shared.models.tensor_reads import report_reads
@@ -97,60 +97,21 @@ def create_engine(
     stored = read_quantization(directory)
     quantization = quantization_while_loading(config.quantization, checkpoint=stored)
     longest = config.max_context_len or target_config.max_position_embeddings
-
-    if kind is not DraftKind.MTP:  # which is a small part of its checkpoint
-        require_room(
-            num_bytes=weight_bytes(directory, dtype.itemsize, quantization),
-            what=str(directory),
-            device=device,
-        )
-    progress("loading weights")
-    num_bytes = 0 if kind is DraftKind.MTP else stored_bytes(directory)
-    with report_reads(lambda text, share: progress(text, LOADED * share), num_bytes=num_bytes):
-        model = load_draft(
-            config.algorithm,
-            directory,
-            target,
-            device=device,
-            dtype=dtype,
-            context_len=longest,
-            is_projected=config.project_features,
-            quantization=quantization,
-            token_map=Path(config.draft_token_map).expanduser() if config.draft_token_map else None,
-        )
+    model = load_model(
+        config, directory, target, kind, dtype, quantization, progress, longest=longest
+    )
     if config.draft_token_map:
         logger.info("proposes %d of %d tokens", model.vocab_size, target_config.vocab_size)
     kv_dtype = resolve_kv_dtype(
         config.kv_cache_dtype, dtype=dtype, has_latents=model.kv_layout.has_latents
     )
-    window = min(config.window or model.max_position, model.max_position, longest)
     progress("allocating the KV pool", LOADED)
-    num_pages = choose_num_pages(
-        num_pages=config.num_pages,
-        bytes_per_page=model.kv_layout.bytes_per_token(kv_dtype.itemsize) * config.page_size,
-        page_size=config.page_size,
-        max_num_requests=config.max_num_requests,
-        max_request_tokens=window + EXTRA_SLOTS + config.page_size,
-        memory_fraction=config.kv_memory_fraction,
-        device=device,
-    )
-    window = fit_window(window, num_pages, config.page_size)
-    if window >= longest:
-        window = 0  # no conversation gets that far
-    pool = KVPool(
-        layout=model.kv_layout,
-        num_pages=num_pages,
-        page_size=config.page_size,
-        max_num_requests=config.max_num_requests,
-        max_pages_per_request=-(-(longest + MAX_SCRATCH_SLOTS) // config.page_size) + 1,
-        dtype=kv_dtype,
-        device=device,
-    )
+    pool, window = make_pool(config, model, kv_dtype, device, longest=longest)
     logger.info("%s draft, window of %d tokens (0 = whole context)", kind, window)
     log_feature_layers(directory, kind, target_config)
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
-        model=config.model if config.model == "demo" else last_part(config.model),
+        model=last_part(config.model),
         model_hash=model_hash(),
         tokenizer_hash=tokenizer_hash(directory if kind is DraftKind.STANDALONE else target),
         vocab_size=target_config.vocab_size,
@@ -195,6 +156,87 @@ def create_engine(
         )
     engine.serving.begin()
     return engine
+
+
+def load_model(
+    config: DraftConfig,
+    directory: Path,
+    target: Path,
+    kind: DraftKind,
+    dtype: torch.dtype,
+    quantization: str,
+    progress: ProgressCallback,
+    *,
+    longest: int,
+) -> DraftModel:
+    """Load the weights.
+
+    Args:
+        directory, target: The checkpoints.
+        quantization: "fp8": projections become FP8.
+        longest: Tokens of the longest request.
+    Raises: ConfigError if they do not fit, or CheckpointError.
+    """
+    device = resolve_device(config.device)
+    num_bytes = 0
+    if kind is not DraftKind.MTP:  # which is a small part of its checkpoint
+        require_room(
+            num_bytes=weight_bytes(directory, dtype.itemsize, quantization),
+            what=str(directory),
+            device=device,
+        )
+        num_bytes = stored_bytes(directory)
+    progress("loading weights")
+    with report_reads(lambda text, share: progress(text, LOADED * share), num_bytes=num_bytes):
+        return load_draft(
+            config.algorithm,
+            directory,
+            target,
+            device=device,
+            dtype=dtype,
+            context_len=longest,
+            is_projected=config.project_features,
+            quantization=quantization,
+            token_map=Path(config.draft_token_map).expanduser() if config.draft_token_map else None,
+        )
+
+
+def make_pool(
+    config: DraftConfig,
+    model: DraftModel,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    longest: int,
+) -> tuple[KVPool, int]:
+    """Return the KV pool, and how many tokens a row attends to; 0 = all.
+
+    Args:
+        kv_dtype: Of the caches.
+        longest: Tokens of the longest request.
+    Raises: ConfigError if hardly any token would be seen.
+    """
+    window = min(config.window or model.max_position, model.max_position, longest)
+    num_pages = choose_num_pages(
+        num_pages=config.num_pages,
+        bytes_per_page=model.kv_layout.bytes_per_token(kv_dtype.itemsize) * config.page_size,
+        page_size=config.page_size,
+        max_num_requests=config.max_num_requests,
+        max_request_tokens=window + EXTRA_SLOTS + config.page_size,
+        memory_fraction=config.kv_memory_fraction,
+        device=device,
+    )
+    window = fit_window(window, num_pages, config.page_size)
+    pool = KVPool(
+        layout=model.kv_layout,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_num_requests=config.max_num_requests,
+        max_pages_per_request=-(-(longest + MAX_SCRATCH_SLOTS) // config.page_size) + 1,
+        dtype=kv_dtype,
+        device=device,
+    )
+    return pool, window if window < longest else 0  # no conversation gets past `longest`
 
 
 def log_feature_layers(directory: Path, kind: DraftKind, target: ModelConfig) -> None:
