@@ -1,30 +1,98 @@
-"""Load a target: its weights, and the KV pool that the memory beside them holds."""
+"""Load a target: its weights, the KV pool that the memory beside them holds, and their runner."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from shared.config import TargetConfig
-from shared.device import dtype_name, resolve_device
+from shared.device import (
+    dtype_name,
+    max_batch_rows,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
 from shared.errors import ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec
-from shared.models.checkpoint import stored_bytes, weight_bytes
+from shared.models.checkpoint import resolve_model, stored_bytes, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
+from shared.models.digest import start_model_hash
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
+from shared.models.quantization import quantization_while_loading
 from shared.models.tensor_reads import report_reads
 from shared.rpc.engine import ProgressCallback
+from target_service.runner import TargetRunner
 
 logger = logging.getLogger(__name__)
 
 # Share of the start that is over when the weights are loaded.
 LOADED = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTarget:
+    """A target that can compute.
+
+    Args:
+        directory: Its checkpoint.
+        model_hash: Waits for the digest of the checkpoint.
+        model_config: As the checkpoint says it.
+        dtype, kv_dtype: What it computes in, and what the KV cache holds.
+        quantization: Of its weights, as they were stored or as they were loaded; "": none.
+        context_len: Longest sequence that fits into the pool alone with a whole round.
+    """
+
+    directory: Path
+    model_hash: Callable[[], str]
+    model_config: ModelConfig
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    quantization: str
+    runner: TargetRunner
+    context_len: int
+
+
+def load_target(config: TargetConfig, progress: ProgressCallback) -> LoadedTarget:
+    """Load the weights and allocate what they compute with.
+
+    Raises: ConfigError (CheckpointError included) with the fix.
+    """
+    device = resolve_device(config.device)
+    directory = resolve_model(config.model, "target")
+    model_hash = start_model_hash(directory)
+    model_config = ModelConfig.from_checkpoint(directory)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype=model_config.dtype, device=device)
+    kv_dtype = resolve_kv_dtype(
+        config.kv_cache_dtype, dtype=dtype, has_latents=model_config.kv_layout.has_latents
+    )
+    quantization = quantization_while_loading(
+        config.quantization, checkpoint=model_config.quantization
+    )
+    model, projection, features = load_model(
+        config, directory, model_config, dtype, quantization, progress
+    )
+    progress("allocating the KV pool", LOADED)
+    pool, context_len = make_pool(config, model_config, kv_dtype, device)
+    step_rows = max_batch_rows(config, device)
+    runner = TargetRunner(model, pool, features, max_batch_rows=step_rows, projection=projection)
+    return LoadedTarget(
+        directory=directory,
+        model_hash=model_hash,
+        model_config=model_config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=quantization or model_config.quantization,
+        runner=runner,
+        context_len=context_len,
+    )
 
 
 def load_model(

@@ -53,7 +53,6 @@ class TargetRunner:
         self,
         model: CausalLM,
         pool: KVPool,
-        sampler: Sampler,
         features: FeatureSpec,
         *,
         max_batch_rows: int,
@@ -61,7 +60,11 @@ class TargetRunner:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.sampler = sampler
+        self.sampler = Sampler(
+            max_num_requests=pool.max_num_requests,
+            vocab_size=model.config.vocab_size,
+            device=pool.device,
+        )
         self.features = features
         self._projection = projection
         # A step of one tree alone may have more rows than the others.
@@ -85,7 +88,7 @@ class TargetRunner:
         self._verifier = Verifier(
             model,
             pool,
-            sampler,
+            self.sampler,
             self.graphs,
             roots=self._roots,
             newest_slot=self.newest_slot,
