@@ -96,7 +96,7 @@ class TargetEngine:
             times=RoundTimes(state.recorder),
             hear_peers=self._hear_peers,
             flush_peers=channels.flush,
-            launch_time=None if costs is None else LaunchTime(costs),
+            launch_time=LaunchTime(costs),
         )
         self._has_rows: bool | None = None  # None: not known
         self._num_tree_rows: int | None = None
@@ -117,7 +117,7 @@ class TargetEngine:
         if self._state.outbox:
             return True
         if self.pipeline.in_flight:
-            return not self.pipeline.delay_s
+            return not self._launch_wait_s
         if self._has_rows is None:
             scheduler = self.scheduler
             self._has_rows = scheduler.has_work or self.source.has_device_trees(scheduler)
@@ -129,7 +129,13 @@ class TargetEngine:
 
         Trees wait for others, and a launch for the end of the step in flight to be near.
         """
-        return self.pipeline.delay_s or self._window_wait_s or None
+        return self._launch_wait_s or self._window_wait_s or None
+
+    @property
+    def _launch_wait_s(self) -> float:
+        """Return how long the next launch waits: the step in flight goes on; 0 = not at all."""
+        step = self.pipeline.in_flight
+        return 0.0 if step is None or step.read.is_done else self.pipeline.launch_time.delay_s
 
     @property
     def _window_wait_s(self) -> float:

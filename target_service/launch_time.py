@@ -22,11 +22,13 @@ class LaunchTime:
     """Estimates when the steps that are in flight end.
 
     Args:
-        costs: Of a forward, by its rows.
+        costs: Of a forward, by its rows; None: not known, every step is launched at once.
         clock: Monotonic, seconds.
     """
 
-    def __init__(self, costs: StepCosts, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, costs: StepCosts | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._costs = costs
         self._clock = clock
         self._forwards_s: deque[float] = deque()  # of the steps in flight
@@ -40,6 +42,8 @@ class LaunchTime:
         Args:
             began_s: When the host began with the step, by the clock.
         """
+        if self._costs is None:
+            return
         now = self._clock()
         self._launch_s = max(now - began_s, (1 - _EWMA_WEIGHT) * self._launch_s)
         if not self._forwards_s:
@@ -52,6 +56,8 @@ class LaunchTime:
         Args:
             was_awaited: Just now; else some time ago, so that it ended sooner than was thought.
         """
+        if self._costs is None:
+            return
         ended_s, soonest_s = self._clock(), self._began_s + self._forwards_s.popleft()
         if was_awaited:
             self._beside_s += _EWMA_WEIGHT * (max(0.0, ended_s - soonest_s) - self._beside_s)
@@ -63,6 +69,8 @@ class LaunchTime:
     @property
     def delay_s(self) -> float:
         """Return how long the next launch can wait, seconds; 0: not at all."""
+        if self._costs is None:
+            return 0.0
         takes_s = sum(self._forwards_s) + len(self._forwards_s) * self._beside_s
         lead_s = _SAFETY * self._launch_s + _SAFETY_S
         return max(0.0, self._began_s + takes_s - lead_s - self._clock())

@@ -8,7 +8,6 @@ request is thrown away.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,7 +27,6 @@ from target_service.engine_state import EngineState
 from target_service.launch_time import LaunchTime
 from target_service.nodes import SampledTrees
 from target_service.phases import PathOutputs
-from target_service.request import Phase
 from target_service.request_table import RequestTable
 from target_service.round_times import RoundTimes
 from target_service.runner import TargetRunner
@@ -59,7 +57,7 @@ class Pipeline:
     Args:
         hear_peers: Takes what drafts' engines have sent.
         flush_peers: Sends what is queued for them.
-        launch_time: Says when to launch a step behind the one in flight; None: at once.
+        launch_time: Says when to launch a step behind the one in flight.
         in_flight: The step that was launched and not read yet.
     """
 
@@ -71,16 +69,8 @@ class Pipeline:
     times: RoundTimes
     hear_peers: Callable[[], None]
     flush_peers: Callable[[], None]
-    launch_time: LaunchTime | None = None
+    launch_time: LaunchTime
     in_flight: LaunchedStep | None = None
-
-    @property
-    def delay_s(self) -> float:
-        """Return how long nothing is to be done: the step in flight goes on, seconds."""
-        step = self.in_flight
-        if self.launch_time is None or step is None or step.read.is_done:
-            return 0.0
-        return self.launch_time.delay_s
 
     def step(self, *, waits: bool) -> None:
         """Launch a step; commit and answer the one before, and without overlap this one too.
@@ -88,11 +78,11 @@ class Pipeline:
         Args:
             waits: Trees that are here wait for others.
         """
-        before, began_s, clock = self.in_flight, time.monotonic(), self.state.counts.tallies.clock
-        clock.begin()
+        clock = self.state.counts.tallies.clock
+        began_s = clock.begin() / 1e9
         plan = StepPlan() if waits else self.source.plan(self.scheduler)
         clock.end("plan")
-        self.in_flight = self.launch(plan, began_s)
+        before, self.in_flight = self.in_flight, self.launch(plan, began_s)
         if before is not None:
             self.finish(before)
         if self.in_flight is not None and not self.scheduler.overlaps_steps:
@@ -112,55 +102,46 @@ class Pipeline:
         Args:
             began_s: When the host began with the step, by the monotonic clock.
         """
+        runner, source, clock = self.runner, self.source, self.state.counts.tallies.clock
         self.table.answer_plan(plan)
         for request in plan.admitted:
-            self.runner.sampler.start(request)
+            runner.sampler.start(request)
         if plan.is_empty:
             return None
-        runner, source = self.runner, self.source
         timer = self.state.recorder.step(request.request_id for request in plan.verifies)
         batch = runner.pack(plan, source)
         timer.host("pack")
-        launched_ns = self.state.counts.tallies.clock.end("pack")
-        taken = None
-        if batch.mailbox_trees is not None:
-            assert batch.trees is not None
-            taken = source.take_trees(
-                batch.mailbox_trees,
-                batch.extend,
-                runner.newest_slot,
-                num_rows=batch.trees.num_device_nodes,
-            )
+        launched_ns = clock.end("pack")
+        taken = runner.take_trees(batch, source)
+        if taken is not None:
             timer.device("take")
         extended = runner.compute(batch)
-        if self.launch_time is not None:  # from here on the device is busy
-            self.launch_time.launched(batch.num_rows, began_s)
+        self.launch_time.launched(batch.num_rows, began_s)  # from here on the device is busy
         timer.device("forward")
-        verified = None
-        if batch.trees is not None:
-            verify = runner.pack_verify(batch, batch.trees, source, taken)
-            verified = runner.verify(verify, extended, source.post_paths)
+        verified = runner.verify_trees(batch, taken, extended, source)
         timer.device("sample")  # before the read, which is all that is waited for
         # Before the next step is launched: that step overwrites what this one computes.
         read = runner.start_read(batch, extended, verified)
         self.table.note_launch(plan, batch)
-        self.state.counts.tallies.clock.end("launch")
+        clock.end("launch")
         return LaunchedStep(
             began_s=began_s, launched_ns=launched_ns, batch=batch, read=read, timer=timer
         )
 
     def finish(self, launched: LaunchedStep) -> None:
         """Wait for a launched step, commit and answer it."""
-        batch, timer = launched.batch, launched.timer
+        batch, timer, counts = launched.batch, launched.timer, self.state.counts
         is_device_round = batch.mailbox_trees is not None
         if is_device_round:  # what drafts say of these trees is old once the device is done
             self.hear_peers()
-        was_done = launched.read.is_done
+        was_awaited = not launched.read.is_done
         outputs = self.runner.finish_read(batch, launched.read)
         timer.host("read")
-        counts = self.state.counts
         counts.note_read(launched.launched_ns, counts.tallies.clock.end("wait"))
-        self._note_end(launched, was_awaited=not was_done)
+        self.launch_time.ended(was_awaited=was_awaited)
+        self.scheduler.note_step(
+            batch.num_rows, num_chain_rows=batch.num_chain_rows, began_s=launched.began_s
+        )
         if is_device_round and timer.is_on:  # but for the times of these trees
             self.hear_peers()
         commit_chains(self.state, batch, outputs)
@@ -168,17 +149,6 @@ class Pipeline:
             assert outputs.paths is not None
             self._commit_paths(batch.trees, outputs.paths, timer, is_clean=not batch.chains)
         counts.tallies.clock.end("commit")
-
-    def _note_end(self, launched: LaunchedStep, *, was_awaited: bool) -> None:
-        """Learn from when a step ended what steps take."""
-        if self.launch_time is not None:
-            self.launch_time.ended(was_awaited=was_awaited)
-        if self.scheduler.prompt_budget is not None:
-            self.scheduler.prompt_budget.note_step(
-                launched.batch.num_rows,
-                num_chain_rows=launched.batch.num_chain_rows,
-                began_s=launched.began_s,
-            )
 
     def _commit_paths(
         self, trees: SampledTrees, paths: PathOutputs, timer: StepTimer, *, is_clean: bool
@@ -188,30 +158,23 @@ class Pipeline:
         Args:
             is_clean: The step had no rows but those of the trees.
         """
-        state = self.state
         nodes = list(accepted_nodes(trees, paths))
         self.source.note_step(trees, nodes, is_clean=is_clean)
         self.source.order_next(trees, nodes, paths.features)
         step = self.times.end_step(timer)
-        failed = rows_with_nonfinite(paths)
-        committed = []
+        failed, committed = rows_with_nonfinite(paths), []
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
-            if not state.is_held(request):
+            if not self.state.is_held(request):
                 continue
             if row in failed:
                 self.table.fail_numerically(request)
                 continue
-            is_timed = request.open.is_timed and request.phase is not Phase.PREFILL
-            cut = commit_path(request, path, state.info.max_context_len)
+            cut = commit_path(request, path, self.state.info.max_context_len)
             if not follows_grammar(request, path, cut):
                 self.table.fail_grammar(request)
                 continue
-            times, round_idx = None, request.round_idx
-            if is_timed:
-                on_device = row < trees.num_on_device
-                key = (request.request_id, round_idx)
-                times = self.times.of_answer(*key, step, is_device_round=on_device)
-            committed.append(CommittedPath(request, row, path, cut, round_idx, times))
+            times = self.times.of_answer(request, step, is_device_round=row < trees.num_on_device)
+            committed.append(CommittedPath(request, row, path, cut, request.round_idx, times))
             if cut.reason:
                 self.table.drop(request)
             else:
@@ -220,4 +183,4 @@ class Pipeline:
         self.flush_peers()
         going_on = [(c.request, c.path.token_ids) for c in committed if not c.cut.reason]
         self.runner.sampler.count(going_on)
-        answer_paths(state, committed, trees, paths)
+        answer_paths(self.state, committed, trees, paths)

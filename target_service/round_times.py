@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shared.messages import AnswerTimes, StageTime
 from shared.step.recorder import Recorder
 from shared.step.step_timer import StepTimer
+from target_service.request import TargetRequest
 
 # Stages of a step in which the devices exchange trees, as the answer names them.
 _DEVICE_STAGES = {"take": "channel", "forward": "forward", "sample": "sample"}
@@ -43,10 +44,14 @@ class RoundTimes:
         return StepStages(stages=stages, began_ns=timer.begin_ns, was_free_ns=was_free_ns)
 
     def of_answer(
-        self, request_id: str, round_idx: int, step: StepStages, *, is_device_round: bool
+        self, request: TargetRequest, step: StepStages, *, is_device_round: bool
     ) -> AnswerTimes | None:
-        """Return how the round of an answer went: from its order on, or else from its step on."""
-        recorder, key = self._recorder, (request_id, round_idx)
+        """Return how the round that a request has just committed went: from its order on, or else
+        from its step on; None: it is not timed, as no prefill is.
+        """
+        if not request.open.is_timed or not request.round_idx:
+            return None
+        recorder, key = self._recorder, (request.request_id, request.round_idx)
         if is_device_round:
             self._record_device_round(key, step)
             return recorder.take(*key)

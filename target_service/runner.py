@@ -17,7 +17,6 @@ from shared.step.graphs import GraphCache
 from shared.step.read_back import PendingRead, ReadBack, ReadClock
 from shared.step.staging import Staging
 from target_service.batch import StepBatch, build_batch
-from target_service.nodes import SampledTrees
 from target_service.phases import (
     ExtendInput,
     ExtendOutput,
@@ -144,23 +143,17 @@ class TargetRunner:
             buckets=self.buckets,
         )
 
-    def pack_verify(
-        self, batch: StepBatch, trees: SampledTrees, source: TreeSource, taken: TakenTrees | None
-    ) -> VerifyInput:
-        """Lay out how a step's trees are sampled and walked, and start to bring it over.
+    def take_trees(self, batch: StepBatch, source: TreeSource) -> TakenTrees | None:
+        """Let the device take the first trees of a step from the mailbox; None: all are here.
 
-        Args:
-            taken: What the device took from the mailbox: the first trees; None: all are here.
+        Mutates: their rows of the step.
         """
-        return build_verify(
-            batch,
-            trees,
-            self.pool,
-            self.verify_staging,
-            self.sampler,
-            source,
-            buckets=self.buckets,
-            taken=taken,
+        if batch.mailbox_trees is None:
+            return None
+        assert batch.trees is not None
+        num_rows = batch.trees.num_device_nodes
+        return source.take_trees(
+            batch.mailbox_trees, batch.extend, self.newest_slot, num_rows=num_rows
         )
 
     def compute(self, batch: StepBatch) -> ExtendOutput:
@@ -244,6 +237,33 @@ class TargetRunner:
     def _project_padded(self, captured: torch.Tensor) -> torch.Tensor:
         assert self.padded.features is not None
         return self.padded.features[: len(captured)].copy_(self._project(captured))
+
+    def verify_trees(
+        self,
+        batch: StepBatch,
+        taken: TakenTrees | None,
+        extended: ExtendOutput,
+        source: TreeSource,
+    ) -> VerifyOutput | None:
+        """Lay out how a step's trees are sampled and walked, and do what `verify` does; None: the
+        step samples nothing.
+
+        Args:
+            taken: Of `take_trees`.
+        """
+        if batch.trees is None:
+            return None
+        inputs = build_verify(
+            batch,
+            batch.trees,
+            self.pool,
+            self.verify_staging,
+            self.sampler,
+            source,
+            buckets=self.buckets,
+            taken=taken,
+        )
+        return self.verify(inputs, extended, source.post_paths)
 
     def verify(self, inputs: VerifyInput, extended: ExtendOutput, post: PostPaths) -> VerifyOutput:
         """Sample at every node, walk each tree, post accepted paths and move their KV; launches

@@ -184,6 +184,11 @@ class Scheduler:
         plan.verifies.sort(key=_is_tree_here)
         return plan
 
+    def note_step(self, num_rows: int, *, num_chain_rows: int, began_s: float) -> None:
+        """Take note that a step has ended; args as of `PromptBudget.note_step`."""
+        if self.prompt_budget is not None:
+            self.prompt_budget.note_step(num_rows, num_chain_rows=num_chain_rows, began_s=began_s)
+
     def _plan_rounds(self, plan: StepPlan, budget: int, set_aside: int) -> int:
         """Plan rounds, those that have waited longest first; return the rows that are left."""
         queued = [request for request in self.held if self._has_round(request)]
