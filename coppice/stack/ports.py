@@ -58,7 +58,7 @@ def _listen_once(host: str, port: int) -> None:
 
 def _occupant(host: str, port: int) -> str:
     with HealthProbe(f"{dialled(host)}:{port}") as probe:
-        status = probe.status(ORCHESTRATOR_SERVICE, timeout_s=1.0)
+        status = probe.status(ORCHESTRATOR_SERVICE, timeout_s=5.0)
     if status in ("SERVING", "NOT_SERVING"):
         return "another Coppice server runs there"
     return "another program has the port"

@@ -69,9 +69,9 @@ def _try_out(compiled: xgrammar.CompiledGrammar, trial_s: float) -> None:
     mask = np.zeros((1, -(-compiled.tokenizer_info.vocab_size // 32)), dtype=np.int32)
     end_s, is_first = time.monotonic() + trial_s, True
     while is_first or time.monotonic() < end_s:
-        began_s = time.monotonic()
+        began_s = time.thread_time()  # of a core: waiting for one is not the grammar's fault
         matcher.fill_next_token_bitmask(mask)
-        if time.monotonic() - began_s > _MOST_MASK_S:
+        if time.thread_time() - began_s > _MOST_MASK_S:
             raise InvalidArgumentError(
                 f"to find out which tokens may follow takes more than {_MOST_MASK_S:g} s",
                 reason="INVALID_GRAMMAR",
