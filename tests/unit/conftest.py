@@ -17,6 +17,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture
+def patient_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave masks of trees all the time that they take: a thread may have to wait for a core."""
+    monkeypatch.setattr("shared.grammar.matcher.TREE_BUDGET_S", 60.0)
+    monkeypatch.setattr("draft_service.growth_masks.BUDGET_S", 60.0)
+
+
+@pytest.fixture
 def make(models: Models) -> Iterator[Make]:
     """Return what makes a target with a mailbox and a draft."""
     with device_engines(models) as make:

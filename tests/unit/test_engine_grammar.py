@@ -40,6 +40,8 @@ from tests.local_pair import LocalPair, LocalRequest
 from tests.marks import first_fast
 from tests.peer_pair import PoisonedPeerPair, close_channels
 
+pytestmark = pytest.mark.usefixtures("patient_grammars")
+
 PAGE_SIZES = {"eagle": (1, 16), "eagle3": (16, 4), "mtp": (64, 1), "standalone": (2, 64)}
 
 

@@ -15,6 +15,8 @@ from shared.messages import MAX_TREE_NODES
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, write_tokenizer
 from tests.grammars import CASES, matcher_of, text_of
 
+pytestmark = pytest.mark.usefixtures("patient_grammars")
+
 NUM_WORDS = -(-VOCAB_SIZE // 32)
 
 
