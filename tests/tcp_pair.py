@@ -11,7 +11,7 @@ from tests.peer_pair import PoisonedPeerPair
 ACROSS_HOSTS = {"peer_socket": False, "peer_host": "127.0.0.1"}
 """Options of a target."""
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 
 
 class TcpPeerPair(PoisonedPeerPair):

@@ -34,6 +34,13 @@ Engines = tuple[TargetEngine, DraftEngine]
 Make = Callable[..., Engines]
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave both ends time: they may have to wait for a core for seconds."""
+    monkeypatch.setattr(tcp, "_DIAL_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(tcp, "_HANDSHAKE_TIMEOUT_S", 60.0)
+
+
 @pytest.fixture
 def make(models: Models) -> Iterator[Make]:
     """Return what makes a target and a draft that have no socket in common."""
@@ -246,7 +253,7 @@ def test_a_target_that_does_not_answer_holds_up_nobody(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While a channel is dialled in vain, that request's rounds go on, and others' have trees."""
-    monkeypatch.setattr(tcp, "_DIAL_TIMEOUT_S", 40.0)
+    monkeypatch.setattr(tcp, "_DIAL_TIMEOUT_S", 400.0)
     target, draft = make()
     served, lonely = requests_of(2)
     expected = plain_of(target, [served, lonely])

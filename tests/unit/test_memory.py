@@ -81,7 +81,7 @@ async def work():
     sizes = [resident_mb()]
     del blocks
     sizes.append(resident_mb())
-    for _ in range(200):
+    for _ in range(2000):
         await asyncio.sleep(0.05)
         if resident_mb() < sizes[0] - 50:
             break

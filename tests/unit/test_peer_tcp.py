@@ -82,6 +82,13 @@ class Ends:
         self.dialer.close()
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave both ends time: they may have to wait for a core for seconds."""
+    monkeypatch.setattr(tcp, "_DIAL_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(tcp, "_HANDSHAKE_TIMEOUT_S", 60.0)
+
+
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     ends = Ends()

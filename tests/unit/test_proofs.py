@@ -7,7 +7,7 @@ import pytest
 from shared.access.proofs import VALID_S, ProofCheck, prove
 from shared.errors import UnauthenticatedError
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(120)
 
 KEY, METHOD = b"k" * 32, "/coppice.v1.TargetService/Session"
 HOUR_S = 3600.0

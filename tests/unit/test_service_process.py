@@ -16,7 +16,12 @@ import pytest
 from coppice.health import HealthProbe
 from coppice.stack import process as process_module
 from coppice.stack.ports import free_ports
-from coppice.stack.process import ServiceProcess, ServiceState
+from coppice.stack.process import (
+    PROBE_INTERVAL_S,
+    PROBE_TIMEOUT_S,
+    ServiceProcess,
+    ServiceState,
+)
 from tests.processes import is_alive, wait_for
 
 # A service with a child in its group, as a worker has an engine. It writes the child's pid.
@@ -86,8 +91,10 @@ def make_service(tmp_path: Path) -> Iterator[MakeService]:
 
 
 def child_pid(service: ServiceProcess) -> int:
-    lines = [line for line in service.log_tail().splitlines() if line.startswith("child ")]
-    return int(lines[-1].split()[1])
+    """Return the child of its last process, once its line has been read."""
+    started = f"hello from {service.pid}\nchild "
+    wait_for(lambda: started in service.log_tail())
+    return int(service.log_tail().rpartition(started)[2].split()[0])
 
 
 def test_it_becomes_ready_and_ends_in_order(make_service: MakeService) -> None:
@@ -98,7 +105,7 @@ def test_it_becomes_ready_and_ends_in_order(make_service: MakeService) -> None:
     pid, child = service.pid, child_pid(service)
     assert pid is not None
     service.request_stop()
-    service.join(20.0)
+    service.join(180.0)
     assert service.state is ServiceState.STOPPED
     assert service.log_tail().endswith("goodbye")
     assert not is_alive(pid) and not is_alive(child)
@@ -139,9 +146,9 @@ def test_a_service_that_answers_late_for_a_while_is_left_alone(make_service: Mak
     assert pid is not None
     for _ in range(3):
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(PROBE_TIMEOUT_S)
         os.kill(pid, signal.SIGCONT)
-        time.sleep(1.2)
+        time.sleep(PROBE_INTERVAL_S + PROBE_TIMEOUT_S)  # it is asked, and answers
     assert (service.pid, service.num_restarts) == (pid, 0)
 
 
@@ -183,7 +190,7 @@ def test_it_can_be_stopped_before_it_is_ready_and_started_again(make_service: Ma
     wait_for(lambda: "child" in service.log_tail())
     assert service.state is ServiceState.STARTING
     service.request_stop()
-    service.join(20.0)
+    service.join(180.0)
     assert service.state is ServiceState.STOPPED
     service.start()
     wait_for(lambda: service.pid is not None)
@@ -213,4 +220,4 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
         assert process.poll() is None
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(20) == -signal.SIGTERM
+        assert process.wait(180) == -signal.SIGTERM

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.soak_memory import INTERVAL_S, Life, growth
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 HOUR_S = 3600
 WARM_UP_S = 600
