@@ -73,8 +73,9 @@ async def serving(
             "drafts": ",".join(map(_address, drafts)),
             "model": str(model),
             "resolve_interval_s": 0.1,
-            "step_timeout_s": 2.0,
-            "draft_timeout_ms": 200.0,
+            # A process that has to wait for a core for seconds must not look like a worker's fault.
+            "step_timeout_s": 60.0,
+            "draft_timeout_ms": 5_000.0,
             "drain_timeout_s": 0.2,
             "grammar_after_s": 0.0,
             **fields,

@@ -152,7 +152,7 @@ async def test_broken_stream_resumes_from_the_last_row() -> None:
 
 
 async def test_target_that_stays_away_fails_the_subscription() -> None:
-    async with Listener(reconnect_timeout_s=0.5) as listener:
+    async with Listener(reconnect_timeout_s=4.0) as listener:
         listener.subscribe("127.0.0.1:1")
         await eventually(lambda: bool(listener.failures))
         (failed,) = listener.failures

@@ -44,7 +44,7 @@ class Front:
         self.server = server
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx2.AsyncClient(base_url=self.url, timeout=30.0)
+        self.http = httpx2.AsyncClient(base_url=self.url, timeout=120.0)
         self._clients: dict[tuple[str, int], openai.AsyncOpenAI] = {}
 
     def client(self, token: str = "none", *, max_retries: int = 0) -> openai.AsyncOpenAI:
@@ -52,7 +52,7 @@ class Front:
         key = token, max_retries
         if key not in self._clients:
             self._clients[key] = openai.AsyncOpenAI(
-                base_url=f"{self.url}/v1", api_key=token, max_retries=max_retries, timeout=30.0
+                base_url=f"{self.url}/v1", api_key=token, max_retries=max_retries, timeout=120.0
             )
         return self._clients[key]
 
@@ -645,7 +645,7 @@ async def test_a_stream_goes_on_when_its_orchestrator_is_replaced(model: Path) -
 
 
 async def test_draining_lets_requests_end_and_takes_none(model: Path) -> None:
-    async with one(model, step_s=0.005, drain_timeout_s=0.5) as (front, _, target, draft):
+    async with one(model, step_s=0.005, drain_timeout_s=4.0) as (front, _, target, draft):
         asked: dict[str, Any] = {"model": model.name, "prompt": "ab"}
         short = await front.client().completions.create(**asked, max_tokens=20, stream=True)
         long = await front.client().completions.create(**asked, max_tokens=3000, stream=True)

@@ -93,7 +93,7 @@ TEXT = "[...document.querySelectorAll('pre')].map(pre => pre.textContent)"
 @asyncio_test
 async def test_a_prompt_is_typed_and_both_sides_stream(browser: Browser, model: Path) -> None:
     """By keys alone; text, colours, figures and rounds are those of the API."""
-    async with one(model, step_s=0.002) as (front, server, target, draft):
+    async with one(model, step_s=0.02) as (front, server, target, draft):  # a draft is in time
         page = await opened(browser, front)
         await fill(page, prompt="ab", tokens=60, seed=3)
         await page.press("Enter", ctrl=True)

@@ -47,15 +47,15 @@ async def test_a_completion_has_everything(model: Path) -> None:
         AsyncClient(server.address) as client,
     ):
         done = await client.generate(
-            token_ids=PROMPT, max_new_tokens=50, request_id="mine", logprobs=True
+            token_ids=PROMPT, max_new_tokens=200, request_id="mine", logprobs=True
         )
         await freed(target, draft)
-    assert list(done.token_ids) == generate(PROMPT, 50)
+    assert list(done.token_ids) == generate(PROMPT, 200)
     assert (done.request_id, done.model) == ("mine", "fake")
     assert done.finish_reason is FinishReason.LENGTH
     assert [entry.token_id for entry in done.logprobs] == list(done.token_ids)
     usage, stats, timings = done.usage, done.speculation, done.timings
-    assert (usage.num_prompt_tokens, usage.num_output_tokens) == (5, 50)
+    assert (usage.num_prompt_tokens, usage.num_output_tokens) == (5, 200)
     # How soon a draft has caught up is up to the machine.
     assert stats.num_root_only_rounds < stats.num_rounds and stats.accept_length > 1
     assert stats.num_moved_rounds > 0
@@ -92,7 +92,7 @@ async def test_rounds_are_timed_when_asked_for(model: Path, *, is_timed: bool) -
         AsyncClient(server.address) as client,
     ):
         async for event in client.stream(
-            token_ids=PROMPT, max_new_tokens=40, speculation=True, round_times=is_timed
+            token_ids=PROMPT, max_new_tokens=200, speculation=True, round_times=is_timed
         ):
             finish = event
     assert isinstance(finish, FinishInfo)
@@ -124,7 +124,7 @@ async def test_trees_are_shown_to_who_asks(model: Path, temperature: float) -> N
         serving(model, [target], [draft]) as server,
         AsyncClient(server.address) as client,
     ):
-        asked = {"token_ids": PROMPT, "max_new_tokens": 40, "seed": 7, "temperature": temperature}
+        asked = {"token_ids": PROMPT, "max_new_tokens": 160, "seed": 7, "temperature": temperature}
         plain = await client.generate(**asked)  # type: ignore[arg-type]
         for is_silent in (False, True):
             events = client.stream(**asked, round_trees=True, omit_text=is_silent)  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ async def test_health_says_alive_ready_and_speculating(model: Path) -> None:
         assert await health(server.address, ORCHESTRATOR_SERVICE) == "NOT_SERVING"
     async with fake_target() as target, fake_draft(unfit) as draft:
         async with serving(model, [target], [draft]) as server:
-            assert await health(server.address, ORCHESTRATOR_SERVICE) == "SERVING"
+            await becomes(server.address, ORCHESTRATOR_SERVICE, "SERVING")
             assert await health(server.address, SPECULATION_SERVICE) == "NOT_SERVING"
             async with AsyncClient(server.address) as client:
                 done = await client.generate(token_ids=PROMPT, max_new_tokens=20)
@@ -359,8 +359,7 @@ async def test_health_says_alive_ready_and_speculating(model: Path) -> None:
         fake_draft() as draft,
         serving(model, [target], [draft]) as server,
     ):
-        await asyncio.sleep(0.05)
-        assert await health(server.address, SPECULATION_SERVICE) == "SERVING"
+        await becomes(server.address, SPECULATION_SERVICE, "SERVING")
 
 
 async def test_reflection_describes_the_service(model: Path) -> None:
@@ -385,6 +384,13 @@ async def test_reflection_describes_the_service(model: Path) -> None:
                 break
             else:
                 pytest.fail("no answer")
+
+
+async def becomes(address: str, service: str, status: str) -> None:
+    """Wait until the health service gives a status."""
+    async with asyncio.timeout(60):
+        while await health(address, service) != status:
+            await asyncio.sleep(0.01)
 
 
 async def health(address: str, service: str) -> str:
@@ -499,8 +505,8 @@ async def test_a_standalone_draft_needs_no_features(model: Path) -> None:
         AsyncClient(server.address) as client,
     ):
         assert draft.engine.info.features == FeatureSpec()
-        done = await client.generate(token_ids=PROMPT, max_new_tokens=40)
-        assert list(done.token_ids) == generate(PROMPT, 40)
+        done = await client.generate(token_ids=PROMPT, max_new_tokens=200)
+        assert list(done.token_ids) == generate(PROMPT, 200)
         assert done.speculation.num_root_only_rounds < done.speculation.num_rounds
 
 
@@ -515,6 +521,6 @@ async def test_a_draft_that_is_accepted_too_seldom_is_told_of(
         AsyncClient(server.address) as client,
     ):
         for _ in range(2):
-            done = await client.generate(token_ids=PROMPT, max_new_tokens=60)
+            done = await client.generate(token_ids=PROMPT, max_new_tokens=300)
             assert done.speculation.num_rounds - done.speculation.num_root_only_rounds >= 5
     assert caplog.text.count("--expected-accept-length 30.00") == 1

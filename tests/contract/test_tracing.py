@@ -65,10 +65,12 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
     otlp_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    try:
-        yield collector, f"http://127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("orchestrator.tracing.EXPORT_TIMEOUT_S", 60.0)  # it has time, on any machine
+        try:
+            yield collector, f"http://127.0.0.1:{port}"
+        finally:
+            await server.stop(0)
 
 
 async def ask(address: str, num_tokens: int, **metadata: str) -> list[pb.GenerateResponse]:

@@ -87,7 +87,7 @@ class Process:
 
     async def ready(self) -> str:
         """Return the address that it prints."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while True:
                 event = await self.next_event()
                 if isinstance(event, Ready):
@@ -95,7 +95,7 @@ class Process:
 
     async def end(self) -> tuple[int, str, str]:
         """Return exit code, rest of the output, and errors."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             output, errors = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, output.decode(), errors.decode()
@@ -212,7 +212,9 @@ async def test_a_worker_that_is_stopped_ends_by_itself(signalled: str) -> None:
         os.kill(engine if signalled == "engine" else worker.pid, signal.SIGSTOP)
         code, _, errors = await worker.end()
         assert code == (1 if signalled == "engine" else -9)
-        assert ("the engine made no progress for 5." in errors) == (signalled == "engine")
+        # 5 s, or 20 times what its longest answer took.
+        is_engine = re.search(r"the engine made no progress for \d+\.\d s", errors)
+        assert bool(is_engine) == (signalled == "engine")
         assert (f"process {worker.pid} hangs, killing it" in errors) == (signalled == "front")
         await wait_dead(engine)
 
@@ -280,7 +282,7 @@ async def test_a_worker_that_was_drained_stays_so_with_its_spare_engine() -> Non
         os.kill(engine, signal.SIGKILL)
         assert await worker.ready() == address
         with HealthProbe(address) as probe:
-            status = await asyncio.to_thread(probe.status, TARGET_SERVICE, timeout_s=5.0)
+            status = await asyncio.to_thread(probe.status, TARGET_SERVICE, timeout_s=60.0)
         assert status == "NOT_SERVING"
 
 
