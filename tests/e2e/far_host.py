@@ -115,4 +115,4 @@ def _ip(arguments: list[str]) -> None:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=10)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -202,9 +202,12 @@ class Fault:
 
 
 def _all_workers(scene: Scene) -> None:
-    for role in ("target", "draft"):
-        for index in range(NUM_OF_ROLE):
-            scene.kill(f"{role}-{index}")
+    """Kill a part of each worker within a moment: a request that met one death after the other
+    would rightly be suspected.
+    """
+    names = [f"{role}-{index}" for role in ("target", "draft") for index in range(NUM_OF_ROLE)]
+    parts = [scene.stack.part(name, scene.rng.choice(PARTS)) for name in names]
+    _signal(set().union(*parts), signal.SIGKILL)
 
 
 FAULTS: dict[str, Fault] = {

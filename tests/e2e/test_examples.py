@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=with_path(ROOT)
+        command, capture_output=True, text=True, timeout=300, check=False, env=with_path(ROOT)
     )
 
 

@@ -27,7 +27,14 @@ from coppice import Client, CoppiceError
 from coppice.client import DeadlineExceededError
 from shared.config import GatewayConfig
 from shared.messages import FinishReason
-from tests.e2e.serving import Server, generate_all, generate_plain, running, stack_config
+from tests.e2e.serving import (
+    READY_TIMEOUT_S,
+    Server,
+    generate_all,
+    generate_plain,
+    running,
+    stack_config,
+)
 from tests.e2e.streaming import streams
 from tests.marks import exhaustive
 from tests.processes import wait_for, with_path
@@ -58,7 +65,7 @@ def front() -> Iterator[Server]:
 @pytest.fixture
 def client(front: Server) -> Iterator[openai.OpenAI]:
     url = f"{front.http_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60.0) as found:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300.0) as found:
         yield found
 
 
@@ -158,7 +165,7 @@ def test_the_example_runs_with_nothing_but_another_url(front: Server) -> None:
         [*command, f"{front.http_url}/v1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env=with_path(ROOT),
     )
@@ -168,7 +175,7 @@ def test_the_example_runs_with_nothing_but_another_url(front: Server) -> None:
         [*command, "http://127.0.0.1:1/v1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env=with_path(ROOT),
     )
@@ -324,7 +331,7 @@ def test_a_gateway_that_dies_is_started_again_and_nothing_is_held(
             pass
     front.check_idle()
     wait_for(lambda: front.services["gateway"].pid not in (None, before))
-    front.wait_ready("gateway", timeout_s=60.0)
+    front.wait_ready("gateway", timeout_s=READY_TIMEOUT_S)
     assert client.completions.create(model="demo", prompt=CODE, max_tokens=4).choices[0].text
 
 
@@ -351,7 +358,7 @@ def test_a_gateway_of_others_serves_it_as_it_is(front: Server, tmp_path: Path) -
         )
     try:
         with openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60.0
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300.0
         ) as client:
 
             def is_there() -> bool:
@@ -361,7 +368,7 @@ def test_a_gateway_of_others_serves_it_as_it_is(front: Server, tmp_path: Path) -
                 except openai.APIError:
                     return False
 
-            wait_for(is_there, 60.0, log.read_text)
+            wait_for(is_there, describe=log.read_text)
             with Client(front.address) as grpc_client:
                 plain = grpc_client.generate(CODE, max_new_tokens=24)
             asked: dict[str, Any] = {"model": "demo", "max_tokens": 24, "temperature": 0}
@@ -374,4 +381,4 @@ def test_a_gateway_of_others_serves_it_as_it_is(front: Server, tmp_path: Path) -
             assert text == plain.text
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)

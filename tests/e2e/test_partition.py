@@ -88,7 +88,7 @@ def hosts() -> Iterator[TwoHosts]:
             finally:
                 STARTED.remove(server)
                 processes = server.processes()
-        wait_for(lambda: not any(is_alive(pid) for pid in processes), 20.0)
+        wait_for(lambda: not any(is_alive(pid) for pid in processes))
         assert not list(far.files.shared.iterdir())
 
 

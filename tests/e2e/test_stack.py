@@ -13,7 +13,7 @@ import pytest
 from coppice import Client, PromptInfo, TokenDelta
 from coppice.stack import ServiceFailedError, ServiceState, Stack, StackConfig
 from shared.config import OrchestratorConfig, TargetConfig
-from tests.e2e.serving import PlainOutputs, Server
+from tests.e2e.serving import READY_TIMEOUT_S, PlainOutputs, Server
 from tests.e2e.streaming import streams
 from tests.processes import is_alive, members_of, wait_for
 
@@ -26,10 +26,10 @@ NUM_TOKENS = 96
 def plain_config() -> StackConfig:
     """Return a configuration without a draft."""
     return StackConfig(
-        orchestrator=OrchestratorConfig(host="127.0.0.1", port=0),
+        orchestrator=OrchestratorConfig(host="127.0.0.1", port=0, drain_timeout_s=300.0),
         target=TargetConfig(device="cpu", cpu_threads=1),
         num_drafts=0,
-        start_timeout_s=120.0,
+        start_timeout_s=READY_TIMEOUT_S,
     )
 
 
