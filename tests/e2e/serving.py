@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from coppice import Client, Completion
 from coppice.health import HealthProbe
 from coppice.stack import ServiceState, Stack, StackConfig
+from coppice.stack import stack as stack_module
 from coppice.stack.process import ServiceProcess
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, tree_pb2
 from shared.access.caller import Caller
@@ -39,6 +41,8 @@ STARTED: list[Server] = []
 class Server(Stack):
     """A stack, what its services wrote, and how busy its workers are."""
 
+    pairing_timeout_s = READY_TIMEOUT_S
+
     def __init__(self, config: StackConfig) -> None:
         self.log: list[str] = []
         super().__init__(config, on_log=lambda name, line: self.log.append(f"{name}: {line}"))
@@ -50,6 +54,11 @@ class Server(Stack):
     def wait_logged(self, text: str, *, service: str = "") -> None:
         """Wait until a line of a service holds this text: what is logged comes through a pipe."""
         wait_for(lambda: self.logged(text, service=service) > 0, LOG_TIMEOUT_S, lambda: text)
+
+    def _wait_speculating(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stack_module, "PAIRING_TIMEOUT_S", self.pairing_timeout_s)
+            super()._wait_speculating()
 
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to every process of a service, as a fault would."""
@@ -159,8 +168,8 @@ class Server(Stack):
         return news[1] in last
 
     @contextlib.contextmanager
-    def slowed(self, name: str) -> Iterator[None]:
-        """Let the engine of a worker run for 20 ms in each half second, as long as the block takes.
+    def slowed(self, name: str, *, pause_s: float = 0.5) -> Iterator[None]:
+        """Let the engine of a worker run for 20 ms between pauses, as long as the block takes.
 
         It goes on, so that nobody takes it for hung.
         """
@@ -168,11 +177,12 @@ class Server(Stack):
         is_over = threading.Event()
 
         def slow_down() -> None:
-            while not is_over.is_set():
-                os.kill(engine, signal.SIGSTOP)
-                is_over.wait(0.5)
-                os.kill(engine, signal.SIGCONT)
-                is_over.wait(0.02)
+            with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+                while not is_over.is_set():
+                    os.kill(engine, signal.SIGSTOP)
+                    is_over.wait(pause_s)
+                    os.kill(engine, signal.SIGCONT)
+                    is_over.wait(0.02)
 
         thread = threading.Thread(target=slow_down)
         thread.start()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from coppice import Client, FinishInfo, TokenDelta
 from tests.e2e.serving import PlainOutputs, Server
 from tests.processes import wait_for
 
-TOKENS_TIMEOUT_S = 120.0
+TOKENS_TIMEOUT_S = 180.0
+LEAST_TREES = 10
+"""That say something of how the rounds of requests are made."""
 
 
 class Stream:
@@ -64,13 +66,17 @@ class Stream:
         lengths = self._lengths(last)
         return sum(lengths) / len(lengths)
 
-    def drafted_length(self, *, last: int) -> float:
-        """Return the same of rounds in which drafts were accepted; 1 if there is none.
+    def num_rounds(self, *, last: int) -> int:
+        """Return the rounds that the last tokens took."""
+        return len(self._lengths(last))
+
+    def drafted_lengths(self, *, since: int = 0) -> list[int]:
+        """Return the tokens of each round in which drafts were accepted, from a round on.
 
         How many rounds get their trees in time depends on what else the machine does.
         """
-        lengths = [length for length in self._lengths(last) if length > 1]
-        return sum(lengths) / len(lengths) if lengths else 1.0
+        lengths = [len(delta.token_ids) for delta in list(self.deltas)[since:]]
+        return [length for length in lengths if length > 1]
 
     def _lengths(self, last: int) -> list[int]:
         lengths: list[int] = []
@@ -80,19 +86,31 @@ class Stream:
             lengths.append(len(delta.token_ids))
         return lengths
 
-    def awaits_drafts(self) -> None:
-        """Wait until drafts are accepted in a round that has not been heard of yet."""
+    def awaits_drafts(self, num_rounds: int = 1) -> None:
+        """Wait until drafts are accepted in so many rounds that have not been heard of yet."""
         num_known = len(self.deltas)
-        wait_for(
-            lambda: (
-                any(len(delta.token_ids) > 1 for delta in list(self.deltas)[num_known:])
-                or not self._thread.is_alive()
-            ),
-            TOKENS_TIMEOUT_S,
-            lambda: f"no draft was accepted after {num_known} rounds",
+        self._awaits(
+            lambda: len(self.drafted_lengths(since=num_known)) >= num_rounds,
+            lambda: f"drafts were accepted in too few rounds after {num_known} rounds",
         )
+
+    def awaits_rounds_alone(self, num_rounds: int) -> None:
+        """Wait until so many rounds in a row, not heard of yet, bring a token each."""
+        num_known = len(self.deltas)
+        self._awaits(
+            lambda: (
+                len(last := list(self.deltas)[num_known:][-num_rounds:]) == num_rounds
+                and all(len(delta.token_ids) == 1 for delta in last)
+            ),
+            lambda: f"drafts are accepted all the time after {num_known} rounds",
+        )
+
+    def _awaits(self, condition: Callable[[], bool], describe: Callable[[], object]) -> None:
+        """Wait until a condition holds; it must before the stream ends."""
+        wait_for(lambda: condition() or not self._thread.is_alive(), TOKENS_TIMEOUT_S, describe)
         if self._error is not None:
             raise self._error
+        assert condition(), describe()
 
     def _run(self) -> None:
         try:
@@ -107,13 +125,17 @@ class Stream:
             self._error = error
 
 
-def check_trees_go_on(finish: FinishInfo) -> None:
-    """Check that the rounds of a timed request had trees from some round on, every one of them."""
+def has_trees_to_the_end(finish: FinishInfo, *, num_rounds: int) -> bool:
+    """Check that the rounds of a timed request have trees from some round on, every one of them.
+
+    Returns: whether so many have.
+    """
     had_tree = [
         any(stage.name.startswith("draft: ") for stage in times.stages)
         for times in finish.round_times
     ]
-    assert any(had_tree) and had_tree == sorted(had_tree), had_tree
+    assert had_tree == sorted(had_tree), had_tree
+    return sum(had_tree) >= num_rounds
 
 
 @contextlib.contextmanager
@@ -131,17 +153,22 @@ def share_of_peer_rounds(
     """Serve requests, check their outputs, and return the share of peer rounds.
 
     Of rounds that a draft had a part in: before the first tree, and where trees are late, which is
-    more often on a loaded machine, it has none. Where rounds are relayed, none is a peer round.
+    more often on a loaded machine, it has none; then requests are served again. Where rounds are
+    relayed, none is a peer round.
     """
     plain = plain_outputs.of(server, requests)
-    rounds = []
-    with streams(
-        server.address, [{**request, "round_times": True} for request in requests]
-    ) as running:
-        for stream, expected in zip(running, plain, strict=True):
-            rounds += stream.result().round_times
-            assert stream.token_ids == expected.token_ids
-    names = [{stage.name for stage in times.stages} for times in rounds]
-    drafted = [stages for stages in names if any(name.startswith("draft: ") for name in stages)]
-    assert drafted, "no round had a tree"
+    timed = [{**request, "round_times": True} for request in requests]
+    drafted: list[set[str]] = []
+
+    def have_trees() -> bool:
+        with streams(server.address, timed) as running:
+            for stream, expected in zip(running, plain, strict=True):
+                for times in stream.result().round_times:
+                    names = {stage.name for stage in times.stages}
+                    if any(name.startswith("draft: ") for name in names):
+                        drafted.append(names)
+                assert stream.token_ids == expected.token_ids
+        return len(drafted) >= LEAST_TREES
+
+    wait_for(have_trees, describe=lambda: f"only {len(drafted)} rounds had a tree")
     return sum("draft: channel" in stages for stages in drafted) / len(drafted)

@@ -17,7 +17,7 @@ import pytest
 
 from coppice import Client
 from coppice.timeline import stage_colors
-from tests.processes import command
+from tests.processes import command, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def server(log: Path) -> Iterator[str]:
             stdout=stream,
             stderr=stream,
         )
-    deadline = time.monotonic() + 120.0
+    deadline = time.monotonic() + 300.0
     try:
         while "Coppice listens on" not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -70,7 +70,7 @@ def server(log: Path) -> Iterator[str]:
         yield log.read_text().partition("Coppice listens on ")[2].partition(". ")[0]
     finally:
         process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
+        code = process.wait(180)
     said = log.read_text()
     assert code == 0, said
     check_log(said)
@@ -105,15 +105,19 @@ def test_generate_is_the_same_with_and_without_speculation(server: str) -> None:
 def test_show_tree_marks_drafted_text(server: str) -> None:
     flags = ("--server", server, "--max-new-tokens", "40", "--ignore-eos")
     bare = coppice("generate", "class Node:", *flags)
-    marked = coppice("generate", "class Node:", *flags, "--show-tree")
 
     def unmarked(text: str) -> str:
         return text.replace("[", "").replace("]", "")
 
-    assert marked.stdout.count("[") > bare.stdout.count("[")
-    assert unmarked(marked.stdout) == unmarked(bare.stdout)
-    assert "[accepted draft tokens]" in marked.stderr
-    assert "\x1b" not in marked.stdout + marked.stderr
+    def is_marked() -> bool:
+        """Return whether any text was drafted: a tree may come after so short an output."""
+        marked = coppice("generate", "class Node:", *flags, "--show-tree")
+        assert unmarked(marked.stdout) == unmarked(bare.stdout)
+        assert "[accepted draft tokens]" in marked.stderr
+        assert "\x1b" not in marked.stdout + marked.stderr
+        return marked.stdout.count("[") > bare.stdout.count("[")
+
+    wait_for(is_marked)
 
 
 def test_a_timeout_is_said_on_a_line_of_its_own(server: str) -> None:
@@ -144,8 +148,13 @@ def test_the_example_of_the_readme_runs(server: str) -> None:
 
 def test_a_prefill_is_no_queueing(server: str) -> None:
     with Client(server) as client:
-        timings = client.generate("x = [1, 2]\n" * 100, max_new_tokens=1).timings
-    assert timings.queue_ms < timings.time_to_first_token_ms / 2
+
+        def is_none() -> bool:
+            """Return whether it took longer than its way to the target: any process may pause."""
+            timings = client.generate("x = [1, 2]\n" * 100, max_new_tokens=1).timings
+            return timings.queue_ms < timings.time_to_first_token_ms / 2
+
+        wait_for(is_none)
 
 
 def test_up_beside_a_running_server_says_so(server: str) -> None:
@@ -172,7 +181,7 @@ def test_errors_of_the_server_are_printed(server: str) -> None:
 def test_bench_writes_table_json_and_plot(server: str, tmp_path: Path) -> None:
     output, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
     result = coppice(
-        *("bench", "--server", server, "--repeat=1", "--concurrency=1,2", "--new-tokens=24"),
+        *("bench", "--server", server, "--repeat=1", "--concurrency=1,2", "--new-tokens=96"),
         *("--speculation=off,3/2/6", f"--output={output}", f"--plot={plot}"),
     )
     assert result.returncode == 0, result.stderr
@@ -182,11 +191,11 @@ def test_bench_writes_table_json_and_plot(server: str, tmp_path: Path) -> None:
         *(("off", 2), ("3/2/6", 2)),
     ]
     for index, run in enumerate(runs):
-        assert run["tokens"] == run["batch"] * 24
+        assert run["tokens"] == run["batch"] * 96
         assert run["identical"] == (1.0 if index else None)
         assert run["accept_length"] == 1 or run["speculation"] != "off"
         assert f"{run['decode_tokens_per_second']:,.1f}" in result.stdout
-    # On a busy machine outputs so short may end before their first tree.
+    # On a busy machine an output may end before its first tree.
     assert any(run["accept_length"] > 1 for run in runs)
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
@@ -196,7 +205,7 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
 ) -> None:
     schedule, output = tmp_path / "arrivals.json", tmp_path / "bench.json"
     rows = [
-        {"at_s": 0.1 * index, "token_ids": [5 + index, 9], "max_new_tokens": 8 + index}
+        {"at_s": 0.1 * index, "token_ids": [5 + index, 9], "max_new_tokens": 60 + index}
         for index in range(6)
     ]
     schedule.write_text(json.dumps(rows))
@@ -220,7 +229,7 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
 def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     output, picture = tmp_path / "bench.json", tmp_path / "timeline.svg"
     result = coppice(
-        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--new-tokens=48"),
+        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--new-tokens=160"),
         *("--speculation=off,3/2/6", f"--output={output}", f"--timeline={picture}"),
     )
     assert result.returncode == 0, result.stderr
@@ -246,5 +255,7 @@ def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
 
 
 def test_health_of_the_orchestrator(server: str) -> None:
-    result = coppice("health", server, "--service", "coppice.v1.GenerationService")
+    result = coppice(
+        "health", server, "--service", "coppice.v1.GenerationService", "--timeout-s=60"
+    )
     assert (result.returncode, result.stdout) == (0, "SERVING\n")

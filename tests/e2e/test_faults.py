@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from coppice import Client, Completion, DeadlineExceededError, FinishInfo, TokenLogprob
-from tests.e2e.serving import PlainOutputs, Server
+from tests.e2e.serving import READY_TIMEOUT_S, PlainOutputs, Server
 from tests.e2e.streaming import Stream, streams
 from tests.e2e.test_feature_ring import LINKED
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 180
+NUM_TOKENS = 400
 REQUESTS: list[dict[str, Any]] = [
     {
         "prompt": "def read_config(path):\n",
@@ -37,8 +39,12 @@ REQUESTS: list[dict[str, Any]] = [
         "top_logprobs": 2,
     },
 ]
-TAIL = 80
-"""Tokens at the end, over which the trees of a draft that came back must be as good as ever."""
+NUM_DRAFTED = 6
+"""Rounds whose drafts are accepted, at least, over which the trees of a draft that came back must
+be as good as ever."""
+NUM_ALONE = 8
+"""Rounds without a draft while it hangs: after 5 s without an answer its connection is lost."""
+BRIEF_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +55,19 @@ def plain(pair: Server, plain_outputs: PlainOutputs) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def undisturbed(pair: Server) -> list[float]:
-    """Return the length of drafted rounds at the end of each output when nothing happens."""
-    with streams(pair.address, REQUESTS) as undisturbed:
-        for stream in undisturbed:
-            stream.result()
-        return [stream.drafted_length(last=TAIL) for stream in undisturbed]
+    """Return the mean length of drafted rounds of each output when nothing happens."""
+    lengths: list[list[int]] = [[] for _ in REQUESTS]
+
+    def are_known() -> bool:
+        """Return whether trees came in time, which is up to the machine."""
+        with streams(pair.address, REQUESTS) as undisturbed:
+            for stream, known in zip(undisturbed, lengths, strict=True):
+                stream.result()
+                known += stream.drafted_lengths()
+        return min(map(len, lengths)) >= 2 * NUM_DRAFTED
+
+    wait_for(are_known, describe=lambda: lengths)
+    return list(map(mean, lengths))
 
 
 def check_outputs(running: list[Stream], plain: list[Completion]) -> list[FinishInfo]:
@@ -69,11 +83,23 @@ def check_outputs(running: list[Stream], plain: list[Completion]) -> list[Finish
     return finishes
 
 
-def check_recovered(running: list[Stream], undisturbed: list[float]) -> None:
-    """Check that the draft was of use again in the end."""
-    for stream, usual in zip(running, undisturbed, strict=True):
+def await_recovery(pair: Server, running: list[Stream]) -> list[int]:
+    """Wait until drafts are accepted again, in several rounds; return where these rounds begin.
+
+    The outputs do not end before.
+    """
+    with pair.slowed("target-0", pause_s=0.1):
+        since = [len(stream.deltas) for stream in running]
+        for stream in running:
+            stream.awaits_drafts(NUM_DRAFTED)
+    return since
+
+
+def check_recovered(running: list[Stream], since: list[int], undisturbed: list[float]) -> None:
+    """Check that the draft was of as much use as ever, from the round of its recovery on."""
+    for stream, begin, usual in zip(running, since, undisturbed, strict=True):
         assert usual > 4
-        assert stream.drafted_length(last=TAIL) > 0.6 * usual
+        assert mean(stream.drafted_lengths(since=begin)) > 0.6 * usual
 
 
 def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
@@ -85,6 +111,7 @@ def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
     """
     pair.wait_paired()
     ring, num_linked = pair.info("target-0").feature_ring, pair.logged(LINKED, service="draft-0")
+    num_restarts = pair.services["draft-0"].num_restarts
     with streams(pair.address, REQUESTS) as running:
         for stream in running:
             stream.reaches(30)
@@ -92,14 +119,13 @@ def test_a_killed_draft_changes_nothing_and_its_successor_catches_up(
         for stream in running:
             stream.goes_on(10)
         with pair.slowed("target-0"):  # so that the outputs do not end before the draft is back
-            wait_for(lambda: pair.services["draft-0"].num_restarts > 0)
+            wait_for(lambda: pair.services["draft-0"].num_restarts > num_restarts)
             pair.wait_paired()
-            for stream in running:
-                stream.awaits_drafts()
+        since = await_recovery(pair, running)
         finishes = check_outputs(running, plain)
-        check_recovered(running, undisturbed)
+        check_recovered(running, since, undisturbed)
     assert ring and pair.info("target-0").feature_ring == ring
-    assert pair.logged(LINKED, service="draft-0") > num_linked
+    wait_for(lambda: pair.logged(LINKED, service="draft-0") > num_linked)
     for finish in finishes:
         assert finish.retries >= 1
         assert 0 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
@@ -113,16 +139,16 @@ def test_a_hung_draft_costs_one_wait_and_catches_up(
         for stream in running:
             stream.reaches(30)
         pair.kill("draft-0", signal.SIGSTOP)
+        stopped_at = time.monotonic()
         for stream in running:
-            stream.goes_on(12)  # few: after 5 s without an answer its connection is lost
+            stream.awaits_rounds_alone(NUM_ALONE)
         pair.kill("draft-0", signal.SIGCONT)
-        with pair.slowed("target-0"):
-            for stream in running:
-                stream.awaits_drafts()
+        is_brief = time.monotonic() - stopped_at < BRIEF_S
+        since = await_recovery(pair, running)
         finishes = check_outputs(running, plain)
-        check_recovered(running, undisturbed)
+        check_recovered(running, since, undisturbed)
     for finish in finishes:
-        assert finish.retries == 0
+        assert finish.retries == 0 or not is_brief
         assert 5 < finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
 
 
@@ -137,10 +163,9 @@ def test_a_draft_that_comes_late_catches_up(
         with pair.slowed("target-0"):
             pair.start_service("draft-0")
             pair.wait_paired()
-            for stream in running:
-                stream.awaits_drafts()
+        since = await_recovery(pair, running)
         finishes = check_outputs(running, plain)
-        check_recovered(running, undisturbed)
+        check_recovered(running, since, undisturbed)
     for finish in finishes:
         assert finish.retries == 0
         assert 29 <= finish.speculation.num_root_only_rounds < finish.speculation.num_rounds
@@ -155,8 +180,11 @@ def test_a_target_whose_engine_is_killed_costs_a_pause(
         for stream in running:
             stream.reaches(30)
         os.kill(pair.engine("target-0"), signal.SIGKILL)
+        wait_for(lambda: pair.services["target-0"].num_restarts > num_restarts)
+        pair.wait_ready("target-0", timeout_s=READY_TIMEOUT_S)
+        since = await_recovery(pair, running)
         finishes = check_outputs(running, plain)
-        check_recovered(running, undisturbed)
+        check_recovered(running, since, undisturbed)
     assert pair.services["target-0"].num_restarts == num_restarts + 1
     assert all(finish.retries >= 1 for finish in finishes)
 
@@ -177,7 +205,9 @@ def test_a_cancelled_request_frees_both_workers(pair: Server) -> None:
     """So does a client that hangs up."""
     for hangs_up in (False, True):
         with Client(pair.address) as client:
-            events = [client.stream(**request) for request in REQUESTS]
+            # They go on for as long as anybody looks.
+            endless = [{**request, "max_new_tokens": 1800} for request in REQUESTS]
+            events = [client.stream(**request) for request in endless]
             for stream in events:
                 for _ in range(5):
                     next(stream)
@@ -204,10 +234,14 @@ def test_one_of_two_targets_and_one_of_two_drafts_die(
     with streams(quartet.address, REQUESTS * 2) as running:
         for stream in running:
             stream.reaches(20)
-        for name in quartet.workers:
-            assert quartet.info(name).load.num_running > 0, f"{name} has nothing to do"
-        quartet.kill("target-1")
-        quartet.kill("draft-0")
+        with quartet.slowed("target-0"), quartet.slowed("target-1"):  # drafts may attach later
+            for name in quartet.workers:
+                wait_for(
+                    lambda name=name: quartet.info(name).load.num_running > 0,
+                    describe=lambda name=name: f"{name} has nothing to do",
+                )
+            quartet.kill("target-1")
+            quartet.kill("draft-0")
         finishes = check_outputs(running, plain * 2)
     assert sum(finish.retries > 0 for finish in finishes) >= 2
     quartet.wait_paired()

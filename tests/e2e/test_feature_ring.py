@@ -17,7 +17,7 @@ from tests.e2e.serving import (
     running,
     stack_config,
 )
-from tests.e2e.streaming import share_of_peer_rounds, streams
+from tests.e2e.streaming import LEAST_TREES, share_of_peer_rounds, streams
 from tests.e2e.test_peer_rounds import REQUESTS
 from tests.marks import exhaustive
 from tests.processes import wait_for
@@ -32,11 +32,16 @@ def is_there(ring: str) -> bool:
     return bool(ring) and (RING_DIR / ring).exists()
 
 
-def accepted_per_tree(completions: list[Completion]) -> float:
-    """Return the accepted drafts per round with a tree: which round has the first is chance."""
+def num_trees(completions: list[Completion]) -> int:
+    """Return the rounds with a tree: which round has the first is chance."""
     stats = [completion.speculation for completion in completions]
-    num_trees = sum(s.num_rounds - s.num_root_only_rounds for s in stats)
-    return sum(s.num_accepted_drafts for s in stats) / num_trees
+    return sum(s.num_rounds - s.num_root_only_rounds for s in stats)
+
+
+def accepted_per_tree(completions: list[Completion]) -> float:
+    """Return the accepted drafts per round with a tree."""
+    num_accepted = sum(completion.speculation.num_accepted_drafts for completion in completions)
+    return num_accepted / num_trees(completions)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,22 @@ def by_bytes() -> list[Completion]:
 
 
 def alone(server: Server) -> list[Completion]:
-    """Serve one after the other."""
-    return [generate_all(server.address, [request])[0] for request in REQUESTS]
+    """Serve one after the other, again as long as hardly any trees came in time."""
+    completions: list[Completion] = []
+
+    def have_trees() -> bool:
+        completions.extend(generate_all(server.address, [request])[0] for request in REQUESTS)
+        return num_trees(completions) >= 2 * LEAST_TREES
+
+    wait_for(have_trees, describe=lambda: f"only {num_trees(completions)} rounds had a tree")
+    return completions
+
+
+def outputs(completions: list[Completion]) -> list[tuple[int, ...]]:
+    """Return the output of each request: it is the same however often it was served."""
+    found = [completion.token_ids for completion in completions[: len(REQUESTS)]]
+    assert [c.token_ids for c in completions] == found * (len(completions) // len(REQUESTS))
+    return found
 
 
 @pytest.fixture(
@@ -78,7 +97,7 @@ def test_speculation_is_the_same_by_ring_and_by_bytes(
 ) -> None:
     assert is_there(relayed.info("target-0").feature_ring)
     completions = alone(relayed)
-    assert [c.token_ids for c in completions] == [c.token_ids for c in by_bytes]
+    assert outputs(completions) == outputs(by_bytes)
     assert accepted_per_tree(completions) == pytest.approx(accepted_per_tree(by_bytes), rel=0.4)
     assert relayed.logged(BY_RING, service="draft-0") == 1
     projection = relayed.info("target-0").features.projection
@@ -117,13 +136,13 @@ def test_a_worker_that_is_killed_comes_back_to_the_ring(
     wait_for(lambda: pair.services[name].num_restarts == num_restarts + 1)
     pair.wait_paired()
     again = alone(pair)
-    assert [c.token_ids for c in again] == expected
-    assert all(c.speculation.accept_length > 1 for c in again)
+    assert outputs(again) == expected
+    assert accepted_per_tree(again) > 0.5
     ring = pair.info("target-0").feature_ring
     assert (ring == first) == (killed == "draft-0")
     assert is_there(ring)
     assert is_there(first) == (killed == "draft-0")
-    assert pair.logged(LINKED, service="draft-0") > num_linked
+    wait_for(lambda: pair.logged(LINKED, service="draft-0") > num_linked)
     second = pair.info("target-0").peer_socket
     assert is_there(second) and is_there(socket) == (killed == "draft-0")
     assert share_of_peer_rounds(pair, REQUESTS, plain_outputs) > 0.5

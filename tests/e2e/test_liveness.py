@@ -51,6 +51,14 @@ def stop(server: Server, name: str, part: str) -> None:
         os.kill(server.engine(name) if part == "engine" else front, signal.SIGSTOP)
 
 
+def midway(running: list[Stream]) -> list[Stream]:
+    """Return the streams that a target which was stopped has not finished."""
+    count = -1
+    while count != (count := sum(len(stream.deltas) for stream in running)):
+        time.sleep(0.5)  # what was on its way has come
+    return [stream for stream in running if stream.finish is None]
+
+
 def longest_pause_s(stream: Stream, until: float) -> float:
     """Wait for the end, looking at the tokens; return the longest time without a new one."""
     longest_s, count, since = 0.0, -1, time.monotonic()
@@ -85,11 +93,12 @@ def test_a_worker_that_is_stopped_is_replaced(
         for stream in running:
             stream.reaches(20)
         stop(server, name, part)
+        met = midway(running) if name == "target-0" else []
         pause_s = longest_pause_s(running[0], time.monotonic() + RESTART_TIMEOUT_S)
         for stream, alone in zip(running, plain, strict=True):
             finish = stream.result()
             assert stream.token_ids == alone.token_ids
-            assert finish.retries >= (name == "target-0")
+            assert finish.retries > 0 or stream not in met
     wait_for(lambda: server.num_engines_lost(name) == num_restarts + 1, RESTART_TIMEOUT_S)
     server.wait_paired()
     print(f"{name} {part}: longest pause {pause_s:.1f} s")  # noqa: T201

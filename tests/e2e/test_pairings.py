@@ -21,7 +21,8 @@ from tests.e2e.serving import (
     generate_plain,
     running,
 )
-from tests.e2e.streaming import check_trees_go_on, streams
+from tests.e2e.streaming import has_trees_to_the_end, streams
+from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +86,29 @@ def check(server: Server, requests: list[dict[str, Any]]) -> list[Completion]:
     return completions
 
 
+def accept_lengths(server: Server, requests: list[dict[str, Any]], *, last: int) -> list[float]:
+    """Return the mean tokens per round over the last tokens, of which all had trees; check outputs.
+
+    Whoever has no tree by then, as on a machine that does other things, is served again.
+    """
+    plain = generate_plain(server.address, requests)
+    timed = [{**request, "round_times": True} for request in requests]
+    lengths: list[float] = []
+
+    def have_trees() -> bool:
+        lengths.clear()
+        with streams(server.address, timed) as running:
+            for stream, alone in zip(running, plain, strict=True):
+                finish = stream.result()
+                assert stream.token_ids == alone.token_ids
+                if has_trees_to_the_end(finish, num_rounds=stream.num_rounds(last=last)):
+                    lengths.append(stream.accept_length(last=last))
+        return len(lengths) == len(requests)
+
+    wait_for(have_trees, describe=lambda: f"{len(lengths)} of {len(requests)} had trees in time")
+    return lengths
+
+
 def accepted_per_tree(completions: list[Completion]) -> float:
     """Return the accepted drafts of a tree; how many rounds had one depends on the machine."""
     stats = [completion.speculation for completion in completions]
@@ -108,15 +132,7 @@ def test_draft_and_target_may_differ_in_dtype(
     ) as server:
         assert (server.info("target-0").dtype, server.info("draft-0").dtype) == (dtype, draft_dtype)
         requests = make_requests(count=6, prompt_len=9, max_new_tokens=120, seed=1)
-        plain = generate_plain(server.address, requests)
-        timed = [{**request, "round_times": True} for request in requests]
-        lengths: list[float] = []
-        with streams(server.address, timed) as running:
-            for stream, alone in zip(running, plain, strict=True):
-                check_trees_go_on(stream.result())
-                assert stream.token_ids == alone.token_ids
-                lengths.append(stream.accept_length(last=30))
-            assert mean(lengths) > 1.3
+        assert mean(accept_lengths(server, requests, last=30)) > 1.3
 
 
 def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
@@ -126,13 +142,7 @@ def test_a_draft_goes_on_in_its_window(checkpoint_dir: Path) -> None:
         assert server.info("draft-0").draft_window == window
         assert server.info("draft-0").max_context_len >= 10 * window
         requests = make_requests(count=2, prompt_len=60, max_new_tokens=260, seed=2)
-        plain = generate_plain(server.address, requests)
-        timed = [{**request, "round_times": True} for request in requests]
-        with streams(server.address, timed) as running:
-            for stream, alone in zip(running, plain, strict=True):
-                check_trees_go_on(stream.result())
-                assert stream.token_ids == alone.token_ids
-                assert stream.accept_length(last=150) > 1.3
+        assert min(accept_lengths(server, requests, last=150)) > 1.3
         # To the very end of the context; the prompt is prefilled in chunks.
         to_the_end = make_requests(count=2, prompt_len=420, max_new_tokens=500, seed=4)
         for request, completion in zip(to_the_end, check(server, to_the_end), strict=True):
@@ -153,7 +163,7 @@ def test_small_pools_retract_and_lose_nothing(checkpoint_dir: Path) -> None:
         draft={"page_size": 2, "num_pages": 290},
     ) as server:
         completions: list[Completion] = []
-        for seed in range(3, 6):  # how many requests a draft holds at once depends on the machine
+        for seed in range(3, 20):  # how many requests a draft holds at once depends on the machine
             requests = make_requests(count=8, prompt_len=24, max_new_tokens=120, seed=seed)
             completions += check(server, requests)
             if server.logged("its worker needed the room", service="orchestrator"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from coppice.stack import ServiceFailedError
-from coppice.stack import stack as stack_module
 from tests.e2e.serving import PlainOutputs, Server, running, stack_config
 from tests.e2e.streaming import share_of_peer_rounds
 from tests.e2e.test_peer_rounds import REQUESTS
@@ -47,29 +46,52 @@ def test_rounds_go_over_tcp_also_after_the_target_was_killed(
 ) -> None:
     info = across.info("target-0")
     assert info.peer_socket == "" and info.peer_address.startswith("127.0.0.1:")
-    assert share_of_peer_rounds(across, REQUESTS, plain_outputs) > 0.5
+    check_peer_rounds(across, plain_outputs)
     num_restarts = across.services["target-0"].num_restarts
     os.kill(across.engine("target-0"), signal.SIGKILL)
     wait_for(lambda: across.services["target-0"].num_restarts == num_restarts + 1)
     across.wait_paired()
     assert across.info("target-0").peer_address != info.peer_address
-    assert share_of_peer_rounds(across, REQUESTS, plain_outputs) > 0.5
+    check_peer_rounds(across, plain_outputs)
     assert across.logged(ATTACHED, service="draft-0") == 2, "requests share a channel"
     assert not across.logged(SECRET)
 
 
+def check_peer_rounds(server: Server, plain_outputs: PlainOutputs) -> None:
+    """Check that requests have peer rounds, for the most part.
+
+    A draft dials for 2 s, which a process that has to wait for a core may miss, says so, and dials
+    again some time later.
+    """
+
+    def have_peer_rounds() -> bool:
+        share = share_of_peer_rounds(server, REQUESTS, plain_outputs)
+        assert share > 0.5 or server.logged("no peer channel to", service="draft-0"), share
+        return share > 0.5
+
+    wait_for(have_peer_rounds)
+
+
+class Refusing(Server):
+    """A server that looks for pairs until it is known why there is none."""
+
+    pairing_timeout_s = 2.0
+
+    def _wait_speculating(self) -> None:
+        self.wait_logged("the same --secret-file", service="orchestrator")
+        self.wait_logged("refused /coppice.v1.DraftService/GetInfo", service="draft-0")
+        super()._wait_speculating()
+
+
 def test_a_draft_of_another_deployment_is_not_used_and_the_log_says_why(
-    secrets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    secrets: dict[str, Any],
 ) -> None:
     """It never hears of a request, so there are no rounds for its engine either."""
-    monkeypatch.setattr(stack_module, "PAIRING_TIMEOUT_S", 2.0)
     target = {**ACROSS_HOSTS, **secrets["own"]}
-    server = Server(
+    server = Refusing(
         stack_config(target=target, draft=secrets["another"], orchestrator=secrets["own"])
     )
     with pytest.raises(ServiceFailedError, match="no draft that fits"), server:
         pass
-    server.wait_logged("the same --secret-file", service="orchestrator")
-    server.wait_logged("refused /coppice.v1.DraftService/GetInfo", service="draft-0")
     assert not server.logged(ATTACHED)
     assert not server.logged(SECRET) and not server.logged(SECRET[::-1])
