@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import xgrammar
 
 from draft_service.growth_masks import GrowthMasks
+from shared.errors import InvalidArgumentError
+from shared.grammar import compile as compile_module
+from shared.grammar.compile import compile_grammar
 from shared.grammar.matcher import MAX_FORCED, OutputMatcher
 from shared.messages import MAX_TREE_NODES
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, write_tokenizer
-from tests.grammars import CASES, matcher_of, text_of
+from tests.grammars import CASES, matcher_of, text_of, vocabulary_of
 
 pytestmark = pytest.mark.usefixtures("patient_grammars")
 
@@ -167,3 +174,17 @@ def test_several_threads_fill_in_the_same_masks(
         growth.fill_in(masks[-1], None)
     assert all(map(allowed, masks[0]))
     assert torch.equal(*masks)
+
+
+def test_a_compiler_that_has_to_wait_for_a_core_refuses_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what keeps a core busy for too long is refused."""
+    compiler = xgrammar.GrammarCompiler(vocabulary_of(directory).info, max_threads=1)
+    passed_s = itertools.count(step=1.0)  # between any two looks
+    clocks = SimpleNamespace(monotonic=lambda: next(passed_s), thread_time=time.thread_time)
+    monkeypatch.setattr(compile_module, "time", clocks)
+    assert compile_grammar(compiler, CASES["schema"].grammar)
+    clocks.thread_time = clocks.monotonic
+    with pytest.raises(InvalidArgumentError, match="may follow takes more than 0.5 s"):
+        compile_grammar(compiler, CASES["schema"].grammar)
