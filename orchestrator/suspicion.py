@@ -6,10 +6,12 @@ by its next verify round, on any worker: what brings an engine down does so befo
 
     first death     the request is tried again like any other, with the others
     second death    of another incarnation, before it was acquitted: if it is the only request that
-                    both deaths still have in common, it is guilty; else it will be tried alone:
-                    one such request per worker at a time. Workers that go down within a
-                    moment may have something else in common: their host, an operator. So it is
-                    tried alone then, too, whatever they had in common
+                    both deaths have in common when the second one is heard of, it is guilty; else
+                    it will be tried alone: one such request per worker at a time. That the others
+                    are acquitted first proves nothing, as the two may have nothing in common at
+                    all: whose turn is last is tried, too. Workers that go down within a moment
+                    may have something else in common: their host, an operator. So it is tried
+                    alone then, too, whatever they had in common
     third death     it is guilty
 
 A session that broke is a death unless the same incarnation answers again: then only a connection
@@ -22,7 +24,7 @@ A request that a living worker itself says it cannot serve is its own only suspe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from orchestrator.workers import SILENCE_S, Fate, WorkerSession
@@ -40,11 +42,14 @@ class _Kill:
     Args:
         died_s: Loop time; None: it lives on, but has failed.
         is_broken: Its session broke, and perhaps nothing else.
+        others: Which other requests it had in common with each worker that went down before, as
+            this was heard of.
     """
 
     worker: WorkerSession
     died_s: float | None
     is_broken: bool
+    others: Mapping[WorkerSession, Set[str]]
 
     @property
     def stands(self) -> bool:
@@ -86,8 +91,8 @@ class Suspicion:
             return False
         if len(proved) > MAX_KILLS:
             return True
-        in_common = set.intersection(*(kill.worker.suspects for kill in proved))
-        return in_common == {self._request_id} and not _is_coincidence(proved)
+        first, second = proved
+        return not second.others[first.worker] and not _is_coincidence(proved)
 
     def is_undecided(self, now_s: float) -> bool:
         """Return whether the request must wait until more is known of broken sessions.
@@ -107,12 +112,12 @@ class Suspicion:
         worker.suspects.add(self._request_id)
         incarnation = worker.info.incarnation
         if all(incarnation != kill.worker.info.incarnation for kill in self._standing):
-            self._kills.append(_Kill(worker=worker, died_s=now_s, is_broken=is_broken))
+            self._note(worker, died_s=now_s, is_broken=is_broken)
 
     def note_failure(self, worker: WorkerSession) -> None:
         """Note that a worker, which lives on, failed to serve just this request."""
         worker.suspects.add(self._request_id)
-        self._kills.append(_Kill(worker=worker, died_s=None, is_broken=False))
+        self._note(worker, died_s=None, is_broken=False)
 
     def acquit(self, worker: WorkerSession) -> None:
         """Forget everything: the request has run a verify round on a worker.
@@ -125,6 +130,11 @@ class Suspicion:
             kill.worker.suspects.discard(self._request_id)
         self._kills.clear()
         worker.end_trial(self._request_id)
+
+    def _note(self, worker: WorkerSession, *, died_s: float | None, is_broken: bool) -> None:
+        here = worker.suspects - {self._request_id}
+        others = {kill.worker: here & kill.worker.suspects for kill in self._kills}
+        self._kills.append(_Kill(worker=worker, died_s=died_s, is_broken=is_broken, others=others))
 
     @property
     def _standing(self) -> list[_Kill]:

@@ -120,16 +120,27 @@ def test_who_answers_next_says_what_became_of_a_worker() -> None:
     assert fate_once(lambda fates: fates.note_answer(same)) is Fate.LIVES
 
 
-def test_who_ran_elsewhere_is_acquitted_and_leaves_the_other_alone() -> None:
+@pytest.mark.parametrize("is_acquitted_before", [False, True])
+def test_who_runs_elsewhere_is_acquitted_and_leaves_the_other_alone_with_later_deaths(
+    *, is_acquitted_before: bool
+) -> None:
+    """Acquitted after both deaths, it tells nothing of the other: nothing may have brought both."""
     mine, others = Suspicion("r"), Suspicion("other")
     first, second = dead("a", "r", "other"), dead("b", "r", "other")
     for suspicion in (mine, others):
         suspicion.note_death(first, now_s=next(minutes))
+    if is_acquitted_before:
+        others.acquit(dead("c"))
+    for suspicion in (mine, others):
         suspicion.note_death(second, now_s=next(minutes))
-    assert not mine.is_guilty(0.0) and not others.is_guilty(0.0)
-    others.acquit(dead("c"))
-    assert mine.is_guilty(0.0)
+    assert mine.is_guilty(0.0) == is_acquitted_before
+    assert not others.is_guilty(0.0)
+    others.acquit(dead("d"))
+    assert mine.is_guilty(0.0) == is_acquitted_before
+    assert mine.needs_trial
     assert (others.num_kills, others.needs_trial) == (0, False)
+    mine.note_death(dead("e", "r"), now_s=next(minutes))
+    assert mine.is_guilty(0.0)
 
 
 def test_a_failure_that_names_the_request_counts_each_time() -> None:
@@ -282,9 +293,10 @@ def test_the_poisonous_one_is_refused_and_the_others_are_served(
     assert 2 <= num_deaths <= 3
 
 
+@pytest.mark.parametrize("apart_s", [0.5 * MOMENT_S, 2.0 * MOMENT_S])
 @virtual
-async def test_requests_that_were_there_both_times_are_tried_one_by_one() -> None:
-    """A trial holds up no one but the next one that needs one."""
+async def test_requests_that_were_there_both_times_are_tried_one_by_one(apart_s: float) -> None:
+    """A trial holds up no one but the next one that needs one; all are bystanders, the last too."""
     scene = Scene()
     slow = delayed(0.02)
     num_tried: list[int] = []
@@ -301,13 +313,14 @@ async def test_requests_that_were_there_both_times_are_tried_one_by_one() -> Non
                 num_tried.append(len(target.worker.opening))
             return slow(message)
 
-        target = scene.add_target(on_reply=on_reply)
+        address = scene.targets[-1].worker.address if scene.targets else ""
+        target = scene.add_target(on_reply=on_reply, address=address)
 
     add(is_deadly=True)
     serving = [
         asyncio.create_task(scene.serve(f"r{i}", prompt_ids=(i, 7), shape=None)) for i in range(4)
     ]
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(apart_s)
     add(is_deadly=True)
     await asyncio.sleep(0.5)
     assert all(not task.done() for task in serving)
