@@ -14,6 +14,7 @@ from draft_service.engine import DraftEngine
 from draft_service.path_source import PathSource
 from draft_service.pipeline import CHUNK_ROWS
 from draft_service.runner import DraftRunner
+from draft_service.self_test import require_finite
 from draft_service.warm_up import warm_up
 from shared.config import DraftConfig, read_secret
 from shared.config.check import parse_shapes
@@ -132,6 +133,9 @@ def create_engine(
         vocab_size=target_config.vocab_size,
         max_batch_rows=max_batch_rows(config, device),
     )
+    if device.type == "cuda":
+        progress("compiling kernels", 0.9)
+    require_finite(runner, directory, max_num_tokens=longest - 1)
     grammars = Grammars(target, target_config.vocab_size, target_config.eos_token_ids)
     if device.type == "cuda" and grammars.are_served:
         grammars.load()
@@ -147,7 +151,6 @@ def create_engine(
         secret=secret,
     )
     if device.type == "cuda":
-        progress("compiling kernels", 0.9)
         warm_up(
             engine,
             shapes=parse_shapes(config.warm_up_trees),

@@ -15,13 +15,9 @@ from pathlib import Path
 import torch
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import FLOAT_DTYPES
-from shared.models.tensor_files import read_tensor_infos
-from shared.models.tensor_reads import open_weights
+from shared.models.broken_tensors import blame_tensors
 from target_service.runner import TargetRunner
 from target_service.self_test import fixed_prompt_logits
-
-_MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,7 @@ def finite_logits(runner: TargetRunner, directory: Path, *, max_num_tokens: int)
     if num_broken:
         raise CheckpointError(
             f"{directory}: {num_broken} of {logits.numel()} logits of a fixed prompt are NaN or "
-            f"infinite; {_cause(directory, runner.model.dtype)}"
+            f"infinite; {blame_tensors(directory, runner.model.dtype)}"
         )
     return logits
 
@@ -101,21 +97,3 @@ def _processor() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _cause(directory: Path, dtype: torch.dtype) -> str:
-    """Return which tensors of a checkpoint hold NaN or infinity as they are loaded."""
-    broken = []
-    for name, info in sorted(read_tensor_infos(directory).items()):
-        if info.dtype not in FLOAT_DTYPES:
-            continue
-        with open_weights(info.file) as file:
-            if not bool(file.get_tensor(name).to(dtype).isfinite().all()):
-                broken.append(name)
-    if not broken:
-        return (
-            f"no tensor is to blame by itself: activations overflow {str(dtype)[6:]}, or "
-            "config.json does not belong to these weights. Try --dtype float32"
-        )
-    named = ", ".join(broken[:_MAX_NAMED]) + (", ..." if len(broken) > _MAX_NAMED else "")
-    return f"so are values of {len(broken)} tensors: {named}. Get an undamaged checkpoint"

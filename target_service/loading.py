@@ -17,10 +17,11 @@ from shared.device import (
     resolve_dtype,
     resolve_kv_dtype,
 )
-from shared.errors import ConfigError
+from shared.errors import CheckpointError, ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec
+from shared.models.broken_tensors import blame_tensors
 from shared.models.checkpoint import resolve_model, stored_bytes, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import start_model_hash
@@ -126,13 +127,32 @@ def load_model(
         )
     projection = None
     if features.projection:
-        projection = FeatureProjection.from_checkpoint(
+        projection = load_projection(
             resolve_draft(config.draft_model, config.algorithm, directory),
             len(features.layer_ids) * model_config.hidden_size,
             device=device,
             dtype=dtype,
         )
     return model, projection, replace(features, dtype=dtype_name(dtype) if features.width else "")
+
+
+@torch.inference_mode()
+def load_projection(
+    head: Path, width: int, *, device: torch.device, dtype: torch.dtype
+) -> FeatureProjection:
+    """Load what an EAGLE-3 head does to features first; the head's own worker does not read it.
+
+    Args:
+        head: Its checkpoint.
+        width: Values of a feature.
+    Raises: CheckpointError if it does not fit, or computes NaN or infinity.
+    """
+    projection = FeatureProjection.from_checkpoint(head, width, device=device, dtype=dtype)
+    if not bool(projection(torch.ones(1, width, device=device, dtype=dtype)).isfinite().all()):
+        raise CheckpointError(
+            f"{head}: fc of the head computes NaN or infinity; {blame_tensors(head, dtype)}"
+        )
+    return projection
 
 
 def longest_context(config: TargetConfig, model_config: ModelConfig) -> int:

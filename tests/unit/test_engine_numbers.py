@@ -1,4 +1,4 @@
-"""A request whose logits are no numbers ends with an error; the others do not notice."""
+"""A request whose logits are no numbers ends with an error; a worker whose are does not start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import StatusCode
+from shared.errors import CheckpointError, StatusCode
 from shared.messages import (
     AcceptedPath,
     Credit,
@@ -22,8 +22,8 @@ from shared.messages import (
 from target_service.engine import TargetEngine
 from target_service.self_test import PATH_LEN, PREFIX_LEN
 from tests import checkpoints
-from tests.checkpoints import EOS_ID, VOCAB_SIZE, edit_checkpoint
-from tests.engines import Pairing, make_target
+from tests.checkpoints import EOS_ID, VOCAB_SIZE, Tensors, edit_checkpoint
+from tests.engines import Models, Pairing, make_draft, make_target
 
 # A token that the start-up prompt does not hold: what it breaks shows only when a client sends it.
 FIXED_PROMPT = set(np.random.default_rng(0).integers(0, VOCAB_SIZE, PREFIX_LEN + PATH_LEN).tolist())
@@ -118,3 +118,46 @@ def test_what_a_client_forbids_is_no_fault(checkpoint: Path) -> None:
     assert not [a for a in answers if isinstance(a, RequestFailure)]
     assert tokens_of(answers, "masked") == [7] * NUM_TOKENS
     assert len(tokens_of(answers, "divided")) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("eagle3", "fc.weight"),
+        ("eagle3", "midlayer.self_attn.q_proj.weight"),
+        ("eagle3", "lm_head.weight"),
+        ("eagle", "fc.weight"),
+        ("eagle", "layers.0.mlp.down_proj.weight"),
+        ("mtp", "mtp_layers.0.input_proj.weight"),
+        ("mtp", "mtp_layers.0.self_attn.k_proj.weight"),
+        ("standalone", "model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_a_draft_that_computes_no_numbers_ends_its_start_and_is_named(
+    tmp_path: Path, kind: str, part: str, value: float
+) -> None:
+    """It would be ready, grow no tree for anybody, and say nothing."""
+    pairing = Models(tmp_path).pairing(kind)
+
+    def damage(tensors: Tensors) -> None:
+        (name,) = [name for name in tensors if name.endswith(part)]
+        middle = tensors[name].numel() // 2
+        tensors[name].view(-1)[middle : middle + 1].fill_(value)
+
+    edit_checkpoint(pairing.draft, tensors=damage)
+    with pytest.raises(CheckpointError, match=f"NaN or infinite.*1 tensors: .*{part}"):
+        make_draft(pairing, project_features=False)
+
+
+def test_fc_that_computes_no_numbers_ends_the_start_of_the_target_that_has_it(
+    tmp_path: Path,
+) -> None:
+    """The draft does not load it."""
+    pairing = Models(tmp_path).pairing("eagle3")
+    edit_checkpoint(
+        pairing.draft, tensors=lambda t: t["fc.weight"].view(-1)[9:10].fill_(float("nan"))
+    )
+    with pytest.raises(CheckpointError, match=r"NaN or infinity.*1 tensors: fc\.weight"):
+        make_target(pairing)
+    make_draft(pairing)
