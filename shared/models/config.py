@@ -24,6 +24,10 @@ from shared.models.tensor_files import read_tensor_infos
 
 # Drafts without K and V of their own.
 _FROZEN_KV = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+# Who names a target alone gets the bundled draft, and has named none.
+_OTHER_DRAFT = (
+    "Name one of this target with --draft-model (--model of a draft service), or --draft-model none"
+)
 
 __all__ = [
     "DraftKind",
@@ -158,7 +162,7 @@ def _require_equal(name: str, draft_dir: Path, draft_value: int, target_value: i
     if draft_value != target_value:
         raise CheckpointError(
             f"{draft_dir / 'config.json'}: {name} = {draft_value}, but the target's is "
-            f"{target_value}; the draft was made for another target"
+            f"{target_value}; the draft was made for another target. {_OTHER_DRAFT}"
         )
 
 
@@ -169,7 +173,7 @@ def _require_same_tokens(draft_dir: Path, target_dir: Path, target: ModelConfig)
         if hashes[0] != hashes[1]:
             raise CheckpointError(
                 f"{draft_dir / 'tokenizer.json'} gives ids another meaning than the target's; a "
-                "standalone draft needs the target's tokenizer"
+                f"standalone draft needs the target's tokenizer. {_OTHER_DRAFT}"
             )
         return
     draft = ModelConfig.from_checkpoint(draft_dir)

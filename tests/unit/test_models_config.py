@@ -473,6 +473,16 @@ def test_kind_is_detected(tmp_path: Path, kind: DraftKind) -> None:
     assert feature_spec(draft, target, kind)[0] is kind
 
 
+def test_a_draft_of_another_target_is_refused_with_the_flag_to_mend_it(tmp_path: Path) -> None:
+    """It is the bundled one, if only a target was named."""
+    target = checkpoints.write_tokenizer(checkpoints.write_llama(tmp_path))
+    head = resolve_draft("demo", "auto", target)
+    small_model = resolve_draft("demo", "standalone", target)
+    for draft, field in ((head, "vocab_size = 4096"), (small_model, r"tokenizer\.json gives ids")):
+        with pytest.raises(CheckpointError, match=f"{field}.*--draft-model none"):
+            feature_spec(draft, target, "auto")
+
+
 def test_mtp_is_detected_and_explicit_algorithms_are_believed(tmp_path: Path) -> None:
     target = checkpoints.write_mimo(tmp_path)
     assert detect_kind(target, "auto") is DraftKind.MTP
