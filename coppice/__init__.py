@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from coppice.request import RequestOptions
     from shared.access.tls import Tls
     from shared.errors import (
+        AbortedError,
         CoppiceError,
         InternalError,
         InvalidArgumentError,
         ResourceExhaustedError,
+        StaleStateError,
         UnauthenticatedError,
         UnavailableError,
     )
@@ -57,10 +59,12 @@ _MODULE_OF = {
     "RequestOptions": "coppice.request",
     "ServedModel": "coppice.model",
     "TokenText": "coppice.model",
+    "AbortedError": "shared.errors",
     "CoppiceError": "shared.errors",
     "InternalError": "shared.errors",
     "InvalidArgumentError": "shared.errors",
     "ResourceExhaustedError": "shared.errors",
+    "StaleStateError": "shared.errors",
     "Tls": "shared.access.tls",
     "UnauthenticatedError": "shared.errors",
     "UnavailableError": "shared.errors",
@@ -78,6 +82,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "AbortedError",
     "AsyncClient",
     "CancelledError",
     "Client",
@@ -96,6 +101,7 @@ __all__ = [
     "RoutedExperts",
     "ServedModel",
     "SpeculationStats",
+    "StaleStateError",
     "Timings",
     "Tls",
     "TokenDelta",

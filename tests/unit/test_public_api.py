@@ -75,6 +75,15 @@ def test_every_name_that_is_promised_is_there() -> None:
         _ = coppice.nothing
 
 
+def test_every_error_that_a_client_may_see_can_be_imported() -> None:
+    document = (ROOT / "docs" / "errors.md").read_text()
+    seen = document.split("## What a client may see")[1].split("\n## ")[0]
+    codes = set(re.findall(r"^\| ([A-Z_]+) \|", seen, re.MULTILINE))
+    assert "FAILED_PRECONDITION" in codes
+    exported = [getattr(coppice, name) for name in coppice.__all__ if name.endswith("Error")]
+    assert codes <= {error.code.name for error in exported}
+
+
 def test_the_version_has_one_source() -> None:
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in document["project"]
