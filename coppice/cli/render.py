@@ -13,8 +13,9 @@ RESET = "\x1b[0m"
 
 
 def has_color(out: TextIO) -> bool:
-    """Return whether colours may be written there: to a terminal, unless NO_COLOR is set."""
-    return out.isatty() and not os.environ.get("NO_COLOR")
+    """Return whether colours may be written there: to a terminal that has them, unless NO_COLOR is set."""
+    has_none = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return out.isatty() and not has_none
 
 
 class TokenPrinter:

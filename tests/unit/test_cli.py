@@ -492,6 +492,7 @@ def render(out: io.StringIO, *, shows_tree: bool) -> str:
 
 def test_drafted_text_is_coloured_apart_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     assert render(Terminal(), shows_tree=True) == "\x1b[32mdrafted \x1b[0m\x1b[1;33mbonus\x1b[0m"
     assert render(Terminal(), shows_tree=False) == "drafted bonus"
     printer = TokenPrinter(Terminal(), shows_tree=True)
@@ -506,6 +507,9 @@ def test_elsewhere_and_without_colour_drafted_text_is_bracketed(
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert render(io.StringIO(), shows_tree=True) == "[drafted ]bonus"
+    monkeypatch.setenv("TERM", "dumb")
+    assert render(Terminal(), shows_tree=True) == "[drafted ]bonus"
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert render(Terminal(), shows_tree=True) == "[drafted ]bonus"
     legend = TokenPrinter(io.StringIO(), shows_tree=True).legend(Terminal())
