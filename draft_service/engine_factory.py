@@ -60,6 +60,8 @@ MAX_SCRATCH_SLOTS = (MAX_NUM_STEPS - 1) * MAX_TOPK
 # What a request holds beside its window: rows being extended, and the tree that grows from them.
 EXTRA_SLOTS = CHUNK_ROWS + MAX_SCRATCH_SLOTS
 MIN_WINDOW = 16
+# A token that it reads, and one that it guesses.
+_LEAST_CONTEXT = 2
 # Share of the start that is over when the weights are loaded.
 LOADED = 0.8
 
@@ -98,6 +100,10 @@ def create_engine(
     stored = read_quantization(directory)
     quantization = quantization_while_loading(config.quantization, checkpoint=stored)
     longest = config.max_context_len or target_config.max_position_embeddings
+    if longest < _LEAST_CONTEXT:
+        raise ConfigError(
+            f"--max-context-len {longest} leaves no room for a draft; set {_LEAST_CONTEXT} or more"
+        )
     model = load_model(
         config, directory, target, kind, dtype, quantization, progress, longest=longest
     )
@@ -135,7 +141,7 @@ def create_engine(
     )
     if device.type == "cuda":
         progress("compiling kernels", 0.9)
-    require_finite(runner, directory, max_num_tokens=longest - 1)
+    require_finite(runner, directory, max_num_tokens=longest)
     grammars = Grammars(target, target_config.vocab_size, target_config.eos_token_ids)
     if device.type == "cuda" and grammars.are_served:
         grammars.load()

@@ -38,7 +38,7 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
     "null": frozenset(),
 }
 FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-# Of an object; (name, other).
+# Keywords of an object that are not followed beside another one: (keyword, other).
 _NOT_BESIDE = (
     ("patternProperties", "properties"),
     ("patternProperties", "additionalProperties"),

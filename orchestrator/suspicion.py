@@ -7,11 +7,11 @@ by its next verify round, on any worker: what brings an engine down does so befo
     first death     the request is tried again like any other, with the others
     second death    of another incarnation, before it was acquitted: if it is the only request that
                     both deaths have in common when the second one is heard of, it is guilty; else
-                    it will be tried alone: one such request per worker at a time. That the others
-                    are acquitted first proves nothing, as the two may have nothing in common at
-                    all: whose turn is last is tried, too. Workers that go down within a moment
-                    may have something else in common: their host, an operator. So it is tried
-                    alone then, too, whatever they had in common
+                    it will be tried alone: one such request per worker at a time. So is the last
+                    of them: that the others were acquitted proves nothing, for the two deaths may
+                    have nothing in common at all. Workers that go down within a moment may have
+                    something else in common: their host, an operator. So it is tried alone then,
+                    too, whatever they had in common
     third death     it is guilty
 
 A session that broke is a death unless the same incarnation answers again: then only a connection

@@ -175,6 +175,8 @@ class TargetHandle:
     def receive(self, message: Any) -> None:
         """Take a reply, or the news that none will come."""
         match message:
+            case AcceptedPath() if message.target_epoch == self.target_epoch:
+                self._take_path(message if message.times is None else self._timed(message))
             case Garbled():
                 self._fail(TargetGone(Loss.FAILED, is_kill=True, detail=message.failure.message))
             case WorkerLost():
@@ -184,12 +186,11 @@ class TargetHandle:
                     self._fail(TargetGone(Loss.MOVED))
                     self.close()
             case _ if message.target_epoch == self.target_epoch:
-                self._take_reply(message)
+                self._take_news(message)
 
-    def _take_reply(self, message: TargetReply) -> None:
+    def _take_news(self, message: TargetReply) -> None:
+        """Take a reply that is no path."""
         match message:
-            case AcceptedPath():
-                self._take_path(message if message.times is None else self._timed(message))
             case TargetAdmitted():
                 self._admit(message)
             case DraftDetached():

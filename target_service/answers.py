@@ -83,7 +83,7 @@ def _answer_path(
         times,
         round_tree(trees, paths, committed),
         _routed_experts(request, paths, row, len(token_ids), num_experts),
-        path.num_nodes > 1 and request.num_grown == 1,
+        request.is_forced,
         cut.reason,
     )
     return reply

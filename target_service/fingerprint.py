@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shared.errors import CheckpointError
-from shared.models.broken_tensors import blame_tensors
+from shared.models.broken_tensors import describe_broken_tensors
 from target_service.runner import TargetRunner
 from target_service.self_test import fixed_prompt_logits
 
@@ -61,7 +61,7 @@ def finite_logits(runner: TargetRunner, directory: Path, *, max_num_tokens: int)
     if num_broken:
         raise CheckpointError(
             f"{directory}: {num_broken} of {logits.numel()} logits of a fixed prompt are NaN or "
-            f"infinite; {blame_tensors(directory, runner.model.dtype)}"
+            f"infinite; {describe_broken_tensors(directory, runner.model.dtype)}"
         )
     return logits
 

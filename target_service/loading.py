@@ -21,7 +21,7 @@ from shared.errors import CheckpointError, ConfigError
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec
-from shared.models.broken_tensors import blame_tensors
+from shared.models.broken_tensors import describe_broken_tensors
 from shared.models.checkpoint import resolve_model, stored_bytes, weight_bytes
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import start_model_hash
@@ -150,7 +150,8 @@ def load_projection(
     projection = FeatureProjection.from_checkpoint(head, width, device=device, dtype=dtype)
     if not bool(projection(torch.ones(1, width, device=device, dtype=dtype)).isfinite().all()):
         raise CheckpointError(
-            f"{head}: fc of the head computes NaN or infinity; {blame_tensors(head, dtype)}"
+            f"{head}: numbers that fc of the head computes are NaN or infinite; "
+            f"{describe_broken_tensors(head, dtype)}"
         )
     return projection
 

@@ -118,8 +118,8 @@ class TargetRequest:
         peer_trees: Trees that these rounds may have once their draft has caught up; None: none.
         num_in_flight: Rounds launched and not committed yet.
         num_unsure: Tokens that the newest of them may commit beside its root.
-        num_grown: Nodes that a draft has grown for it, the root counts; 0: all that it has, as far
-            as is known.
+        num_grown: Nodes that a draft has grown for it; 0: all that it has, as far as is known.
+        is_forced: Its tree is no draft's, but what its grammar forces.
         draft: The attached draft; None: there is none.
         newest_draft_epoch: Of the drafts that attached or subscribed; older ones are over.
         last_credited_round: Last round that had begun without an order when a credit was ended.
@@ -146,6 +146,7 @@ class TargetRequest:
     num_in_flight: int = 0
     num_unsure: int = 0
     num_grown: int = 0
+    is_forced: bool = False
     draft: DraftPeer | None = None
     newest_draft_epoch: int = 0
     last_credited_round: int = 0
@@ -241,7 +242,9 @@ class TargetRequest:
     def note_launch(self, queue_idx: int) -> None:
         """Take note that the next round is in flight, and of the turn of the round after it."""
         self.num_unsure = 0 if self.queued is None else self.queued.most_drafts
-        self.num_grown = self.queued.num_grown if isinstance(self.queued, HostTree) else 0
+        tree = self.queued if isinstance(self.queued, HostTree) else None
+        self.num_grown = 0 if tree is None else tree.num_grown
+        self.is_forced = tree is not None and tree.source == "grammar"
         self.queued = None
         self.queue_idx = queue_idx
         self.num_in_flight += 1

@@ -13,7 +13,7 @@ RESET = "\x1b[0m"
 
 
 def has_color(out: TextIO) -> bool:
-    """Return whether colours may be written there: to a terminal that has them, unless NO_COLOR is set."""
+    """Return whether colours may be written there: to a terminal with colours, without NO_COLOR."""
     has_none = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return out.isatty() and not has_none
 

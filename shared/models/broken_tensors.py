@@ -13,8 +13,13 @@ from shared.models.tensor_reads import open_weights
 _MAX_NAMED = 4
 
 
-def blame_tensors(directory: Path, dtype: torch.dtype) -> str:
-    """Return which tensors of a checkpoint hold NaN or infinity as they are loaded."""
+def describe_broken_tensors(directory: Path, dtype: torch.dtype, *, is_draft: bool = False) -> str:
+    """Return which tensors of a checkpoint hold NaN or infinity as they are loaded, and what helps;
+    a clause that follows "... are NaN or infinite; ".
+
+    Args:
+        is_draft: It may also have tensors of its target's checkpoint.
+    """
     broken = []
     for name, info in sorted(read_tensor_infos(directory).items()):
         if info.dtype not in FLOAT_DTYPES:
@@ -23,8 +28,9 @@ def blame_tensors(directory: Path, dtype: torch.dtype) -> str:
             if not bool(file.get_tensor(name).to(dtype).isfinite().all()):
                 broken.append(name)
     if not broken:
+        borrowed = ", so are tensors that it takes from its target" if is_draft else ""
         return (
-            f"no tensor is to blame by itself: activations overflow {str(dtype)[6:]}, or "
+            f"no tensor is to blame by itself: activations overflow {str(dtype)[6:]}{borrowed}, or "
             "config.json does not belong to these weights. Try --dtype float32"
         )
     named = ", ".join(broken[:_MAX_NAMED]) + (", ..." if len(broken) > _MAX_NAMED else "")

@@ -24,7 +24,7 @@ from shared.models.tensor_files import read_tensor_infos
 
 # Drafts without K and V of their own.
 _FROZEN_KV = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-# Who names a target alone gets the bundled draft, and has named none.
+# If only a target is named, the draft is the bundled one.
 _OTHER_DRAFT = (
     "Name one of this target with --draft-model (--model of a draft service), or --draft-model none"
 )

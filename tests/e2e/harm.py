@@ -144,7 +144,8 @@ def harmed_stack(config: StackConfig) -> Iterator[HarmedStack]:
             try:
                 yield server
             finally:
-                STARTED.remove(server)
+                with contextlib.suppress(ValueError):  # it was found to hold something
+                    STARTED.remove(server)
                 processes = server.processes()
         wait_for(lambda: not any(is_alive(pid) for pid in processes), END_TIMEOUT_S)
         server.check_nothing_left()

@@ -107,10 +107,17 @@ class Stream:
 
     def _awaits(self, condition: Callable[[], bool], describe: Callable[[], object]) -> None:
         """Wait until a condition holds; it must before the stream ends."""
-        wait_for(lambda: condition() or not self._thread.is_alive(), TOKENS_TIMEOUT_S, describe)
+        has_held = False
+
+        def is_over() -> bool:
+            nonlocal has_held
+            has_held = condition()
+            return has_held or not self._thread.is_alive()
+
+        wait_for(is_over, TOKENS_TIMEOUT_S, describe)
         if self._error is not None:
             raise self._error
-        assert condition(), describe()
+        assert has_held or condition(), describe()
 
     def _run(self) -> None:
         try:

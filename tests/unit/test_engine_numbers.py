@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import CheckpointError, StatusCode
+from shared.errors import CheckpointError, ConfigError, StatusCode
 from shared.messages import (
     AcceptedPath,
     Credit,
@@ -131,6 +131,8 @@ def test_what_a_client_forbids_is_no_fault(checkpoint: Path) -> None:
         ("eagle", "layers.0.mlp.down_proj.weight"),
         ("mtp", "mtp_layers.0.input_proj.weight"),
         ("mtp", "mtp_layers.0.self_attn.k_proj.weight"),
+        ("mtp-layers", "mtp_layers.1.input_proj.weight"),
+        ("mtp-layers", "mtp_layers.2.mlp.down_proj.weight"),
         ("standalone", "model.layers.1.mlp.up_proj.weight"),
     ],
 )
@@ -158,6 +160,14 @@ def test_fc_that_computes_no_numbers_ends_the_start_of_the_target_that_has_it(
     edit_checkpoint(
         pairing.draft, tensors=lambda t: t["fc.weight"].view(-1)[9:10].fill_(float("nan"))
     )
-    with pytest.raises(CheckpointError, match=r"NaN or infinity.*1 tensors: fc\.weight"):
+    with pytest.raises(CheckpointError, match=r"NaN or infinite.*1 tensors: fc\.weight"):
         make_target(pairing)
     make_draft(pairing)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp-layers", "standalone"])
+def test_the_shortest_context_of_a_draft_has_room_for_its_start(tmp_path: Path, kind: str) -> None:
+    pairing = Models(tmp_path).pairing(kind)
+    assert make_draft(pairing, max_context_len=2).info.max_context_len == 2
+    with pytest.raises(ConfigError, match="--max-context-len 1 .*; set 2 or more"):
+        make_draft(pairing, max_context_len=1)
