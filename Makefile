@@ -2,7 +2,7 @@
 #   make demo     see it work: three services, the bundled models, with and without speculation
 #   make test     what proves everything that runs on a CPU, 10 minutes on two cores
 #   make test-slow   the rest: the same promises over more shapes, kinds and seeds
-#   make check    lint, types and the fast tests, two minutes
+#   make check    lint, types and the fast tests, three minutes
 #   make format   apply the formatter and the safe lint fixes
 #   make protos   regenerate coppice/v1 from protos/
 PYTHON ?= python3
