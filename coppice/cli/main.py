@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None = the process's.
     Returns: the exit code: 0, 1 = it failed, 2 = it was asked something impossible.
     """
-    # gRPC's own log of every lost connection; its errors reach us as exceptions.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # gRPC's own log, in a format of its own; its errors reach us as exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     arguments, extras = build_parser().parse_known_args(argv)
     if extras:
         _refuse(arguments.parser, extras[0])

@@ -157,6 +157,13 @@ def test_a_prefill_is_no_queueing(server: str) -> None:
         wait_for(is_none)
 
 
+def test_a_worker_whose_port_is_taken_says_so_in_one_line(server: str) -> None:
+    result = coppice("serve", "target", "--device=cpu", "--port", server.rpartition(":")[2])
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert f"cannot listen on {server}" in line
+
+
 def test_up_beside_a_running_server_says_so(server: str) -> None:
     result = coppice("up", "--device=cpu", "--port", server.rpartition(":")[2])
     assert (result.returncode, result.stdout) == (2, "")
