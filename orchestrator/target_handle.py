@@ -200,7 +200,7 @@ class TargetHandle:
             case RequestRetracted():
                 self._fail(TargetGone(Loss.RETRACTED))
             case RequestFailure():
-                self._fail(self._error_of(message))
+                self._fail(_error_of(message))
 
     def _take_path(self, path: AcceptedPath) -> None:
         if path.round_idx == self._asked_round:
@@ -325,17 +325,18 @@ class TargetHandle:
             self._on_gone()
         self._settle(error)
 
-    def _error_of(self, failure: RequestFailure) -> Exception:
-        """Distinguish what ends this state from what the request itself got wrong."""
-        error: CoppiceError = error_of(failure)
-        match failure.code:
-            case StatusCode.NOT_FOUND | StatusCode.FAILED_PRECONDITION:
-                return TargetGone(Loss.FORGOTTEN, detail=error.message)
-            case StatusCode.UNAVAILABLE:
-                return TargetGone(Loss.MOVED, detail=error.message)
-            case StatusCode.INVALID_ARGUMENT | StatusCode.RESOURCE_EXHAUSTED:
-                return error
-            case StatusCode.INTERNAL if error.reason == NonFiniteError.default_reason:
-                return error
-            case _:
-                return TargetGone(Loss.FAILED, is_kill=True, detail=error.message)
+
+def _error_of(failure: RequestFailure) -> Exception:
+    """Distinguish what ends this state from what the request itself got wrong."""
+    error: CoppiceError = error_of(failure)
+    match failure.code:
+        case StatusCode.NOT_FOUND | StatusCode.FAILED_PRECONDITION:
+            return TargetGone(Loss.FORGOTTEN, detail=error.message)
+        case StatusCode.UNAVAILABLE:
+            return TargetGone(Loss.MOVED, detail=error.message)
+        case StatusCode.INVALID_ARGUMENT | StatusCode.RESOURCE_EXHAUSTED:
+            return error
+        case StatusCode.INTERNAL if error.reason == NonFiniteError.default_reason:
+            return error
+        case _:
+            return TargetGone(Loss.FAILED, is_kill=True, detail=error.message)

@@ -141,33 +141,15 @@ class PeerRounds(TreeSource):
                     peer.ordered_round = round_idx
                     self._queue(request, ROOT_ONLY)
                 else:
-                    self._put_order(request, peer, shape)
+                    _put_order(request, peer, shape)
                     self.window.ordered(request.request_id, shape.num_draft_tokens)
             case Progress.BEHIND | Progress.RESTING if shape is not None:
                 self._state.features.wake(request)
-                self._put_order(request, peer, shape)  # no other tree waits for this one
+                _put_order(request, peer, shape)  # no other tree waits for this one
                 peer.progress = Progress.ASKED
             case Progress.ASKED if round_idx >= peer.ordered_round + ASK_ROUNDS and shape:
                 report_rest(self._state, request, peer, is_resting=False)
-                self._put_order(request, peer, shape)
-
-    def _put_order(self, request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> None:
-        """Order the tree after what is committed."""
-        peer.channel.put(
-            DraftRound(
-                request_id=request.request_id,
-                target_epoch=request.target_epoch,
-                draft_epoch=peer.draft_epoch,
-                round_idx=request.round_idx + 1,
-                seq_len=request.committed_len,
-                token_offset=peer.num_tokens_sent,
-                token_ids=tuple(request.tokens[peer.num_tokens_sent :]),
-                shape=shape,
-            )
-        )
-        peer.ordered_round = request.round_idx + 1
-        peer.num_tokens_sent = len(request.tokens)
-        peer.ordered_ns = time.monotonic_ns()
+                _put_order(request, peer, shape)
 
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
@@ -371,6 +353,25 @@ def _entry(
         request.req_idx,
         round_tag,
     )
+
+
+def _put_order(request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> None:
+    """Order the tree after what is committed."""
+    peer.channel.put(
+        DraftRound(
+            request_id=request.request_id,
+            target_epoch=request.target_epoch,
+            draft_epoch=peer.draft_epoch,
+            round_idx=request.round_idx + 1,
+            seq_len=request.committed_len,
+            token_offset=peer.num_tokens_sent,
+            token_ids=tuple(request.tokens[peer.num_tokens_sent :]),
+            shape=shape,
+        )
+    )
+    peer.ordered_round = request.round_idx + 1
+    peer.num_tokens_sent = len(request.tokens)
+    peer.ordered_ns = time.monotonic_ns()
 
 
 def _may_order(request: TargetRequest, peer: DraftPeer, round_idx: int) -> bool:
