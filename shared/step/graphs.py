@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +86,8 @@ class GraphCache:
             self._pool = torch.cuda.graph_pool_handle()
         # torch writes, at every capture, to tensors that it made at the first one: had that been in
         # inference mode, all the others would have to be.
-        with torch.inference_mode(mode=False), torch.cuda.graph(graph, pool=self._pool):
+        inference = torch.inference_mode(mode=False)
+        with inference, torch.cuda.graph(graph, pool=self._pool), _no_collection():
             outputs = compute()
         launches = {
             name: count - before.get(name, 0)
@@ -93,6 +96,18 @@ class GraphCache:
         }
         forget_launches(launches)
         return _Captured(graph=graph, outputs=outputs, inputs=inputs, launches=launches)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector away: to free another graph breaks the capture under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _are_same(captured: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -80,3 +81,27 @@ def test_a_cpu_computes_every_time() -> None:
     values = iter(range(3))
     assert [cache.run("a", lambda: next(values), []) for _ in range(3)] == [0, 1, 2]
     assert len(cache) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_graphs_that_became_garbage_break_no_capture() -> None:
+    x = torch.ones(8, device="cuda")
+    garbage: Any = GraphCache(x.device)
+    garbage.run("old", lambda: x + 1, [x])
+    garbage.itself, cache, thresholds = garbage, GraphCache(x.device), gc.get_threshold()
+
+    def compute() -> torch.Tensor:
+        _ = [[] for _ in range(100)]  # would have everything collected
+        return x * 3
+
+    cache.run("first", lambda: x + 2, [x])  # a capture begins with a collection of its own
+    gc.set_threshold(1, 1, 1)
+    try:
+        gc.disable()
+        del garbage
+        gc.enable()
+        outputs = cache.run("second", compute, [x])
+    finally:
+        gc.set_threshold(*thresholds)
+    assert outputs.tolist() == [3.0] * 8
