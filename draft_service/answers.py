@@ -62,11 +62,14 @@ def settle_orders(
     return trees
 
 
-def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
+def answer(
+    trees: GrownTrees, outbox: list[Any], recorder: Recorder, *, num_targets: int = 0
+) -> None:
     """Send every tree: over a channel at once, those of a channel in one message; or to the front.
 
     Args:
         outbox: Takes what goes to the front.
+        num_targets: With requests of the draft's; 0: not known.
     """
     by_channel: dict[PeerChannel, list[int]] = {}
     for i, (_, channel) in enumerate(trees.orders):
@@ -76,12 +79,16 @@ def answer(trees: GrownTrees, outbox: list[Any], recorder: Recorder) -> None:
             by_channel.setdefault(channel, []).append(i)
     for channel, places in by_channel.items():
         times = _times_of(trees, places, recorder) if recorder.is_on else {}
-        channel.put(tree_batch(trees, places, times))
+        channel.put(tree_batch(trees, places, times, num_targets=num_targets))
         channel.flush()
 
 
 def tree_batch(
-    trees: GrownTrees, places: Sequence[int], times: Mapping[int, AnswerTimes]
+    trees: GrownTrees,
+    places: Sequence[int],
+    times: Mapping[int, AnswerTimes],
+    *,
+    num_targets: int = 0,
 ) -> TreeBatch:
     """Return the trees of some requests as one message.
 
@@ -109,6 +116,7 @@ def tree_batch(
         parent_index=parent_index,
         times=times,
         is_overlapped=trees.is_overlapped,
+        num_targets=num_targets,
     )
 
 

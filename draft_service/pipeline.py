@@ -270,7 +270,8 @@ class DraftPipeline:
         else:
             for _, channel in trees.orders:
                 self.num_trees["relayed" if channel is None else "peer"] += 1
-        answer(trees, self._outbox, self._recorder)
+        num_targets = self._requests.num_targets
+        answer(trees, self._outbox, self._recorder, num_targets=num_targets)
 
     def _timer(self, requests: Sequence[DraftRequest]) -> StepTimer:
         is_on = self._recorder.is_on

@@ -78,6 +78,12 @@ class RequestTable:
         """Return the requests, oldest first."""
         return self._held.values()
 
+    @property
+    def num_targets(self) -> int:
+        """Return how many targets order trees of requests over channels of their own."""
+        channels = {request.channel for request in self._held.values()}
+        return len(channels - {None})
+
     def expecting(
         self, request_id: str, target_epoch: int, draft_epoch: int | None = None
     ) -> DraftRequest | None:

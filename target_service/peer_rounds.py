@@ -231,6 +231,7 @@ class PeerRounds(TreeSource):
     def take(
         self, channel: PeerChannel, batch: TreeBatch
     ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:
+        self.shapes.note_targets(batch.num_targets)
         are_sound = are_trees(
             batch.token_ids,
             batch.parent_index,

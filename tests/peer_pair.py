@@ -112,7 +112,11 @@ class PeerPair(LocalPair):
             edited = [tree for tree in map(self.edit_tree, trees) if tree is not None]
             if not edited:
                 return
-            message = replace(batch_of(*edited), is_overlapped=message.is_overlapped)
+            message = replace(
+                batch_of(*edited),
+                is_overlapped=message.is_overlapped,
+                num_targets=message.num_targets,
+            )
         self.target.submit_peer(channel, message)
 
     def tell_draft(self, channel: PeerChannel, message: Any) -> None:

@@ -72,7 +72,7 @@ class PathBatch(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., topk: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., handle: _Optional[_Union[_tree_pb2.FeatureHandle, _Mapping]] = ..., mailbox_slots: _Optional[_Iterable[int]] = ..., round_tags: _Optional[_Iterable[int]] = ..., following_num_steps: _Optional[int] = ..., following_topk: _Optional[int] = ..., following_num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class TreeBatch(_message.Message):
-    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_nodes", "token_ids", "parent_index", "times", "is_overlapped")
+    __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_nodes", "token_ids", "parent_index", "times", "is_overlapped", "num_targets")
     class TimesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class TreeBatch(_message.Message):
     PARENT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     IS_OVERLAPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TARGETS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     target_epochs: _containers.RepeatedScalarFieldContainer[int]
     draft_epochs: _containers.RepeatedScalarFieldContainer[int]
@@ -100,7 +101,8 @@ class TreeBatch(_message.Message):
     parent_index: _containers.RepeatedScalarFieldContainer[int]
     times: _containers.MessageMap[int, _tree_pb2.AnswerTimes]
     is_overlapped: bool
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ..., is_overlapped: _Optional[bool] = ...) -> None: ...
+    num_targets: int
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ..., is_overlapped: _Optional[bool] = ..., num_targets: _Optional[int] = ...) -> None: ...
 
 class PeerAttach(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch", "has_mailbox", "num_tokens", "protocol_version", "shares_gpu")

@@ -49,6 +49,7 @@ def _tree_batch_arguments(batch: TreeBatch) -> dict[str, Any]:
     arguments = {name: getattr(batch, name) for name in _TREE_COLUMNS}
     arguments["times"] = {i: to_proto(times) for i, times in batch.times.items()}
     arguments["is_overlapped"] = batch.is_overlapped
+    arguments["num_targets"] = batch.num_targets
     return arguments
 
 
@@ -71,6 +72,7 @@ def _tree_batch_from_proto(message: peer_pb2.TreeBatch) -> TreeBatch:
         **columns,
         times={i: from_proto(times) for i, times in message.times.items()},
         is_overlapped=message.is_overlapped,
+        num_targets=message.num_targets,
     )
 
 

@@ -162,6 +162,7 @@ class TreeBatch:
         times: Times of the requests that are timed, by index.
         is_overlapped: The draft's device grew the trees before the draft's host had the orders;
             targets of release 0.1.0 send the next orders of such drafts later.
+        num_targets: Targets with requests of the draft's; 0: not said, as by release 0.1.0.
     """
 
     request_ids: Sequence[str]
@@ -174,6 +175,7 @@ class TreeBatch:
     parent_index: Sequence[int]
     times: Mapping[int, AnswerTimes] = field(default_factory=dict)
     is_overlapped: bool = False
+    num_targets: int = 0
 
     def trees(self) -> Iterator[PeerTree]:
         """Yield each tree."""

@@ -5,10 +5,11 @@ The chance that the node below an accepted one is accepted as well is
     1 - exp(-exp(mean_ease + ease + depth_offset[depth] + rung_offset[rung]))
 
 where `ease` is the request's own, `mean_ease` that of the texts of the last seconds, and the
-offsets are the draft's: how much harder deep nodes are, and how much more a bushy tree tries. Each
-round of a request is a few trials of that, the last of which may have failed; all four parts are
-fitted to them by Newton steps of a regression with this link (complementary log-log). A request
-about which little is known is as easy as the mean.
+offsets are the draft's: how much harder deep nodes are, and how much more a bushy tree tries than a
+chain, whose offset is 0, because chains begin alike, however long they are. Each round of a request
+is a few trials of that, the last of which may have failed; all four parts are fitted to them by
+Newton steps of a regression with this link (complementary log-log). A request about which little is
+known is as easy as the mean.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Acceptance:
         self._evidence = np.zeros(num_slots)
         self._depth_offset = np.zeros(len(self._depth))
         self._depth_evidence = np.zeros(len(self._depth))
+        self._is_chain = np.array([True, *(shape.topk == 1 for shape in ladder)])
         self._rung_offset = np.array([0.0, *map(_first_offset, ladder)])
         self._rung_evidence = np.zeros(1 + len(ladder))
 
@@ -176,6 +178,7 @@ class Acceptance:
         self._rung_evidence *= _OFFSET_EVIDENCE_KEPT
         self._rung_evidence += np.bincount(rungs, information, count)
         step = np.bincount(rungs, score, count) / (self._rung_evidence + _OFFSET_PRIOR)
+        step[self._is_chain] = 0.0
         self._rung_offset[1:] += np.clip(step, -_MOST_STEP, _MOST_STEP)[1:]
 
 

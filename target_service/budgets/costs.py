@@ -46,6 +46,9 @@ _HOST_REQUESTS = 16
 # Of what a draft is expected to take, or of what a round with trees took beside its forward,
 # whichever is less: what the trees took at least.
 _LEAST_GROWTH = 0.5
+# Of what rounds without trees are known to take beside the forward on a GPU, where KV is read:
+# what they take at least.
+_LEAST_HOST = 0.5
 # An entry that has changed by such a part, or so many seconds, changes the guesses from it; by so
 # much, and it is another draft, or a busy one: what was learned long ago of it is void.
 _CHANGE, _CHANGE_S = 0.1, 20e-6
@@ -95,6 +98,8 @@ class RoundCosts:
         self._size_rows, self._size_seconds = np.array(sizes, float), np.array(seconds)
         self._marginal_s = min(s / size for size, s in zip(sizes, seconds, strict=True))
         self.is_padded, self.most_rows = is_padded, most_rows
+        self.num_targets = 1
+        """That the draft grows trees for."""
         limits = [*(size for size in sizes if size < most_rows), most_rows]
         self._limits: Floats = np.array(limits, dtype=np.float64)
         self._limits_s: Floats = np.array([self.forward_s(limit) for limit in limits])
@@ -159,6 +164,16 @@ class RoundCosts:
             return draft_s
         return draft_s * self._share(rung, num_trees, num_requests, num_rows)
 
+    def delay_s(self, rung: int, num_trees: Ints) -> Floats:
+        """Return how long the other targets of the draft wait for trees, as far as that is known:
+        each of them would be faster with larger trees, and all of them with smaller ones.
+
+        Args:
+            rung: Of the largest.
+        """
+        growth: Floats = self._growth[rung][_BUCKETS.take(num_trees, mode="clip")]
+        return (self.num_targets - 1) * growth
+
     def round_s(self, kind: RoundKind) -> float:
         """Return what a round is expected to take."""
         seconds = self.forward_s(kind.num_rows) + self.host_s(kind.num_requests)
@@ -179,7 +194,10 @@ class RoundCosts:
             now_s: By a monotonic clock.
         Mutates: what is known of them, which is forgotten.
         """
-        might_bring = num_requests / self.forward_s(num_requests)
+        least_s = self.forward_s(num_requests)
+        if self.is_padded:
+            least_s += _LEAST_HOST * self.host_s(num_requests)
+        might_bring = num_requests / least_s
         return might_bring > tokens_per_s and self._samples.forget_plain(
             _bucket(num_requests), now_s
         )
@@ -237,7 +255,7 @@ class RoundCosts:
             guess = np.minimum(guess, np.maximum(step + self._first_host, 0.0))
             self._host = np.where(np.isnan(host), guess, host)
         if self.is_padded:
-            self._most_host = self._host_bounds()
+            self._most_host = self._host_bounds(~np.isnan(host))
             self._host = np.minimum(self._host, self._most_host)
         known = self._samples.entries(self._host)
         self._guessed_from = known
@@ -252,18 +270,25 @@ class RoundCosts:
             larger[~is_measured] = np.maximum(larger, smaller)[~is_measured]
         self._draft[1:] = draft
 
-    def _host_bounds(self) -> Floats:
+    def _host_bounds(self, is_known: NDArray[np.bool_]) -> Floats:
         """Return what rounds without trees take at most beside their forwards, by the bucket of
         requests: those with trees take more. Few rounds without any, at a request's end or while
-        its draft was busy, may have been slow for other reasons.
+        its draft was busy, may have been slow for other reasons; where there was none, the host has
+        the part of a round with trees that was expected first.
+
+        Args:
+            is_known: [buckets], there were some.
         """
         totals, batches = self._samples.totals()
         rung, bucket = np.nonzero(~np.isnan(totals[1:]))
         rung += 1
         most = np.full(len(self._host), np.inf)
-        total = totals[rung, bucket]
-        trees_s = _LEAST_GROWTH * np.minimum(self._growth[rung, bucket], total)
-        np.minimum.at(most, batches[rung, bucket], total - trees_s)
+        total, batch = totals[rung, bucket], batches[rung, bucket]
+        growth = self._growth[rung, bucket]
+        trees_s = _LEAST_GROWTH * np.minimum(growth, total)
+        expected_s = total * growth / (growth + self._first_host[batch])
+        trees_s = np.where(is_known[batch], trees_s, np.maximum(trees_s, expected_s))
+        np.minimum.at(most, batch, total - trees_s)
         return np.maximum(most, 0.0)
 
 

@@ -160,6 +160,7 @@ class Dealer:
             num_trees=int(np.count_nonzero(rungs)) + fixed.num_trees,
         )
         seconds = self._costs.round_s(kind)
+        seconds += float(self._costs.delay_s(kind.rung, np.array(kind.num_trees)))
         saved_s = self._costs.forward_s(kind.num_rows) - self._costs.marginal_s(kind.num_rows)
         return tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
 
@@ -191,9 +192,9 @@ class Dealer:
             used = np.concatenate((sizes[:num_sizes] - base, ends))
             seconds = np.concatenate((sizes_s[:num_sizes], costs.forwards_s(base + ends)))
             trees = np.ceil(np.interp(used, num_rows, num_trees)).astype(np.int64)
-            draft_s = costs.draft_s(
-                max(limit, fixed.rung), trees + fixed.num_trees, num_all, base + used
-            )
+            rung, trees = max(limit, fixed.rung), trees + fixed.num_trees
+            draft_s = costs.draft_s(rung, trees, num_all, base + used)
+            draft_s = draft_s + costs.delay_s(rung, trees)
             brought = tokens + np.interp(used, num_rows, gained)
             mixed = np.minimum(1.0, fixed.mixed_per_token * brought)
             seconds -= mixed * (seconds - costs.marginal_s(base + used))

@@ -44,6 +44,9 @@ class TreeShapes:
             is_clean: It had no rows but those of the trees.
         """
 
+    def note_targets(self, num_targets: int) -> None:
+        """Take note of how many targets the draft grows trees for; 0: not said."""
+
 
 class BudgetedShapes(TreeShapes):
     """Shapes of credits that adapt are what a budget decides, within the credit's own.
@@ -116,6 +119,9 @@ class BudgetedShapes(TreeShapes):
             ),
             num_steps=np.array(list(map(_most_steps, trees.requests[:count])), dtype=np.int64),
         )
+
+    def note_targets(self, num_targets: int) -> None:
+        self._budget.costs.num_targets = max(num_targets, 1)
 
     def _waited_rung(self, request: TargetRequest) -> int:
         """Return the rung of the tree that the newest round of a request has waited for."""

@@ -96,6 +96,7 @@ def tree_batches(draw: st.DrawFn) -> types.TreeBatch:
         parent_index=draw(st.lists(st.integers(-1, 63), min_size=total, max_size=total)),
         times=draw(st.dictionaries(st.integers(0, count - 1), answer_times)),
         is_overlapped=draw(st.booleans()),
+        num_targets=draw(counts),
     )
 
 

@@ -186,6 +186,23 @@ def test_what_is_learned_is_near_the_truth(seed: int, count: int) -> None:
     assert np.abs(gains - expected).max() < 1.1
 
 
+def test_what_is_learned_of_a_long_chain_is_known_of_shorter_ones() -> None:
+    """They begin alike. Of each text the beginning is harder."""
+    rng = np.random.default_rng(1)
+    acceptance, easy = Acceptance(LADDER, 64), np.array([0.85, 0.92, 0.94])
+    slots, rungs = np.arange(64), np.full(64, 3)
+    for _ in range(10):
+        for slot in slots.tolist():
+            acceptance.begin(slot)
+        for round_idx in range(75):
+            chance = easy * (0.6 if round_idx < 20 else 1.0)
+            drawn = rng.random((64, 3)) < chance
+            acceptance.note_rounds(slots, rungs, np.cumprod(drawn, axis=1).sum(axis=1))
+            acceptance.recentre(slots)
+    gains = acceptance.gains()[acceptance.classes(slots)].mean(axis=0)
+    assert np.allclose(gains[:4], 1 + np.cumsum([0, *np.cumprod(easy)]), atol=0.16)
+
+
 @pytest.mark.parametrize(("num_steps", "falls"), [(0, False), (2, False), (6, True)])
 def test_a_tree_of_fewer_steps_than_its_rung_says_nothing_of_deeper_drafts(
     num_steps: int, *, falls: bool

@@ -128,3 +128,13 @@ def test_trees_that_clients_choose_say_what_they_can_of_rungs(
     chosen = TreeShape(**dict(zip(fields, shape, strict=True)))
     one = request(0, Progress.CAUGHT_UP, shape=chosen, adapts=adapts)
     assert noted([one], [chosen.num_draft_tokens]).num_steps == [num_steps]
+
+
+def test_a_draft_of_releases_that_do_not_say_it_has_one_target() -> None:
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    shapes = BudgetedShapes({}, TreeBudget(costs, LADDER, 1))
+    heard = []
+    for num_targets in (3, 0):
+        shapes.note_targets(num_targets)
+        heard.append(costs.num_targets)
+    assert heard == [3, 1]

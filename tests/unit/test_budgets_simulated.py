@@ -495,3 +495,63 @@ def test_a_batch_whose_trees_pay_has_no_round_without_them() -> None:
         adaptive_rate(world, num_rounds=3, budget=budget, is_new=False, count=count)
         num_without += not budget.rungs[:count].any()
     assert not num_without
+
+
+@pytest.mark.parametrize("count", [8, 16, 32])
+def test_targets_of_one_draft_do_not_slow_each_other_down_by_large_trees(count: int) -> None:
+    """What a target gains by a larger tree, all of them lose by having to wait for it."""
+    worlds = [World(texts("easy", count), rng=np.random.default_rng(i)) for i in range(3)]
+    budgets = [budget_of(world) for world in worlds]
+    slots, caps = np.arange(count), np.full(count, len(LADDER))
+    for world, budget in zip(worlds, budgets, strict=True):
+        adaptive_rate(world, num_rounds=100, budget=budget)  # each alone, at first
+        budget.costs.num_targets = len(worlds)
+    began_s, tokens, num_rounds = 0.0, 0.0, 400
+    for round_idx in range(num_rounds):
+        for budget in budgets:
+            if budget.is_due:
+                budget.decide(slots, caps)
+        dealt = [budget.rungs[slots] for budget in budgets]
+        drafts_s = [_draft_s(world, rungs) for world, rungs in zip(worlds, dealt, strict=True)]
+        if round_idx == num_rounds // 4:
+            began_s, tokens = worlds[0].now_s, 0.0
+        for world, budget, rungs, draft_s in zip(worlds, budgets, dealt, drafts_s, strict=True):
+            world.now_s += world.round_s(rungs) + _WAITS * (sum(drafts_s) - draft_s)
+            tokens += world.tokens(rungs)
+            times = StepTimes(
+                num_rows=int(world.rows[rungs].sum()),
+                num_requests=count,
+                waited_rungs=rungs,
+                has_prompts=False,
+                is_clean=True,
+            )
+            budget.note_step(slots, world.rows[rungs], world.accepted(rungs), times)
+    rate = tokens / (worlds[0].now_s - began_s)
+    assert rate >= 0.96 * max(_shared_rate(worlds[0], rung, 3) for rung in range(NUM_RUNGS))
+
+
+def test_trees_are_smaller_where_other_targets_wait_for_them() -> None:
+    """They pay for one target, and not for three."""
+    rungs = []
+    for num_targets in (1, 3):
+        world = World(np.full(16, 0.8))
+        budget = budget_of(world)
+        budget.costs.num_targets = num_targets
+        adaptive_rate(world, num_rounds=100, budget=budget)
+        rungs.append(int(budget.rungs.max()))
+    assert 0 < rungs[1] < rungs[0]
+
+
+# Of what a draft takes for another target, what a round waits for it.
+_WAITS = 0.8
+
+
+def _draft_s(world: World, rungs: Ints) -> float:
+    return world.draft_s(int(rungs.max()), len(rungs)) if rungs.any() else 0.0
+
+
+def _shared_rate(world: World, rung: int, num_targets: int) -> float:
+    """Return the tokens per second of targets that share a draft and all have one shape."""
+    rungs = np.full(world.count, rung)
+    others_s = _WAITS * (num_targets - 1) * _draft_s(world, rungs)
+    return num_targets * world.tokens(rungs) / (world.round_s(rungs) + others_s)

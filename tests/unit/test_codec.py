@@ -45,6 +45,7 @@ BY_HAND = [
         parent_index=[-1, 0],
         times={0: TIMES},
         is_overlapped=True,
+        num_targets=2,
     ),
     PathBatch(
         parts=(PathEntry("a", 1, 1, 1, 1, (7,), 1, 1),),

@@ -36,7 +36,7 @@ from shared.messages import (
 from shared.peer.channel import PeerChannel, connect
 from shared.rpc.protocol import PROTOCOL_VERSION
 from target_service.engine import TargetEngine
-from target_service.peer_rounds import ASK_ROUNDS
+from target_service.peer_rounds import ASK_ROUNDS, PeerRounds
 from target_service.scheduler import StepPlan
 from tests.engines import (
     KINDS,
@@ -994,3 +994,25 @@ def test_a_wrong_order_among_good_ones_costs_its_own_request_alone(make: Make) -
     assert [request.output for request in requests] == [request.output for request in plain]
     good = requests[1]
     assert good.request_id != spoiled[0] and peer_rounds(pair, good) == len(good.paths) - 2
+
+
+def test_a_draft_says_how_many_targets_wait_for_its_trees(make: Make) -> None:
+    target, draft = make("eagle")
+    other, _ = make("eagle")
+    pairs = [PeerPair(engine, draft) for engine in (target, other)]
+    heard: list[list[int]] = [[], []]
+    served = []
+    for i, (pair, engine) in enumerate(zip(pairs, (target, other), strict=True)):
+        source = engine.source
+        assert isinstance(source, PeerRounds)
+        source.shapes.note_targets = heard[i].append  # type: ignore[method-assign]
+        (request,) = requests_of(1, i)
+        served.append(replace(request, request_id=f"r{i}", max_new_tokens=40 * (1 + i)))
+        pair.open(served[-1])
+    while not all(request.finish_reason for request in served):
+        for pair in pairs:
+            pair.step()
+    assert 2 in heard[0] and 2 in heard[1]
+    assert heard[1][-1] == 1, "the other's request has ended"
+    for pair in pairs:
+        pair.finish()
