@@ -31,7 +31,13 @@ MAX_SHARD_BYTES = 5 * 10**8
 MAX_THREADS = 16
 """Shards written at once, each holding one of its tensors in memory."""
 _COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_DTYPES = {torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
+_DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 
 
 def main() -> None:
