@@ -47,6 +47,7 @@ _DOUBT = 0.5
 _MEAN_PRIOR, _MEAN_EVIDENCE_KEPT, _MEAN_DAMPING = 4.0, 0.98, 0.5
 _OFFSET_PRIOR, _OFFSET_EVIDENCE_KEPT = 2000.0, 0.9995
 _MOST_STEP = 0.7
+_LEAST_INFORMATION = 1e-9
 # Of what the requests of a step differ from the mean, what moves into it.
 _MEAN_WEIGHT = 0.05
 
@@ -174,12 +175,18 @@ class Acceptance:
         self._depth_offset[1:] += np.clip(step, -_MOST_STEP, _MOST_STEP)[1:]
 
     def _learn_rungs(self, rungs: Ints, score: Floats, information: Floats) -> None:
+        """Fit the offsets of rungs to what their trees did beside those of others in the same step:
+        what all of them did better or worse is the texts'.
+        """
         count = len(self._rung_offset)
+        by_rung = np.bincount(rungs, information, count)
         self._rung_evidence *= _OFFSET_EVIDENCE_KEPT
-        self._rung_evidence += np.bincount(rungs, information, count)
-        step = np.bincount(rungs, score, count) / (self._rung_evidence + _OFFSET_PRIOR)
+        self._rung_evidence += by_rung
+        of_texts = float(score.sum()) / max(float(information.sum()), _LEAST_INFORMATION)
+        contrast = np.bincount(rungs, score, count) - of_texts * by_rung
+        step = contrast / (self._rung_evidence + _OFFSET_PRIOR)
         step[self._is_chain] = 0.0
-        self._rung_offset[1:] += np.clip(step, -_MOST_STEP, _MOST_STEP)[1:]
+        self._rung_offset += np.clip(step, -_MOST_STEP, _MOST_STEP)
 
 
 def _first_offset(shape: TreeShape) -> float:

@@ -186,21 +186,40 @@ def test_what_is_learned_is_near_the_truth(seed: int, count: int) -> None:
     assert np.abs(gains - expected).max() < 1.1
 
 
-def test_what_is_learned_of_a_long_chain_is_known_of_shorter_ones() -> None:
-    """They begin alike. Of each text the beginning is harder."""
+@pytest.mark.parametrize("rung", [3, 5])
+def test_what_is_learned_of_one_rung_is_known_of_shorter_chains(rung: int) -> None:
+    """All begin alike. Of each text the beginning is harder: that is no trait of the rung's."""
     rng = np.random.default_rng(1)
-    acceptance, easy = Acceptance(LADDER, 64), np.array([0.85, 0.92, 0.94])
-    slots, rungs = np.arange(64), np.full(64, 3)
+    num_steps = LADDER[rung - 1].num_steps
+    acceptance, easy = Acceptance(LADDER, 64), np.array([0.85, 0.92] + [0.94] * (num_steps - 2))
+    slots, rungs = np.arange(64), np.full(64, rung)
     for _ in range(10):
         for slot in slots.tolist():
             acceptance.begin(slot)
         for round_idx in range(75):
             chance = easy * (0.6 if round_idx < 20 else 1.0)
-            drawn = rng.random((64, 3)) < chance
+            drawn = rng.random((64, num_steps)) < chance
             acceptance.note_rounds(slots, rungs, np.cumprod(drawn, axis=1).sum(axis=1))
             acceptance.recentre(slots)
     gains = acceptance.gains()[acceptance.classes(slots)].mean(axis=0)
-    assert np.allclose(gains[:4], 1 + np.cumsum([0, *np.cumprod(easy)]), atol=0.16)
+    assert np.allclose(gains[:4], 1 + np.cumsum([0, *np.cumprod(easy[:3])]), atol=0.18)
+
+
+def test_what_a_bushy_tree_tries_more_is_learned_beside_others() -> None:
+    rng = np.random.default_rng(1)
+    acceptance, slots = Acceptance(LADDER, 64), np.arange(64)
+    rungs = np.where(slots % 2 == 0, 3, 6)
+    chance = np.where(rungs == 3, 0.5, 0.9)[:, None]
+    before = acceptance.gains()
+    for _ in range(600):
+        for slot in slots.tolist():
+            acceptance.begin(slot)  # else it would be the texts'
+        drawn = rng.random((64, 6)) < chance
+        steps = np.array([LADDER[rung - 1].num_steps for rung in rungs])
+        accepted = np.minimum(np.cumprod(drawn, axis=1).sum(axis=1), steps)
+        acceptance.note_rounds(slots, rungs, accepted)
+    mean = acceptance.mean_class
+    assert acceptance.gains()[mean, 6] > before[mean, 6] + 0.5
 
 
 @pytest.mark.parametrize(("num_steps", "falls"), [(0, False), (2, False), (6, True)])
