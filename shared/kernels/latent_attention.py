@@ -1,8 +1,9 @@
 """Attention of tree or chain rows over a paged cache of latents: one KV head, whose keys are rows
 of the cache and whose values are the first values of these rows.
 
-Tiles, chunks and their order are those of tree attention, and so are the two launches; see
-`tree_attention`. Many query heads share a row, so they are dealt out to programs in groups.
+Tiles and their order are those of tree attention, and so are the two launches; see
+`tree_attention`. Many query heads share a row, so they are dealt out to programs in groups. Chunks
+are longer: a state is larger than all that a chunk of tree attention reads.
 """
 
 from __future__ import annotations
@@ -16,22 +17,33 @@ import triton.language as tl
 from shared.kernels.dependent_launch import dependent_launch
 from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
 from shared.kernels.latent_attention_kernels import _finish_latents_kernel, _shared_latents_kernel
+from shared.kernels.latent_attention_kernels_hopper import (
+    HOPPER_QUERIES,
+    HOPPER_WARPS,
+    _shared_latents_hopper_kernel,
+)
 from shared.kernels.products_cpu import CpuProducts
 from shared.kernels.tree_attention import choose_own_queries, choose_queries, seen_slots
 from shared.kernels.tree_attention_cpu import tree_attention_cpu
 from shared.kernels.tree_attention_metadata import AttentionParams, TreeAttentionMetadata
 from shared.kernels.tree_attention_schedule import Cut, cut_work, schedule, with_schedule
-from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE
+from shared.kernels.tree_attention_tiles import TRITON_KV_TILE
 
 _LOG2_E = math.log2(math.e)
+# Tiles of the shortest chunks, see `TRITON_CHUNK_TILES`.
+CHUNK_TILES = 8
+# Whether each warpgroup computes half of a tile's scores, on Hopper, or all of them.
+SPLIT_SCORES = False
 # Programs that a step is split into, as far as its chunks go: two per multiprocessor.
 _SPLIT_PROGRAMS = 256
 # Above either of these a step is not split: its rows fill a GPU, or its states, values of f32, its
 # memory.
 _MAX_SPLIT_BLOCKS = 128
 _MAX_SPLIT_VALUES = 1 << 27
-# Columns of a state that are folded at once.
+# Columns of a state that are folded at once in memory, and by a program where rows have few heads
+# together. Above those there are programs enough if each has all columns of some heads.
 _COLUMNS = 128
+_FEW_HEADS = 512
 
 
 def latent_attention(
@@ -88,29 +100,40 @@ def attend_latents(
     tables = schedule(metadata, cut)
     groups = num_head_groups(num_heads, dot)
     heads = num_heads // groups
-    heads_block = triton.next_power_of_2(heads)
+    tail = width - value_width
     num_states = 2 if cut.is_sequential else cut.max_chunks
     states = (num_rows, groups, num_states, heads)
     stats = torch.empty((*states, 2), dtype=torch.float32, device=q.device)
     acc = torch.empty((*states, value_width), dtype=torch.float32, device=q.device)
     value_block = max(16, triton.next_power_of_2(value_width))
     columns = min(_COLUMNS, value_block)
-    own_queries = max(choose_own_queries(dot, q.device), heads_block)
     shape = {
         "DOT_DTYPE": dot,
         "GROUPS": groups,
         "HEADS": heads,
         "VALUE": value_width,
-        "VALUE_BLOCK": value_block,
-        "TAIL": width - value_width,
-        "TAIL_BLOCK": max(16, triton.next_power_of_2(width - value_width)),
+        "TAIL": tail,
         "TILE": TRITON_KV_TILE,
-        "CHUNK_TILES": TRITON_CHUNK_TILES,
-        "COLUMNS": columns,
+        "CHUNK_TILES": CHUNK_TILES,
         "SEQUENTIAL": cut.is_sequential,
     }
+    blocks = {
+        "VALUE_BLOCK": value_block,
+        "TAIL_BLOCK": max(16, triton.next_power_of_2(tail)),
+    }
+    shared_shape = shape | {
+        "HEADS_BLOCK": triton.next_power_of_2(heads),
+        "PAGE_SIZE": metadata.page_size,
+        "HAS_WINDOW": metadata.window > 0,
+    }
+    if _suits_hopper(q, cache, dot, value_width):
+        shared_kernel, options = _shared_latents_hopper_kernel, hopper_options()
+        shared_shape |= {"SPLIT_SCORES": SPLIT_SCORES}
+    else:
+        shared_kernel, options = _shared_latents_kernel, shared_options(dot)
+        shared_shape |= blocks | {"ROWS": cut.rows, "COLUMNS": columns}
     count_launch("latent_attention")
-    _shared_latents_kernel[(groups, cut.num_programs)](
+    shared_kernel[(groups, cut.num_programs)](
         q,
         cache,
         stats,
@@ -120,15 +143,15 @@ def attend_latents(
         tables.rows,
         num_states,
         scale * _LOG2_E,
-        **shape,
-        HEADS_BLOCK=heads_block,
-        PAGE_SIZE=metadata.page_size,
-        HAS_WINDOW=metadata.window > 0,
-        ROWS=cut.rows,
-        **shared_options(dot),
+        **shared_shape,
+        **options,
         **dependent_launch(q, is_early=is_prepared),
     )
-    _finish_latents_kernel[(num_rows, groups, value_block // columns)](
+    own_queries = choose_own_queries(dot, q.device)
+    parts = groups * triton.cdiv(heads, own_queries)
+    if num_rows * num_heads > _FEW_HEADS and dot != tl.float32:
+        columns = value_block
+    _finish_latents_kernel[(num_rows, parts, value_block // columns)](
         q,
         cache,
         out,
@@ -139,9 +162,11 @@ def attend_latents(
         num_states,
         scale * _LOG2_E,
         **shape,
+        **blocks,
+        COLUMNS=columns,
         OWN_SLOTS=tables.own_slots.shape[1],
         QUERIES=own_queries,
-        **finish_options(dot, own_queries),
+        **finish_options(),
         **dependent_launch(q),
     )
     return out
@@ -184,7 +209,7 @@ def _cut(
     return cut_work(
         metadata,
         rows=max(1, choose_queries(dot) // triton.next_power_of_2(num_heads // groups)),
-        chunk_tiles=TRITON_CHUNK_TILES,
+        chunk_tiles=CHUNK_TILES,
         num_splits=num_splits,
         wanted=_SPLIT_PROGRAMS // groups,
         is_small=is_small,
@@ -196,9 +221,26 @@ def shared_options(dot: tl.dtype) -> dict[str, int]:
     return {"num_warps": 8, "num_stages": 1 if dot == tl.float32 else 2}
 
 
-def finish_options(dot: tl.dtype, queries: int) -> dict[str, int]:
+def hopper_options() -> dict[str, int]:
+    """Return those of the kernel for Hopper, which stages tiles itself."""
+    return {"num_warps": HOPPER_WARPS}
+
+
+def finish_options() -> dict[str, int]:
     """Return launch options likewise."""
-    return {"num_warps": 8 if dot == tl.float32 or queries >= 64 else 4, "num_stages": 1}
+    return {"num_warps": 8, "num_stages": 1}
+
+
+def _suits_hopper(q: torch.Tensor, cache: torch.Tensor, dot: tl.dtype, value_width: int) -> bool:
+    """Return whether the kernel for Hopper has what it needs: whole blocks of 16-bit values, of
+    which it copies 16 bytes at a time.
+    """
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return False
+    tail = q.shape[2] - value_width
+    is_aligned = q.data_ptr() % 16 == 0 and cache.data_ptr() % 16 == 0
+    is_whole = value_width in (128, 256, 512) and tail in (16, 32, 64)
+    return is_aligned and is_whole and choose_queries(dot) == HOPPER_QUERIES
 
 
 def latent_attention_ref(

@@ -13,7 +13,6 @@ import triton.language as tl
 from shared.kernels.dependent_launch import wait_for_previous
 from shared.kernels.page_slots import slots_of
 from shared.kernels.tree_attention_tiles import (
-    add_scores,
     attention_of,
     chunk_begin,
     chunk_of,
@@ -23,10 +22,11 @@ from shared.kernels.tree_attention_tiles import (
     load_state,
     load_stats,
     store_state,
+    weigh,
 )
 
 # States that are read before the first of them is folded.
-_STATES_AHEAD = tl.constexpr(4)
+_STATES_AHEAD = tl.constexpr(3)
 
 
 @triton.jit
@@ -74,6 +74,30 @@ def _scores(q_value, q_tail, value, tail):
     """Return the products of queries and keys, [QUERIES, TILE]; the tail is added last."""
     scores = tl.dot(q_value, tl.trans(value), input_precision="ieee")
     return tl.dot(q_tail, tl.trans(tail), scores, input_precision="ieee")
+
+
+@triton.jit
+def sum_of_halves(weights):
+    """Return the sums of weights, [QUERIES, 64]: of each half in pairs 16 apart, 8 and so on, and
+    the two halves last, which are those of two warpgroups.
+    """
+    QUERIES: tl.constexpr = weights.shape[0]
+    pairs = tl.sum(tl.reshape(weights, (QUERIES, 2, 2, 16)), axis=2)
+    pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 2, 8)), axis=2)
+    pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 2, 4)), axis=2)
+    pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 2, 2)), axis=2)
+    halves = tl.sum(pairs, axis=2)
+    return tl.sum(halves, axis=1)
+
+
+@triton.jit
+def _add_scores(state, scores, value, is_visible, scale):
+    """Do what `add_scores` of tree attention does, but for the order in which weights are added."""
+    largest, factor, weights = weigh(state[0], scores, is_visible, scale)
+    total = tl.fma(state[1], factor, sum_of_halves(weights))
+    acc = state[2] * factor[:, None]
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+    return largest, total, acc
 
 
 @triton.jit
@@ -208,7 +232,7 @@ def _shared_latents_kernel(
             if HAS_WINDOW:
                 is_visible = is_visible & (kv_index[None, :] >= kv_start[:, None])
             scores = _scores(q_value, q_tail, value, tail)
-            state = add_scores(state, scores, value, is_visible, scale)
+            state = _add_scores(state, scores, value, is_visible, scale)
             kv_index += TILE
         place = state_index + (1 if SEQUENTIAL else chunk)
         store_state(stats_ptr, acc_ptr, place * HEADS + head, is_live, state, VALUE)
@@ -242,11 +266,13 @@ def _finish_latents_kernel(
 ):
     """Fold a row's states, and in a tree the tiles that hold its own path.
 
-    Grid: (T, G, VALUE_BLOCK / COLUMNS): a program has some columns of the values. Padding rows
-    get 0.
+    Grid: (T, G * ceil(H / QUERIES), VALUE_BLOCK / COLUMNS): a program has some heads of a group and
+    some columns of the values. Padding rows get 0.
     """
+    PARTS: tl.constexpr = (HEADS + QUERIES - 1) // QUERIES
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    group = tl.program_id(1) // PARTS
+    first_head = tl.program_id(1) % PARTS * QUERIES
     first_column = tl.program_id(2) * COLUMNS
     rows_ptr += row * 8
     kv_len = tl.load(rows_ptr)
@@ -258,7 +284,7 @@ def _finish_latents_kernel(
     has_shared = own_tile > first_tile
     shared_chunk = chunk_of(tl.where(has_shared, own_tile - 1, own_tile), CHUNK_TILES)
     first_chunk = chunk_of(first_tile, CHUNK_TILES)
-    head = tl.arange(0, QUERIES)
+    head = first_head + tl.arange(0, QUERIES)
     q_row = row * GROUPS + group
     state_index = q_row * num_states
     if SEQUENTIAL:  # the first state is that of all chunks before the last shared one
@@ -293,13 +319,15 @@ def _finish_latents_kernel(
             value, tail = _load_tile(
                 cache_ptr, slot, VALUE, VALUE_BLOCK, TAIL, TAIL_BLOCK, DOT_DTYPE
             )
-            offset = slot.to(tl.int64)[:, None] * (VALUE + TAIL) + column[None, :]
-            in_value = (slot >= 0)[:, None] & (column < VALUE)[None, :]
-            own = tl.load(cache_ptr + offset, mask=in_value, other=0.0).to(DOT_DTYPE)
+            own = value
+            if COLUMNS < VALUE_BLOCK:
+                offset = slot.to(tl.int64)[:, None] * (VALUE + TAIL) + column[None, :]
+                in_value = (slot >= 0)[:, None] & (column < VALUE)[None, :]
+                own = tl.load(cache_ptr + offset, mask=in_value, other=0.0).to(DOT_DTYPE)
             is_seen = (kv_index >= kv_start) & (kv_index < kv_len)
             is_visible = (head >= 0)[:, None] & is_seen[None, :]
             scores = _scores(q_value, q_tail, value, tail)
-            state = add_scores(state, scores, own, is_visible, scale)
+            state = _add_scores(state, scores, own, is_visible, scale)
             chunk = chunk_of(tile, CHUNK_TILES)
             closes = tile + 1 == chunk_begin(chunk + 1, CHUNK_TILES)
             if closes | (tile + 1 == end_tile):

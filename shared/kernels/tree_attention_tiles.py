@@ -107,10 +107,7 @@ def add_tile(state, q, k, v, is_visible, scale, inner_scale, HAS_SOFTCAP: tl.con
 def add_scores(state, scores, v, is_visible, scale):
     """Do what `add_tile` does, from the products of queries and keys, [QUERIES, 64]."""
     QUERIES: tl.constexpr = scores.shape[0]
-    scores = tl.where(is_visible, scores, -float("inf"))
-    largest = tl.maximum(tl.max(scores, axis=1) * scale, state[0])
-    factor = tl.exp2(state[0] - largest)
-    weights = tl.exp2(tl.fma(scores, scale, -largest[:, None]))
+    largest, factor, weights = weigh(state[0], scores, is_visible, scale)
     pairs = tl.sum(tl.reshape(weights, (QUERIES, 2, 32)), axis=1)
     pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 16)), axis=1)
     pairs = tl.sum(tl.reshape(pairs, (QUERIES, 2, 8)), axis=1)
@@ -120,6 +117,21 @@ def add_scores(state, scores, v, is_visible, scale):
     acc = state[2] * factor[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return largest, total, acc
+
+
+@triton.jit
+def weigh(largest_before, scores, is_visible, scale):
+    """Return the largest score of a run of tiles and the one that follows it, the factor of what
+    the run has summed, and the weights of the tile, [QUERIES, 64].
+
+    Args:
+        scores: Products of queries and keys, [QUERIES, 64].
+    """
+    scores = tl.where(is_visible, scores, -float("inf"))
+    largest = tl.maximum(tl.max(scores, axis=1) * scale, largest_before)
+    factor = tl.exp2(largest_before - largest)
+    weights = tl.exp2(tl.fma(scores, scale, -largest[:, None]))
+    return largest, factor, weights
 
 
 @triton.jit

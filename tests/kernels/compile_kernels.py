@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from shared.kernels import (
     accept_walk,
@@ -526,7 +527,8 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
         for name in names
         if signature[name][0] == "*" or "stride" in name or name.startswith("width")
     ]
-    source = ASTSource(
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(
         fn=kernel,
         signature=signature,
         constexprs={position[name]: value for name, value in constexprs.items()},

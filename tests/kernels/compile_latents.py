@@ -8,6 +8,7 @@ from shared.kernels import (
     head_linear,
     latent_attention,
     latent_attention_kernels,
+    latent_attention_kernels_hopper,
     latent_store,
     tree_attention,
     tree_attention_tiles,
@@ -27,32 +28,36 @@ def latent_kernels(dtype: str):
                 "GROUPS": groups,
                 "HEADS": heads,
                 "VALUE": 512,
-                "VALUE_BLOCK": 512,
                 "TAIL": 64,
-                "TAIL_BLOCK": 64,
                 "TILE": tree_attention_tiles.TRITON_KV_TILE,
-                "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
-                "COLUMNS": 128,
+                "CHUNK_TILES": latent_attention.CHUNK_TILES,
                 "SEQUENTIAL": is_sequential,
             }
+            blocks = {"VALUE_BLOCK": 512, "TAIL_BLOCK": 64}
+            types = [values, values, "*fp32", "*fp32", *["*i32"] * 3, "i32", "fp32"]
+            shared = {**shape, "HEADS_BLOCK": heads, "PAGE_SIZE": 16, "HAS_WINDOW": False}
+            rows = tree_attention.choose_queries(dot) // heads
             yield (
                 latent_attention_kernels._shared_latents_kernel,
-                [values, values, "*fp32", "*fp32", *["*i32"] * 3, "i32", "fp32"],
-                {
-                    **shape,
-                    "HEADS_BLOCK": heads,
-                    "PAGE_SIZE": 16,
-                    "HAS_WINDOW": False,
-                    "ROWS": tree_attention.choose_queries(dot) // heads,
-                },
+                types,
+                {**shared, **blocks, "ROWS": rows, "COLUMNS": 128},
                 latent_attention.shared_options(dot),
             )
-            yield (
-                latent_attention_kernels._finish_latents_kernel,
-                [*[values] * 3, "*fp32", "*fp32", *["*i32"] * 2, "i32", "fp32"],
-                {**shape, "OWN_SLOTS": 128, "QUERIES": heads},
-                latent_attention.finish_options(dot, heads),
-            )
+            if dot != tl.float32:
+                for is_split in (False, True):
+                    yield (
+                        latent_attention_kernels_hopper._shared_latents_hopper_kernel,
+                        types,
+                        {**shared, "SPLIT_SCORES": is_split},
+                        latent_attention.hopper_options(),
+                    )
+            for columns in (128,) if dot == tl.float32 else (128, 512):
+                yield (
+                    latent_attention_kernels._finish_latents_kernel,
+                    [*[values] * 3, "*fp32", "*fp32", *["*i32"] * 2, "i32", "fp32"],
+                    {**shape, **blocks, "COLUMNS": columns, "OWN_SLOTS": 128, "QUERIES": 16},
+                    latent_attention.finish_options(),
+                )
     for block_t in (16, 128) if dot == tl.bfloat16 else (32,):
         yield (
             head_linear._head_linear_kernel,

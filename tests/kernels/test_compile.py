@@ -80,10 +80,12 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_next_beams_kernel",
         "_select_nodes_kernel",
     }
-    of_halves = {"_balanced_linear_kernel", "_balanced_swiglu_kernel"}
+    of_hopper = {"_shared_latents_hopper_kernel"}
+    of_halves = {"_balanced_linear_kernel", "_balanced_swiglu_kernel"} | of_hopper
     assert names == of_any_dtype | (of_no_dtype | of_halves if dtype == "bf16" else set())
     # Both kernels of attention have the bits of each other's instruction (test_products.py).
     attention = {"_shared_tiles_kernel": "wgmma", "_finish_rows_kernel": "mma.sync"}
+    attention |= {"_shared_latents_hopper_kernel": "wgmma", "_finish_latents_kernel": "mma.sync"}
     for name, _, compiled_dtype, products in lines:
         assert compiled_dtype == dtype
         of_experts = ("_expert_swiglu_kernel", "_expert_down_kernel")

@@ -73,9 +73,9 @@ def test_however_chunks_are_dealt_out_the_bits_are_the_same(device):
     """In sequence, by one program, by several: over no chunk, and over three with a tree's own."""
     blocks = [
         random_block(3, (-1, 0), **HEADS),
-        random_block(300, (-1, 0), **HEADS),
-        random_block(255, (-1,), **HEADS),
-        random_block(511, 1, **HEADS),
+        random_block(1100, (-1, 0), **HEADS),
+        random_block(511, (-1,), **HEADS),
+        random_block(1023, 1, **HEADS),
     ]
     batch = pack(blocks, page_size=16, device=device)
     arguments = (batch.q, batch.k_cache, batch.metadata, SCALE)
