@@ -4,24 +4,25 @@ of the cache and whose values are the first values of these rows.
 Tiles and their order are those of tree attention, and so are the two launches; see
 `tree_attention`. Many query heads share a row, so they are dealt out to programs in groups. Chunks
 are longer: a state is larger than all that a chunk of tree attention reads.
+
+On Hopper the first kernel is one of its own, of the same bits, where `suits_hopper` says so and
+Triton has what it is written in; see `latent_attention_kernels_hopper`.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch
-from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.dispatch import count_launch, dot_dtype, is_interpreted, use_triton
 from shared.kernels.latent_attention_kernels import _finish_latents_kernel, _shared_latents_kernel
-from shared.kernels.latent_attention_kernels_hopper import (
-    HOPPER_QUERIES,
-    HOPPER_WARPS,
-    _shared_latents_hopper_kernel,
-)
 from shared.kernels.products_cpu import CpuProducts
 from shared.kernels.tree_attention import choose_own_queries, choose_queries, seen_slots
 from shared.kernels.tree_attention_cpu import tree_attention_cpu
@@ -29,11 +30,11 @@ from shared.kernels.tree_attention_metadata import AttentionParams, TreeAttentio
 from shared.kernels.tree_attention_schedule import Cut, cut_work, schedule, with_schedule
 from shared.kernels.tree_attention_tiles import TRITON_KV_TILE
 
+logger = logging.getLogger(__name__)
+
 _LOG2_E = math.log2(math.e)
 # Tiles of the shortest chunks, see `TRITON_CHUNK_TILES`.
 CHUNK_TILES = 8
-# Whether each warpgroup computes half of a tile's scores, on Hopper, or all of them.
-SPLIT_SCORES = False
 # Programs that a step is split into, as far as its chunks go: two per multiprocessor.
 _SPLIT_PROGRAMS = 256
 # Above either of these a step is not split: its rows fill a GPU, or its states, values of f32, its
@@ -44,6 +45,9 @@ _MAX_SPLIT_VALUES = 1 << 27
 # together. Above those there are programs enough if each has all columns of some heads.
 _COLUMNS = 128
 _FEW_HEADS = 512
+# Widths of values and of tails that the kernel for Hopper copies in whole blocks.
+_HOPPER_VALUES = (128, 256, 512)
+_HOPPER_TAILS = (16, 32, 64)
 
 
 def latent_attention(
@@ -125,13 +129,12 @@ def attend_latents(
         "HEADS_BLOCK": triton.next_power_of_2(heads),
         "PAGE_SIZE": metadata.page_size,
         "HAS_WINDOW": metadata.window > 0,
+        "ROWS": cut.rows,
     }
-    if _suits_hopper(q, cache, dot, value_width):
-        shared_kernel, options = _shared_latents_hopper_kernel, hopper_options()
-        shared_shape |= {"SPLIT_SCORES": SPLIT_SCORES}
-    else:
+    shared_kernel, options = _hopper_kernel_for(q, cache, value_width), hopper_options()
+    if shared_kernel is None:
         shared_kernel, options = _shared_latents_kernel, shared_options(dot)
-        shared_shape |= blocks | {"ROWS": cut.rows, "COLUMNS": columns}
+        shared_shape |= blocks | {"COLUMNS": columns}
     count_launch("latent_attention")
     shared_kernel[(groups, cut.num_programs)](
         q,
@@ -222,8 +225,8 @@ def shared_options(dot: tl.dtype) -> dict[str, int]:
 
 
 def hopper_options() -> dict[str, int]:
-    """Return those of the kernel for Hopper, which stages tiles itself."""
-    return {"num_warps": HOPPER_WARPS}
+    """Return those of the kernel for Hopper: two warpgroups, and it stages tiles itself."""
+    return {"num_warps": 8}
 
 
 def finish_options() -> dict[str, int]:
@@ -231,16 +234,39 @@ def finish_options() -> dict[str, int]:
     return {"num_warps": 8, "num_stages": 1}
 
 
-def _suits_hopper(q: torch.Tensor, cache: torch.Tensor, dot: tl.dtype, value_width: int) -> bool:
-    """Return whether the kernel for Hopper has what it needs: whole blocks of 16-bit values, of
-    which it copies 16 bytes at a time.
+def suits_hopper(capability: int, dtype: torch.dtype, value_width: int, tail: int) -> bool:
+    """Return whether the kernel for Hopper can take values of this dtype and of these widths.
+
+    Args:
+        capability: The major one of the GPU.
     """
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
-        return False
-    tail = q.shape[2] - value_width
-    is_aligned = q.data_ptr() % 16 == 0 and cache.data_ptr() % 16 == 0
-    is_whole = value_width in (128, 256, 512) and tail in (16, 32, 64)
-    return is_aligned and is_whole and choose_queries(dot) == HOPPER_QUERIES
+    has_widths = value_width in _HOPPER_VALUES and tail in _HOPPER_TAILS
+    return capability == 9 and dtype in (torch.bfloat16, torch.float16) and has_widths
+
+
+@functools.cache
+def hopper_kernel() -> Any | None:
+    """Return the kernel for Hopper; None, and a line in the log, if this Triton lacks something."""
+    try:
+        from shared.kernels import latent_attention_kernels_hopper as hopper
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "latent attention: Triton %s lacks what the kernel for Hopper needs (%s); the slower "
+            "one is used, outputs are the same",
+            triton.__version__,
+            error,
+        )
+        return None
+    return hopper._shared_latents_hopper_kernel
+
+
+def _hopper_kernel_for(q: torch.Tensor, cache: torch.Tensor, value_width: int) -> Any | None:
+    """Return the kernel for Hopper if it is for these operands: it copies 16 bytes at a time."""
+    if is_interpreted() or not q.is_cuda or q.data_ptr() % 16 or cache.data_ptr() % 16:
+        return None
+    capability = torch.cuda.get_device_capability(q.device)[0]
+    is_suited = suits_hopper(capability, q.dtype, value_width, q.shape[2] - value_width)
+    return hopper_kernel() if is_suited else None
 
 
 def latent_attention_ref(

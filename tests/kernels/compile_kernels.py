@@ -14,7 +14,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from shared.kernels import (
     accept_walk,
@@ -527,8 +526,7 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
         for name in names
         if signature[name][0] == "*" or "stride" in name or name.startswith("width")
     ]
-    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = source_type(
+    source = source_type(kernel)(
         fn=kernel,
         signature=signature,
         constexprs={position[name]: value for name, value in constexprs.items()},
@@ -547,6 +545,15 @@ def compile_kernel(kernel, types, constexprs, capability, options=None):
     if "wgmma" in binary.asm["ptx"]:
         assert not is_serialized(binary.asm["ptx"], capability), f"{kernel.__name__} {constexprs}"
     return binary
+
+
+def source_type(kernel):
+    """Return what Triton compiles of a kernel."""
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def is_serialized(ptx: str, capability: int) -> bool:

@@ -8,7 +8,6 @@ from shared.kernels import (
     head_linear,
     latent_attention,
     latent_attention_kernels,
-    latent_attention_kernels_hopper,
     latent_store,
     tree_attention,
     tree_attention_tiles,
@@ -35,22 +34,22 @@ def latent_kernels(dtype: str):
             }
             blocks = {"VALUE_BLOCK": 512, "TAIL_BLOCK": 64}
             types = [values, values, "*fp32", "*fp32", *["*i32"] * 3, "i32", "fp32"]
-            shared = {**shape, "HEADS_BLOCK": heads, "PAGE_SIZE": 16, "HAS_WINDOW": False}
             rows = tree_attention.choose_queries(dot) // heads
+            window = {"PAGE_SIZE": 16, "HAS_WINDOW": False}
+            shared = {**shape, **window, "HEADS_BLOCK": heads, "ROWS": rows}
             yield (
                 latent_attention_kernels._shared_latents_kernel,
                 types,
-                {**shared, **blocks, "ROWS": rows, "COLUMNS": 128},
+                {**shared, **blocks, "COLUMNS": 128},
                 latent_attention.shared_options(dot),
             )
             if dot != tl.float32:
-                for is_split in (False, True):
-                    yield (
-                        latent_attention_kernels_hopper._shared_latents_hopper_kernel,
-                        types,
-                        {**shared, "SPLIT_SCORES": is_split},
-                        latent_attention.hopper_options(),
-                    )
+                yield (
+                    latent_attention.hopper_kernel(),
+                    types,
+                    shared,
+                    latent_attention.hopper_options(),
+                )
             for columns in (128,) if dot == tl.float32 else (128, 512):
                 yield (
                     latent_attention_kernels._finish_latents_kernel,

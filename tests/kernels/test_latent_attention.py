@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from shared.kernels import latent_attention as module
 from shared.kernels.dispatch import launch_counts, use_triton
 from shared.kernels.latent_attention import (
     attend_latents,
@@ -82,6 +83,36 @@ def test_however_chunks_are_dealt_out_the_bits_are_the_same(device):
     compare(batch)
     ways = [attend_latents(*arguments, value_width=VALUE, num_splits=n) for n in (0, 1, 2)]
     assert all(torch.equal(way, ways[0]) for way in ways[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    IS_INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of Hopper",
+)
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("num_splits", [0, 1, None])
+def test_the_kernel_of_hopper_has_the_bits_of_the_plain_one(monkeypatch, num_heads, num_splits):
+    heads = {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": 576}
+    blocks = [random_block(1100, (-1, 0, 0, 2), **heads), random_block(70, 3, **heads)]
+    batch = pack(blocks, page_size=16, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert module.hopper_kernel() is not None
+
+    def attend():
+        arguments = (batch.q, batch.k_cache, batch.metadata, SCALE)
+        return attend_latents(*arguments, value_width=512, num_splits=num_splits)
+
+    of_hopper = attend()
+    monkeypatch.setattr(module, "hopper_kernel", lambda: None)
+    assert torch.equal(attend(), of_hopper)
+
+
+def test_neither_a_cpu_nor_the_interpreter_asks_for_the_kernel_of_hopper(monkeypatch):
+    monkeypatch.setattr(module, "suits_hopper", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(module, "hopper_kernel", lambda: pytest.fail("asked"))
+    heads = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 144}
+    batch = pack([random_block(3, (-1, 0), **heads)], page_size=4, device=torch.device("cpu"))
+    compare(batch, value_width=128)
 
 
 @pytest.mark.kernel_only
