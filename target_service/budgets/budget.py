@@ -36,6 +36,8 @@ _BAD_SURPRISE = 1.3
 _MIXED_WEIGHT = 0.15
 # Fewer are none: some dozens of rounds ago there were prompts.
 _LEAST_MIXED = 0.01
+# So many rounds without them, and none that wait, and the next ones have none either.
+_PROMPTS_ENDED_AFTER = 3
 # Rows that a draft has missed and that are gone are computed again if that pays within the time in
 # which every request gets so many tokens.
 _PAID_BACK_AFTER = 64
@@ -63,7 +65,7 @@ class StepTimes(NamedTuple):
     Args:
         num_rows: Of its trees.
         num_requests: That run, in this step or in others.
-        waited_rungs: [B], of the trees that it waited for, whether or not they came; 0: none.
+        waited_rungs: [B], of the trees that it waited for, should they not have come; 0: none.
         has_prompts: It had rows of prompts as well.
         is_clean: It had not, and the draft did not have many of these to read either.
     """
@@ -115,6 +117,8 @@ class TreeBudget:
         self._forecast = (0, 0, False)
         # Means of rounds: which part has rows of prompts, and tokens of a round.
         self._mixed, self._tokens = 0.0, 1.0
+        self._num_clear = 0  # rounds since one had rows of prompts
+        self._coming_mixed = 0.0  # what the mean is expected to be of the next rounds
 
     def begin(self, slot: int) -> None:
         """Take note that another request has a slot; it gets what most requests like it have."""
@@ -167,6 +171,8 @@ class TreeBudget:
         if not len(slots):
             return
         self._renew_gains()
+        has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
+        self._coming_mixed = 0.0 if has_ended else self._mixed
         rests_on = self._rests_until[slots] > self._round
         if num_coming and self.would_rest(len(slots) + fixed.num_requests + num_coming):
             rests_on |= self.rungs[slots] == 0
@@ -200,9 +206,9 @@ class TreeBudget:
         """
         classes = self.acceptance.classes(slots)
         held, favour = self._held(slots)
-        mixed = fixed._replace(mixed_per_token=self._mixed / self._tokens)
+        mixed = fixed._replace(mixed_per_token=self._coming_mixed / self._tokens)
         deal = self._dealer.deal(classes, caps, held, mixed, favour=favour)
-        if self._mixed < _LEAST_MIXED or deal.rungs.all():
+        if self._coming_mixed < _LEAST_MIXED or deal.rungs.all():
             return deal
         without = self._dealer.deal(classes, caps, held, fixed, favour=favour)
         if not deal.limit:
@@ -263,8 +269,9 @@ class TreeBudget:
         self._note_mixed(len(slots) + int(num_accepted.sum()), times)
         sizes = np.minimum(num_nodes, len(self._rung_of_size) - 1)
         rungs = self._rung_of_size[sizes]
-        self._note_time(slots, np.maximum(rungs, times.waited_rungs), times)
         has_tree = rungs > 0
+        # A tree that came may be of the rung before, for which the draft takes another time.
+        self._note_time(slots, np.where(has_tree, rungs, times.waited_rungs), times)
         known = has_tree & self._is_whole[sizes]  # others were cut, or are of no rung
         if num_steps is not None:
             known &= num_steps > 0
@@ -282,6 +289,9 @@ class TreeBudget:
     def _note_mixed(self, num_tokens: int, times: StepTimes) -> None:
         """Learn how often there are rows of prompts beside trees, and what rounds bring."""
         self._mixed += _MIXED_WEIGHT * (times.has_prompts - self._mixed)
+        self._num_clear = 0 if times.has_prompts else self._num_clear + 1
+        if self._num_clear == _PROMPTS_ENDED_AFTER:
+            self._decided_round = -DECISION_ROUNDS
         if num_tokens:
             self._tokens += _MIXED_WEIGHT * (num_tokens - self._tokens)
 

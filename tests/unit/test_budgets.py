@@ -241,6 +241,60 @@ def test_a_tree_of_fewer_steps_than_its_rung_says_nothing_of_deeper_drafts(
     assert np.array_equal(after, before) == (num_steps == 0)
 
 
+@pytest.mark.parametrize(("num_nodes", "rung"), [(4, 3), (8, 5), (1, 5)])
+def test_a_round_is_one_of_the_trees_that_came(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int, rung: int
+) -> None:
+    """Trees were ordered a round ago, smaller ones perhaps; none came: of those waited for."""
+    now_s = 0.0
+    noted: list[RoundKind] = []
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    monkeypatch.setattr(costs, "note_round", lambda kind, *_: noted.append(kind))
+    budget = TreeBudget(costs, LADDER, 4, clock=lambda: now_s)
+    slots, ones = np.arange(4), np.ones(4, dtype=np.int64)
+    times = StepTimes(
+        num_rows=4 * num_nodes,
+        num_requests=4,
+        waited_rungs=5 * ones,
+        has_prompts=False,
+        is_clean=True,
+    )
+    for _ in range(3):
+        now_s += 0.005
+        budget.note_step(slots, num_nodes * ones, 0 * ones, times)
+    want = RoundKind(num_requests=4, num_rows=4 * num_nodes, rung=rung, num_trees=4)
+    assert noted == [want] * 2
+
+
+def test_once_prompts_are_read_rows_have_the_price_of_a_step_without_them() -> None:
+    """Within three rounds what is dealt is what it would be if there had been no prompts."""
+    chosen = []
+    for num_mixed in (0, 40):
+        costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+        budget = TreeBudget(costs, LADDER, 64, clock=lambda: 0.0)
+        slots, ones = np.arange(64), np.ones(64, dtype=np.int64)
+        for slot in slots.tolist():
+            budget.begin(slot)
+        caps = np.full(64, len(LADDER))
+        rungs = []
+        for i in range(num_mixed + 4):
+            times = StepTimes(
+                num_rows=256,
+                num_requests=64,
+                waited_rungs=3 * ones,
+                has_prompts=i < num_mixed,
+                is_clean=i >= num_mixed,
+            )
+            budget.note_step(slots, 4 * ones, 2 * ones, times)
+            if budget.is_due:
+                budget.decide(slots, caps, num_coming=int(i < num_mixed))
+                rungs.append(budget.rungs[slots].tolist())
+        chosen.append(rungs)
+    without, after = chosen
+    assert after[-1] == without[-1]
+    assert after[-2] != without[-1]  # beside prompts it was another deal
+
+
 @pytest.mark.parametrize(
     ("largest", "shapes"),
     [
