@@ -3,10 +3,10 @@
 `products` are those of one layer, against torch's grouped product and against the bytes of the
 experts that the rows choose, at the measured copy bandwidth, or their operations at the measured
 rate of torch's products; `step` is the forward with logits of a random model, captured as a graph,
-against all that it must read and compute. Experts in FP8 have a scale for each block of 128 x 128;
-kernels multiply them as bfloat16. Routers are random, so experts are chosen about evenly. A line
-counts only with its check: a row's bits are those that it has alone, as a chain where it is of a
-tree, and products are close to float32.
+against all that it must read and compute. Experts in FP8 have a scale for each block of 128 x 128,
+and rows are multiplied by them in FP8. Routers are random, so experts are chosen about evenly. A
+line counts only with its check: a row's bits are those that it has alone, as a chain where it is of
+a tree, and products are close to float32.
 
     python -m benchmarks.experts --output benchmarks/results/experts.json
     python -m benchmarks.experts --shapes deepseek-v3 --weights fp8 --models ""
@@ -50,6 +50,8 @@ from shared.kernels.quantized import QuantizedWeight
 
 _MAX_ROUTES = 16
 _ROTATED_BYTES = 256 * 2**20
+# Rows become FP8 before both products: values of 3 bits of mantissa.
+_FP8_ROWS_ERROR = 0.08
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +262,8 @@ class _Layer:
                 want = _dense(self._down[expert]) @ (functional.silu(gate) * up)
                 want *= chosen.weights[i, slot]
                 error = (out[slot, i] - want).norm() / want.norm()
-                if not error < max(4 * torch.finfo(x.dtype).eps, 1e-5):
+                rows_error = _FP8_ROWS_ERROR if self._weights == "fp8" else 0.0
+                if not error < max(4 * torch.finfo(x.dtype).eps, 1e-5, rows_error):
                     return False
         return True
 

@@ -16,7 +16,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -31,6 +31,7 @@ from benchmarks.rows import build_rows, fill_noise, new_pool
 from benchmarks.timing import add_output_flag, copy_bandwidth, integers, progress, report, time_ms
 from shared.device import resolve_device
 from shared.kernels import linear as linear_module
+from shared.kernels.fp8_rows import become_fp8, quantize_rows
 from shared.kernels.int4 import MIDDLE, Int4Weight, pack_int4
 from shared.kernels.linear import linear_addends, multiply, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu, multiply_swiglu
@@ -51,6 +52,7 @@ INT4_FORMS = ("group", "zeros")
 _GROUP, _INT4_BLOCK = 128, 512
 # Of a weight, with its scales.
 _BYTES = {"bfloat16": 2, "channel": 1, "block": 1 + 4 / SCALE_BLOCK}
+_BYTES |= {f"{form}-rows": _BYTES[form] for form in ("channel", "block")}
 _BYTES |= {"group": 0.5 + 2 / _GROUP, "zeros": 0.5 + 4 / _GROUP}
 # More than the second-level cache of any GPU so far.
 _ROTATED_BYTES = 256 * 2**20
@@ -62,8 +64,8 @@ class Line:
 
     Args:
         what: A product, or "step".
-        weights: "bfloat16"; "channel" or "block": what shares a scale in FP8; "group" or "zeros":
-            int4, without and with zeros.
+        weights: "bfloat16"; "channel" or "block": what shares a scale in FP8; "channel-rows" or
+            "block-rows": rows in FP8 as well; "group" or "zeros": int4, without and with zeros.
         tiles: "" = those that are chosen; else N/T/K/warps/stages, and splits if they were said.
         us: -1: these tiles do not fit.
         share: limit_us / us.
@@ -94,7 +96,9 @@ class Candidate:
     splits: int
 
 
-def main(description: str | None = __doc__, scalings: str = "channel,block") -> None:
+def main(
+    description: str | None = __doc__, scalings: str = "channel,block,channel-rows,block-rows"
+) -> None:
     """Measure what the flags ask for.
 
     Args:
@@ -184,8 +188,8 @@ def _in_form(weight: torch.Tensor, form: str) -> GpuWeight:
         return round_to_int4(weight, has_zeros=form == "zeros")
     if form == "bfloat16":
         return weight
-    quantized = quantize(weight)
-    return _by_block(quantized) if form == "block" else quantized
+    quantized = quantize(weight, has_fp8_rows=form.endswith("-rows"))
+    return _by_block(quantized) if form.startswith("block") else quantized
 
 
 def round_to_int4(weight: torch.Tensor, *, has_zeros: bool) -> Int4Weight:
@@ -207,11 +211,7 @@ def round_to_int4(weight: torch.Tensor, *, has_zeros: bool) -> Int4Weight:
 def _by_block(weight: QuantizedWeight) -> QuantizedWeight:
     """Return the weight with a scale for each block of K, the same in all of them."""
     num_blocks = -(-weight.shape[1] // SCALE_BLOCK)
-    return QuantizedWeight(
-        values=weight.values,
-        scales=weight.scales.repeat(num_blocks, 1).contiguous(),
-        dtype=weight.dtype,
-    )
+    return replace(weight, scales=weight.scales.repeat(num_blocks, 1).contiguous())
 
 
 def _fits(candidate: Candidate, rows: int, form: str) -> bool:
@@ -219,7 +219,9 @@ def _fits(candidate: Candidate, rows: int, form: str) -> bool:
     wide = candidate.tiles.block_t >= min(rows, 128) and candidate.tiles.block_t <= max(
         16, 4 * rows
     )
-    block_k = {"block": SCALE_BLOCK, "group": _INT4_BLOCK, "zeros": _INT4_BLOCK}.get(form)
+    block_k = {"group": _INT4_BLOCK, "zeros": _INT4_BLOCK}.get(form)
+    if form.startswith("block") or form.endswith("-rows"):
+        block_k = SCALE_BLOCK
     return wide and (block_k is None or candidate.tiles.block_k == block_k)
 
 
@@ -252,7 +254,7 @@ def _product(
     return Line(
         what=name,
         rows=len(x),
-        weights="bfloat16" if isinstance(weight, torch.Tensor) else weight.scaling,
+        weights=_form_of(weight),
         tiles=candidate.name if candidate else "",
         us=us,
         limit_us=limit_us,
@@ -260,6 +262,13 @@ def _product(
         speedup=(plain_us or us) / us,
         is_right=is_right,
     )
+
+
+def _form_of(weight: GpuWeight) -> str:
+    """Return the name of a weight's form, see Line."""
+    if isinstance(weight, torch.Tensor):
+        return "bfloat16"
+    return f"{weight.scaling}-rows" if getattr(weight, "has_fp8_rows", False) else weight.scaling
 
 
 def _copy(weight: GpuWeight) -> GpuWeight:
@@ -306,13 +315,24 @@ def _is_right(
 
     y = result(x)
     dense = weight.float() if isinstance(weight, torch.Tensor) else weight.dequantized()
-    want = x.float() @ dense.T
+    has_fp8_rows = become_fp8(x, weight)
+    want = (_dequantized(x) if has_fp8_rows else x.float()) @ dense.T
     if is_gated:
         gate, up = want.chunk(2, dim=1)
         want = torch.nn.functional.silu(gate) * up
-    is_close = (y.float() - want).norm() / want.norm() < (0.02 if is_gated else 1e-3)
+    # Tensor cores add the products of e4m3 with some 14 bits.
+    tolerance = 0.02 if is_gated else 5e-3 if has_fp8_rows else 1e-3
+    error = float((y.float() - want).norm() / want.norm())
+    progress(f"relative error {error:.2g}")
+    is_close = error < tolerance
     alone = all(torch.equal(y[i : i + 1], result(x[i : i + 1])) for i in {0, len(x) - 1})
     return bool(is_close) and alone
+
+
+def _dequantized(x: torch.Tensor) -> torch.Tensor:
+    """Return what rows are in FP8. [T, K] f32."""
+    values, scales = quantize_rows(x)
+    return values.view(torch.float8_e4m3fn).float() * scales[:, None]
 
 
 def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> Iterator[Line]:
@@ -321,7 +341,7 @@ def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
     shape = SHAPES[args.shape]
     with open_pair(args.shape) as pair:
         for form in ("bfloat16", *args.scalings.split(",")):
-            if form == "block":  # as fast as in its products
+            if form.startswith("block"):  # as fast as in its products
                 continue
             model = _load(pair.target, device, form)
             layer = sum(math.prod(size) for size in _sizes(shape).values()) * _BYTES[form]
@@ -345,20 +365,11 @@ def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
 
 
 def _load(directory: Path, device: torch.device, form: str) -> CausalLM:
-    def load_int4(reader: CheckpointReader, name: str, shape: Sequence[int]) -> GpuWeight:
+    def load_matrix(reader: CheckpointReader, name: str, shape: Sequence[int]) -> GpuWeight:
         return _in_form(reader.load(name, shape), form)
 
-    is_patched: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if form in INT4_FORMS:
-        is_patched = mock.patch.object(CheckpointReader, "load_matrix", load_int4)
-    with is_patched:
-        return CausalLM.from_checkpoint(
-            directory,
-            device,
-            DTYPE,
-            context_len=2048,
-            quantization="fp8" if form == "channel" else "",
-        )
+    with mock.patch.object(CheckpointReader, "load_matrix", load_matrix):
+        return CausalLM.from_checkpoint(directory, device, DTYPE, context_len=2048)
 
 
 def _step(model: CausalLM, num_requests: int, context: int) -> tuple[float, bool]:

@@ -177,7 +177,8 @@ class RandomReader(CheckpointReader):
 def random_fp8(
     shape: Sequence[int], device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> QuantizedWeight:
-    """Return a weight that keeps the size of values, each of whose blocks has its own scale.
+    """Return a weight that keeps the size of values, each of whose blocks has its own scale, and
+    rows are in FP8 as well.
 
     Args:
         shape: (N, K).
@@ -189,7 +190,9 @@ def random_fp8(
     scales = torch.rand(blocks, generator=generator, device=device) + 0.5
     spread = spread_scales(scales * shape[-1] ** -0.5 / _FP8_STD, values.shape)
     assert spread is not None
-    return QuantizedWeight(values=values.to(torch.float8_e4m3fn), scales=spread, dtype=dtype)
+    return QuantizedWeight(
+        values=values.to(torch.float8_e4m3fn), scales=spread, dtype=dtype, has_fp8_rows=True
+    )
 
 
 def shortened(config: ModelConfig, num_layers: int) -> ModelConfig:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
-from shared.kernels.dispatch import aligned, count_launch, dot_dtype, use_triton
+from shared.kernels.dispatch import aligned, count_launch, use_triton
 from shared.kernels.expert_choice import ChosenExperts
 from shared.kernels.expert_order import order_pairs
 from shared.kernels.expert_products_cpu import (
@@ -36,8 +36,17 @@ from shared.kernels.expert_tiles import (
     expert_operands,
     up_tiles,
 )
+from shared.kernels.fp8_rows import RowOperand, row_operand
 from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, from_mxfp4
-from shared.kernels.quantized import SCALE_BLOCK, add_product, load_weight, scale_sum
+from shared.kernels.quantized import (
+    SCALE_BLOCK,
+    add_product,
+    from_e4m3,
+    load_block_scales,
+    load_weight,
+    scale_rows,
+    scale_sum,
+)
 
 _PART, _PARTS = tl.constexpr(MXFP4_BLOCK), tl.constexpr(NUM_PARTS)
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
@@ -67,13 +76,25 @@ def _pairs_at(pairs_ptr, place, end, IS_DIRECT: tl.constexpr):
 
 
 @triton.jit
-def _rows_at(x_ptrs, k, column, width_k, IS_WHOLE: tl.constexpr, DOT_DTYPE: tl.constexpr):
+def _rows_at(
+    x_ptrs,
+    k,
+    column,
+    width_k,
+    IS_WHOLE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
+):
     """Return values [k, k + columns) of rows as operand of a product; 0 past the last one."""
     if IS_WHOLE:
         x = tl.load(x_ptrs + k)
     else:
         x = tl.load(x_ptrs + k, mask=(k + column < width_k)[None, :], other=0.0)
-    return x.to(DOT_DTYPE)
+    if HAS_FP8_ROWS:
+        x = from_e4m3(x, DOT_DTYPE)
+    else:
+        x = x.to(DOT_DTYPE)
+    return x
 
 
 @triton.jit
@@ -101,6 +122,7 @@ def _expert_swiglu_kernel(
     weight_desc,  # [E * 2 F, K] in blocks [BLOCK_N, BLOCK_K]; of each expert gate above up
     scales_ptr,  # [E, blocks, 2 F] i32 if IS_MXFP4, where the weight is one of words; f32, of a
     # weight in FP8, with one block if SCALING is "channel"; unread if it is "none"
+    row_scales_ptr,  # [T] f32, unread unless HAS_FP8_ROWS
     ids_ptr,  # [P] i32
     pairs_ptr,  # [P] i32, unread if IS_DIRECT
     indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
@@ -118,6 +140,7 @@ def _expert_swiglu_kernel(
     IS_WHOLE: tl.constexpr,
     IS_MXFP4: tl.constexpr,
     SCALING: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -136,16 +159,26 @@ def _expert_swiglu_kernel(
     column = tl.arange(0, _PART if IS_MXFP4 else BLOCK_K)
     if SCALING != "none":
         scales_ptr += _scales_before(expert, width_k, SCALING) * 2 * width_f
-    scaled_n = tl.where(is_expert, n, width_f)
+    gate_n = tl.where(is_expert & (n < width_f), n, 2 * width_f)  # that of padding has no scale
     if HAS_BIAS:
         bias_ptr += expert.to(tl.int64) * 2 * width_f
         is_biased = (n < width_f) & is_expert
         gate_bias = tl.load(bias_ptr + n, mask=is_biased, other=0.0).to(tl.float32)
         up_bias = tl.load(bias_ptr + width_f + n, mask=is_biased, other=0.0).to(tl.float32)
+    by_gate = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    by_up = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    # Scales of gate and up lie in one row of 2 F.
+    width_n = 2 * width_f
+    up_n = tl.where(is_expert & (n < width_f), n + width_f, width_n)
     for first in range(begin + tl.program_id(0) * BLOCK_T, end, num_lanes * BLOCK_T):
         place = first + tl.arange(0, BLOCK_T)
+        in_pairs = place < end
         pair = _pairs_at(pairs_ptr, place, end, IS_DIRECT).to(tl.int64)
-        x_ptrs = x_ptr + (pair // SLOTS)[:, None] * width_k + column[None, :]
+        row = pair // SLOTS
+        x_ptrs = x_ptr + row[:, None] * width_k + column[None, :]
+        if SCALING == "block":  # loaded a block ahead, see `add_blocks`
+            by_gate = load_block_scales(scales_ptr, gate_n, 0, width_n, width_k)
+            by_up = load_block_scales(scales_ptr, up_n, 0, width_n, width_k)
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(0, end_k, BLOCK_K):
@@ -159,22 +192,36 @@ def _expert_swiglu_kernel(
                 up_scales = tl.load(block_ptr + width_f, mask=has_scale, other=0)
                 for part in tl.static_range(_PARTS):
                     of_part = column + part * _PART
-                    x = _rows_at(x_ptrs + part * _PART, k, of_part, width_k, IS_WHOLE, DOT_DTYPE)
+                    x = _rows_at(
+                        x_ptrs + part * _PART,
+                        k,
+                        of_part,
+                        width_k,
+                        IS_WHOLE,
+                        DOT_DTYPE,
+                        HAS_FP8_ROWS,
+                    )
                     gate_weight = from_mxfp4(gate_words, gate_scales, part, DOT_DTYPE)
                     up_weight = from_mxfp4(up_words, up_scales, part, DOT_DTYPE)
                     gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
                     up = tl.dot(up_weight, x.T, up, input_precision="ieee")
             else:
-                x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE)
+                if SCALING == "block":
+                    next_k = k + BLOCK_K
+                    next_gate = load_block_scales(scales_ptr, gate_n, next_k, width_n, width_k)
+                    next_up = load_block_scales(scales_ptr, up_n, next_k, width_n, width_k)
+                x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE, HAS_FP8_ROWS)
                 gate_weight = load_weight(weight_desc, first_row, k, DOT_DTYPE, SCALING)
                 up_weight = load_weight(weight_desc, first_row + width_f, k, DOT_DTYPE, SCALING)
-                # Scales of gate and up lie in one row of 2 F.
-                of_block = scales_ptr + (k // _SCALE_BLOCK) * width_f
-                gate = add_product(gate, gate_weight, x, of_block, scaled_n, k, width_f, SCALING)
-                of_block += width_f
-                up = add_product(up, up_weight, x, of_block, scaled_n, k, width_f, SCALING)
-        gate = scale_sum(gate, scales_ptr, scaled_n, width_f, SCALING)
-        up = scale_sum(up, scales_ptr + width_f, scaled_n, width_f, SCALING)
+                gate = add_product(gate, gate_weight, x, by_gate, SCALING)
+                up = add_product(up, up_weight, x, by_up, SCALING)
+                if SCALING == "block":
+                    by_gate = next_gate
+                    by_up = next_up
+        gate = scale_sum(gate, scales_ptr, gate_n, width_n, SCALING)
+        up = scale_sum(up, scales_ptr, up_n, width_n, SCALING)
+        gate = scale_rows(gate, row_scales_ptr, row, in_pairs, HAS_FP8_ROWS)
+        up = scale_rows(up, row_scales_ptr, row, in_pairs, HAS_FP8_ROWS)
         if HAS_BIAS:
             gate += gate_bias[:, None]
             up += up_bias[:, None]
@@ -182,7 +229,7 @@ def _expert_swiglu_kernel(
         tl.store(
             out_ptr + pair[None, :] * width_f + n[:, None],
             tl.where(is_expert, out, 0.0).to(out_ptr.dtype.element_ty),
-            mask=(place < end)[None, :] & (n < width_f)[:, None],
+            mask=in_pairs[None, :] & (n < width_f)[:, None],
         )
 
 
@@ -191,6 +238,7 @@ def _expert_down_kernel(
     x_ptr,  # [P, K]
     weight_desc,  # [E * N, K] in blocks [BLOCK_N, BLOCK_K]
     scales_ptr,  # [E, blocks, N], as above
+    row_scales_ptr,  # [P] f32, likewise
     ids_ptr,  # [P] i32
     pairs_ptr,  # [P] i32, unread if IS_DIRECT
     indptr_ptr,  # [E + 2] i32, unread if IS_DIRECT
@@ -208,6 +256,7 @@ def _expert_down_kernel(
     IS_WHOLE: tl.constexpr,
     IS_MXFP4: tl.constexpr,
     SCALING: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -229,10 +278,14 @@ def _expert_down_kernel(
         bias_ptr += expert.to(tl.int64) * width_n
         is_biased = (n < width_n) & (expert < NUM_EXPERTS)
         bias = tl.load(bias_ptr + n, mask=is_biased, other=0.0).to(tl.float32)
+    by_output = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for first in range(begin + tl.program_id(0) * BLOCK_T, end, num_lanes * BLOCK_T):
         place = first + tl.arange(0, BLOCK_T)
+        in_pairs = place < end
         pair = _pairs_at(pairs_ptr, place, end, IS_DIRECT).to(tl.int64)
         x_ptrs = x_ptr + pair[:, None] * width_k + column[None, :]
+        if SCALING == "block":
+            by_output = load_block_scales(scales_ptr, scaled_n, 0, width_n, width_k)
         total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(0, end_k, BLOCK_K):
             if IS_MXFP4:
@@ -242,14 +295,28 @@ def _expert_down_kernel(
                 scales = tl.load(scales_ptr + block * width_n + n, mask=has_scale, other=0)
                 for part in tl.static_range(_PARTS):
                     of_part = column + part * _PART
-                    x = _rows_at(x_ptrs + part * _PART, k, of_part, width_k, IS_WHOLE, DOT_DTYPE)
+                    x = _rows_at(
+                        x_ptrs + part * _PART,
+                        k,
+                        of_part,
+                        width_k,
+                        IS_WHOLE,
+                        DOT_DTYPE,
+                        HAS_FP8_ROWS,
+                    )
                     weight = from_mxfp4(words, scales, part, DOT_DTYPE)
                     total = tl.dot(weight, x.T, total, input_precision="ieee")
             else:
-                x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE)
+                if SCALING == "block":
+                    next_k = k + BLOCK_K
+                    next_output = load_block_scales(scales_ptr, scaled_n, next_k, width_n, width_k)
+                x = _rows_at(x_ptrs, k, column, width_k, IS_WHOLE, DOT_DTYPE, HAS_FP8_ROWS)
                 weight = load_weight(weight_desc, first_row, k, DOT_DTYPE, SCALING)
-                total = add_product(total, weight, x, scales_ptr, scaled_n, k, width_n, SCALING)
+                total = add_product(total, weight, x, by_output, SCALING)
+                if SCALING == "block":
+                    by_output = next_output
         total = scale_sum(total, scales_ptr, scaled_n, width_n, SCALING)
+        total = scale_rows(total, row_scales_ptr, pair, in_pairs, HAS_FP8_ROWS)
         if HAS_BIAS:
             total += bias[:, None]
         total *= tl.load(weights_ptr + pair)[None, :]
@@ -257,7 +324,7 @@ def _expert_down_kernel(
         tl.store(
             out_ptr + addend[None, :] * width_n + n[:, None],
             total,
-            mask=(place < end)[None, :] & (n < width_n)[:, None],
+            mask=in_pairs[None, :] & (n < width_n)[:, None],
         )
 
 
@@ -297,7 +364,7 @@ def apply_experts(
     if not grid.is_direct:
         order = order_pairs(chosen.ids, num_experts)
     inner = torch.empty((num_rows * count, width_f), dtype=x.dtype, device=x.device)
-    _launch_swiglu(aligned(x), gate_up, chosen.ids, order, grid, form, inner)
+    _launch_swiglu(x, gate_up, chosen.ids, order, grid, form, inner)
     _launch_down(inner, down, chosen, order, grid, form.down_bias, out)
 
 
@@ -312,14 +379,17 @@ def _launch_swiglu(
 ) -> None:
     """Launch gate and up. Mutates: `out`, all of it."""
     num_experts, width_f, width_k = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
-    read = expert_operands(weight, up_tiles(x, weight, grid))
+    rows = row_operand(x, weight)
+    tiles = up_tiles(x, weight, grid)
+    read = expert_operands(weight, tiles, is_as_it_is=rows.is_as_it_is)
     tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_swiglu")
     _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), grid.num_items)](
-        x,
+        aligned(rows.values),
         read.weight,
         read.scales,
+        rows.scales,
         ids,
         *order,
         x if form.gate_up_bias is None else form.gate_up_bias,
@@ -330,7 +400,7 @@ def _launch_swiglu(
         HAS_BIAS=form.gate_up_bias is not None,
         LIMIT=form.limit,
         ALPHA=form.alpha,
-        **_options(x, ids, read, grid, num_experts, width_k),
+        **_options(rows, ids, read, grid, num_experts, width_k),
     )
 
 
@@ -345,14 +415,17 @@ def _launch_down(
 ) -> None:
     """Launch the second product. Mutates: `out`, all of it."""
     num_experts, width_n, width_k = weight.shape
-    read = expert_operands(weight, down_tiles(x, weight, grid))
+    rows = row_operand(x, weight)
+    tiles = down_tiles(x, weight, grid)
+    read = expert_operands(weight, tiles, is_as_it_is=rows.is_as_it_is)
     tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_down")
     _expert_down_kernel[(num_lanes, triton.cdiv(width_n, tiles.block_n), grid.num_items)](
-        x,
+        rows.values,
         read.weight,
         read.scales,
+        rows.scales,
         chosen.ids,
         *order,
         chosen.weights,
@@ -363,12 +436,17 @@ def _launch_down(
         width_k,
         num_lanes,
         HAS_BIAS=bias is not None,
-        **_options(x, chosen.ids, read, grid, num_experts, width_k),
+        **_options(rows, chosen.ids, read, grid, num_experts, width_k),
     )
 
 
 def _options(
-    x: torch.Tensor, ids: torch.Tensor, read: Operands, grid: Grid, num_experts: int, width_k: int
+    rows: RowOperand,
+    ids: torch.Tensor,
+    read: Operands,
+    grid: Grid,
+    num_experts: int,
+    width_k: int,
 ) -> dict[str, Any]:
     """Return what both products are launched with."""
     tiles = read.tiles
@@ -378,11 +456,12 @@ def _options(
         "SLOTS": ids.shape[1],
         "IS_DIRECT": grid.is_direct,
         "IS_WHOLE": width_k % tiles.block_k == 0,
-        "DOT_DTYPE": dot_dtype(x),
+        "DOT_DTYPE": rows.dot,
+        "HAS_FP8_ROWS": rows.has_scales,
         "BLOCK_N": tiles.block_n,
         "BLOCK_T": tiles.block_t,
         "BLOCK_K": tiles.block_k,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
-        **dependent_launch(x),
+        **dependent_launch(rows.values),
     }

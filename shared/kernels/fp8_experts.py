@@ -18,11 +18,13 @@ class QuantizedExperts:
         values: [E, N, K] float8_e4m3fn, no NaN.
         scales: [E, 1, N] f32, one per output; or [E, ceil(K / SCALE_BLOCK), N] f32.
         dtype: Of the rows that are multiplied by them.
+        has_fp8_rows: See QuantizedWeight.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
+    has_fp8_rows: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -39,7 +41,10 @@ class QuantizedExperts:
 
     def __getitem__(self, expert: int) -> QuantizedWeight:
         return QuantizedWeight(
-            values=self.values[expert], scales=self.scales[expert], dtype=self.dtype
+            values=self.values[expert],
+            scales=self.scales[expert],
+            dtype=self.dtype,
+            has_fp8_rows=self.has_fp8_rows,
         )
 
 
@@ -56,6 +61,7 @@ def pack_fp8(weights: Iterable[QuantizedWeight], num_experts: int) -> QuantizedE
                 values=weight.values.new_empty((num_experts, *weight.values.shape)),
                 scales=weight.scales.new_empty((num_experts, *weight.scales.shape)),
                 dtype=weight.dtype,
+                has_fp8_rows=weight.has_fp8_rows,
             )
         held.values[expert].view(torch.uint8).copy_(weight.values.view(torch.uint8))
         held.scales[expert].copy_(weight.scales)

@@ -20,7 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shared.kernels.balanced_tiles import Deal, handover
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
-from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.fp8_rows import become_fp8, row_operand
 from shared.kernels.int4 import SPLIT_MULTIPLE, Int4Weight
 from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
@@ -30,6 +31,7 @@ from shared.kernels.linear_tiles import (
     SQUARE_TILES,
     Tiles,
     choose_deal,
+    choose_fp8_row_tiles,
     choose_fp8_tiles,
     choose_int4_tiles,
     choose_tiles,
@@ -41,8 +43,9 @@ from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import (
     GpuWeight,
     QuantizedWeight,
-    add_block,
+    add_blocks,
     operands,
+    scale_rows,
     scale_sum,
     values_of,
 )
@@ -52,7 +55,8 @@ from shared.kernels.quantized import (
 def _linear_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
-    scales_ptr,  # see `add_block`, unread if SCALING is "none"
+    scales_ptr,  # see `add_blocks`, unread if SCALING is "none"
+    row_scales_ptr,  # [T] f32, unread unless HAS_FP8_ROWS
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N], or [splits, T, N] f32 if IS_SPLIT; mutated
     num_rows,
@@ -61,6 +65,7 @@ def _linear_kernel(
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -83,24 +88,26 @@ def _linear_kernel(
         # would let each product wait for the one before it.
         end = tl.maximum(tl.minimum(begin + SPLIT_K, width_k), begin + 1)
         tl.assume(begin < end)
-        acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-        for k in range(begin, end, BLOCK_K):
-            acc = add_block(
-                acc,
-                x_desc,
-                weight_desc,
-                scales_ptr,
-                first_t,
-                first_n,
-                k,
-                n,
-                width_n,
-                width_k,
-                DOT_DTYPE,
-                SCALING,
-                GROUP,
-            )
+        acc = add_blocks(
+            tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32),
+            x_desc,
+            weight_desc,
+            scales_ptr,
+            first_t,
+            first_n,
+            begin,
+            end,
+            width_n,
+            width_k,
+            DOT_DTYPE,
+            SCALING,
+            GROUP,
+            HAS_FP8_ROWS,
+            BLOCK_N,
+            BLOCK_K,
+        )
         acc = scale_sum(acc, scales_ptr, n, width_n, SCALING)
+        acc = scale_rows(acc, row_scales_ptr, t, t < num_rows, HAS_FP8_ROWS)
         if NUM_SPLITS == 1 or IS_SPLIT:
             total = acc
         else:
@@ -280,6 +287,8 @@ def _multiply(
         elif isinstance(weight, QuantizedWeight):
             by_block = weight.scaling == "block"
             tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
+            if become_fp8(x, weight):
+                tiles, deal = choose_fp8_row_tiles(num_rows), None
             tiles = SQUARE_FP8_TILES if deal else tiles
         else:
             tiles = SQUARE_TILES if deal else choose_tiles(num_rows, size, shape[0])
@@ -312,17 +321,16 @@ def multiply(
         split_k = split_width(width_k, splits, SPLIT_MULTIPLE)
         tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
     count_launch("linear")
-    values, scales, constants = operands(weight)
-    tensors = (
-        blocks_of(x, tiles.block_t, copied_k),
+    rows = row_operand(x, weight)
+    values, scales, constants = operands(weight, is_as_it_is=rows.is_as_it_is)
+    blocks = (
+        blocks_of(rows.values, tiles.block_t, copied_k),
         blocks_of(values, tiles.block_n, copied_k),
-        scales,
-        values if bias is None else bias.contiguous(),
-        out,
     )
+    ends = (values if bias is None else bias.contiguous(), out)
     options = {
-        "DOT_DTYPE": dot_dtype(x),
-        **constants,
+        "DOT_DTYPE": constants.get("DOT_DTYPE", rows.dot),
+        "SCALING": constants["SCALING"],
         "HAS_BIAS": bias is not None,
         "NUM_SPLITS": splits,
         "BLOCK_N": tiles.block_n,
@@ -335,13 +343,26 @@ def multiply(
     if deal is None:
         tile_grid = num_tiles(tiles, num_rows, width_n)
         _linear_kernel[(*tile_grid, splits if is_split else 1)](
-            *tensors, num_rows, width_n, width_k, IS_SPLIT=is_split, SPLIT_K=split_k, **options
+            *blocks,
+            scales,
+            rows.scales,
+            *ends,
+            num_rows,
+            width_n,
+            width_k,
+            GROUP=constants["GROUP"],
+            HAS_FP8_ROWS=rows.has_scales,
+            IS_SPLIT=is_split,
+            SPLIT_K=split_k,
+            **options,
         )
         return
     assert not is_split and split_k * splits == width_k and split_k % tiles.block_k == 0
     places = handover(x.device, deal, tiles.block_n * tiles.block_t)
     _balanced_linear_kernel[(deal.num_groups * deal.num_members,)](
-        *tensors,
+        *blocks,
+        scales,
+        *ends,
         places,
         num_rows,
         width_n,

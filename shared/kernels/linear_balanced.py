@@ -1,7 +1,7 @@
 """The product of `linear` for many rows, its tiles dealt out evenly to programs.
 
 Shares are cut between splits of K, so that all there is to hand over is the sum of the splits so
-far. Grid: (programs,).
+far. Neither rows in FP8 nor weights in int4 are dealt out. Grid: (programs,).
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ import triton.language as tl
 
 from shared.kernels.balanced_tiles import place_of, say_it_is_there, share_of, wait_for_it
 from shared.kernels.dependent_launch import wait_for_previous
-from shared.kernels.quantized import add_block, scale_sum
+from shared.kernels.quantized import (
+    add_product,
+    load_block_scales,
+    load_rows,
+    load_weight,
+    scale_sum,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _balanced_linear_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
-    scales_ptr,  # see `add_block`, unread if SCALING is "none"
+    scales_ptr,  # see `add_product`, unread if SCALING is "none"
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N] mutated
     handover_ptr,  # [P, 4 + BLOCK_N * BLOCK_T] f32 mutated, see `handover`
@@ -28,7 +34,6 @@ def _balanced_linear_kernel(
     NUM_MEMBERS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
-    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
@@ -65,21 +70,13 @@ def _balanced_linear_kernel(
         else:
             total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for k in range(begin_k, end_k):
-            acc = add_block(
-                acc,
-                x_desc,
-                weight_desc,
-                scales_ptr,
-                first_t,
-                first_n,
-                k * BLOCK_K,
-                n,
-                width_n,
-                NUM_K * BLOCK_K,
-                DOT_DTYPE,
-                SCALING,
-                GROUP,
-            )
+            weight = load_weight(weight_desc, first_n, k * BLOCK_K, DOT_DTYPE, SCALING)
+            x = load_rows(x_desc, first_t, k * BLOCK_K, DOT_DTYPE, HAS_FP8_ROWS=False)
+            by_output = tl.zeros((BLOCK_N,), dtype=tl.float32)
+            if SCALING == "block":
+                width_k = NUM_K * BLOCK_K
+                by_output = load_block_scales(scales_ptr, n, k * BLOCK_K, width_n, width_k)
+            acc = add_product(acc, weight, x, by_output, SCALING)
             if (k + 1) % SPLIT_BLOCKS == 0:
                 total += scale_sum(acc, scales_ptr, n, width_n, SCALING)
                 acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)

@@ -2,7 +2,8 @@
 
 One program computes the same outputs of both products, so that nothing but the result is stored.
 The K schedule is that of `linear` with one split. Grid: (tiles of T, tiles of F), or of many rows
-(programs,), to which tiles are dealt out evenly (`shared/kernels/balanced_tiles.py`).
+(programs,), to which tiles are dealt out evenly (`shared/kernels/balanced_tiles.py`). Where outputs
+are few and K is long, the products are those of `linear`, in splits, and another kernel adds them.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from shared.kernels.balanced_tiles import (
     wait_for_it,
 )
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
-from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.dispatch import count_launch, use_triton
+from shared.kernels.fp8_rows import become_fp8, row_operand
 from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales
-from shared.kernels.linear import blocks_of
-from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_tiles
+from shared.kernels.linear import blocks_of, linear_addends, sum_addends_block
+from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_splits, num_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import (
     GpuWeight,
     QuantizedWeight,
     add_product,
+    load_block_scales,
+    load_rows,
     load_weight,
     operands,
+    scale_rows,
     scale_sum,
 )
 from shared.kernels.swiglu import GELU_A, GELU_B, Activation, swiglu
@@ -44,6 +49,9 @@ _GELU_B = tl.constexpr(GELU_B)
 
 # Of more rows tiles are dealt out evenly: of fewer, what is handed over costs what that saves.
 _MIN_BALANCED_ROWS = 384
+# So few outputs of gate and up, those of shared experts, would leave half of a GPU empty with a
+# program per tile of both.
+_MAX_NARROW_N = 1 << 13
 
 
 def choose_tiles(num_rows: int, element_size: int) -> Tiles:
@@ -68,6 +76,14 @@ def choose_fp8_tiles(num_rows: int, element_size: int) -> Tiles:
     if num_rows <= 32:
         return Tiles(64, 32, 128, 4, 5)
     return Tiles(64, 64, 128, 4, 3) if num_rows <= 64 else Tiles(64, 128, 128, 8, 3)
+
+
+def choose_fp8_row_tiles(num_rows: int) -> Tiles:
+    """Return a GPU's tiles of both products of rows and a weight in FP8: few stages, so that four
+    programs run at once, or of many rows two.
+    """
+    block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
+    return Tiles(64, block_t, 128, 4, 3)
 
 
 def choose_int4_tiles(num_rows: int, element_size: int, block_k: int) -> Tiles:
@@ -98,49 +114,77 @@ def _choose_deal(counts: tuple[int, int], num_programs: int) -> Deal | None:
 def _add_products(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [2 F, K] in blocks [BLOCK_N, BLOCK_K], gate above up
-    scales_ptr,  # see `add_block`, unread if SCALING is "none"
+    scales_ptr,  # see `add_blocks`, unread if SCALING is "none"
     gate,  # [BLOCK_N, BLOCK_T] f32
     up,
     first_t,
     first_n,
     width_f,
+    width_k,
     begin,
     end,
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Return both sums with the products of K in [begin, end) added to them, begin < end."""
     n = first_n + tl.arange(0, BLOCK_N)
+    width_n = 2 * width_f
+    # Scales are loaded a block ahead, see `add_blocks`.
+    by_gate = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    by_up = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if SCALING == "block":
+        by_gate = load_block_scales(scales_ptr, n, begin, width_n, width_k)
+        by_up = load_block_scales(scales_ptr, n + width_f, begin, width_n, width_k)
     for k in range(begin, end, BLOCK_K):
         if GROUP:
-            width_n = 2 * width_f
-            scales = load_scales(scales_ptr, 0, n, k, width_n, end, SCALING, GROUP)
-            up_scales = load_scales(scales_ptr, 0, n + width_f, k, width_n, end, SCALING, GROUP)
+            scales = load_scales(scales_ptr, 0, n, k, width_n, width_k, SCALING, GROUP)
+            up_scales = load_scales(scales_ptr, 0, n + width_f, k, width_n, width_k, SCALING, GROUP)
             zeros, up_zeros = scales, up_scales
             if SCALING == "zeros":
-                zeros = load_scales(scales_ptr, 1, n, k, width_n, end, SCALING, GROUP)
-                up_zeros = load_scales(scales_ptr, 1, n + width_f, k, width_n, end, SCALING, GROUP)
+                zeros = load_scales(scales_ptr, 1, n, k, width_n, width_k, SCALING, GROUP)
+                up_zeros = load_scales(
+                    scales_ptr, 1, n + width_f, k, width_n, width_k, SCALING, GROUP
+                )
             x = load_parts(x_desc, first_t, k, DOT_DTYPE, GROUP)
             words = weight_desc.load([first_n, k // 4])
             gate = add_groups(gate, words, x, scales, zeros, DOT_DTYPE, SCALING)
             words = weight_desc.load([first_n + width_f, k // 4])
             up = add_groups(up, words, x, up_scales, up_zeros, DOT_DTYPE, SCALING)
         else:
-            x = x_desc.load([first_t, k]).to(DOT_DTYPE)
+            if SCALING == "block":
+                next_k = k + BLOCK_K
+                next_gate = load_block_scales(scales_ptr, n, next_k, width_n, width_k)
+                next_up = load_block_scales(scales_ptr, n + width_f, next_k, width_n, width_k)
+            x = load_rows(x_desc, first_t, k, DOT_DTYPE, HAS_FP8_ROWS)
             gate_weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
             up_weight = load_weight(weight_desc, first_n + width_f, k, DOT_DTYPE, SCALING)
-            gate = add_product(gate, gate_weight, x, scales_ptr, n, k, 2 * width_f, SCALING)
-            up = add_product(up, up_weight, x, scales_ptr, n + width_f, k, 2 * width_f, SCALING)
+            gate = add_product(gate, gate_weight, x, by_gate, SCALING)
+            up = add_product(up, up_weight, x, by_up, SCALING)
+            if SCALING == "block":
+                by_gate = next_gate
+                by_up = next_up
     return gate, up
+
+
+@triton.jit
+def _combined(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Return f(gate) * up, both rounded before and the result after."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    inner = gate
+    if ACTIVATION == "gelu_tanh":
+        inner = gate * tl.fma(gate * gate, tl.full(gate.shape, _GELU_B, tl.float32), _GELU_A)
+    return (tl.div_rn(gate, 1.0 + tl.exp(-inner)) * up).to(dtype)
 
 
 @triton.jit
 def _store_swiglu(
     out_ptr,  # [T, F] mutated
     scales_ptr,  # see `QuantizedWeight`, unread unless SCALING is "channel"
+    row_scales_ptr,  # [T] f32, unread unless HAS_FP8_ROWS
     bias_ptr,  # [2 F], unread unless HAS_BIAS
     gate,
     up,
@@ -149,6 +193,7 @@ def _store_swiglu(
     num_rows,
     width_f,
     SCALING: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -157,19 +202,18 @@ def _store_swiglu(
     t = first_t + tl.arange(0, BLOCK_T)
     n = first_n + tl.arange(0, BLOCK_N)
     in_n = n < width_f
+    in_rows = t < num_rows
     gate = scale_sum(gate, scales_ptr, n, width_f, SCALING)
     up = scale_sum(up, scales_ptr + width_f, n, width_f, SCALING)
+    gate = scale_rows(gate, row_scales_ptr, t, in_rows, HAS_FP8_ROWS)
+    up = scale_rows(up, row_scales_ptr, t, in_rows, HAS_FP8_ROWS)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + width_f + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     dtype = out_ptr.dtype.element_ty
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    inner = gate
-    if ACTIVATION == "gelu_tanh":
-        inner = gate * tl.fma(gate * gate, tl.full(gate.shape, _GELU_B, tl.float32), _GELU_A)
-    out = tl.div_rn(gate, 1.0 + tl.exp(-inner)) * up
+    out = _combined(gate, up, dtype, ACTIVATION)
     out_ptrs = out_ptr + t.to(tl.int64)[None, :] * width_f + n[:, None]
-    tl.store(out_ptrs, out.to(dtype), mask=(t < num_rows)[None, :] & in_n[:, None])
+    tl.store(out_ptrs, out, mask=in_rows[None, :] & in_n[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -177,6 +221,7 @@ def _linear_swiglu_kernel(
     x_desc,
     weight_desc,
     scales_ptr,
+    row_scales_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -185,6 +230,7 @@ def _linear_swiglu_kernel(
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -207,17 +253,20 @@ def _linear_swiglu_kernel(
         first_t,
         first_n,
         width_f,
+        width_k,
         0,
         width_k,
         DOT_DTYPE,
         SCALING,
         GROUP,
+        HAS_FP8_ROWS,
         BLOCK_N,
         BLOCK_K,
     )
     _store_swiglu(
         out_ptr,
         scales_ptr,
+        row_scales_ptr,
         bias_ptr,
         gate,
         up,
@@ -226,6 +275,7 @@ def _linear_swiglu_kernel(
         num_rows,
         width_f,
         SCALING,
+        HAS_FP8_ROWS,
         HAS_BIAS,
         ACTIVATION,
         BLOCK_N,
@@ -238,6 +288,7 @@ def _balanced_swiglu_kernel(
     x_desc,
     weight_desc,
     scales_ptr,
+    row_scales_ptr,
     bias_ptr,
     out_ptr,
     handover_ptr,  # [P, 4 + 2 * BLOCK_N * BLOCK_T] f32 mutated, see `handover`
@@ -249,6 +300,7 @@ def _balanced_swiglu_kernel(
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -289,11 +341,13 @@ def _balanced_swiglu_kernel(
             first_t,
             first_n,
             width_f,
+            width_k,
             begin_k * BLOCK_K,
             end_k * BLOCK_K,
             DOT_DTYPE,
             SCALING,
             GROUP,
+            HAS_FP8_ROWS,
             BLOCK_N,
             BLOCK_K,
         )
@@ -306,6 +360,7 @@ def _balanced_swiglu_kernel(
             _store_swiglu(
                 out_ptr,
                 scales_ptr,
+                row_scales_ptr,
                 bias_ptr,
                 gate,
                 up,
@@ -314,11 +369,74 @@ def _balanced_swiglu_kernel(
                 num_rows,
                 width_f,
                 SCALING,
+                HAS_FP8_ROWS,
                 HAS_BIAS,
                 ACTIVATION,
                 BLOCK_N,
                 BLOCK_T,
             )
+
+
+@triton.jit
+def _swiglu_addends_kernel(
+    addends_ptr,  # [S, T, 2 F] f32
+    bias_ptr,  # [2 F], unread unless HAS_BIAS
+    out_ptr,  # [T, F] mutated
+    num_values,  # T * 2 F
+    width_f,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Add the addends of gate and up, and combine them. Grid: (T, blocks of F)."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_n = n < width_f
+    wait_for_previous(IS_DEPENDENT)
+    offset = row * 2 * width_f + n
+    gate = sum_addends_block(addends_ptr, offset, num_values, in_n, NUM_SPLITS)
+    up = sum_addends_block(addends_ptr, offset + width_f, num_values, in_n, NUM_SPLITS)
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + width_f + n, mask=in_n, other=0.0).to(tl.float32)
+    out = _combined(gate, up, out_ptr.dtype.element_ty, ACTIVATION)
+    tl.store(out_ptr + row * width_f + n, out, mask=in_n)
+
+
+def _is_narrow(weight: GpuWeight) -> bool:
+    """Return whether tiles of outputs are too few for a GPU, but splits of K would fill it; by the
+    weight's shape alone, since it decides a row's bits.
+    """
+    width_n, width_k = weight.shape
+    return width_n <= _MAX_NARROW_N and num_splits(width_n, width_k) > 1
+
+
+def _swiglu_of_addends(
+    x: torch.Tensor,
+    weight: GpuWeight,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    out: torch.Tensor,
+) -> None:
+    """Compute both products in splits of K. Mutates: `out`, all of it."""
+    addends = linear_addends(x, weight)
+    count_launch("swiglu_addends")
+    block = 512
+    _swiglu_addends_kernel[(len(out), triton.cdiv(out.shape[1], block))](
+        addends,
+        addends if bias is None else bias.contiguous(),
+        out,
+        addends.stride(0),
+        out.shape[1],
+        HAS_BIAS=bias is not None,
+        ACTIVATION=activation,
+        NUM_SPLITS=len(addends),
+        BLOCK=block,
+        num_warps=4,
+        **dependent_launch(x),
+    )
 
 
 def linear_swiglu(
@@ -343,12 +461,17 @@ def linear_swiglu(
     out = torch.empty((num_rows, width_f), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
+    if _is_narrow(weight):
+        _swiglu_of_addends(x, weight, bias, activation, out)
+        return out
     tiles, deal = INTERPRETED_TILES, None
     if x.is_cuda and isinstance(weight, Int4Weight):
         tiles = choose_int4_tiles(num_rows, x.element_size(), weight.block_k)
     elif x.is_cuda and isinstance(weight, QuantizedWeight):
         # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
         tiles = choose_fp8_tiles(num_rows, x.element_size())
+        if become_fp8(x, weight):
+            tiles = choose_fp8_row_tiles(num_rows)
     elif x.is_cuda:
         tiles = choose_tiles(num_rows, x.element_size())
         if x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
@@ -380,17 +503,20 @@ def multiply_swiglu(
     copied_k = tiles.block_k
     if isinstance(weight, Int4Weight):
         tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
-    values, scales, constants = operands(weight)
+    rows = row_operand(x, weight)
+    values, scales, constants = operands(weight, is_as_it_is=rows.is_as_it_is)
     tensors = (
-        blocks_of(x, tiles.block_t, copied_k),
+        blocks_of(rows.values, tiles.block_t, copied_k),
         blocks_of(values, tiles.block_n, copied_k),
         scales,
+        rows.scales,
         values if bias is None else bias.contiguous(),
         out,
     )
     sizes = (num_rows, width_f, width_k)
     options = {
-        "DOT_DTYPE": dot_dtype(x),
+        "DOT_DTYPE": rows.dot,
+        "HAS_FP8_ROWS": rows.has_scales,
         **constants,
         "HAS_BIAS": bias is not None,
         "ACTIVATION": activation,

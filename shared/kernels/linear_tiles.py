@@ -109,6 +109,13 @@ def choose_fp8_tiles(
     return _WIDE
 
 
+def choose_fp8_row_tiles(num_rows: int) -> Tiles:
+    """Return a GPU's tiles of a product of rows in FP8, as long as blocks that share a scale."""
+    if num_rows <= 32:
+        return Tiles(64, 16 if num_rows <= 16 else 32, 128, 4, 4)
+    return Tiles(64, 64, 128, 4, 5) if num_rows <= 64 else Tiles(64, 128, 128, 4, 4)
+
+
 def choose_int4_tiles(num_rows: int, element_size: int, block_k: int) -> Tiles:
     """Return a GPU's tiles of a product with a weight in int4.
 

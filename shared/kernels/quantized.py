@@ -2,14 +2,15 @@
 
 A kernel multiplies rows by the values themselves, which every activation dtype holds exactly, and
 scales what it has accumulated: at the end of a split of K, if an output has one scale, else after
-every SCALE_BLOCK values of k. Values are loaded as bytes: they are converted by moving bits, since
+every SCALE_BLOCK values of k. Rows may be in FP8 as well, with a scale each (fp8_rows.py).
+Values that are not multiplied as they are, are loaded as bytes and converted by moving bits, since
 neither Triton's interpreter nor all GPUs know e4m3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -51,11 +52,13 @@ class QuantizedWeight:
         values: [N, K] float8_e4m3fn, no NaN.
         scales: [1, N] f32, one per output; or [ceil(K / SCALE_BLOCK), N] f32.
         dtype: Of the rows that are multiplied by it.
+        has_fp8_rows: Rows of 16 bits become FP8 before, where a GPU computes.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
+    has_fp8_rows: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -91,21 +94,22 @@ class QuantizedWeight:
             change: Does it with rows [N, any], by their places alone.
         """
         values = change(self.values.view(torch.uint8)).contiguous()
-        return QuantizedWeight(
+        return replace(
+            self,
             values=values.view(torch.float8_e4m3fn),
             scales=change(self.scales.T).T.contiguous(),
-            dtype=self.dtype,
         )
 
 
 GpuWeight = torch.Tensor | QuantizedWeight | Int4Weight
 
 
-def quantize(weight: torch.Tensor) -> QuantizedWeight:
+def quantize(weight: torch.Tensor, *, has_fp8_rows: bool = False) -> QuantizedWeight:
     """Return a weight in FP8, with the scale of each output such that its largest value fits.
 
     Args:
         weight: [N, K], finite.
+        has_fp8_rows: See QuantizedWeight.
     """
     rows = weight.float()
     # By a tensor: by a number, a GPU would multiply by what is nearly its inverse.
@@ -113,7 +117,9 @@ def quantize(weight: torch.Tensor) -> QuantizedWeight:
     scales = largest / torch.full_like(largest, E4M3_MAX)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     values = (rows / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return QuantizedWeight(values=values, scales=scales[None], dtype=weight.dtype)
+    return QuantizedWeight(
+        values=values, scales=scales[None], dtype=weight.dtype, has_fp8_rows=has_fp8_rows
+    )
 
 
 def spread_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
@@ -150,10 +156,10 @@ def _stack_fp8(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     if len({len(part.scales) for part in parts}) > 1:
         return None
     values = torch.cat([part.values.view(torch.uint8) for part in parts])
-    return QuantizedWeight(
+    return replace(
+        parts[0],
         values=values.view(torch.float8_e4m3fn),
         scales=torch.cat([part.scales for part in parts], dim=1),
-        dtype=parts[0].dtype,
     )
 
 
@@ -173,23 +179,33 @@ class ScaledValues(Protocol):
     def scaling(self) -> str: ...
 
 
-def fp8_operands(weight: ScaledValues) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return what a kernel reads of values in FP8: bytes, scales, and constants."""
-    constants = {"SCALING": weight.scaling}
-    return weight.values.view(torch.uint8), weight.scales.contiguous(), constants
+def fp8_operands(
+    weight: ScaledValues, *, is_as_it_is: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return what a kernel reads of values in FP8: values, scales, and constants.
+
+    Args:
+        is_as_it_is: It multiplies e4m3; else it reads bytes.
+    """
+    values = weight.values if is_as_it_is else weight.values.view(torch.uint8)
+    return values, weight.scales.contiguous(), {"SCALING": weight.scaling}
 
 
 def operands(
-    weight: GpuWeight,
+    weight: GpuWeight, *, is_as_it_is: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return what a kernel reads: values, scales (unread if there are none), and constants."""
+    """Return what a kernel reads: values, scales (unread if there are none), and constants.
+
+    Args:
+        is_as_it_is: See `fp8_operands`.
+    """
     if isinstance(weight, Int4Weight):
         constants = {"SCALING": weight.scaling, "GROUP": weight.group_size}
         if not weight.values.is_cuda:  # what interprets kernels knows no other way to make operands
             constants["DOT_DTYPE"] = tl.float32
         return weight.values, weight.scales, constants
     if isinstance(weight, QuantizedWeight):
-        values, scales, constants = fp8_operands(weight)
+        values, scales, constants = fp8_operands(weight, is_as_it_is=is_as_it_is)
         return values, scales, {**constants, "GROUP": 0}
     return weight, weight, {"SCALING": "none", "GROUP": 0}
 
@@ -199,9 +215,11 @@ def from_e4m3(values, DOT_DTYPE: tl.constexpr):
     """Return FP8 values as operands of a product; device function.
 
     Args:
-        values: Block of u8.
+        values: Block of u8, or of e4m3 if that is DOT_DTYPE.
     """
-    if DOT_DTYPE == tl.bfloat16:
+    if values.dtype == DOT_DTYPE:  # multiplied as it is: bytes would go through registers first
+        converted = values
+    elif DOT_DTYPE == tl.bfloat16:
         converted = tl.inline_asm_elementwise(
             _TO_BF16_PAIR, "=r,h", [values], dtype=tl.bfloat16, is_pure=True, pack=2
         )
@@ -224,54 +242,87 @@ def load_weight(weight_desc, first_n, k, DOT_DTYPE: tl.constexpr, SCALING: tl.co
 
 
 @triton.jit
+def load_rows(x_desc, first_t, k, DOT_DTYPE: tl.constexpr, HAS_FP8_ROWS: tl.constexpr):
+    """Return a block of rows as operand of a product; device function."""
+    x = x_desc.load([first_t, k])
+    if HAS_FP8_ROWS:
+        x = from_e4m3(x, DOT_DTYPE)
+    else:
+        x = x.to(DOT_DTYPE)
+    return x
+
+
+@triton.jit
+def load_block_scales(scales_ptr, n, k, width_n, width_k):
+    """Return the scales of a block of K in a weight, [BLOCK_N] f32; of the last one past it.
+
+    Args:
+        scales_ptr: [ceil(K / SCALE_BLOCK), N].
+    """
+    block = tl.minimum(k // _BLOCK, tl.cdiv(width_k, _BLOCK) - 1)
+    return tl.load(scales_ptr + block * width_n + n, mask=n < width_n, other=0.0)
+
+
+@triton.jit
 def add_product(
     acc,  # [BLOCK_N, BLOCK_T] f32
     weight,  # [BLOCK_N, BLOCK_K]
     x,  # [BLOCK_T, BLOCK_K]
-    scales_ptr,  # [ceil(K / SCALE_BLOCK), N] f32, unread unless SCALING is "block"
-    n,
-    k,
-    width_n,
+    by_output,  # [BLOCK_N] f32, unread unless SCALING is "block"
     SCALING: tl.constexpr,
 ):
-    """Return the sum with a product added to it, scaled if its block has a scale of its own."""
+    """Return the sum with a product added to it, scaled if its block has scales of its own."""
     if SCALING == "block":
-        scale = tl.load(scales_ptr + (k // _BLOCK) * width_n + n, mask=n < width_n, other=0.0)
-        acc += tl.dot(weight, x.T, input_precision="ieee") * scale[:, None]
+        acc += tl.dot(weight, x.T, input_precision="ieee") * by_output[:, None]
     else:
         acc = tl.dot(weight, x.T, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def add_block(
+def add_blocks(
     acc,  # [BLOCK_N, BLOCK_T] f32
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K], of int4 [BLOCK_T, GROUP]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]; words of int4 in [BLOCK_N, GROUP]
-    scales_ptr,  # see `add_product` and `load_scales`
+    scales_ptr,  # see `load_block_scales` and `load_scales`
     first_t,
     first_n,
-    k,
-    n,
+    begin,
+    end,
     width_n,
     width_k,
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_FP8_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Return the sum with the product of a block of K added to it; device function."""
-    if GROUP:
-        scales = load_scales(scales_ptr, 0, n, k, width_n, width_k, SCALING, GROUP)
-        zeros = scales
-        if SCALING == "zeros":
-            zeros = load_scales(scales_ptr, 1, n, k, width_n, width_k, SCALING, GROUP)
-        words = weight_desc.load([first_n, k // 4])
-        x = load_parts(x_desc, first_t, k, DOT_DTYPE, GROUP)
-        acc = add_groups(acc, words, x, scales, zeros, DOT_DTYPE, SCALING)
-    else:
-        weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
-        x = x_desc.load([first_t, k]).to(DOT_DTYPE)
-        acc = add_product(acc, weight, x, scales_ptr, n, k, width_n, SCALING)
+    """Return the sum with the products of K in [begin, end) added to it, begin < end; device
+    function.
+    """
+    n = first_n + tl.arange(0, BLOCK_N)
+    # Scales are loaded a block ahead: no product waits for memory.
+    by_output = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if SCALING == "block":
+        by_output = load_block_scales(scales_ptr, n, begin, width_n, width_k)
+    for k in range(begin, end, BLOCK_K):
+        if GROUP:
+            scales = load_scales(scales_ptr, 0, n, k, width_n, width_k, SCALING, GROUP)
+            zeros = scales
+            if SCALING == "zeros":
+                zeros = load_scales(scales_ptr, 1, n, k, width_n, width_k, SCALING, GROUP)
+            words = weight_desc.load([first_n, k // 4])
+            x = load_parts(x_desc, first_t, k, DOT_DTYPE, GROUP)
+            acc = add_groups(acc, words, x, scales, zeros, DOT_DTYPE, SCALING)
+        else:
+            if SCALING == "block":
+                next_output = load_block_scales(scales_ptr, n, k + BLOCK_K, width_n, width_k)
+            weight = load_weight(weight_desc, first_n, k, DOT_DTYPE, SCALING)
+            x = load_rows(x_desc, first_t, k, DOT_DTYPE, HAS_FP8_ROWS)
+            acc = add_product(acc, weight, x, by_output, SCALING)
+            if SCALING == "block":
+                by_output = next_output
     return acc
 
 
@@ -279,6 +330,18 @@ def add_block(
 def scale_sum(acc, scales_ptr, n, width_n, SCALING: tl.constexpr):
     """Return the sum of a split, scaled if all its values share the scale; device function."""
     if SCALING == "channel":
-        scale = tl.load(scales_ptr + n, mask=n < width_n, other=0.0)
-        acc = acc * scale[:, None]
+        acc = acc * tl.load(scales_ptr + n, mask=n < width_n, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def scale_rows(acc, row_scales_ptr, row, in_rows, HAS_FP8_ROWS: tl.constexpr):
+    """Return the sum of a split, scaled if rows are in FP8; device function.
+
+    Args:
+        row_scales_ptr: [T].
+        row: [BLOCK_T].
+    """
+    if HAS_FP8_ROWS:
+        acc = acc * tl.load(row_scales_ptr + row, mask=in_rows, other=0.0)[None, :]
     return acc

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 from shared.errors import CheckpointError
 from shared.models import hub
 from shared.models.int4_config import PACKED, QWEIGHT, Int4Config, read_int4_config
-from shared.models.quantization import FP8, activation_scale_of, is_projection, stays_fp8
+from shared.models.quantization import (
+    FP8,
+    activation_scale_of,
+    is_projection,
+    read_fp8_rows,
+    stays_fp8,
+)
 from shared.models.tensor_files import TensorInfo, read_tensor_infos
 
 if TYPE_CHECKING:
@@ -254,7 +260,9 @@ class CheckpointReader:
         if info is not None and info.dtype == FP8_DTYPE:
             return self._load_quantized(name, shape)
         weight = self.load(name, shape)
-        return self._numbers(name, quantize(weight)) if self._quantization == FP8 else weight
+        if self._quantization != FP8:
+            return weight
+        return self._numbers(name, quantize(weight, has_fp8_rows=True))
 
     def _is_packed(self, name: str) -> bool:
         """Return whether a weight is in int4."""
@@ -284,6 +292,10 @@ class CheckpointReader:
                 "config.json does not say how"
             )
         return config
+
+    @cached_property
+    def _has_fp8_rows(self) -> bool:
+        return read_fp8_rows(self.directory)
 
     def _load_raw(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> torch.Tensor:
         """Return a tensor on the device in its own dtype, one of `dtypes`."""
@@ -318,7 +330,9 @@ class CheckpointReader:
                 f"{list(info.shape)}; a weight of {list(shape)} needs floating-point scales, one, "
                 "one per row, or one per block of 128 x 128"
             )
-        weight = QuantizedWeight(values=values, scales=scales, dtype=self._dtype)
+        weight = QuantizedWeight(
+            values=values, scales=scales, dtype=self._dtype, has_fp8_rows=self._has_fp8_rows
+        )
         return self._numbers(name, weight)
 
     def _numbers(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:

@@ -3,8 +3,8 @@
 Weights in FP8 (e4m3) are read as they are: in DeepSeek's format (a scale per block of 128 x 128),
 in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor),
 routed experts included. Of those in int4 int4_config.py knows more. Experts in MXFP4 are read where
-an architecture has them in tensors of all experts (gpt-oss). Activations are not quantised,
-whatever the checkpoint asks for.
+an architecture has them in tensors of all experts (gpt-oss). Where a checkpoint in FP8 asks for
+activations in 8 bits, a GPU quantises each row as it comes; scales known beforehand are not needed.
 """
 
 from __future__ import annotations
@@ -61,6 +61,22 @@ def parse_quantization(fields: Mapping[str, Any], source: str, *, has_fused_expe
     return FP8
 
 
+def has_fp8_rows(config: Mapping[str, Any]) -> bool:
+    """Return whether the quantization_config of a checkpoint in FP8 asks for activations in FP8."""
+    if config.get("quant_method") == "fp8":
+        return config.get("activation_scheme") in ("dynamic", "static")
+    groups = config.get("config_groups")
+    activations = [
+        group.get("input_activations")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping)
+    ]
+    return bool(activations) and all(
+        isinstance(one, Mapping) and one.get("num_bits") == 8 and one.get("type") == "float"
+        for one in activations
+    )
+
+
 def quantization_while_loading(name: str, *, checkpoint: str) -> str:
     """Return how weights are quantised while they load: "fp8", or "" for not at all.
 
@@ -96,7 +112,7 @@ def _is_multiplied(name: str) -> bool:
 def activation_scale_of(name: str) -> str:
     """Return the weight whose inputs a tensor has a static scale for; "": it is no such scale.
 
-    Activations keep the dtype, so the scale is not needed.
+    Rows have scales of their own, if any, so it is not needed.
     """
     module, _, kind = name.rpartition(".")
     return f"{module}.weight" if kind == "input_scale" else ""
@@ -119,6 +135,14 @@ def _check_compressed(config: Mapping[str, Any], source: str) -> None:
 def _check_block(block: Any, field: str) -> None:
     if block is not None and list(block) != [_SIDE, _SIDE]:
         raise CheckpointError(f"{field} = {block!r} is not supported, only [{_SIDE}, {_SIDE}] is")
+
+
+def read_fp8_rows(directory: Path) -> bool:
+    """Return whether a checkpoint in FP8 asks for activations in FP8, see `has_fp8_rows`."""
+    from shared.models.decoder_config import read_config_json
+
+    config = read_config_json(directory).get("quantization_config")
+    return isinstance(config, Mapping) and has_fp8_rows(config)
 
 
 def read_quantization(directory: Path) -> str:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import itertools
 
-from shared.kernels import expert_choice, expert_order, expert_products, expert_tiles
+import triton.language as tl
+
+from shared.kernels import (
+    expert_choice,
+    expert_order,
+    expert_products,
+    expert_tiles,
+    linear_swiglu,
+    linear_tiles,
+)
 from shared.kernels.linear_tiles import Tiles
 from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launch_options
 
@@ -51,32 +60,40 @@ def expert_kernels(dtype: str):
     """Yield, as `kernels` does, the products by the experts' weights."""
     values, size = f"*{dtype}", 4 if dtype == "fp32" else 2
     ids = ["*i32"] * 3
-    forms = ("block", "", "channel", "mxfp4")
+    forms = ("block", "", "channel", "mxfp4", *(("rows",) if size == 2 else ()))
     for rows_per_expert, form in itertools.product((1, 32, 64, 128, 256), forms):
-        is_mxfp4, is_fp8 = form == "mxfp4", form in ("block", "channel")
+        is_mxfp4, is_fp8 = form == "mxfp4", form in ("block", "channel", "rows")
+        has_fp8_rows = form == "rows"
+        x = "*fp8e4nv" if has_fp8_rows else values
+        row_scales = "*fp32" if has_fp8_rows else values
         shape = {
-            "DOT_DTYPE": DOT_DTYPES[dtype],
+            "DOT_DTYPE": tl.float8e4nv if has_fp8_rows else DOT_DTYPES[dtype],
+            "HAS_FP8_ROWS": has_fp8_rows,
             "NUM_EXPERTS": 128,
             "SLOTS": 8,
             "HAS_BIAS": is_mxfp4,
             "IS_DIRECT": rows_per_expert == 1,
             "IS_WHOLE": rows_per_expert != 64 and not is_mxfp4,
             "IS_MXFP4": is_mxfp4,
-            "SCALING": form if is_fp8 else "none",
+            "SCALING": "block" if has_fp8_rows else form if is_fp8 else "none",
         }
         tiles = expert_tiles.choose_up_tiles(rows_per_expert, size, is_fp8=is_fp8)
+        if has_fp8_rows:
+            tiles = linear_swiglu.choose_fp8_row_tiles(rows_per_expert)
         weight, tiles = _weight(dtype, tiles, form)
         yield (
             expert_products._expert_swiglu_kernel,
-            [values, *weight, *ids, values, values, *["i32"] * 3],
+            [x, *weight, row_scales, *ids, values, values, *["i32"] * 3],
             {**shape, **blocks(tiles), "LIMIT": 7.0 * is_mxfp4, "ALPHA": 1.702},
             launch_options(tiles),
         )
         tiles = expert_tiles.choose_down_tiles(rows_per_expert, size, is_fp8=is_fp8)
+        if has_fp8_rows:
+            tiles = linear_tiles.choose_fp8_row_tiles(rows_per_expert)
         weight, tiles = _weight(dtype, tiles, form)
         yield (
             expert_products._expert_down_kernel,
-            [values, *weight, *ids, "*fp32", values, "*fp32", *["i32"] * 4],
+            [x, *weight, row_scales, *ids, "*fp32", values, "*fp32", *["i32"] * 4],
             {**shape, **blocks(tiles)},
             launch_options(tiles),
         )
@@ -88,5 +105,6 @@ def _weight(dtype: str, tiles: Tiles, form: str) -> tuple[list[str], Tiles]:
         words = f"tensordesc<i16[{tiles.block_n}, 32]>"
         return [words, "*i32"], tiles._replace(block_k=128)
     if form:
-        return [descriptors("u8", tiles)[1], "*fp32"], tiles
+        kind = "fp8e4nv" if form == "rows" else "u8"
+        return [descriptors(kind, tiles)[1], "*fp32"], tiles
     return [descriptors(dtype, tiles)[1], f"*{dtype}"], tiles

@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -18,6 +19,7 @@ from triton.compiler import ASTSource
 from shared.kernels import (
     accept_walk,
     embedding,
+    fp8_rows,
     head_input,
     linear,
     linear_balanced,
@@ -64,12 +66,13 @@ def kernels(dtype: str):
         tiles = linear_tiles.choose_tiles(num_rows, 4 if dtype == "fp32" else 2, width_n)
         yield (
             linear._linear_kernel,
-            [*descriptors(dtype, tiles), values, values, "*fp32", *["i32"] * 3],
+            [*descriptors(dtype, tiles), values, values, values, "*fp32", *["i32"] * 3],
             {
                 **dot,
                 **blocks(tiles),
                 "SCALING": "none",
                 "GROUP": 0,
+                "HAS_FP8_ROWS": False,
                 "HAS_BIAS": num_rows <= 16,
                 "IS_SPLIT": num_splits > 1 and num_rows <= linear_tiles.MAX_SPLIT_ROWS,
                 "NUM_SPLITS": num_splits,
@@ -81,12 +84,13 @@ def kernels(dtype: str):
         tiles = linear_swiglu.choose_tiles(num_rows, 4 if dtype == "fp32" else 2)
         yield (
             linear_swiglu._linear_swiglu_kernel,
-            [*descriptors(dtype, tiles), *[values] * 3, *["i32"] * 3],
+            [*descriptors(dtype, tiles), *[values] * 4, *["i32"] * 3],
             {
                 **dot,
                 **blocks(tiles),
                 "SCALING": "none",
                 "GROUP": 0,
+                "HAS_FP8_ROWS": False,
                 "HAS_BIAS": True,
                 "ACTIVATION": "gelu_tanh" if num_rows == 64 else "silu",
             },
@@ -102,7 +106,6 @@ def kernels(dtype: str):
                 {
                     **dot,
                     "SCALING": "none",
-                    "GROUP": 0,
                     **blocks(square),
                     **share,
                     "HAS_BIAS": True,
@@ -114,13 +117,26 @@ def kernels(dtype: str):
         for activation in ("silu", "gelu_tanh"):
             yield (
                 linear_swiglu._balanced_swiglu_kernel,
-                [*descriptors(dtype, square), *[values] * 3, "*fp32", *["i32"] * 3],
+                [*descriptors(dtype, square), *[values] * 4, "*fp32", *["i32"] * 3],
                 {**dot, **blocks(square), **share, "SCALING": "none", "GROUP": 0}
-                | {"HAS_BIAS": True, "ACTIVATION": activation},
+                | {"HAS_FP8_ROWS": False, "HAS_BIAS": True, "ACTIVATION": activation},
                 launch_options(square),
             )
     for scaling in ("block", "channel"):
         yield from fp8_products(dtype, scaling)
+        if dtype != "fp32":
+            yield from fp8_row_products(dtype, scaling)
+    yield (
+        fp8_rows._quantize_rows_kernel,
+        [values, "*u8", "*fp32", *["i32"] * 2],
+        {"BLOCK": 32768},
+        {"num_warps": 16},
+    )
+    yield (
+        linear_swiglu._swiglu_addends_kernel,
+        ["*fp32", values, values, *["i32"] * 2],
+        {"HAS_BIAS": True, "ACTIVATION": "silu", "NUM_SPLITS": 4, "BLOCK": 512},
+    )
     forms = [("group", 128), ("zeros", 64), ("zeros", 32)]
     for scaling, group_size in forms[-1:] if dtype == "fp32" else forms:
         yield from int4_products(dtype, scaling, group_size)
@@ -244,12 +260,14 @@ def fp8_products(dtype: str, scaling: str):
         "DOT_DTYPE": DOT_DTYPES[dtype],
         "SCALING": scaling,
         "GROUP": 0,
+        "HAS_FP8_ROWS": False,
         "HAS_BIAS": True,
     }
 
     def types(tiles: linear_tiles.Tiles) -> list[str]:
         rows = f"tensordesc<{dtype}[{tiles.block_t}, {tiles.block_k}]>"
-        return [rows, f"tensordesc<u8[{tiles.block_n}, {tiles.block_k}]>", "*fp32", f"*{dtype}"]
+        weight = f"tensordesc<u8[{tiles.block_n}, {tiles.block_k}]>"
+        return [rows, weight, "*fp32", f"*{dtype}", f"*{dtype}"]
 
     for num_rows in (2048, 128, 64, 32, 1):
         tiles = linear_tiles.choose_fp8_tiles(num_rows, itemsize, (4096, 4096), by_block=by_block)
@@ -273,10 +291,42 @@ def fp8_products(dtype: str, scaling: str):
     tiles = linear_tiles.SQUARE_FP8_TILES
     yield (
         linear_balanced._balanced_linear_kernel,
-        [*types(tiles), "*fp32", "*fp32", *["i32"] * 2],
-        {**dot, **blocks(tiles), **share, "NUM_SPLITS": 4, "SPLIT_BLOCKS": 8},
+        [*types(tiles)[:3], f"*{dtype}", "*fp32", "*fp32", *["i32"] * 2],
+        {"DOT_DTYPE": DOT_DTYPES[dtype], "SCALING": scaling, "HAS_BIAS": True}
+        | {**blocks(tiles), **share, "NUM_SPLITS": 4, "SPLIT_BLOCKS": 8},
         launch_options(tiles),
     )
+
+
+def fp8_row_products(dtype: str, scaling: str):
+    """Yield products of rows and weights in FP8, as `kernels` does."""
+    dot = {
+        "DOT_DTYPE": tl.float8e4nv,
+        "SCALING": scaling,
+        "GROUP": 0,
+        "HAS_FP8_ROWS": True,
+        "HAS_BIAS": True,
+    }
+
+    def types(tiles: linear_tiles.Tiles) -> list[str]:
+        return [*descriptors("fp8e4nv", tiles), "*fp32", "*fp32", f"*{dtype}"]
+
+    for num_rows in (2048, 256, 128, 64, 32, 1):
+        tiles = linear_tiles.choose_fp8_row_tiles(num_rows)
+        split = {"IS_SPLIT": num_rows <= 256, "NUM_SPLITS": 4, "SPLIT_K": 1024}
+        yield (
+            linear._linear_kernel,
+            [*types(tiles), "*fp32", *["i32"] * 3],
+            {**dot, **blocks(tiles), **split},
+            launch_options(tiles),
+        )
+        tiles = linear_swiglu.choose_fp8_row_tiles(num_rows)
+        yield (
+            linear_swiglu._linear_swiglu_kernel,
+            [*types(tiles), f"*{dtype}", *["i32"] * 3],
+            {**dot, **blocks(tiles), "ACTIVATION": "silu"},
+            launch_options(tiles),
+        )
 
 
 def mailbox_kernels(values: str):
@@ -413,12 +463,12 @@ def int4_products(dtype: str, scaling: str, group_size: int):
     """Yield products with weights in int4, as `kernels` does."""
     itemsize = 4 if dtype == "fp32" else 2
     dot = {"DOT_DTYPE": DOT_DTYPES[dtype], "HAS_BIAS": True}
-    dot |= {"SCALING": scaling, "GROUP": group_size}
+    dot |= {"SCALING": scaling, "GROUP": group_size, "HAS_FP8_ROWS": False}
 
     def types(tiles: linear_tiles.Tiles) -> list[str]:
         rows = f"tensordesc<{dtype}[{tiles.block_t}, {group_size}]>"
         words = f"tensordesc<i16[{tiles.block_n}, {group_size}]>"
-        return [rows, words, "*fp16", f"*{dtype}"]
+        return [rows, words, "*fp16", f"*{dtype}", f"*{dtype}"]
 
     for num_rows in (2048, 128, 64, 32, 1):
         tiles = linear_tiles.choose_int4_tiles(num_rows, itemsize, 4 * group_size)

@@ -1,0 +1,151 @@
+"""Rows in FP8: their bytes, their products with weights in FP8, and the bits of a row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.kernels.expert_products import apply_experts
+from shared.kernels.fp8_experts import pack_fp8
+from shared.kernels.fp8_rows import become_fp8, quantize_rows, quantize_rows_ref
+from shared.kernels.linear import linear, linear_addends, sum_addends
+from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.quantized import QuantizedWeight
+from tests.kernels.test_fp8_experts import NUM_EXPERTS, choose, random_experts
+from tests.kernels.test_linear_quantized import SCALINGS, weight_of
+
+pytestmark = pytest.mark.kernel_only
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def with_fp8_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    return replace(weight, has_fp8_rows=True)
+
+
+def dequantized(x: torch.Tensor) -> torch.Tensor:
+    """Return what rows mean once they are in FP8, in float64."""
+    values, scales = quantize_rows_ref(x.cpu())
+    return values.view(torch.float8_e4m3fn).double() * scales.double()[:, None]
+
+
+def check(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare with float64: tensor cores add the products of FP8 with some 14 bits."""
+    size = expected.abs().max()
+    tolerance = 1e-3 if out.is_cuda else 2e-6
+    torch.testing.assert_close(out.double().cpu() / size, expected / size, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5), (3, 128), (4, 1100), (2, 2304)])
+def test_rows_have_the_bytes_and_scales_of_the_reference(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x = torch.randn(shape) * torch.logspace(-6, 4, shape[0])[:, None]
+    x[-1, : shape[1] // 2] = 0
+    x[0] *= float(shape[0] > 2)
+    x = x.to(device, dtype)
+    values, scales = quantize_rows(x)
+    want_values, want_scales = quantize_rows_ref(x.cpu())
+    assert torch.equal(scales.cpu(), want_scales)
+    assert torch.equal(values.cpu(), want_values)
+    # The largest value is the largest of e4m3.
+    largest = values.view(torch.float8_e4m3fn).float().abs().amax(dim=1)
+    is_zero = x.abs().amax(dim=1) == 0
+    assert torch.equal(largest.cpu(), torch.where(is_zero.cpu(), 0.0, 448.0))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_stays_none(device: torch.device, number: float, scaling: str) -> None:
+    """.. in its row, and nothing of another row changes."""
+    weight = with_fp8_rows(weight_of(16, 300, scaling, torch.bfloat16, device))
+    x = torch.randn(3, 300).to(device, torch.bfloat16)
+    before = linear(x, weight)
+    x[1, 7] = number
+    after = linear(x, weight)
+    assert after[1].isnan().all()
+    assert torch.equal(after[0], before[0]) and torch.equal(after[2], before[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("num_rows", "width_k", "width_n"), [(1, 16, 3), (9, 300, 70)])
+def test_products_are_those_of_quantised_rows(
+    device: torch.device,
+    num_rows: int,
+    width_k: int,
+    width_n: int,
+    dtype: torch.dtype,
+    scaling: str,
+) -> None:
+    x = torch.randn(num_rows, width_k).to(device, dtype)
+    weight = with_fp8_rows(weight_of(2 * width_n, width_k, scaling, dtype, device))
+    bias = torch.randn(2 * width_n).to(device, dtype)
+    expected = dequantized(x) @ weight.dequantized().double().cpu().T
+    check(linear(x, weight, out_dtype=torch.float32), expected)
+    check(linear(x, weight, bias, out_dtype=torch.float32), expected + bias.double().cpu())
+    check(sum_addends(linear_addends(x, weight), None, torch.float32), expected)
+    gate, up = (expected + bias.double().cpu()).chunk(2, dim=1)
+    want = gate * gate.sigmoid() * up
+    out = linear_swiglu(x, weight, bias).double().cpu()
+    torch.testing.assert_close(out / want.abs().max(), want / want.abs().max(), rtol=0, atol=0.02)
+
+
+def test_rows_of_32_bits_stay_as_they_are(device: torch.device) -> None:
+    x = torch.randn(3, 300, device=device)
+    weight = with_fp8_rows(weight_of(24, 300, "block", torch.float32, device))
+    assert not become_fp8(x, weight) and become_fp8(x.bfloat16(), weight)
+    assert torch.equal(linear(x, weight), linear(x, replace(weight, has_fp8_rows=False)))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_bits_of_a_row_do_not_depend_on_the_others(device: torch.device, scaling: str) -> None:
+    dtype = torch.bfloat16
+    counts = [33] if device.type == "cpu" else [2, 8, 16, 17, 33, 65, 129, 257, 700]
+    width_k = 2176  # two splits of 1152 and 1024, in blocks of 128
+    weight = with_fp8_rows(weight_of(24, width_k, scaling, dtype, device))
+    narrow = with_fp8_rows(weight_of(24, 304, scaling, dtype, device))
+    x = (torch.randn(max(counts), width_k) / 100).to(device, dtype)
+    alone = linear(x[:1], weight, out_dtype=torch.float32)
+    gated = linear_swiglu(x[:1, :304], narrow), linear_swiglu(x[:1], weight)
+    for count in counts:
+        assert torch.equal(linear(x[:count], weight, out_dtype=torch.float32)[:1], alone), count
+        sums = sum_addends(linear_addends(x[:count], weight), None, torch.float32)
+        assert torch.equal(sums[:1], alone), count
+        assert torch.equal(linear_swiglu(x[:count, :304], narrow)[:1], gated[0]), count
+        assert torch.equal(linear_swiglu(x[:count], weight)[:1], gated[1]), count
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("num_rows", [2, 40])
+def test_experts_multiply_rows_in_fp8(device: torch.device, scaling: str, num_rows: int) -> None:
+    """Products are close, and a row has the bits that it has alone."""
+    width_k, width_f, width_n = 320, 144, 72
+    dtype = torch.bfloat16
+    stored = [
+        [with_fp8_rows(one) for one in random_experts(*shape, scaling, dtype, device)]
+        for shape in ((2 * width_f, width_k), (width_n, width_f))
+    ]
+    gate_up, down = (pack_fp8(one, NUM_EXPERTS) for one in stored)
+    x = torch.randn(num_rows, width_k).to(device, dtype)
+    ids = [[row % NUM_EXPERTS, (3 * row + 1) % NUM_EXPERTS] for row in range(num_rows)]
+    chosen = choose(ids, device)
+    out = torch.full((2, num_rows, width_n), torch.nan, device=device)
+    apply_experts(x, gate_up, down, chosen, out)
+    for row in (0, num_rows - 1):
+        alone = torch.full((2, 1, width_n), torch.nan, device=device)
+        own = replace(chosen, ids=chosen.ids[row, None], weights=chosen.weights[row, None])
+        apply_experts(x[row, None], gate_up, down, own, alone)
+        assert torch.equal(alone[:, 0], out[:, row])
+        for slot, expert in enumerate(ids[row]):
+            both = gate_up[expert].dequantized().double().cpu() @ dequantized(x[row, None])[0]
+            gate, up = both.chunk(2)
+            inner = (gate * gate.sigmoid() * up).to(dtype)[None]
+            want = down[expert].dequantized().double().cpu() @ dequantized(inner)[0]
+            want *= float(chosen.weights[row, slot])
+            error = (out[slot, row].double().cpu() - want).norm() / want.norm()
+            assert error < 0.05  # what differs in the last bit may become the next value of e4m3
