@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 from shared.errors import CheckpointError
 from shared.models.pickled import PickledFile
@@ -72,7 +72,7 @@ def start_model_hash(directory: Path) -> Callable[[], str]:
             result.append(error)
 
     # A daemon: a start that fails for another reason does not wait for it.
-    thread = Thread(target=compute, name="model-hash", daemon=True)
+    thread = threading.Thread(target=compute, name="model-hash", daemon=True)
     thread.start()
 
     def wait() -> str:
@@ -186,12 +186,18 @@ def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
     files = {info.file for info in infos.values() if info.is_pickled}
     pickles = {file: PickledFile(file) for file in files}
 
+    own = threading.local()
+
+    def allocate() -> None:
+        own.block = memoryview(bytearray(_BLOCK_BYTES))
+
     def digest_of(info: TensorInfo) -> str:
         if info.is_pickled:
             return hashlib.sha256(pickles[info.file].bytes_of(info.name)).hexdigest()
-        return _digest_of(info)
+        return _digest_of(info, own.block)
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="model-hash") as pool:
+    # A block for each tensor would be made while no other thread can run: what loads would wait.
+    with ThreadPoolExecutor(num_threads, "model-hash", initializer=allocate) as pool:
         contents = pool.map(digest_of, (infos[name] for name in names))
         for name, content in zip(names, contents, strict=True):
             info = infos[name]
@@ -199,16 +205,15 @@ def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
     return digest.hexdigest()
 
 
-def _digest_of(info: TensorInfo) -> str:
-    """Return the SHA-256 of a tensor's bytes in a safetensors file."""
+def _digest_of(info: TensorInfo, block: memoryview) -> str:
+    """Return the SHA-256 of a tensor's bytes in a safetensors file. Mutates: `block`."""
     digest = hashlib.sha256()
     left = info.end - info.start
-    block = memoryview(bytearray(min(_BLOCK_BYTES, left)))
     # Not by mmap: a file that shrinks meanwhile would end the process.
     with info.file.open("rb", buffering=0) as file:
         file.seek(info.start)
         while left:
-            count = file.readinto(block[: min(len(block), left)])
+            count = file.readinto(block[:left])
             if not count:
                 raise CheckpointError(f"{info.file} ended within {info.name!r}, while it was read")
             digest.update(block[:count])
