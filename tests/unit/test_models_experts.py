@@ -22,6 +22,7 @@ from tests import checkpoints, families
 from tests.checkpoints import Tensors, edit_checkpoint
 from tests.engines import Models, Pairing, make_target, pool_of
 from tests.local_pair import LocalPair, LocalRequest
+from tests.quantized import write_fp8
 from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 
 CPU = torch.device("cpu")
@@ -226,6 +227,18 @@ def test_tensors_of_experts_are_accounted_for_by_name(
 ) -> None:
     directory = edit_checkpoint(checkpoints.write_qwen3_moe(tmp_path), tensors=change)
     with pytest.raises(CheckpointError, match=message):
+        CausalLM.from_checkpoint(directory, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("name", [DOWN, DOWN.replace("down", "up"), f"{DOWN}_scale_inv"])
+def test_an_expert_in_fp8_without_numbers_is_named(tmp_path: Path, name: str) -> None:
+    def damage(tensors: Tensors) -> None:
+        tensors[name].view(torch.uint8).view(-1)[-4:] = 0xFF
+
+    source = checkpoints.write_qwen3_moe(tmp_path / "source")
+    directory = edit_checkpoint(write_fp8(source, tmp_path / "fp8", "block"), tensors=damage)
+    weight = name.removesuffix("_scale_inv")
+    with pytest.raises(CheckpointError, match=f"tensor '{weight}' or its scales hold NaN"):
         CausalLM.from_checkpoint(directory, CPU, torch.float32)
 
 
