@@ -185,23 +185,26 @@ def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
     num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
     files = {info.file for info in infos.values() if info.is_pickled}
     pickles = {file: PickledFile(file) for file in files}
+    contents: dict[str, str] = {}
+    left = iter(names)
 
-    own = threading.local()
-
-    def allocate() -> None:
-        own.block = memoryview(bytearray(_BLOCK_BYTES))
-
-    def digest_of(info: TensorInfo) -> str:
-        if info.is_pickled:
-            return hashlib.sha256(pickles[info.file].bytes_of(info.name)).hexdigest()
-        return _digest_of(info, own.block)
-
-    # A block for each tensor would be made while no other thread can run: what loads would wait.
-    with ThreadPoolExecutor(num_threads, "model-hash", initializer=allocate) as pool:
-        contents = pool.map(digest_of, (infos[name] for name in names))
-        for name, content in zip(names, contents, strict=True):
+    def compute(_: int) -> None:
+        # No task or memory for each tensor: making it would stop the Python that loads beside it.
+        block = memoryview(bytearray(_BLOCK_BYTES))
+        for name in left:
             info = infos[name]
-            digest.update(f"{name} {info.dtype} {list(info.shape)} {content}\n".encode())
+            if info.is_pickled:
+                data = pickles[info.file].bytes_of(name)
+                contents[name] = hashlib.sha256(data).hexdigest()
+            else:
+                contents[name] = _digest_of(info, block)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="model-hash") as pool:
+        for _ in pool.map(compute, range(num_threads)):
+            pass
+    for name in names:
+        info = infos[name]
+        digest.update(f"{name} {info.dtype} {list(info.shape)} {contents[name]}\n".encode())
     return digest.hexdigest()
 
 
