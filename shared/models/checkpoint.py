@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +38,8 @@ BYTES_DTYPE = "U8"
 _INT4_SCALES = (".scales", ".weight_scale")
 # Ends of the names of scales: DeepSeek's, though values are multiplied by them, and all others'.
 _SCALE_ENDS = ("_scale_inv", "_scale")
+# What follows the module's name in the tensors that a weight is loaded from, in that order.
+_PARTS = ("weight", QWEIGHT, PACKED, "qzeros", *(f"weight{end}" for end in _SCALE_ENDS), "scales")
 
 
 def resolve_model(name: str, role: str) -> Path:
@@ -200,6 +202,15 @@ class CheckpointReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor that is in `names`."""
         return self._infos[name].shape
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Say which weights will be loaded next, in order, so that their bytes come sooner.
+
+        This replaces what was said before. An order that is not kept costs time, nothing else.
+        """
+        modules = (name.removesuffix("weight") for name in names)
+        parts = (f"{module}{part}" for module in modules for part in _PARTS)
+        self._reads.read_ahead(self._infos[part] for part in parts if part in self._infos)
 
     def load(
         self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None
