@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -206,6 +206,9 @@ class InflatedReader(CheckpointReader):
             directory, device=device, dtype=dtype, rename=rename, quantization=quantization
         )
         self._recipes = recipes
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Do nothing: there is nothing to read."""
 
     def _read(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
         return self._recipes[info.name].make(info.name, self._device).to(dtype)

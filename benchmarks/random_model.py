@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +150,9 @@ class RandomReader(CheckpointReader):
         self._is_fp8 = is_fp8
         self._infos = {}
         self._generator = torch.Generator(device=device).manual_seed(0)
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Do nothing: there is nothing to read."""
 
     def load(
         self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None

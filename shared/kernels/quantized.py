@@ -82,10 +82,13 @@ class QuantizedWeight:
             scales = scales.repeat_interleave(SCALE_BLOCK, dim=0)[: self.shape[1]]
         return self.values.float() * scales.T
 
-    def is_finite(self) -> bool:
-        """Return whether no value is NaN (e4m3 has no infinity), and all scales are numbers."""
-        is_nan = (self.values.view(torch.uint8) & 0x7F) == 0x7F
-        return bool(self.scales.isfinite().all()) and not bool(is_nan.any())
+    def is_finite(self) -> torch.Tensor:
+        """Return whether no value is NaN (e4m3 has no infinity), and all scales are numbers.
+
+        Returns: [] bool on the device, which nobody has waited for yet.
+        """
+        is_number = (self.values.view(torch.uint8) & 0x7F) != 0x7F
+        return self.scales.isfinite().all() & is_number.all()
 
     def rearranged(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         """Return the weight with other rows, or in another order.

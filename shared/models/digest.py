@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 from shared.errors import CheckpointError
 from shared.models.pickled import PickledFile
@@ -72,7 +72,7 @@ def start_model_hash(directory: Path) -> Callable[[], str]:
             result.append(error)
 
     # A daemon: a start that fails for another reason does not wait for it.
-    thread = Thread(target=compute, name="model-hash", daemon=True)
+    thread = threading.Thread(target=compute, name="model-hash", daemon=True)
     thread.start()
 
     def wait() -> str:
@@ -185,30 +185,38 @@ def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
     num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
     files = {info.file for info in infos.values() if info.is_pickled}
     pickles = {file: PickledFile(file) for file in files}
+    contents: dict[str, str] = {}
+    left = iter(names)
 
-    def digest_of(info: TensorInfo) -> str:
-        if info.is_pickled:
-            return hashlib.sha256(pickles[info.file].bytes_of(info.name)).hexdigest()
-        return _digest_of(info)
+    def compute(_: int) -> None:
+        # No task or memory for each tensor: making it would stop the Python that loads beside it.
+        block = memoryview(bytearray(_BLOCK_BYTES))
+        for name in left:
+            info = infos[name]
+            if info.is_pickled:
+                data = pickles[info.file].bytes_of(name)
+                contents[name] = hashlib.sha256(data).hexdigest()
+            else:
+                contents[name] = _digest_of(info, block)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="model-hash") as pool:
-        contents = pool.map(digest_of, (infos[name] for name in names))
-        for name, content in zip(names, contents, strict=True):
-            info = infos[name]
-            digest.update(f"{name} {info.dtype} {list(info.shape)} {content}\n".encode())
+        for _ in pool.map(compute, range(num_threads)):
+            pass
+    for name in names:
+        info = infos[name]
+        digest.update(f"{name} {info.dtype} {list(info.shape)} {contents[name]}\n".encode())
     return digest.hexdigest()
 
 
-def _digest_of(info: TensorInfo) -> str:
-    """Return the SHA-256 of a tensor's bytes in a safetensors file."""
+def _digest_of(info: TensorInfo, block: memoryview) -> str:
+    """Return the SHA-256 of a tensor's bytes in a safetensors file. Mutates: `block`."""
     digest = hashlib.sha256()
     left = info.end - info.start
-    block = memoryview(bytearray(min(_BLOCK_BYTES, left)))
     # Not by mmap: a file that shrinks meanwhile would end the process.
     with info.file.open("rb", buffering=0) as file:
         file.seek(info.start)
         while left:
-            count = file.readinto(block[: min(len(block), left)])
+            count = file.readinto(block[:left])
             if not count:
                 raise CheckpointError(f"{info.file} ended within {info.name!r}, while it was read")
             digest.update(block[:count])

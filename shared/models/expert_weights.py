@@ -39,6 +39,9 @@ def load_expert_weights(
         return _load_fused(reader, f"{prefix}.experts", config, hidden_size)
     names, num_experts = config.tensors, config.num_experts
     experts = [f"{prefix}.experts.{expert}" for expert in range(num_experts)]
+    in_order = [f"{expert}.{name}" for expert in experts for name in (names.gate, names.up)]
+    in_order += [f"{expert}.{names.down}" for expert in experts]
+    reader.read_ahead(f"{module}.weight" for module in in_order)
     gate_ups = _gate_ups(reader, experts, (names.gate, names.up), (config.width, hidden_size))
     downs = (
         reader.load_expert(f"{expert}.{names.down}.weight", (hidden_size, config.width))

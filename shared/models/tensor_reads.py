@@ -2,8 +2,8 @@
 
 The bytes of a large tensor are copied by several threads at once: on a CPU straight into the memory
 where it stays, one that becomes another dtype being converted piece by piece on its way; for a GPU
-into memory that it reads by itself, while threads fill the next. Files are not mapped: one that is
-replaced or cut off meanwhile is an error, not the end of the process.
+into memory that it reads by itself, see read_ahead.py. Files are not mapped: one that is replaced
+or cut off meanwhile is an error, not the end of the process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
 from shared.models import pickled
+from shared.models.read_ahead import ReadAhead
 from shared.models.tensor_files import TensorInfo
 
 REPORT_INTERVAL_S = 1.0
 _MAX_THREADS = 8
-_NUM_STAGES = 2
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -93,8 +94,8 @@ class TensorReads:
     Args:
         num_threads: That copy; None: as many as there are cores, 8 at most.
         min_share_bytes: What one thread copies at least: less is sooner done than handed over.
-        stage_bytes: Of each of the two parts of memory that a GPU reads; 0: the bytes go straight
-            to where they stay.
+        stage_bytes: Of each part of memory that a GPU reads; 0: the bytes go straight to where
+            they stay.
         piece_values: Read at once of what becomes another dtype: they stay in a core's cache, and
             calls are few.
     """
@@ -110,28 +111,44 @@ class TensorReads:
     ) -> None:
         self._device = device
         self._min_share_bytes = min_share_bytes
-        if stage_bytes is None:
-            stage_bytes = 0 if device.type == "cpu" else 32 << 20
-        self._stage_bytes = stage_bytes
-        self._stages: _Stages | None = None
         self._piece_values = piece_values
         self._num_threads = num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="read-weights")
+        self._staged: ReadAhead | None = None
+        if stage_bytes is None:
+            stage_bytes = 0 if device.type == "cpu" else 8 << 20
+        if stage_bytes:
+            self._staged = ReadAhead(
+                device,
+                self._pool,
+                self._num_threads,
+                self._fill,
+                stage_bytes=stage_bytes,
+                min_share_bytes=min_share_bytes,
+            )
         self._files: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # of the descriptors
 
     def close(self) -> None:
         """Close all files, and end the threads."""
-        if self._pool is not None:  # after an error some of them may still read
-            self._pool.shutdown()
-            self._pool = None
+        # Some may still read what nobody asked for.
+        self._pool.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.__exit__(None, None, None)
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._stages = None
+        self._staged = None
         self._files.clear()
         self._descriptors.clear()
+
+    def read_ahead(self, infos: Iterable[TensorInfo]) -> None:
+        """Say which tensors will be asked for next, in order, so that threads begin with them.
+
+        This replaces what was said before. An order that is not kept costs time, nothing else.
+        """
+        if self._staged is not None:
+            self._staged.read_ahead(info for info in infos if not info.is_pickled)
 
     def read(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
         """Return a tensor on the device, in memory of its own.
@@ -145,10 +162,12 @@ class TensorReads:
                 tensor = self._opened(info, dtype)
             else:
                 stored = _stored_dtype(info)
-                if info.file not in self._descriptors:
-                    self._descriptors[info.file] = os.open(info.file, os.O_RDONLY)
-                read = self._staged if self._stage_bytes else self._copied
-                tensor = read(info, stored, dtype)
+                if self._staged is None:
+                    tensor = self._copied(info, stored, dtype)
+                else:
+                    tensor = torch.empty(info.shape, dtype=stored, device=self._device)
+                    self._staged.read(info, tensor.view(-1).view(torch.uint8))
+                    tensor = tensor.to(dtype or stored)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
         on_read = _on_read.get()
@@ -166,25 +185,6 @@ class TensorReads:
         is_view = self._device.type == "cpu"
         return tensor.to(device=self._device, dtype=dtype or tensor.dtype, copy=is_view)
 
-    def _staged(
-        self, info: TensorInfo, stored: torch.dtype, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        """Return a tensor whose bytes a GPU reads from where threads have put them."""
-        if self._stages is None:
-            self._stages = _Stages(self._device, self._stage_bytes)
-        tensor = torch.empty(info.shape, dtype=stored, device=self._device)
-        values = tensor.view(-1).view(torch.uint8)
-        for first in range(0, len(values), self._stage_bytes):
-            part = values[first : first + self._stage_bytes]
-            stage = self._stages.take()[: len(part)]
-
-            def fill(begin: int, end: int, stage: torch.Tensor = stage, first: int = first) -> None:
-                self._fill(stage[begin:end], info, info.start + first + begin)
-
-            self._share_out(fill, len(part), 1)
-            self._stages.send(stage, part)
-        return tensor.to(dtype or stored)
-
     def _copied(
         self, info: TensorInfo, stored: torch.dtype, dtype: torch.dtype | None
     ) -> torch.Tensor:
@@ -195,13 +195,13 @@ class TensorReads:
 
         def copy(begin: int, end: int) -> None:
             if tensor.dtype is stored:
-                self._fill(values[begin:end], info, info.start + begin * size)
+                self._fill(_bytes_of(values[begin:end]), info, info.start + begin * size)
                 return
             with torch.inference_mode(tensor.is_inference()):  # which is a thread's own
                 piece = torch.empty(min(most, end - begin), dtype=stored)
                 for first in range(begin, end, most):
                     part = values[first : min(first + most, end)]
-                    self._fill(piece[: len(part)], info, info.start + first * size)
+                    self._fill(_bytes_of(piece[: len(part)]), info, info.start + first * size)
                     part.copy_(piece[: len(part)])
 
         self._share_out(copy, len(values), size)
@@ -213,16 +213,16 @@ class TensorReads:
         if count == 1:
             copy(0, num_values)
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="read-weights")
         bounds = [num_values * i // count for i in range(count + 1)]
         for _ in self._pool.map(copy, bounds[:-1], bounds[1:]):
             pass
 
-    def _fill(self, values: torch.Tensor, info: TensorInfo, offset: int) -> None:
-        """Copy bytes of a file from an offset on. Mutates: `values`, all of them."""
-        descriptor = self._descriptors[info.file]
-        part = memoryview(values.view(torch.uint8).numpy().data)
+    def _fill(self, part: memoryview, info: TensorInfo, offset: int) -> None:
+        """Copy bytes of a file from an offset on. Mutates: `part`, all of it."""
+        with self._lock:
+            if info.file not in self._descriptors:
+                self._descriptors[info.file] = os.open(info.file, os.O_RDONLY)
+            descriptor = self._descriptors[info.file]
         while part:
             num_read = os.preadv(descriptor, [part], offset)
             if not num_read:
@@ -230,36 +230,9 @@ class TensorReads:
             part, offset = part[num_read:], offset + num_read
 
 
-class _Stages:
-    """Memory that a GPU reads by itself, in parts that are filled in turns.
-
-    Args:
-        device: That reads it; a CPU copies at once.
-        num_bytes: Of a part.
-    """
-
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        is_gpu = device.type == "cuda"
-        self._memory = [
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(_NUM_STAGES)
-        ]
-        self._has_been_read = [torch.cuda.Event() if is_gpu else None for _ in range(_NUM_STAGES)]
-        self._turn = 0
-
-    def take(self) -> torch.Tensor:
-        """Return the next part, once it has been read. [num_bytes] u8."""
-        self._turn = (self._turn + 1) % _NUM_STAGES
-        event = self._has_been_read[self._turn]
-        if event is not None:
-            event.synchronize()
-        return self._memory[self._turn]
-
-    def send(self, values: torch.Tensor, to: torch.Tensor) -> None:
-        """Let the device read values of the part that was taken last. Mutates: `to`."""
-        to.copy_(values, non_blocking=True)
-        event = self._has_been_read[self._turn]
-        if event is not None:
-            event.record(torch.cuda.current_stream(to.device))
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the memory of values on a CPU."""
+    return memoryview(values.view(torch.uint8).numpy().data)
 
 
 def _stored_dtype(info: TensorInfo) -> torch.dtype:

@@ -149,14 +149,20 @@ def test_the_messages_of_a_round_are_measured(
     assert rows["delay"]["p50_ms"] >= 10.0, "in each direction"
 
 
-def test_ways_to_load_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "num_ways"),
+    [("", 8), ("--experts 4 --expert-width 256", 10), ("--experts 4 --expert-width 256 --fp8", 10)],
+)
+def test_ways_to_load_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, num_ways: int
+) -> None:
     output = tmp_path / "result.json"
-    flags = f"--gigabytes 0.004 --hidden-size 128 --repeat 1 --directory {tmp_path}"
+    flags = f"--gigabytes 0.004 --hidden-size 128 --repeat 1 --directory {tmp_path} {shape}"
     argv = [loading.__file__ or "", *flags.split(), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", argv)
     loading.main()
     rows = json.loads(output.read_text())["rows"]
-    assert len({row["what"] for row in rows}) == len(rows) == 8
+    assert len({row["what"] for row in rows}) == len(rows) == num_ways
     assert all(row["wall_s"] > 0 and row["cpu_s"] >= 0 for row in rows)
     assert rows[0]["gigabytes"] > 0.003
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]

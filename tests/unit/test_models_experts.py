@@ -17,11 +17,15 @@ from shared.models import experts as experts_module
 from shared.models.config import ModelConfig
 from shared.models.experts_config import ExpertsConfig, ExpertTensors, GroupScore, Scoring
 from shared.models.llama import CausalLM
+from shared.models.tensor_files import TensorInfo
+from shared.models.tensor_reads import TensorReads
 from target_service.start_up import measure_costs
 from tests import checkpoints, families
-from tests.checkpoints import Tensors, edit_checkpoint
+from tests.checkpoints import Shape, Tensors, edit_checkpoint
 from tests.engines import Models, Pairing, make_target, pool_of
+from tests.int4 import write_int4
 from tests.local_pair import LocalPair, LocalRequest
+from tests.quantized import write_fp8
 from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 
 CPU = torch.device("cpu")
@@ -226,6 +230,58 @@ def test_tensors_of_experts_are_accounted_for_by_name(
 ) -> None:
     directory = edit_checkpoint(checkpoints.write_qwen3_moe(tmp_path), tensors=change)
     with pytest.raises(CheckpointError, match=message):
+        CausalLM.from_checkpoint(directory, CPU, torch.float32)
+
+
+# A multiple of 32 throughout, as groups of int4 are.
+INT4_SHAPE = Shape(
+    hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=24
+)
+WRITERS: dict[str, Callable[[Path, Path], Path]] = {
+    "plain": lambda source, _: source,
+    "fp8": lambda source, to: write_fp8(source, to, "block"),
+    "fp8 by channels": lambda source, to: write_fp8(source, to, "channel"),
+    "awq": lambda source, to: write_int4(source, to, "awq")[0],
+    "gptq": lambda source, to: write_int4(source, to, "gptq")[0],
+    "int4 of compressed-tensors": lambda source, to: write_int4(source, to, "compressed")[0],
+}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_tensors_of_experts_are_announced_in_the_order_in_which_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Else threads would read ahead what is not wanted next: slow, but right."""
+    source = checkpoints.write_qwen3_moe(tmp_path / "source", shape=INT4_SHAPE, width=32)
+    directory = WRITERS[form](source, tmp_path / "quantized")
+    announced: list[str] = []
+    was_read: list[str] = []
+    read = TensorReads.read
+
+    def note(reads: TensorReads, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
+        was_read.append(info.name)
+        return read(reads, info, dtype)
+
+    monkeypatch.setattr(
+        TensorReads, "read_ahead", lambda _, infos: announced.extend(info.name for info in infos)
+    )
+    monkeypatch.setattr(TensorReads, "read", note)
+    CausalLM.from_checkpoint(directory, CPU, torch.float32)
+    tiny = ("g_idx", "weight_shape", "bias")
+    of_experts = [name for name in was_read if ".experts." in name and not name.endswith(tiny)]
+    assert announced == of_experts
+    assert len(announced) >= INT4_SHAPE.num_layers * 6 * 3
+
+
+@pytest.mark.parametrize("name", [DOWN, DOWN.replace("down", "up"), f"{DOWN}_scale_inv"])
+def test_an_expert_in_fp8_without_numbers_is_named(tmp_path: Path, name: str) -> None:
+    def damage(tensors: Tensors) -> None:
+        tensors[name].view(torch.uint8).view(-1)[-4:] = 0xFF
+
+    source = checkpoints.write_qwen3_moe(tmp_path / "source")
+    directory = edit_checkpoint(write_fp8(source, tmp_path / "fp8", "block"), tensors=damage)
+    weight = name.removesuffix("_scale_inv")
+    with pytest.raises(CheckpointError, match=f"tensor '{weight}' or its scales hold NaN"):
         CausalLM.from_checkpoint(directory, CPU, torch.float32)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,18 @@ def test_a_gpu_reads_tensors_in_turns(tmp_path: Path, tensors: dict[str, torch.T
     torch.cuda._sleep(1_000_000_000)  # so that no copy is over when its memory is wanted again
     check_tensors(tmp_path, tensors, TensorReads(gpu, min_share_bytes=SHARE, stage_bytes=5 * SHARE))
     check_tensors(tmp_path, tensors, TensorReads(gpu))
+    torch.cuda._sleep(1_000_000_000)
+    reads = TensorReads(gpu, min_share_bytes=SHARE, stage_bytes=5 * SHARE)
+    infos = read_tensor_infos(tmp_path)
+    reads.read_ahead(infos.values())
+    was_read = {name: reads.read(info, None) for name, info in infos.items()}
+    close(reads)
+    for name, tensor in was_read.items():
+        assert torch.equal(bits_of(tensor).cpu(), bits_of(tensors[name]))
 
 
 def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], reads: TensorReads) -> None:
-    """Read every tensor as it is and as other dtypes, and look for threads that are left."""
+    """Read every tensor as it is and as other dtypes."""
     infos = read_tensor_infos(directory)
     was_read = {name: reads.read(info, None) for name, info in infos.items()}
     for name, info in infos.items():
@@ -88,6 +97,11 @@ def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], reads: Tens
         assert torch.equal(bits_of(got).cpu(), bits_of(want))
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(bits_of(reads.read(info, dtype)).cpu(), bits_of(want.to(dtype)))
+    close(reads)
+
+
+def close(reads: TensorReads) -> None:
+    """Close, and look for threads that are left."""
     reads.close()
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("read-weights") for name in names)
@@ -121,6 +135,131 @@ def test_a_file_that_is_cut_off_meanwhile_is_an_error(
     with pytest.raises(CheckpointError, match=r"ended within .*, while it was read"):
         reads.read(info, None)
     reads.close()
+
+
+def in_another_order(infos: list[TensorInfo], order: str) -> list[TensorInfo]:
+    """Return what is announced of tensors that are asked for in order."""
+    announced = {
+        "all": infos,
+        "reversed": infos[::-1],
+        "others": infos[::2],
+        "twice": [info for info in infos for _ in range(2)],
+        "none": [],
+    }
+    return announced[order]
+
+
+@pytest.mark.parametrize("order", ["all", "reversed", "others", "twice", "none"])
+@pytest.mark.parametrize("stage_bytes", [SHARE, 5 * SHARE + 8, 1 << 20])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tensors_read_ahead_are_those_of_the_file(
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    num_threads: int,
+    stage_bytes: int,
+    order: str,
+) -> None:
+    """The stages are fewer than what is announced, and smaller than some tensors."""
+    infos = list(read_tensor_infos(tmp_path).values())
+    reads = reads_of(num_threads, stage_bytes=stage_bytes)
+    for _ in range(2):
+        reads.read_ahead(in_another_order(infos, order))
+        for info in infos:
+            got = reads.read(info, None)
+            assert got.dtype is tensors[info.name].dtype
+            assert torch.equal(bits_of(got), bits_of(tensors[info.name]))
+    close(reads)
+
+
+def test_what_is_read_ahead_and_never_asked_for_is_in_nobodys_way(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    infos = list(read_tensor_infos(tmp_path).values())
+    reads = reads_of(3, stage_bytes=SHARE)
+    for first in range(len(infos)):
+        reads.read_ahead(infos)
+        info = infos[first]
+        assert torch.equal(bits_of(reads.read(info, None)), bits_of(tensors[info.name]))
+    reads.read_ahead(infos)
+    close(reads)
+
+
+@pytest.fixture
+def reading_threads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return which thread has read how many bytes, read by read."""
+    seen: list[tuple[str, int]] = []
+    preadv = os.preadv
+
+    def note(*arguments: Any) -> int:
+        num_read = preadv(*arguments)
+        seen.append((threading.current_thread().name, num_read))
+        return num_read
+
+    monkeypatch.setattr(os, "preadv", note)
+    return seen
+
+
+def test_threads_read_every_byte_once_and_ahead(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], reading_threads: list[tuple[str, int]]
+) -> None:
+    """Whoever asks reads none: all come in order, though they are far more than stages are."""
+    infos = list(read_tensor_infos(tmp_path).values())
+    reads = reads_of(3, stage_bytes=SHARE)
+    reads.read_ahead(infos)
+    for info in infos:
+        reads.read(info, None)
+    close(reads)
+    assert all(name.startswith("read-weights") for name, _ in reading_threads)
+    assert sum(size for _, size in reading_threads) == sum(info.end - info.start for info in infos)
+
+
+def test_stages_of_what_is_not_asked_for_are_used_again(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], reading_threads: list[tuple[str, int]]
+) -> None:
+    infos = read_tensor_infos(tmp_path)
+    dropped, info = (infos[f"torch.float32-{shape}"] for shape in ((7, 3 * SHARE), (5, 2, 999)))
+    reads = reads_of(3, stage_bytes=4 * SHARE)
+    for _ in range(40):
+        reads.read_ahead([dropped])
+    reads.read_ahead([])
+    reading_threads.clear()
+    reads.read_ahead([info])
+    deadline = time.monotonic() + 60
+    while sum(size for _, size in reading_threads) < info.end - info.start:
+        assert time.monotonic() < deadline, "nothing is read before it is asked for"
+        time.sleep(0.001)
+    reading_threads.clear()
+    assert torch.equal(bits_of(reads.read(info, None)), bits_of(tensors[info.name]))
+    assert not reading_threads
+    close(reads)
+
+
+def test_errors_of_what_is_read_ahead_are_raised_for_whom_they_concern(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], reading_threads: list[tuple[str, int]]
+) -> None:
+    infos = sorted(read_tensor_infos(tmp_path).values(), key=lambda one: one.end)
+    whole = next(info for info in infos if info.end - info.start > 5 * SHARE)
+    cut = [info for info in infos if info.end == infos[-1].end]
+    gone = TensorInfo(
+        name="gone", file=tmp_path / "gone", dtype="F32", shape=(SHARE,), start=0, end=4 * SHARE
+    )
+    os.truncate(infos[-1].file, infos[-1].end - 1)
+    reads = reads_of(3, stage_bytes=SHARE)
+    for _ in range(40):  # the stages of what failed are there again
+        reads.read_ahead([*cut, gone, whole])
+        assert torch.equal(bits_of(reads.read(whole, None)), bits_of(tensors[whole.name]))
+        with pytest.raises(CheckpointError, match=r"'gone' is not readable.*No such file"):
+            reads.read(gone, None)
+        for info in cut:
+            message = f"{re.escape(str(info.file))} ended within {re.escape(repr(info.name))}"
+            with pytest.raises(CheckpointError, match=message):
+                reads.read(info, None)
+    reading_threads.clear()
+    reads.read_ahead([whole])
+    reads.read(whole, None)
+    assert all(name.startswith("read-weights") for name, _ in reading_threads)
+    reads.read_ahead([*cut, gone])
+    close(reads)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
