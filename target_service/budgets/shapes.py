@@ -65,9 +65,10 @@ class BudgetedShapes(TreeShapes):
         self._requests = requests
         self._budget = budget
         self._num_dropped = num_dropped
-        # By slot: who holds it as far as the budget knows, and the rung it wants of that request.
+        # By slot: who holds it as far as the budget knows, and the rung it wants of that request;
+        # None: it was not asked yet, or only before the request had credit for trees.
         self._owners: list[TargetRequest | None] = [None] * len(budget.rungs)
-        self._wanted = [0] * len(budget.rungs)
+        self._wanted: list[int | None] = [None] * len(budget.rungs)
 
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
@@ -77,7 +78,8 @@ class BudgetedShapes(TreeShapes):
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         if not credit.adapts:
             return credit.shape
-        if self._owners[request.req_idx] is not request or self._budget.is_due:
+        self._note_owner(request)
+        if self._wanted[request.req_idx] is None or self._budget.is_due:
             self._decide()
         rung = self._wanted[request.req_idx]
         # The credit may be another one by now.
@@ -127,14 +129,14 @@ class BudgetedShapes(TreeShapes):
         """Return the rung of the tree that the newest round of a request has waited for."""
         if request.draft is None or not request.draft.is_waited_for:
             return 0
-        return self._wanted[request.req_idx]
+        return self._wanted[request.req_idx] or 0
 
     def _note_owner(self, request: TargetRequest) -> None:
         """Take note of who holds a slot."""
         slot = request.req_idx
         if self._owners[slot] is not request:
             self._owners[slot] = request
-            self._wanted[slot] = 0
+            self._wanted[slot] = None
             self._budget.begin(slot)
 
     def _decide(self) -> None:

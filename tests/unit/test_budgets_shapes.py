@@ -138,3 +138,15 @@ def test_a_draft_of_releases_that_do_not_say_it_has_one_target() -> None:
         shapes.note_targets(num_targets)
         heard.append(costs.num_targets)
     assert heard == [3, 1]
+
+
+def test_a_request_that_gets_its_credit_between_decisions_does_not_rest_until_the_next() -> None:
+    """Its first round had the root alone, and others were decided for meanwhile."""
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    old, newcomer = request(0, Progress.CAUGHT_UP), request(1, Progress.BEHIND)
+    credit, newcomer.draft.credit = newcomer.draft.credit, None
+    requests = {str(one.req_idx): one for one in (old, newcomer)}
+    shapes = BudgetedShapes(requests, TreeBudget(costs, LADDER, 2, clock=lambda: 0.0))
+    assert shapes.of(old, old.draft.credit) is not None
+    newcomer.draft.credit = credit
+    assert shapes.of(newcomer, credit) is not None
