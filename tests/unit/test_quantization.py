@@ -13,10 +13,11 @@ import torch
 
 from orchestrator.pairing import ModelIdentity
 from shared.errors import CheckpointError
+from shared.kernels.quantized import QuantizedWeight
 from shared.messages import SamplingParams, TokenTree
-from shared.models.checkpoint import weight_bytes
+from shared.models.checkpoint import CheckpointReader, weight_bytes
 from shared.models.llama import CausalLM
-from shared.models.quantization import quantization_while_loading
+from shared.models.quantization import has_fp8_rows, quantization_while_loading
 from tests import checkpoints, families
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
 from tests.deepseek import write_deepseek
@@ -315,3 +316,46 @@ def test_speculation_changes_no_token_of_a_quantised_target(
     for got, want in zip(speculative, plain, strict=True):
         assert got.output == want.output
     assert max(request.accept_length for request in speculative) > 1.5
+
+
+def activations(**scheme: Any) -> dict[str, Any]:
+    """Return the quantization_config of compressed-tensors with a scheme of activations."""
+    config = compressed_config("channel")
+    config["config_groups"]["group_0"]["input_activations"] = scheme or None
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "are_fp8"),
+    [
+        (BLOCK_CONFIG, True),
+        (BLOCK_CONFIG | {"activation_scheme": "static"}, True),
+        ({"quant_method": "fp8"}, False),
+        (activations(num_bits=8, type="float", dynamic=True), True),
+        (activations(num_bits=8, type="int", dynamic=True), False),
+        (activations(num_bits=16, type="float"), False),
+        (activations(), False),
+        (compressed_config("channel"), False),
+    ],
+)
+def test_rows_are_quantised_if_the_checkpoint_asks_for_it(
+    config: dict[str, Any], *, are_fp8: bool
+) -> None:
+    assert has_fp8_rows(config) == are_fp8
+
+
+@pytest.mark.parametrize(("form", "are_fp8"), [("block", True), ("channel", False)])
+def test_weights_say_whether_rows_are_quantised(
+    tmp_path: Path, form: str, *, are_fp8: bool
+) -> None:
+    source = checkpoints.write_llama(tmp_path / "source", shape=RAGGED)
+    directory = write_fp8(source, tmp_path / "fp8", form)
+    size = (RAGGED.num_heads * RAGGED.head_dim, RAGGED.hidden_size)
+    for place, quantization, want in ((directory, "", are_fp8), (source, "fp8", True)):
+        with CheckpointReader(
+            place, device=CPU, dtype=torch.bfloat16, quantization=quantization
+        ) as reader:
+            weight = reader.load_matrix(MATRIX, size)
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.has_fp8_rows == want
+        assert weight.rearranged(torch.clone).has_fp8_rows == want
