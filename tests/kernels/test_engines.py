@@ -14,7 +14,7 @@ from shared.grammar.source import Grammar, GrammarKind
 from shared.kernels.dispatch import launch_counts
 from shared.messages import SamplingParams, TreeShape
 from target_service.engine import TargetEngine
-from tests.checkpoints import Shape, write_eagle3, write_qwen3_moe
+from tests.checkpoints import Shape, write_eagle3, write_llama, write_qwen3_moe
 from tests.deepseek import write_deepseek
 from tests.engines import Pairing, make_draft, make_target, run_plain
 from tests.gpt_oss import write_gpt_oss
@@ -61,7 +61,23 @@ def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
     assert [r.output for r in requests] == [r.output for r in plain]
     assert all(len(tree.token_ids) > 1 for request in requests for tree in request.trees)
     assert target.load.num_moved_rounds > 0
+    run_wide_in_fp8(tmp_path)
     assert {name for name, count in launch_counts().items() if count > 0} == counted_kernels()
+
+
+def run_wide_in_fp8(tmp_path: Path) -> None:
+    """Serve requests together and alone where rows become FP8, and an MLP of few outputs has a K of
+    two splits: what only wide models in 16 bits have.
+    """
+    shape = Shape(hidden_size=2048, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    target_dir = write_llama(tmp_path / "wide", shape=shape)
+    pairing = Pairing(target=target_dir, draft=target_dir, algorithm="standalone")
+    small = {"max_context_len": 8, "max_batch_rows": 16, "num_pages": 8}
+    target = make_target(pairing, dtype="bfloat16", quantization="fp8", **small)
+    requests = [LocalRequest(prompt=prompt, max_new_tokens=2) for prompt in ([72, 101], [72])]
+    together = run_plain(target, requests)
+    alone = run_plain(target, requests, alone=True)
+    assert [r.output for r in together] == [r.output for r in alone]
 
 
 @EXHAUSTIVE
