@@ -26,7 +26,8 @@ from shared.models.tensor_files import TensorInfo, read_tensor_infos
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-_MAX_THREADS = 8
+# All cores of a small machine, a quarter of those of a large one: they load weights meanwhile.
+_FEW_THREADS, _MAX_THREADS = 8, 16
 # hashlib and readinto let other threads run; per thread.
 _BLOCK_BYTES = 4 << 20
 # A file that changes again this soon may keep its time: file systems count in steps up to 2 s.
@@ -182,7 +183,8 @@ def _state_of(files: list[Path]) -> list[FileState]:
 def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
     digest = hashlib.sha256(config.read_bytes())
     names = sorted(infos)
-    num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+    num_cores = len(os.sched_getaffinity(0))
+    num_threads = max(min(num_cores, _FEW_THREADS), min(num_cores // 4, _MAX_THREADS))
     files = {info.file for info in infos.values() if info.is_pickled}
     pickles = {file: PickledFile(file) for file in files}
     contents: dict[str, str] = {}
