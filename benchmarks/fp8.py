@@ -1,9 +1,10 @@
 """Weights in FP8 against bfloat16: every product of a layer, and whole steps of the model.
 
 `limit_us` is what a product must read and write, at the measured copy bandwidth; `speedup` is
-against bfloat16. A product counts only with its check: close to the dequantised weight's, and the
-bits of a row those that it has alone. Steps are the model's forward with logits, as a CUDA graph,
-after `--context` tokens of noise. `--tiles` times more tiles of the products, to choose from.
+against bfloat16. A product counts only with its check: close to the dequantised weight's, by rows
+as they are quantised, and the bits of a row those that it has alone. Steps are the model's forward
+with logits, as a CUDA graph, after `--context` tokens of noise. `--tiles` times more tiles of the
+products, to choose from.
 
     python -m benchmarks.fp8 --output benchmarks/results/fp8.json
     python -m benchmarks.fp8 --parts products --rows 1 --tiles 64/16/128/4/6,64/16/256/4/4
@@ -31,7 +32,7 @@ from benchmarks.rows import build_rows, fill_noise, new_pool
 from benchmarks.timing import add_output_flag, copy_bandwidth, integers, progress, report, time_ms
 from shared.device import resolve_device
 from shared.kernels import linear as linear_module
-from shared.kernels.fp8_rows import become_fp8, quantize_rows
+from shared.kernels.fp8_rows import becomes_fp8, quantize_rows
 from shared.kernels.int4 import MIDDLE, Int4Weight, pack_int4
 from shared.kernels.linear import linear_addends, multiply, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu, multiply_swiglu
@@ -315,7 +316,7 @@ def _is_right(
 
     y = result(x)
     dense = weight.float() if isinstance(weight, torch.Tensor) else weight.dequantized()
-    has_fp8_rows = become_fp8(x, weight)
+    has_fp8_rows = becomes_fp8(x, weight)
     want = (_dequantized(x) if has_fp8_rows else x.float()) @ dense.T
     if is_gated:
         gate, up = want.chunk(2, dim=1)

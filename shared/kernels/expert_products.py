@@ -359,6 +359,7 @@ def apply_experts(
     assert gate_up.dtype == down.dtype == x.dtype and x.shape[1] == gate_up.shape[2]
     if num_rows == 0:
         return
+    x = aligned(x)
     grid = choose_grid(chosen.ids.numel(), num_experts)
     order = (chosen.ids, chosen.ids)
     if not grid.is_direct:
@@ -381,12 +382,12 @@ def _launch_swiglu(
     num_experts, width_f, width_k = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     rows = row_operand(x, weight)
     tiles = up_tiles(x, weight, grid)
-    read = expert_operands(weight, tiles, is_as_it_is=rows.is_as_it_is)
+    read = expert_operands(weight, tiles, multiplies_e4m3=rows.multiplies_e4m3)
     tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_swiglu")
     _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), grid.num_items)](
-        aligned(rows.values),
+        rows.values,
         read.weight,
         read.scales,
         rows.scales,
@@ -417,7 +418,7 @@ def _launch_down(
     num_experts, width_n, width_k = weight.shape
     rows = row_operand(x, weight)
     tiles = down_tiles(x, weight, grid)
-    read = expert_operands(weight, tiles, is_as_it_is=rows.is_as_it_is)
+    read = expert_operands(weight, tiles, multiplies_e4m3=rows.multiplies_e4m3)
     tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_down")

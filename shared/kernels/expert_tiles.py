@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from shared.kernels import linear_swiglu, linear_tiles
 from shared.kernels.expert_products_cpu import KernelWeights
 from shared.kernels.fp8_experts import QuantizedExperts
-from shared.kernels.fp8_rows import become_fp8
+from shared.kernels.fp8_rows import becomes_fp8
 from shared.kernels.linear import blocks_of
 from shared.kernels.linear_tiles import INTERPRETED_TILES, SQUARE_TILES, Tiles
 from shared.kernels.mxfp4 import MXFP4_BLOCK, WORDS_K, Mxfp4Weights
@@ -83,11 +83,11 @@ class Operands:
     constants: dict[str, Any]
 
 
-def expert_operands(weight: KernelWeights, tiles: Tiles, *, is_as_it_is: bool) -> Operands:
+def expert_operands(weight: KernelWeights, tiles: Tiles, *, multiplies_e4m3: bool) -> Operands:
     """Return what a kernel reads of weights, in tiles but for the length of blocks of words.
 
     Args:
-        is_as_it_is: See `fp8_operands`.
+        multiplies_e4m3: See `fp8_operands`.
     """
     if isinstance(weight, Mxfp4Weights):
         tiles = tiles._replace(block_k=WORDS_K)
@@ -95,7 +95,7 @@ def expert_operands(weight: KernelWeights, tiles: Tiles, *, is_as_it_is: bool) -
         constants = {"IS_MXFP4": True, "SCALING": "none"}
         return Operands(weight=blocks, scales=weight.scales, tiles=tiles, constants=constants)
     if isinstance(weight, QuantizedExperts):
-        values, scales, constants = fp8_operands(weight, is_as_it_is=is_as_it_is)
+        values, scales, constants = fp8_operands(weight, multiplies_e4m3=multiplies_e4m3)
     else:
         values, scales, constants = weight, weight, {"SCALING": "none"}
     blocks = blocks_of(values.flatten(0, 1), tiles.block_n, tiles.block_k)
@@ -107,7 +107,7 @@ def up_tiles(x: torch.Tensor, weight: KernelWeights, grid: Grid) -> Tiles:
     """Return the tiles of gate and up where x is."""
     if not x.is_cuda:
         return INTERPRETED_TILES
-    if become_fp8(x, weight):
+    if becomes_fp8(x, weight):
         return linear_swiglu.choose_fp8_row_tiles(grid.rows_per_expert)
     is_fp8 = isinstance(weight, QuantizedExperts)
     return choose_up_tiles(grid.rows_per_expert, x.element_size(), is_fp8=is_fp8)
@@ -117,7 +117,7 @@ def down_tiles(x: torch.Tensor, weight: KernelWeights, grid: Grid) -> Tiles:
     """Return the tiles of the second product where x is."""
     if not x.is_cuda:
         return INTERPRETED_TILES
-    if become_fp8(x, weight):
+    if becomes_fp8(x, weight):
         return linear_tiles.choose_fp8_row_tiles(grid.rows_per_expert)
     is_fp8 = isinstance(weight, QuantizedExperts)
     return choose_down_tiles(grid.rows_per_expert, x.element_size(), is_fp8=is_fp8)

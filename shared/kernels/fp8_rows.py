@@ -17,7 +17,8 @@ import triton.language as tl
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, dot_dtype
 from shared.kernels.fp8_cache import to_e4m3
-from shared.kernels.quantized import E4M3_MAX
+from shared.kernels.fp8_experts import QuantizedExperts
+from shared.kernels.quantized import E4M3_MAX, QuantizedWeight
 
 _MAX = tl.constexpr(E4M3_MAX)
 # Rows of nothing larger become zeros: the inverse of their scale might be no number.
@@ -43,14 +44,16 @@ class RowOperand:
     dot: tl.dtype
 
     @property
-    def is_as_it_is(self) -> bool:
+    def multiplies_e4m3(self) -> bool:
         """Return whether e4m3 is multiplied as it is."""
         return self.values.dtype == torch.float8_e4m3fn
 
 
-def become_fp8(x: torch.Tensor, weight: object) -> bool:
-    """Return whether rows become FP8 before they are multiplied by a weight."""
-    return x.element_size() == 2 and bool(getattr(weight, "has_fp8_rows", False))
+def becomes_fp8(x: torch.Tensor, weight: object) -> bool:
+    """Return whether rows become FP8 before they are multiplied by a weight, or by weights."""
+    if not isinstance(weight, QuantizedWeight | QuantizedExperts):
+        return False
+    return weight.has_fp8_rows and x.element_size() == 2
 
 
 def row_operand(x: torch.Tensor, weight: object) -> RowOperand:
@@ -59,7 +62,7 @@ def row_operand(x: torch.Tensor, weight: object) -> RowOperand:
     Args:
         x: [T, K].
     """
-    if not become_fp8(x, weight):
+    if not becomes_fp8(x, weight):
         return RowOperand(values=x, scales=x, has_scales=False, dot=dot_dtype(x))
     values, scales = quantize_rows(x)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) >= _MULTIPLIES_FP8:

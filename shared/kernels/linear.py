@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from shared.kernels.balanced_tiles import Deal, handover
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
-from shared.kernels.fp8_rows import become_fp8, row_operand
+from shared.kernels.fp8_rows import becomes_fp8, row_operand
 from shared.kernels.int4 import SPLIT_MULTIPLE, Int4Weight
 from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
@@ -287,7 +287,7 @@ def _multiply(
         elif isinstance(weight, QuantizedWeight):
             by_block = weight.scaling == "block"
             tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
-            if become_fp8(x, weight):
+            if becomes_fp8(x, weight):
                 tiles, deal = choose_fp8_row_tiles(num_rows), None
             tiles = SQUARE_FP8_TILES if deal else tiles
         else:
@@ -322,7 +322,7 @@ def multiply(
         tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
     count_launch("linear")
     rows = row_operand(x, weight)
-    values, scales, constants = operands(weight, is_as_it_is=rows.is_as_it_is)
+    values, scales, constants = operands(weight, multiplies_e4m3=rows.multiplies_e4m3)
     blocks = (
         blocks_of(rows.values, tiles.block_t, copied_k),
         blocks_of(values, tiles.block_n, copied_k),

@@ -24,7 +24,7 @@ from shared.kernels.quantized import (
 def _balanced_linear_kernel(
     x_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
-    scales_ptr,  # see `add_product`, unread if SCALING is "none"
+    scales_ptr,  # see `load_block_scales`, unread if SCALING is "none"
     bias_ptr,  # [N], unread unless HAS_BIAS
     out_ptr,  # [T, N] mutated
     handover_ptr,  # [P, 4 + BLOCK_N * BLOCK_T] f32 mutated, see `handover`

@@ -2,8 +2,9 @@
 
 One program computes the same outputs of both products, so that nothing but the result is stored.
 The K schedule is that of `linear` with one split. Grid: (tiles of T, tiles of F), or of many rows
-(programs,), to which tiles are dealt out evenly (`shared/kernels/balanced_tiles.py`). Where outputs
-are few and K is long, the products are those of `linear`, in splits, and another kernel adds them.
+(programs,), to which tiles are dealt out evenly (`shared/kernels/balanced_tiles.py`). Only where
+outputs are few and K is long, the products are those of `linear` in its splits, which another
+kernel adds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shared.kernels.balanced_tiles import (
 )
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
-from shared.kernels.fp8_rows import become_fp8, row_operand
+from shared.kernels.fp8_rows import becomes_fp8, row_operand
 from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales
 from shared.kernels.linear import blocks_of, linear_addends, sum_addends_block
 from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_splits, num_tiles
@@ -470,7 +471,7 @@ def linear_swiglu(
     elif x.is_cuda and isinstance(weight, QuantizedWeight):
         # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
         tiles = choose_fp8_tiles(num_rows, x.element_size())
-        if become_fp8(x, weight):
+        if becomes_fp8(x, weight):
             tiles = choose_fp8_row_tiles(num_rows)
     elif x.is_cuda:
         tiles = choose_tiles(num_rows, x.element_size())
@@ -504,7 +505,7 @@ def multiply_swiglu(
     if isinstance(weight, Int4Weight):
         tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
     rows = row_operand(x, weight)
-    values, scales, constants = operands(weight, is_as_it_is=rows.is_as_it_is)
+    values, scales, constants = operands(weight, multiplies_e4m3=rows.multiplies_e4m3)
     tensors = (
         blocks_of(rows.values, tiles.block_t, copied_k),
         blocks_of(values, tiles.block_n, copied_k),

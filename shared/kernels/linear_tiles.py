@@ -58,8 +58,8 @@ def split_width(width_k: int, splits: int, multiple: int = _SPLIT_MULTIPLE) -> i
     return triton.cdiv(triton.cdiv(width_k, splits), multiple) * multiple
 
 
-# Tensor cores add up 16 values of k at a time whatever the tile. What interprets a kernel on a CPU
-# does not, and gets the same tiles always.
+# Tensor cores add up 16 values of k at a time, 32 of e4m3, whatever the tile. What interprets a
+# kernel on a CPU does not, and gets the same tiles always.
 INTERPRETED_TILES = Tiles(64, 32, 64, 4, 1)
 
 

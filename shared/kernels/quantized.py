@@ -52,7 +52,7 @@ class QuantizedWeight:
         values: [N, K] float8_e4m3fn, no NaN.
         scales: [1, N] f32, one per output; or [ceil(K / SCALE_BLOCK), N] f32.
         dtype: Of the rows that are multiplied by it.
-        has_fp8_rows: Rows of 16 bits become FP8 before, where a GPU computes.
+        has_fp8_rows: Rows of 16 bits become FP8 before, where kernels compute.
     """
 
     values: torch.Tensor
@@ -156,7 +156,7 @@ def stack_rows(parts: Sequence[GpuWeight]) -> GpuWeight | None:
 
 
 def _stack_fp8(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    if len({len(part.scales) for part in parts}) > 1:
+    if len({(len(part.scales), part.has_fp8_rows) for part in parts}) > 1:
         return None
     values = torch.cat([part.values.view(torch.uint8) for part in parts])
     return replace(
@@ -183,24 +183,24 @@ class ScaledValues(Protocol):
 
 
 def fp8_operands(
-    weight: ScaledValues, *, is_as_it_is: bool
+    weight: ScaledValues, *, multiplies_e4m3: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return what a kernel reads of values in FP8: values, scales, and constants.
 
     Args:
-        is_as_it_is: It multiplies e4m3; else it reads bytes.
+        multiplies_e4m3: It multiplies e4m3; else it reads bytes.
     """
-    values = weight.values if is_as_it_is else weight.values.view(torch.uint8)
+    values = weight.values if multiplies_e4m3 else weight.values.view(torch.uint8)
     return values, weight.scales.contiguous(), {"SCALING": weight.scaling}
 
 
 def operands(
-    weight: GpuWeight, *, is_as_it_is: bool
+    weight: GpuWeight, *, multiplies_e4m3: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return what a kernel reads: values, scales (unread if there are none), and constants.
 
     Args:
-        is_as_it_is: See `fp8_operands`.
+        multiplies_e4m3: See `fp8_operands`.
     """
     if isinstance(weight, Int4Weight):
         constants = {"SCALING": weight.scaling, "GROUP": weight.group_size}
@@ -208,7 +208,7 @@ def operands(
             constants["DOT_DTYPE"] = tl.float32
         return weight.values, weight.scales, constants
     if isinstance(weight, QuantizedWeight):
-        values, scales, constants = fp8_operands(weight, is_as_it_is=is_as_it_is)
+        values, scales, constants = fp8_operands(weight, multiplies_e4m3=multiplies_e4m3)
         return values, scales, {**constants, "GROUP": 0}
     return weight, weight, {"SCALING": "none", "GROUP": 0}
 

@@ -354,8 +354,9 @@ class CheckpointReader:
                 f"{list(info.shape)}; a weight of {list(shape)} needs floating-point scales, one, "
                 "one per row, or one per block of 128 x 128"
             )
+        has_fp8_rows = self._quantization == FP8 or self._has_fp8_rows
         weight = QuantizedWeight(
-            values=values, scales=scales, dtype=self._dtype, has_fp8_rows=self._has_fp8_rows
+            values=values, scales=scales, dtype=self._dtype, has_fp8_rows=has_fp8_rows
         )
         self._is_finite[name] = weight.is_finite()
         return weight

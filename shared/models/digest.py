@@ -190,20 +190,25 @@ def _compute(config: Path, infos: Mapping[str, TensorInfo]) -> str:
     contents: dict[str, str] = {}
     left = iter(names)
 
-    def compute(_: int) -> None:
+    def compute_some() -> None:
         # No task or memory for each tensor: making it would stop the Python that loads beside it.
         block = memoryview(bytearray(_BLOCK_BYTES))
-        for name in left:
-            info = infos[name]
-            if info.is_pickled:
-                data = pickles[info.file].bytes_of(name)
-                contents[name] = hashlib.sha256(data).hexdigest()
-            else:
-                contents[name] = _digest_of(info, block)
+        try:
+            for name in left:
+                info = infos[name]
+                if info.is_pickled:
+                    data = pickles[info.file].bytes_of(name)
+                    contents[name] = hashlib.sha256(data).hexdigest()
+                else:
+                    contents[name] = _digest_of(info, block)
+        except BaseException:
+            list(left)  # nobody takes another one
+            raise
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="model-hash") as pool:
-        for _ in pool.map(compute, range(num_threads)):
-            pass
+        tasks = [pool.submit(compute_some) for _ in range(num_threads)]
+    for task in tasks:
+        task.result()
     for name in names:
         info = infos[name]
         digest.update(f"{name} {info.dtype} {list(info.shape)} {contents[name]}\n".encode())

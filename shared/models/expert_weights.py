@@ -33,7 +33,7 @@ def load_expert_weights(
 
     Args:
         prefix: Name of their module in the checkpoint, "model.layers.0.mlp".
-    Raises: CheckpointError naming a tensor that is missing, mis-shaped, or holds no numbers.
+    Raises: CheckpointError naming a tensor that is missing, mis-shaped, or of MXFP4 no numbers.
     """
     if config.tensors.is_fused:
         return _load_fused(reader, f"{prefix}.experts", config, hidden_size)

@@ -1,7 +1,7 @@
 """Bytes of files on their way to a GPU: threads put them into memory that it reads by itself.
 
-A tensor that is announced is begun while those before it are sent. A large one is read in parts, by
-all threads at once, and each part is sent when it is there.
+A tensor that is announced is read while those before it are sent, and sent when it is asked for.
+A large one is read in parts, by all threads at once, and each part is sent when it is there.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _BAD_SURPRISE = 1.3
 _MIXED_WEIGHT = 0.15
 # Fewer are none: some dozens of rounds ago there were prompts.
 _LEAST_MIXED = 0.01
-# So many rounds without them, and none that wait, and the next ones have none either.
+# So many rounds without prompts, and none being read, and the next ones have none either.
 _PROMPTS_ENDED_AFTER = 3
 # Rows that a draft has missed and that are gone are computed again if that pays within the time in
 # which every request gets so many tokens.

@@ -10,12 +10,13 @@ import torch
 
 from shared.kernels.expert_products import apply_experts
 from shared.kernels.fp8_experts import pack_fp8
-from shared.kernels.fp8_rows import become_fp8, quantize_rows, quantize_rows_ref
+from shared.kernels.fp8_rows import becomes_fp8, quantize_rows, quantize_rows_ref
 from shared.kernels.linear import linear, linear_addends, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu
-from shared.kernels.quantized import QuantizedWeight
+from shared.kernels.quantized import QuantizedWeight, stack_rows
 from tests.kernels.test_fp8_experts import NUM_EXPERTS, choose, random_experts
 from tests.kernels.test_linear_quantized import SCALINGS, weight_of
+from tests.marks import first_if_interpreted
 
 pytestmark = pytest.mark.kernel_only
 
@@ -98,7 +99,7 @@ def test_products_are_those_of_quantised_rows(
 def test_rows_of_32_bits_stay_as_they_are(device: torch.device) -> None:
     x = torch.randn(3, 300, device=device)
     weight = with_fp8_rows(weight_of(24, 300, "block", torch.float32, device))
-    assert not become_fp8(x, weight) and become_fp8(x.bfloat16(), weight)
+    assert not becomes_fp8(x, weight) and becomes_fp8(x.bfloat16(), weight)
     assert torch.equal(linear(x, weight), linear(x, replace(weight, has_fp8_rows=False)))
 
 
@@ -121,10 +122,15 @@ def test_bits_of_a_row_do_not_depend_on_the_others(device: torch.device, scaling
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("num_rows", [2, 40])
-def test_experts_multiply_rows_in_fp8(device: torch.device, scaling: str, num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "width_k"),
+    [(2, 320), *first_if_interpreted([(40, 320), (200, 384), (700, 384)])],
+)
+def test_experts_multiply_rows_in_fp8(
+    device: torch.device, scaling: str, num_rows: int, width_k: int
+) -> None:
     """Products are close, and a row has the bits that it has alone."""
-    width_k, width_f, width_n = 320, 144, 72
+    width_f, width_n = 144, 72
     dtype = torch.bfloat16
     stored = [
         [with_fp8_rows(one) for one in random_experts(*shape, scaling, dtype, device)]
@@ -149,3 +155,10 @@ def test_experts_multiply_rows_in_fp8(device: torch.device, scaling: str, num_ro
             want *= float(chosen.weights[row, slot])
             error = (out[slot, row].double().cpu() - want).norm() / want.norm()
             assert error < 0.05  # what differs in the last bit may become the next value of e4m3
+
+
+def test_weights_of_which_some_have_rows_in_fp8_are_not_stacked(device: torch.device) -> None:
+    one, other = (weight_of(n, 200, "block", torch.bfloat16, device) for n in (3, 130))
+    assert stack_rows([one, with_fp8_rows(other)]) is None
+    stacked = stack_rows([with_fp8_rows(one), with_fp8_rows(other)])
+    assert isinstance(stacked, QuantizedWeight) and stacked.has_fp8_rows

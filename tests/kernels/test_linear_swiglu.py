@@ -10,7 +10,8 @@ import torch
 from shared.kernels.dispatch import launch_counts, use_triton
 from shared.kernels.linear import linear
 from shared.kernels.linear_swiglu import linear_swiglu
-from shared.kernels.swiglu import swiglu
+from shared.kernels.swiglu import Activation, swiglu
+from tests.marks import first_if_interpreted
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -39,6 +40,33 @@ def test_odd_sizes_and_dtypes(
             rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype],
         )  # fmt: skip
     assert launch_counts().get("linear_swiglu", 0) == 2 * int(use_triton(x))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", first_if_interpreted([torch.bfloat16, torch.float16]))
+def test_few_outputs_of_a_long_input(
+    device: torch.device, dtype: torch.dtype, activation: Activation
+) -> None:
+    """The products are made in splits of K, which a kernel of its own adds up and gates."""
+    width_k, width_f = 2176, 20
+    counts = (1, 2, 40) if IS_INTERPRETED else (1, 2, 40, 130, 257, 700)
+    x = torch.randn(counts[-1], width_k).to(device, dtype)
+    weight = (torch.randn(2 * width_f, width_k) / width_k**0.5).to(device, dtype)
+    bias = torch.randn(2 * width_f).to(device, dtype)
+    out = linear_swiglu(x, weight, bias, activation)
+    assert (launch_counts().get("swiglu_addends", 0) > 0) == use_triton(x)
+    product = x.double().cpu() @ weight.double().cpu().T + bias.double().cpu()
+    gate, up = product.chunk(2, dim=1)
+    gated = gate * gate.sigmoid()
+    if activation == "gelu_tanh":
+        gated = torch.nn.functional.gelu(gate, approximate="tanh")
+    scale = up.abs().clamp(min=1)
+    torch.testing.assert_close(
+        out.double().cpu() / scale, gated * up / scale,
+        rtol=8 * TOLERANCE[dtype], atol=8 * TOLERANCE[dtype],
+    )  # fmt: skip
+    for count in counts:
+        assert torch.equal(linear_swiglu(x[:count], weight, bias, activation), out[:count]), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.errors import CheckpointError
+from shared.models import digest
 from shared.models.checkpoint import (
     CheckpointReader,
     resolve_model,
@@ -382,6 +383,24 @@ def test_model_hash_sees_a_change(tmp_path: Path, change: Callable[[Tensors], No
     before = model_hash(directory)
     edit_checkpoint(directory, tensors=change)
     assert model_hash(directory) != before
+
+
+def test_a_damaged_file_ends_the_hash_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """.. of what other threads have not begun, too."""
+    directory = checkpoints.write_llama(tmp_path / "model")
+    num_begun = 0
+
+    def fail(*_: object) -> str:
+        nonlocal num_begun
+        num_begun += 1
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(digest, "_digest_of", fail)
+    with pytest.raises(CheckpointError, match="damaged"):
+        model_hash(directory, HashCache(tmp_path / "cache"))
+    assert num_begun <= len(os.sched_getaffinity(0))
 
 
 def test_model_hash_sees_the_config_and_every_byte(tmp_path: Path) -> None:
