@@ -236,7 +236,7 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
 def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     output, picture = tmp_path / "bench.json", tmp_path / "timeline.svg"
     result = coppice(
-        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--new-tokens=160"),
+        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--new-tokens=96"),
         *("--speculation=off,3/2/6", f"--output={output}", f"--timeline={picture}"),
     )
     assert result.returncode == 0, result.stderr

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 NUM_REPLICAS = {"cpu": 2, "gpu": 1}
 """profile -> of each worker; what replicas share, both profiles share."""
 READY_TIMEOUT_S = 300.0
+ALMOST_READY = ("ready address=", "listening on port")
+"""What workers and servers log: before it, a health check would be a process for nothing."""
 PROMPT = "def read_lines(path):"
 
 
@@ -79,6 +81,9 @@ class Container:
     def wait_healthy(self) -> None:
         """Wait for the health check to pass, as depends_on does."""
         deadline = time.monotonic() + READY_TIMEOUT_S
+        while not any(text in self.log() for text in ALMOST_READY) and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.log()}"
+            time.sleep(0.1)
         while not self.is_healthy():
             assert self.process.poll() is None, f"{self.name} ended:\n{self.log()}"
             assert time.monotonic() < deadline, f"{self.name} is not healthy:\n{self.log()}"

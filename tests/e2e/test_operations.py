@@ -23,10 +23,10 @@ from tests.processes import wait_for
 pytestmark = pytest.mark.slow
 
 REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "def read_config(path):\n", "max_new_tokens": 320, "ignore_eos": True},
+    {"prompt": "def read_config(path):\n", "max_new_tokens": 220, "ignore_eos": True},
     {
         "prompt": "class Queue:\n",
-        "max_new_tokens": 320,
+        "max_new_tokens": 220,
         "ignore_eos": True,
         "temperature": 0.8,
         "seed": 11,
