@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import threading
@@ -93,12 +94,19 @@ class Load:
 
 
 def restart(server: Server, names: list[str]) -> None:
-    """Have workers drain by SIGTERM and start their successors, one after the other."""
-    for name in names:
-        server.stop_service(name)
-        assert not server.logged("requests still run", service=name)
-        server.start_service(name)
-        wait_used(server)
+    """Have workers drain by SIGTERM and start their successors, one after the other.
+
+    A target that stays is slow meanwhile, so that streams are midway, and leave the cores to what
+    starts.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in {"target-0", "target-1"} - set(names):
+            stack.enter_context(server.slowed(name, pause_s=0.1))
+        for name in names:
+            server.stop_service(name)
+            assert not server.logged("requests still run", service=name)
+            server.start_service(name)
+            wait_used(server)
 
 
 @pytest.mark.parametrize(
