@@ -212,7 +212,7 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
 ) -> None:
     schedule, output = tmp_path / "arrivals.json", tmp_path / "bench.json"
     rows = [
-        {"at_s": 0.1 * index, "token_ids": [5 + index, 9], "max_new_tokens": 60 + index}
+        {"at_s": 0.1 * index, "token_ids": [5 + index, 9], "max_new_tokens": 40 + index}
         for index in range(6)
     ]
     schedule.write_text(json.dumps(rows))

@@ -33,8 +33,9 @@ REQUESTS: list[dict[str, Any]] = [
         "seed": 11,
     },
 ]
-
-
+SHORT_LEN = 80
+SHORT = [{**request, "max_new_tokens": SHORT_LEN} for request in REQUESTS]
+"""The same, whose outputs are how those begin."""
 PROFILED = ("target-0", "draft-0")
 
 
@@ -192,10 +193,10 @@ def test_a_profile_of_an_engine_shows_its_steps(
 
     def have_stepped() -> bool:
         """Return whether the engines ran all steps of their profiles: a draft may be late."""
-        with streams(quartet.address, REQUESTS * 2) as running:
+        with streams(quartet.address, SHORT * 2) as running:
             for stream, alone in zip(running, plain * 2, strict=True):
                 stream.result()
-                assert stream.token_ids == alone.token_ids
+                assert stream.token_ids == alone.token_ids[:SHORT_LEN]
         return all(quartet.info(name).load.num_steps >= before[name] + 5 for name in PROFILED)
 
     wait_for(have_stepped)
