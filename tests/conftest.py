@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ APART = ("command_line", "compose", "exactness", "kubernetes", "pairings", "whee
 # Of processes of tests that run beside those of stacks. A stack that recovers while its clients go
 # on computes more, the longer that takes; who only computes can take what it leaves.
 NICENESS = 5
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are imported: modules are none, and many to look through."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

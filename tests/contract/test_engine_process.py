@@ -23,6 +23,7 @@ from shared.rpc.engine import EngineDiedError, EnginePing
 from shared.rpc.engine_process import EngineProcess
 from tests.contract.driver import target_open
 from tests.fakes.factories import factory
+from tests.marks import exhaustive
 from tests.processes import is_alive, with_path
 
 TORCH_FACTORY = "tests.fakes.torch_engine:create_engine"
@@ -169,7 +170,7 @@ async def test_environment_of_the_engine() -> None:
         assert "tests.contract.test_engine_process" not in modules
 
 
-@pytest.mark.parametrize("cpu_threads", [0, 1, 3])
+@pytest.mark.parametrize("cpu_threads", [0, 3, *exhaustive([1])])
 async def test_torch_threads_are_set_before_the_factory_runs(cpu_threads: int) -> None:
     engine = EngineProcess(TORCH_FACTORY, TargetConfig(cpu_threads=cpu_threads))
     try:

@@ -211,8 +211,6 @@ def _all_workers(scene: Scene) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "kill a target": Fault(strike=lambda s: s.kill(s.worker("target")), takes_targets=True),
-    "garbage trees": Fault(strike=Scene.garble_trees),
     "full shared memory": Fault(strike=Scene.fill_memory, takes_targets=True, needs_private=True),
     "torn words": Fault(strike=Scene.tear_words),
     "cut a target off": Fault(strike=lambda s: s.cut(s.worker("target")), takes_targets=True),
@@ -221,23 +219,26 @@ FAULTS: dict[str, Fault] = {
     "removed files": Fault(strike=Scene.remove_files),
     "clock jump": Fault(strike=Scene.jump_clocks, takes_targets=True),
     "reset clients": Fault(strike=lambda s: s.stack.links[ORCHESTRATOR].reset()),
-    "garbage on a peer channel": Fault(strike=Scene.garble_peer),
     "full disk": Fault(strike=Scene.fill_disk, takes_targets=True, needs_private=True),
     "slow draft": Fault(strike=lambda s: s.slow(s.worker("draft"))),
     "reset a target": Fault(
         strike=lambda s: s.stack.links[s.worker("target")].reset(), takes_targets=True
     ),
     "cut a draft off": Fault(strike=lambda s: s.cut(s.worker("draft"))),
-    "slow target": Fault(strike=lambda s: s.slow(s.worker("target"))),
     # The other faults of these kinds come before.
     "cut clients off": Fault(strike=lambda s: s.cut(ORCHESTRATOR)),
     "reset a draft": Fault(strike=lambda s: s.stack.links[s.worker("draft")].reset()),
-    # These have tests of their own: test_faults.py and test_liveness.py.
+    # These have tests of their own: in test_faults.py, test_liveness.py, where all faults meet slow
+    # targets, test_bad_input.py and test_fuzz_peer.py.
     "stop a draft": Fault(strike=lambda s: s.stop(s.worker("draft"))),
     "kill the orchestrator": Fault(strike=lambda s: s.kill(ORCHESTRATOR)),
     "stop a target": Fault(strike=lambda s: s.stop(s.worker("target")), takes_targets=True),
     "kill a draft": Fault(strike=lambda s: s.kill(s.worker("draft"))),
     "stop the orchestrator": Fault(strike=lambda s: s.stop(ORCHESTRATOR)),
+    "kill a target": Fault(strike=lambda s: s.kill(s.worker("target")), takes_targets=True),
+    "slow target": Fault(strike=lambda s: s.slow(s.worker("target"))),
+    "garbage trees": Fault(strike=Scene.garble_trees),
+    "garbage on a peer channel": Fault(strike=Scene.garble_peer),
 }
 
 

@@ -321,7 +321,7 @@ def test_malformed_trees_from_a_draft(pair: Server) -> None:
     requests = [
         {
             "token_ids": PROMPT,
-            "max_new_tokens": 240,
+            "max_new_tokens": 170,
             "ignore_eos": True,
             "speculation": True,
             "seed": 7,

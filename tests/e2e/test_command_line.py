@@ -212,7 +212,7 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
 ) -> None:
     schedule, output = tmp_path / "arrivals.json", tmp_path / "bench.json"
     rows = [
-        {"at_s": 0.1 * index, "token_ids": [5 + index, 9], "max_new_tokens": 60 + index}
+        {"at_s": 0.1 * index, "token_ids": [5 + index, 9], "max_new_tokens": 40 + index}
         for index in range(6)
     ]
     schedule.write_text(json.dumps(rows))
@@ -236,7 +236,7 @@ def test_bench_plays_a_schedule_and_counts_what_workers_did(
 def test_bench_says_where_a_round_goes(server: str, tmp_path: Path) -> None:
     output, picture = tmp_path / "bench.json", tmp_path / "timeline.svg"
     result = coppice(
-        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--new-tokens=160"),
+        *("bench", "--server", server, "--requests=2", "--concurrency=1", "--new-tokens=96"),
         *("--speculation=off,3/2/6", f"--output={output}", f"--timeline={picture}"),
     )
     assert result.returncode == 0, result.stderr

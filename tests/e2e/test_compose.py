@@ -20,13 +20,15 @@ import pytest
 from coppice import Client
 from tests.compose_file import ROLES, load_compose, services_of
 from tests.e2e.test_command_line import NEVER_LATE, NO_SPARES
+from tests.marks import exhaustive
 from tests.processes import command, wait_for
 
 pytestmark = pytest.mark.slow
 
-NUM_REPLICAS = {"cpu": 2, "gpu": 1}
-"""profile -> of each worker; what replicas share, both profiles share."""
+PROFILES = ("cpu", "gpu")
 READY_TIMEOUT_S = 300.0
+ALMOST_READY = ("ready address=", "listening on port")
+"""What workers and servers log: before it, a health check would be a process for nothing."""
 PROMPT = "def read_lines(path):"
 
 
@@ -79,6 +81,9 @@ class Container:
     def wait_healthy(self) -> None:
         """Wait for the health check to pass, as depends_on does."""
         deadline = time.monotonic() + READY_TIMEOUT_S
+        while not any(text in self.log() for text in ALMOST_READY) and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.log()}"
+            time.sleep(0.1)
         while not self.is_healthy():
             assert self.process.poll() is None, f"{self.name} ended:\n{self.log()}"
             assert time.monotonic() < deadline, f"{self.name} is not healthy:\n{self.log()}"
@@ -100,12 +105,14 @@ class Container:
 def addresses(profile: str) -> Iterator[str]:
     """Yield loopback addresses of a net of this process and profile: no other run has them."""
     high, low = divmod(os.getpid() % (1 << 14), 1 << 8)
-    net = f"127.{64 * (1 + list(NUM_REPLICAS).index(profile)) + high}.{low}"
+    net = f"127.{64 * (1 + PROFILES.index(profile)) + high}.{low}"
     yield from (f"{net}.{host}" for host in range(1, 255))
 
 
 @contextlib.contextmanager
-def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Container]]]:
+def compose_up(
+    profile: str, num_replicas: int, tmp_path: Path
+) -> Iterator[dict[str, list[Container]]]:
     """Start a profile with replicas of each worker; yields role -> containers."""
     document = load_compose()
     services = services_of(document, profile)
@@ -123,7 +130,7 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
                 continue
             networks = service["networks"]
             aliases = networks["workers"]["aliases"] if isinstance(networks, dict) else []
-            for index in range(NUM_REPLICAS[profile]):
+            for index in range(num_replicas):
                 host = next(hosts)
                 for alias in (name, *aliases):
                     names.setdefault(alias, []).append(host)
@@ -156,9 +163,12 @@ def compose_up(profile: str, tmp_path: Path) -> Iterator[dict[str, list[Containe
         yield containers
 
 
-@pytest.mark.parametrize("profile", NUM_REPLICAS)
-def test_every_service_runs_by_its_command(profile: str, tmp_path: Path) -> None:
-    with compose_up(profile, tmp_path) as containers:
+# What replicas share, both profiles share, and so do two pods of test_kubernetes.py.
+@pytest.mark.parametrize(
+    ("profile", "num_replicas"), [("cpu", 1), ("gpu", 1), *exhaustive([("cpu", 2)])]
+)
+def test_every_service_runs_by_its_command(profile: str, num_replicas: int, tmp_path: Path) -> None:
+    with compose_up(profile, num_replicas, tmp_path) as containers:
         (front,) = containers["orchestrator"]
         environment = services_of(load_compose(), profile)["orchestrator"]["environment"]
         address = f"{front.host}:{environment['COPPICE_PORT']}"
@@ -171,7 +181,7 @@ def test_every_service_runs_by_its_command(profile: str, tmp_path: Path) -> None
                 assert drafted.token_ids == plain.token_ids
                 return drafted.speculation.num_draft_tokens > 0
 
-            for _ in range(2 * NUM_REPLICAS[profile]):
+            for _ in range(2 * num_replicas):
                 wait_for(has_tree)
         assert plain.usage.num_output_tokens == 24
         (http,) = containers["gateway"]

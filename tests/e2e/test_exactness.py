@@ -49,7 +49,7 @@ SHAPES = {
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens): accept_length
     for (num_steps, topk, num_draft_tokens), accept_length in ACCEPT_LENGTHS.items()
 }
-CATCH_UP_TOKENS = 24
+CATCH_UP_TOKENS = 12
 """Rounds of the root alone that a request usually may run until its draft has read all prompts."""
 LEAST_TREES = 7
 """Of each shape, of its two or three requests: where trees are late, all are served again."""

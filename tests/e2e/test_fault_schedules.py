@@ -23,9 +23,9 @@ from tests.processes import wait_for
 pytestmark = pytest.mark.slow
 
 NUM_CALLERS = 3
-NUM_FAST = 4
+NUM_FAST = 3
 NUM_DEALT = 4
-NUM_SEEDS = 204
+NUM_SEEDS = 203
 TOO_FAR_S = 600.0
 TIMEOUTS = ("draft_timeout_ms", "draft_open_timeout_ms", "step_timeout_s")
 SCHEMA: dict[str, Any] = {
@@ -141,4 +141,4 @@ def test_the_first_schedules_have_nearly_all_kinds_of_faults() -> None:
     schedules = [schedule_of(seed) for seed in range(NUM_FAST)]
     num_kinds = len({strike.name for schedule in schedules for strike in schedule})
     assert num_kinds == NUM_FAST * NUM_DEALT
-    assert len(FAULTS) <= num_kinds + 7
+    assert len(FAULTS) <= num_kinds + 11

@@ -18,7 +18,7 @@ from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 400
+NUM_TOKENS = 260
 REQUESTS: list[dict[str, Any]] = [
     {
         "prompt": "def read_config(path):\n",

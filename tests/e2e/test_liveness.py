@@ -13,7 +13,7 @@ from coppice import Completion
 from shared.config import OrchestratorConfig, TargetConfig
 from tests.e2e.serving import PlainOutputs, Server, running, stack_config
 from tests.e2e.streaming import Stream, streams
-from tests.e2e.test_operations import REQUESTS
+from tests.e2e.test_operations import REQUESTS, SHORT, SHORT_LEN
 from tests.marks import exhaustive
 from tests.processes import wait_for
 
@@ -113,10 +113,10 @@ def test_an_idle_engine_that_is_stopped_is_replaced(
     stop(server, name, "engine")
     wait_for(lambda: server.num_engines_lost(name) == num_restarts + 1, RESTART_TIMEOUT_S)
     server.wait_paired()
-    with streams(server.address, REQUESTS) as running:
+    with streams(server.address, SHORT) as running:
         for stream, alone in zip(running, plain, strict=True):
             stream.result()
-            assert stream.token_ids == alone.token_ids
+            assert stream.token_ids == alone.token_ids[:SHORT_LEN]
     server.wait_logged("the engine made no progress for", service=name)
 
 

@@ -1,6 +1,7 @@
-"""Triton's interpreter without what it works out again and again, or for nothing: half of its time.
+"""Triton's interpreter without what it works out again and again, or for nothing: more than half of
+its time.
 
-Kernels compute the same; what is remembered are types, which do not change.
+Kernels compute the same; what is remembered are types and constants, which do not change.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+_MOST_CONSTANTS = 10_000
+_MOST_CONSTANT_BYTES = 1 << 14
 
 
 def speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +33,10 @@ def speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_get_np_dtype", _numpy_dtypes())
     monkeypatch.setattr(tl.block_type, "__init__", _block_types())
     monkeypatch.setattr(tl.tensor, "__init__", _tensors())
+    monkeypatch.setattr(tl.dtype, "__eq__", _equality())
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", _unwrapping())
+    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", _operands())
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", _broadcast())
 
 
 def _numpy_dtypes() -> Any:
@@ -76,3 +85,78 @@ def _tensors() -> Any:
         self.shape, self.numel = found
 
     return init
+
+
+def _equality() -> Any:
+    equal = tl.dtype.__eq__
+
+    def eq(self: tl.dtype, other: object) -> bool:
+        return self is other or equal(self, other)
+
+    return eq
+
+
+def _unwrapping() -> Any:
+    unwrap = tl.core._unwrap_if_constexpr
+
+    def quickly(value: Any) -> Any:
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        return value if kind in (tl.tensor, int) else unwrap(value)
+
+    return quickly
+
+
+def _operands() -> Any:
+    """Return what makes operands alike: those that are so stay, and constants are made once."""
+    make = TritonSemantic.binary_op_type_checking_impl
+    known: dict[tuple[Any, ...], tl.tensor] = {}
+
+    def operands(self: Any, lhs: Any, rhs: Any, *options: Any, **others: Any) -> Any:
+        # Equal shapes are the same object, see `_tensors`; the dtype of a pointer is another class.
+        if not isinstance(lhs, tl.tensor) or type(lhs.dtype) is not tl.dtype:
+            return make(self, lhs, rhs, *options, **others)
+        if isinstance(rhs, tl.tensor):
+            is_alike = lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
+            if is_alike and not others.get("div_or_mod") and len(options) < 4:
+                return lhs, rhs
+            return make(self, lhs, rhs, *options, **others)
+        key = (rhs, type(rhs), lhs.dtype.name, id(lhs.shape), options, *sorted(others.items()))
+        constant = known.get(key)
+        if constant is not None:
+            return lhs, constant
+        same, made = make(self, lhs, rhs, *options, **others)
+        is_small = made.handle.data.nbytes <= _MOST_CONSTANT_BYTES
+        if same is lhs and is_small and len(known) < _MOST_CONSTANTS:
+            made.handle.data.flags.writeable = False
+            known[key] = made
+        return same, made
+
+    return operands
+
+
+def _broadcast() -> Any:
+    """Return what makes shapes alike: those that are so stay, and a scalar's new type is known."""
+    make = TritonSemantic.broadcast_impl_value
+    known: dict[tuple[str, int], tl.block_type] = {}
+
+    def splat(self: Any, value: tl.tensor, like: tl.tensor) -> tl.tensor:
+        if type(value.dtype) is not tl.dtype:
+            block = like.type.with_element_ty(value.dtype)
+        else:
+            key = (value.dtype.name, id(like.shape))
+            block = known.get(key) or like.type.with_element_ty(value.dtype)
+            known[key] = block
+        return self.tensor(self.builder.create_splat(block, value.handle), block)
+
+    def broadcast(self: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if lhs.type.is_block() == rhs.type.is_block():
+            return make(self, lhs, rhs)
+        if lhs.type.is_block():
+            return lhs, splat(self, rhs, lhs)
+        return splat(self, lhs, rhs), rhs
+
+    return broadcast

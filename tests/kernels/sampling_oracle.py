@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -41,30 +42,41 @@ class Row:
 
     def kept(self) -> list[int]:
         """Return the ids that survive, best first, by exact sums of the weights."""
-        x, order = self.scaled(), self.ranking()
-        largest = x[order[0]]
-        weight = [Fraction(1 if v == largest else math.exp(v - largest)) for v in x]
-        if self.top_k:
-            order = order[: self.top_k]
-        if self.top_p < 1:
-            needed = Fraction(np.float32(self.top_p).item()) * sum(weight[i] for i in order)
-            total, count = Fraction(0), 0
-            while count == 0 or total < needed:
-                total += weight[order[count]]
-                count += 1
-            order = order[:count]
-        return [i for i in order if weight[i] >= Fraction(np.float32(self.min_p).item())]
+        return list(_kept(self._filtered()))
 
     def token(self) -> int:
         """Return the token to sample."""
         if self.temperature == 0:
             return self.ranking()[0]
-        x = self.scaled()
-        noisy = {
-            i: np.float32(x[i]) + np.float32(gumbel(self.seed, self.position, i))
-            for i in self.kept()
-        }
-        return max(noisy, key=lambda i: (noisy[i], -i))
+        return _token(self._filtered(), self.seed, self.position)
+
+    def _filtered(self) -> Row:
+        """Return what decides which ids survive: rows that differ in their noise share it."""
+        return replace(self, logits=tuple(self.logits), seed=0, position=0)
+
+
+@lru_cache(maxsize=64)
+def _kept(row: Row) -> tuple[int, ...]:
+    x, order = row.scaled(), row.ranking()
+    largest = x[order[0]]
+    weight = [Fraction(1 if v == largest else math.exp(v - largest)) for v in x]
+    if row.top_k:
+        order = order[: row.top_k]
+    if row.top_p < 1:
+        needed = Fraction(np.float32(row.top_p).item()) * sum(weight[i] for i in order)
+        total, count = Fraction(0), 0
+        while count == 0 or total < needed:
+            total += weight[order[count]]
+            count += 1
+        order = order[:count]
+    return tuple(i for i in order if weight[i] >= Fraction(np.float32(row.min_p).item()))
+
+
+@lru_cache(maxsize=64)
+def _token(row: Row, seed: int, position: int) -> int:
+    x = row.scaled()
+    noisy = {i: np.float32(x[i]) + np.float32(gumbel(seed, position, i)) for i in _kept(row)}
+    return max(noisy, key=lambda i: (noisy[i], -i))
 
 
 def arguments(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:

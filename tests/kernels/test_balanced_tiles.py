@@ -23,7 +23,7 @@ from shared.kernels.linear_tiles import (
 )
 from shared.kernels.quantized import QuantizedWeight, quantize
 from shared.kernels.swiglu import Activation
-from tests.marks import IS_INTERPRETED, first_if_interpreted
+from tests.marks import EXHAUSTIVE, IS_INTERPRETED, first_if_interpreted
 
 # Rows of three tiles and of five, the last of each not whole; likewise columns.
 NUM_ROWS, WIDTH_N = (70, 300) if IS_INTERPRETED else (300, 1100)
@@ -45,7 +45,14 @@ def deals(tiles: Tiles, width_n: int) -> list[Deal]:
     return [deal for deal in found if deal]
 
 
-@pytest.mark.parametrize("width_k", [64, 2048, 4096], ids=["1 split", "2 splits", "4 splits"])
+@pytest.mark.parametrize(
+    "width_k",
+    [
+        pytest.param(64, id="1 split"),
+        pytest.param(2048, id="2 splits"),
+        pytest.param(4096, id="4 splits", marks=[EXHAUSTIVE] if IS_INTERPRETED else []),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_dealt_out_has_the_same_bits(
     device: torch.device, tiles: Tiles, dtype: torch.dtype, width_k: int

@@ -7,6 +7,7 @@ alone and among others, over several page sizes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import replace
@@ -31,8 +32,6 @@ if not IS_INTERPRETED:
     ]
 # Every length around a tile edge.
 LENGTHS = (1, 2, *range(62, 68), *range(127, 131))
-if IS_INTERPRETED:
-    LENGTHS = (1, 64, 65, *exhaustive((63, 129)))
 NUM_OTHERS = (7,) if IS_INTERPRETED else (1, 7, 25)
 
 
@@ -111,13 +110,34 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.float32] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("window", [0] if IS_INTERPRETED else [0, 40])
+def cells():
+    """Return every op, heads, length and window, half of them exhaustive: heads have each length
+    with a window or without, and a window has each length with some heads.
+    """
+    if IS_INTERPRETED:
+        cells = [[(*one, length, 0) for one in OPS] for length in (1, 64, 65, 63, 129)]
+        return [*itertools.chain(*cells[:3]), *exhaustive(itertools.chain(*cells[3:]))]
+    chosen, left = [], []
+    for i, one in enumerate(OPS):
+        for j, length in enumerate(LENGTHS):
+            windows = (0, 40) if (i + j) % 2 else (40, 0)
+            chosen.append((*one, length, windows[0]))
+            left.append((*one, length, windows[1]))
+    return [*chosen, *exhaustive(left)]
+
+
+def name_of(value):
+    """Return what a parameter is called in the name of a test; None: as pytest calls it."""
+    if isinstance(value, dict):
+        return "-".join(map(str, value.values()))
+    return getattr(value, "__name__", None)
+
+
 @pytest.mark.parametrize(
-    ("op", "heads"),
-    OPS,
-    ids=lambda one: one.__name__ if callable(one) else "-".join(map(str, one.values())),
+    ("op", "heads", "length", "window"),
+    cells(),
+    ids=name_of,
 )
-@pytest.mark.parametrize("length", LENGTHS)
 def test_a_row_has_the_same_bits_in_every_form(device, length, op, heads, window):
     compare_forms(device, length, op, heads, window)
 

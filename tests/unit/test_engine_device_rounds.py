@@ -180,23 +180,27 @@ def test_trees_that_are_too_deep_go_over_the_hosts(make: Make) -> None:
     assert pair.num_device_trees == pair.num_overlapped == 0
 
 
+NEEDS_HOST: dict[str, dict[str, Any]] = {
+    "repetition": {"sampling": SamplingParams(repetition_penalty=1.2)},
+    "presence": {"sampling": SamplingParams(temperature=1.0, presence_penalty=0.4, seed=3)},
+    "min_new_tokens": {"min_new_tokens": 20, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "needs_host",
+    ("needs_host", "overlaps"),
     [
-        {"sampling": SamplingParams(repetition_penalty=1.2)},
-        {"sampling": SamplingParams(temperature=1.0, presence_penalty=0.4, seed=3)},
-        {"min_new_tokens": 20, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
+        *[("repetition", False), ("presence", True), ("min_new_tokens", False)],
+        *exhaustive([("repetition", True), ("presence", False), ("min_new_tokens", True)]),
     ],
-    ids=["repetition", "presence", "min_new_tokens"],
 )
-@pytest.mark.parametrize("overlaps", [False, True])
 def test_device_rounds_go_on_beside_a_request_whose_host_must_know_the_tree(
-    make: Make, needs_host: dict[str, Any], *, overlaps: bool
+    make: Make, needs_host: str, *, overlaps: bool
 ) -> None:
     target, draft, _ = make("eagle")
     target.scheduler.overlaps_steps = overlaps
-    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY, **needs_host)
+    one = LocalRequest(prompt=[3, 1, 4], max_new_tokens=40, shape=BUSHY, **NEEDS_HOST[needs_host])
     others = [replace(request, max_new_tokens=40) for request in requests_of(2, 0)]
     requests = [one, *others]
     expected = plain_of(target, requests)
@@ -209,8 +213,10 @@ def test_device_rounds_go_on_beside_a_request_whose_host_must_know_the_tree(
     assert any(path.num_draft_tokens > 1 for path in one.paths), "it speculates as well"
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("neighbour", ["plain", "deep"])
+@pytest.mark.parametrize(
+    ("neighbour", "overlaps"),
+    [("plain", True), ("deep", False), *exhaustive([("plain", False), ("deep", True)])],
+)
 def test_device_rounds_go_on_beside_a_request_without_them(
     make: Make, neighbour: str, *, overlaps: bool
 ) -> None:

@@ -44,7 +44,7 @@ from tests.marks import EXHAUSTIVE
 from tests.paged import PagedKV
 
 SHAPE = SHAPES["small"]
-TREE = TreeShape(num_steps=5, topk=4, num_draft_tokens=16)
+TREE = TreeShape(num_steps=3, topk=4, num_draft_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def forward(
 def test_logits_and_features_are_the_small_models(
     inference: None, small: Pairing, large: Pairing, dtype: torch.dtype
 ) -> None:
-    ids = read_prompts(small.target, 1)[0][:16]
+    ids = read_prompts(small.target, 1)[0][:8]
     logits, features = forward(small.target, ids, dtype, feature_layers(12))
     large_logits, large_features = forward(
         large.target, ids, dtype, feature_layers(SHAPE.num_layers)

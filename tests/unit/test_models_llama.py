@@ -17,6 +17,7 @@ from shared.models.llama import CausalLM, ForwardOutput
 from tests import checkpoints, families
 from tests.checkpoints import EOS_ID, Shape
 from tests.families import PHI3, YARN, longrope
+from tests.marks import exhaustive
 from tests.paged import Block, PagedKV
 from tests.reference.causal_lm import ReferenceLM
 
@@ -151,7 +152,7 @@ def test_prefill_in_one_chunk_matches_transformers(model: CausalLM, oracle: Any)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_size", [3, *exhaustive([1, 16])])
 def test_chunks_then_decode_rows_match_transformers(
     model: CausalLM, oracle: Any, page_size: int
 ) -> None:
